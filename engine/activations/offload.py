@@ -73,8 +73,9 @@ class _Piece:
         storage = tensor.untyped_storage()
         self.number = number
         self.place = place
-        self.memory: torch.Tensor | None = _as_bytes(storage, tensor.device)
         self.nbytes = storage.nbytes()
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.memory: torch.Tensor | None = memory.set_(storage, 0, (self.nbytes,), (1,))
         self.device = tensor.device
         self.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         """While this is there, no other storage has the same address."""
@@ -196,7 +197,8 @@ class ActivationOffload:
         if not torch.is_grad_enabled():
             yield
             return
-        self._fixed = frozenset(self._fixed_storages())
+        fixed = chain(self._parameters(), self._model.buffers())
+        self._fixed = frozenset(tensor.untyped_storage()._cdata for tensor in fixed)
         if self._context is None:
             self._context = self._transfers.streams.stream_context()
         token = _active.set(self)
@@ -205,10 +207,6 @@ class ActivationOffload:
                 yield
         finally:
             _active.reset(token)
-
-    def _fixed_storages(self) -> Iterator[int]:
-        for fixed in chain(self._parameters(), self._model.buffers()):
-            yield fixed.untyped_storage()._cdata
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -445,7 +443,3 @@ _active: ContextVar[ActivationOffload | None] = ContextVar("active_offload", def
 def active_offload() -> ActivationOffload | None:
     """Return the offload that takes activations of the forward under way; None: there is none."""
     return _active.get()
-
-
-def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))

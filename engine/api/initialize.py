@@ -35,7 +35,7 @@ from ..report.comms import open_comms_log
 from ..report.monitors import open_monitors
 from ..runtime.device import Streams
 from ..runtime.distributed import init_distributed
-from ..runtime.messages import show_messages
+from ..runtime.messages import show_messages, warn_once
 from ..training.compiled import Compiler
 from ..training.loader import Collate, TrainingLoader
 from ..training.wiring import wire
@@ -102,7 +102,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     loaded = load_config(_config_source(args, config, config_params)).answered(answers)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
-    frozen = frozen or _names_no_optimizer(loaded, optimizer, lr_scheduler, world)
+    frozen = frozen or _names_no_optimizer(loaded, optimizer, lr_scheduler)
     rates = find_rates(loaded, world)
     whole = optimizer is not None and rule_of(type(optimizer)).stepper is not None
     resolved = loaded.resolve(
@@ -127,9 +127,9 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         extra.prepare(model, section)
     comms = resolved.settings.comms_logger
     world.log = open_comms_log(comms, world) if comms.enabled else None
-    warn_of_doubles(model, resolved, world)
+    warn_of_doubles(model, resolved)
     if resolved.stage == 3:
-        mark_leaves_of(resolved, model, world)
+        mark_leaves_of(resolved, model)
     with _watched(world, resolved.own.silent_rank_s or None):
         leave_advice(resolved, world)
         require_shared_folder(resolved, world)
@@ -190,17 +190,16 @@ def _extras(config: Config) -> Iterator[Chosen]:
             yield key, extra, section
 
 
-def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any, world: World) -> bool:
+def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any) -> bool:
     """Return whether neither an argument nor the config names an optimizer or a schedule of one, and say so."""
     given = config.settings.optimizer, config.settings.scheduler, optimizer, scheduler
     if any(one is not None for one in given):
         return False
-    if world.rank == 0:
-        _log.warning(
-            "%s names no optimizer: the engine evaluates, loads and saves, and trains nothing; to train, add an "
-            '"optimizer" section or pass optimizer=...',
-            config.source,
-        )
+    warn_once(
+        "%s names no optimizer: the engine evaluates, loads and saves, and trains nothing; to train, add an "
+        '"optimizer" section or pass optimizer=...',
+        config.source,
+    )
     return True
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,8 +27,7 @@ from zstore.weights.writer import Lost
 
 from ..config.config import Config
 from ..params.units import mark_leaves, of_classes
-
-_log = logging.getLogger("zstore")
+from ..runtime.messages import warn_once
 
 
 def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
@@ -211,11 +209,11 @@ def stored_whole(model: nn.Module, known: Iterable[nn.Parameter]) -> Iterator[tu
             yield model_array(name), parameter.detach()
 
 
-def warn_of_doubles(model: nn.Module, config: Config, world: World) -> None:
+def warn_of_doubles(model: nn.Module, config: Config) -> None:
     """Warn of float64 parameters, which have another type from now on."""
     doubles = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
-    if doubles and world.rank == 0:
-        _log.warning(
+    if doubles:
+        warn_once(
             "%s: parameters that are float64 are cast to %s, the type that the config says: %s",
             config.source,
             config.precision,
@@ -223,7 +221,7 @@ def warn_of_doubles(model: nn.Module, config: Config, world: World) -> None:
         )
 
 
-def mark_leaves_of(config: Config, model: nn.Module, world: World) -> None:
+def mark_leaves_of(config: Config, model: nn.Module) -> None:
     """Mark the modules that `leaf_module` names, and warn of names that no module has."""
     section = config.zero.leaf_module
     by_class = {name: of_classes(model, [name]) for name in section.classes}
@@ -232,5 +230,5 @@ def mark_leaves_of(config: Config, model: nn.Module, world: World) -> None:
     mark_leaves(one for found in (by_class, by_name, by_end) for modules in found.values() for one in modules)
     asked = {**(by_class if "classes" in section.model_fields_set else {}), **by_name, **by_end}
     missing = [name for name, modules in asked.items() if not modules]
-    if missing and world.rank == 0:
-        _log.warning("%s: zero_optimization.leaf_module: the model has no module %s", config.source, ", ".join(missing))
+    if missing:
+        warn_once("%s: zero_optimization.leaf_module: the model has no module %s", config.source, ", ".join(missing))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +19,9 @@ from ..config.config import Config
 from ..params.record import RowsInStore
 from ..plan.plan import Plan, Slots
 from ..plan.run import budget_of_rank, check_drives, plan_run, tell_plan
+from ..runtime.messages import warn_once
 from .builder import Builder, Built, find_built, gone
 from .store import StoreKey, open_store, store_key
-
-_log = logging.getLogger("zstore")
 
 
 class BuiltModel:
@@ -168,6 +166,6 @@ def warn_of_fallbacks(store: TensorStore, world: World) -> None:
     for rank, messages in enumerate(world.all_gather_object(store.fallbacks)):
         for message in messages:
             ranks.setdefault(message, []).append(rank)
-    for message, which in ranks.items() if world.rank == 0 else ():
+    for message, which in ranks.items():
         where = "every rank" if len(which) == world.world_size else f"rank {', '.join(map(str, which))}"
-        _log.warning("%s: %s", where, message)
+        warn_once("%s: %s", where, message)

@@ -9,7 +9,6 @@ compared with the values rounded to its own type; one of a wider type than the e
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +24,12 @@ from zstore.io.tensors import as_bytes, as_torch, dtype_name
 
 from ..build.pretrained import folder_of
 from ..params.record import ParameterRecord
+from ..runtime.messages import warn_once
 
 if TYPE_CHECKING:
     from zstore.checkpoint import ArraySource
 
     from ..training.training import Training
-
-_log = logging.getLogger("zstore")
 
 _POLYNOMIAL = 0x82F63B78
 """Of crc32c, reflected."""
@@ -71,18 +69,15 @@ class BaseWeights:
             )
             if strict:
                 raise CheckpointMismatchError(message)
-            self._warn(message)
+            warn_once("%s", message)
             return
         if len(alike) < len(there):
             odd = next(one.name for one, dtype in there if not _holds(one.dtype, dtype))
-            self._warn(
+            warn_once(
+                "%s",
                 f"{source.location} was saved without its frozen parameters, in a type that this run's does not hold: "
-                f"whether {odd!r} and {len(there) - len(alike) - 1} others are the same was not checked"
+                f"whether {odd!r} and {len(there) - len(alike) - 1} others are the same was not checked",
             )
-
-    def _warn(self, message: str) -> None:
-        if self._training.world.rank == 0:
-            _log.warning("%s", message)
 
     def _digests(self, parameters: Sequence[tuple[ParameterRecord, str]]) -> list[int]:
         """Return the digests of parameters, each in the type beside it (all ranks)."""

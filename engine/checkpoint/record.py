@@ -5,7 +5,6 @@ These take `Training` whole: the record has a little of each of its parts.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -13,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from zstore.errors import CheckpointMismatchError, CorruptionError
 
 from ..config.resolve import BatchSizes
+from ..runtime.messages import warn_once
 from .accumulation import check_begun, described
 from .client_state import understood
 
 if TYPE_CHECKING:
     from ..training.training import Training
     from .load_plan import LoadPlan
-
-_log = logging.getLogger("zstore")
 
 _ITEMS = "$items"
 _MOST_RANKS = 2**16
@@ -44,7 +42,7 @@ def engine_record(training: Training, *, gradients: bool = True) -> dict[str, An
         "loss_scale": training.scaler.state() | {"rules": training.scaler.rules()},
         "schedule": plain(training.schedule.state()),
         "data_position": None if training.loader is None else training.loader.position,
-        "data_draws": None if training.loader is None else training.loader.state(),
+        "data_draws": None if training.loader is None else training.loader.drawn,
     }
 
 
@@ -69,28 +67,24 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
     """Bring counters, scalars, schedule and settings back, as planned. Everything was checked by `check_record`."""
     options = plan.options
     if options.progress:
-        training.accumulation.batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
+        training.accumulation.batch = batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
         training.counters, training.earlier_samples = type(training.counters)(**record["counters"]), 0
         training.accumulation.restart()
         if (begun := record.get("accumulation")) is not None and not options.optimizer:
             training.counters.micro_steps -= begun["stepped"]  # the step begins anew
         saved = record["batch"]
-        if not isinstance(saved, Mapping) or training.accumulation.batch.accumulation_steps != saved.get(
-            "accumulation_steps"
-        ):
-            training.counters.micro_steps = (
-                training.counters.global_steps * training.accumulation.batch.accumulation_steps
-            )
+        if not isinstance(saved, Mapping) or saved.get("accumulation_steps") != batch.accumulation_steps:
+            training.counters.micro_steps = training.counters.global_steps * batch.accumulation_steps
         if training.loader is not None and record["data_position"] is not None:
-            training.loader.restore(int(record["data_position"]), record.get("data_draws"), training.accumulation.batch)
+            training.loader.restore(int(record["data_position"]), record.get("data_draws"), batch)
     for parameter in plan.updated:
         scalars = {name: float(v) for name, v in record["scalars"][parameter.name].items()}
         training.state.scalars[parameter] = training.state.averaging(parameter, scalars)
     if options.schedule:
         _apply_groups(training, record["groups"], whole=options.optimizer)
     saved_ratio, ratio = record.get("offload_ratio"), _ratio(training)
-    if ratio != saved_ratio and None not in (ratio, saved_ratio) and training.world.rank == 0:
-        _log.warning(
+    if ratio != saved_ratio and None not in (ratio, saved_ratio):
+        warn_once(
             'resumed with offload_optimizer "ratio": %s from a checkpoint of %s: more or less of the state is updated on the '
             "device, which rounds otherwise than the CPU, so that bits differ from those of the run that saved it",
             ratio,

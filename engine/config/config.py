@@ -251,9 +251,7 @@ class Config:
     @property
     def offload_optimizer(self) -> OffloadConfig:
         """Where the optimizer state is kept."""
-        if self.frozen:
-            return OffloadConfig(device="none", nvme_paths=())
-        return _offload(self.zero.offload_optimizer)
+        return _offload(self.zero.offload_optimizer, unused=self.frozen)
 
     @property
     def fills_device(self) -> bool:
@@ -263,9 +261,7 @@ class Config:
     @property
     def offload_param(self) -> OffloadConfig:
         """Where parameters are kept between their uses: below stage 3 on the device, whatever the section says."""
-        if self.stage < 3:
-            return OffloadConfig(device="none", nvme_paths=())
-        return _offload(self.zero.offload_param)
+        return _offload(self.zero.offload_param, unused=self.stage < 3)
 
     @property
     def activations(self) -> Literal["device", "host", "disk"]:
@@ -391,9 +387,9 @@ _OF_TRAINING = (
 """Prefixes of the keys that have no effect on an engine without an optimizer."""
 
 
-def _offload(section: OffloadOptimizerSection | OffloadParamSection) -> OffloadConfig:
-    used = section.device == "nvme"
-    return OffloadConfig(device=section.device, nvme_paths=section.nvme_path or () if used else ())
+def _offload(section: OffloadOptimizerSection | OffloadParamSection, *, unused: bool) -> OffloadConfig:
+    device = "none" if unused else section.device
+    return OffloadConfig(device=device, nvme_paths=section.nvme_path or () if device == "nvme" else ())
 
 
 def _alone(zero: ZeroSection, known: Container[str]) -> Iterator[Notice]:
@@ -464,18 +460,14 @@ def _copied(value: Any) -> Any:
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the object in a JSON file with comments. Raises ConfigError if there is none."""
     name = os.fspath(path)
-    return load_jsonc(_read(name), name)
-
-
-def _read(path: str) -> str:
-    """Return the text of a config file."""
-    if path.lstrip().startswith("{"):
+    if name.lstrip().startswith("{"):
         raise ConfigError(
             "expected the path of a config file, got JSON text; pass json.loads(text), or write it to a file"
         )
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(name).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist (looked from {Path.cwd()})") from None
+        raise ConfigError(f"config file {name} does not exist (looked from {Path.cwd()})") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+        raise ConfigError(f"config file {name} cannot be read: {error}") from error
+    return load_jsonc(text, name)

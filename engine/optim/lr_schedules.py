@@ -331,7 +331,7 @@ def named_schedule(section: SchedulerSection, optimizer: torch.optim.Optimizer) 
 class LRSchedule:
     """Advances the engine's scheduler, if any, and keeps its state: one of ours, or one of torch's."""
 
-    def __init__(self, scheduler: Any | None) -> None:
+    def __init__(self, scheduler: Any) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UsageError(
                 "lr_scheduler: ReduceLROnPlateau needs a metric at each step, which engine.step() does not have; leave it "
@@ -348,9 +348,7 @@ class LRSchedule:
         return getattr(self.scheduler, "last_epoch", None)
 
     def advance(self) -> None:
-        """Go on by one step, after the optimizer's."""
-        if self.scheduler is None:
-            return
+        """Go on by one step, after the optimizer's; there is a scheduler."""
         if isinstance(self.scheduler, NamedSchedule):
             self.scheduler.advance()
             return

@@ -123,11 +123,9 @@ class ClientStep(Stepper):
 
     @property
     def records(self) -> list[ParameterRecord]:
-        """The parameters that it updates."""
         return list(self._state.scalars)
 
     def run(self, update: Update) -> None:
-        """Carry out an update."""
         mine = [record for record in update.records if record.numel]
         groups = [[model_array(record.name)] for record in mine]
         self._state.change_whole(groups, lambda: self._step(mine, update))
@@ -157,14 +155,12 @@ class ClientStep(Stepper):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the optimizer's state, by parameter name, for a checkpoint to copy."""
         return {r.name: dict(self._client.state[r.parameter]) for r in self._state.scalars if self._kept(r.parameter)}
 
     def _kept(self, parameter: nn.Parameter) -> bool:
         return bool(self._client.state.get(parameter))
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the optimizer's state by the `state` of a former run."""
         for record in self._state.scalars:
             kept = {name: self._placed(record, value) for name, value in saved.get(record.name, {}).items()}
             self._client.state.pop(record.parameter, None)

@@ -44,7 +44,6 @@ from ..runtime.device import (
     GradientTiles,
     H2DQueue,
     Scratch,
-    Transfers,
     labelled,
     side_by_side,
     threads_for,
@@ -233,15 +232,6 @@ class _Portion:
         h2d.put_all(self._own, self._masters, [after.get(record) for record, _ in self._places])
 
 
-def _beside(other: torch.Tensor, rows: torch.Tensor, transfers: Transfers, coming: list[Copy]) -> torch.Tensor:
-    """Return memory beside `other` that has the values of `rows` once all of `coming` came."""
-    copy = transfers.bring(rows, other)
-    if copy is None:
-        return rows
-    coming.append(copy)
-    return copy.values
-
-
 def _admitted(
     records: Sequence[ParameterRecord], admit: Callable[[ParameterRecord, bool], bool] | None, most: int
 ) -> Iterator[list[ParameterRecord]]:
@@ -408,7 +398,10 @@ class Update:
             rows = self.rows(record)
             if rows is None:
                 raise AssertionError(f"the gradient of {record.name} is not in memory")
-            found.append((record, place, _beside(place.master, rows, transfers, coming)))
+            copy = transfers.bring(rows, place.master)
+            if copy is not None:
+                coming.append(copy)
+            found.append((record, place, rows if copy is None else copy.values))
         for each in coming:
             transfers.finish(each)
         on_host = [rows.numel() for _, _, rows in found if transfers.streams.is_host(rows)]

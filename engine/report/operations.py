@@ -92,7 +92,8 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         formula = self._formulas.get(getattr(func, "_overloadpacket", func))
-        if formula is not None and not _is_tracing():
+        # While torch.compile traces nothing is computed.
+        if formula is not None and torch._guards.TracingContext.try_get() is None:
             part = "forward"
             if torch._C._current_graph_task_id() != -1:
                 part = "recomputed" if torch.is_grad_enabled() else "backward"
@@ -106,8 +107,3 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module's call is compiled."""
     return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _is_tracing() -> bool:
-    """Return whether torch.compile traces, and nothing is computed."""
-    return torch._guards.TracingContext.try_get() is not None

@@ -266,28 +266,26 @@ class AccumulationByBlock:
         return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
     def _before(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._current is None:
-            return None
-        return self._take_turns(block, self._current).cut(f"block {self._names[block]!r}", (args, kwargs))
+        return self._cut(block, f"block {self._names[block]!r}", (args, kwargs))
 
     def _after(self, block: nn.Module, args: Any, output: Any) -> Any:
+        return self._cut(block, f"what follows block {self._names[block]!r}", output)
+
+    def _cut(self, block: nn.Module, name: str, values: Any) -> Any:
+        """Let the other micro-batches come to this point; then cut the one that did."""
         if self._current is None:
             return None
-        return self._take_turns(block, self._current).cut(f"what follows block {self._names[block]!r}", output)
-
-    def _take_turns(self, block: nn.Module, current: tuple[_Turns, int, MicroBatch]) -> MicroBatch:
-        """Let the other micro-batches come to this point; return the one that did."""
         if not torch.is_grad_enabled():
             raise UsageError(
                 f'"accumulation_order": "block": block {self._names[block]!r} runs without gradients, as reentrant '
                 'checkpointing lets it: checkpoint with use_reentrant=False, or "zstore": {"gradient_checkpointing": true}'
             )
-        turns, number, batch = current
+        turns, number, batch = self._current
         with self._own_random_state():
             turns.pass_on()
             turns.wait(number)
-        self._current = current
-        return batch
+        self._current = turns, number, batch
+        return batch.cut(name, values)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 

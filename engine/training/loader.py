@@ -77,8 +77,9 @@ class TrainingLoader:
         """Draws samples by their difficulty; None: in the order of a permutation."""
         self.post_process: PostProcess | None = None
         self.position = 0
-        self._drawn = None if self.curriculum is None else _after(self.curriculum.state, 0)
-        """State of the curriculum after the last micro-batch that was handed out; it may have drawn more since."""
+        self.drawn = None if self.curriculum is None else _after(self.curriculum.state, 0)
+        """State of the curriculum after the last micro-batch that was handed out, for a checkpoint, beside `position`; it may
+        have drawn more since. None without one."""
         if self.samples_per_epoch == 0:
             raise UsageError(
                 f"training_data has {self._num_samples} samples, fewer than one batch ({self._train_batch_size}); give more "
@@ -100,16 +101,12 @@ class TrainingLoader:
         """Return the micro-batches of an epoch on each rank."""
         return math.ceil(self.samples_per_epoch / self._round_size)
 
-    def state(self) -> dict[str, Any] | None:
-        """Return the curriculum's state for a checkpoint, beside `position`; None without one."""
-        return self._drawn
-
     @property
     def difficulties(self) -> dict[str, int]:
         """The difficulty of each metric at the batch of the next micro-batch; empty without a curriculum."""
-        if self.curriculum is None or self._drawn is None:
+        if self.curriculum is None or self.drawn is None:
             return {}
-        step = int(self._drawn["step"]) + 1
+        step = int(self.drawn["step"]) + 1
         return {name: difficulty.at(step) for name, difficulty in self.curriculum.difficulties().items()}
 
     def require_same(self, state: Mapping[str, Any] | None) -> None:
@@ -128,14 +125,14 @@ class TrainingLoader:
         self._micro_batch_size, self._train_batch_size = batch.micro_batch_size, batch.train_batch_size
         if self.curriculum is not None and state is not None:
             self.curriculum.restore(state)  # which says what is wrong with it
-            self._drawn = _after(state, int(state.get("offset", 0)))
+            self.drawn = _after(state, int(state.get("offset", 0)))
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first = divmod(self.position, self.samples_per_epoch)
         if self._sampling.num_epochs is not None and epoch >= self._sampling.num_epochs:
             return
         handed: deque[_Round] = deque()
-        rounds = self._rounds(epoch, first) if self._drawn is None else self._drawn_rounds(self._drawn, epoch)
+        rounds = self._rounds(epoch, first) if self.drawn is None else self._drawn_rounds(self.drawn, epoch)
         # Otherwise each `iter` draws from torch's own, and a resumed run, which begins one more, has other dropout masks.
         generator = torch.Generator()
         if self._sampling.num_workers:
@@ -158,12 +155,12 @@ class TrainingLoader:
             # Counted before it is used: a checkpoint after the step on this batch holds it.
             one = handed.popleft()
             told = None if self.post_process is None else self._told()
-            self.position, self._drawn = one.stop, one.drawn
+            self.position, self.drawn = one.stop, one.drawn
             yield batch if self.post_process is None or told is None else self.post_process(batch, told)
 
     def _told(self) -> dict[str, Any]:
         """Return the arguments about the next micro-batch for a function that changes micro-batches."""
-        step = 0 if self._drawn is None else int(self._drawn["step"]) + 1
+        step = 0 if self.drawn is None else int(self.drawn["step"]) + 1
         return {
             "consumed_samples": self.position,
             "curriculum_step": step,

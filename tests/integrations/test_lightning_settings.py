@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import zstore
 from tests.integrations.lightning_runs import SEED, Batches, LateNet, Net, fit, make_net, make_trainer, quiet
 from zstore.engine.adapters.lightning.content import decode, encode
-from zstore.engine.adapters.lightning.settings import TrainerValues, for_trainer, read_source
+from zstore.engine.adapters.lightning.settings import for_trainer, read_source
 from zstore.errors import CheckpointError, CheckpointMismatchError, ConfigError, UsageError
 from zstore.journal import read, steps
 from zstore.journal.names import run_of
@@ -109,12 +109,12 @@ def test_trainer_and_config_agree_or_it_is_an_error(
     config: dict[str, Any], precision: str, accumulation: int, clip: float | None, expected: Any
 ) -> None:
     source = read_source(config, None)
-    values = TrainerValues(precision=precision, accumulation_steps=accumulation, clip_norm=clip)
+    values: dict[str, Any] = {"precision": precision, "accumulation_steps": accumulation, "clip_norm": clip}
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
-            for_trainer(source, values)
+            for_trainer(source, **values)
         return
-    found = for_trainer(source, values)
+    found = for_trainer(source, **values)
     assert found == {**config, **expected, "gradient_accumulation_steps": accumulation, "steps_per_print": 0}
 
 

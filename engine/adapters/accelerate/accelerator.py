@@ -109,7 +109,7 @@ class Accelerator(PreparingAccelerator):
 
         Rank 0 needs memory for the whole model; `save_model` does not.
         """
-        engine = self._engine_of(model)
+        engine = self.engine_of(model)
         if engine is None:
             state: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
             return state
@@ -127,7 +127,7 @@ class Accelerator(PreparingAccelerator):
 
         Raises UsageError without `safe_serialization`.
         """
-        engine = self._engine_of(model)
+        engine = self.engine_of(model)
         if engine is None:
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
             return

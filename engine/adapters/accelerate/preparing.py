@@ -242,7 +242,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             if model not in self._models:
                 self._models.append(model)
             return model
-        known = self._engine_of(model)
+        known = self.engine_of(model)
         if known is not None:
             return self.prepare_model(known)
         refuse_placed(model)
@@ -257,7 +257,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         _holders[model] = weakref.ref(self), trainable
         return self._added(engine)
 
-    def _engine_of(self, model: nn.Module) -> Engine | None:
+    def engine_of(self, model: nn.Module) -> Engine | None:
         """Return the engine that holds a model, wrapped or not; also another Accelerator's."""
         if isinstance(model, Engine):
             return model
@@ -270,7 +270,7 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Take a model out of its engine, with its present values: this Accelerator, or another one, prepared it before
         (all ranks). The optimizer's state is dropped, and a model that was prepared for evaluation can be
         trained again."""
-        engine = self._engine_of(model)
+        engine = self.engine_of(model)
         if engine is None:
             return
         reference, trainable = _holders.pop(model)

@@ -27,11 +27,8 @@ def _current_name() -> str:
 
 def _dtypes() -> list[torch.dtype]:
     """Return the types that a config may ask for."""
-    return [
-        torch.float32,
-        torch.float16,
-        *([torch.bfloat16] if not _HAS_CUDA or torch.cuda.is_bf16_supported() else []),
-    ]
+    bf16 = [torch.bfloat16] if not _HAS_CUDA or torch.cuda.is_bf16_supported() else []
+    return [torch.float32, torch.float16, *bf16]
 
 
 _BOTH: dict[str, Callable[..., Any]] = {

@@ -174,11 +174,6 @@ def _curriculum_enabled(engine: DeepSpeedEngine) -> bool:
     return engine.training_dataloader is not None and engine.training_dataloader.curriculum is not None
 
 
-def _is_scaled_dynamically(engine: DeepSpeedEngine) -> bool:
-    scaling = engine.training_state.config.loss_scaling
-    return scaling is not None and not scaling.loss_scale
-
-
 _ATTRIBUTES: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "dp_world_size": lambda engine: engine.world_size,
     "mp_world_size": lambda _: 1,  # there is no model parallelism
@@ -195,7 +190,7 @@ _CALLS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "zero_offload_optimizer": lambda engine: _zero_key(engine, "offload_optimizer"),
     "zero_offload_param": lambda engine: _zero_key(engine, "offload_param"),
     "zero_cpu_offload": lambda engine: engine.training_state.config.offload_optimizer.device == "cpu",
-    "dynamic_loss_scale": _is_scaled_dynamically,
+    "dynamic_loss_scale": lambda engine: _is_dynamic(engine.training_state.scaler),
     "optimizer_name": lambda engine: None if engine.optimizer is None else type(_client(engine)).__name__.lower(),
     "scheduler_name": _scheduler_name,
     "curriculum_enabled_legacy": lambda engine: "curriculum_learning" in engine.extras,

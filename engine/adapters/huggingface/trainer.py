@@ -110,10 +110,6 @@ class TrainerAccelerator(Accelerator):
         """Forget all prepared objects except the engines, and return as many None as `objects`."""
         return super(Accelerator, self).free_memory(*objects)
 
-    def engine_for(self, model: nn.Module) -> Engine | None:
-        """Return the engine that holds a model, trained or frozen; None if there is none."""
-        return self._engine_of(model)
-
 
 class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     """A Trainer whose model, optimizer and checkpoints are a zstore engine's: `class Mine(ZstoreTrainerMixin, SFTTrainer)`.
@@ -172,7 +168,7 @@ class ZstoreTrainerMixin(transformers.Trainer):  # type: ignore[misc]
     @property
     def engine(self) -> Engine | None:
         """The engine that holds the model; None until `train()`, `evaluate()` or `predict()`."""
-        return self.accelerator.engine_for(self.model)
+        return self.accelerator.engine_of(self.model)
 
     def _open_engine(self, max_steps: int | None) -> None:
         """Put the model into an engine that trains it, if none does yet (all ranks)."""

@@ -66,32 +66,22 @@ def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage
     return source
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerValues:
-    """A setting of a Trainer that a config has, too."""
-
-    precision: str
-    """Lightning's name."""
-    accumulation_steps: int
-    clip_norm: float | None
-
-
-def for_trainer(source: GivenConfig, trainer: TrainerValues) -> dict[str, Any]:
-    """Return the config with the Trainer's values for missing keys and "auto".
+def for_trainer(
+    source: GivenConfig, *, precision: str, accumulation_steps: int, clip_norm: float | None
+) -> dict[str, Any]:
+    """Return the config with the Trainer's values for missing keys and "auto"; `precision` is Lightning's name.
 
     Raises ConfigError if both name different values.
     """
     settings = source.settings
     raw = copy.deepcopy(dict(source.raw))
     raw.setdefault("steps_per_print", 0)
-    raw |= _precision(source, settings, PRECISIONS[trainer.precision], trainer.precision)
-    accumulation = trainer.accumulation_steps
-    _agree(source, "gradient_accumulation_steps", settings, accumulation, "accumulate_grad_batches")
-    raw["gradient_accumulation_steps"] = accumulation
-    clip = trainer.clip_norm
-    if clip is not None:
-        _agree(source, "gradient_clipping", settings, clip, "gradient_clip_val")
-        raw["gradient_clipping"] = clip
+    raw |= _precision(source, settings, PRECISIONS[precision], precision)
+    _agree(source, "gradient_accumulation_steps", settings, accumulation_steps, "accumulate_grad_batches")
+    raw["gradient_accumulation_steps"] = accumulation_steps
+    if clip_norm is not None:
+        _agree(source, "gradient_clipping", settings, clip_norm, "gradient_clip_val")
+        raw["gradient_clipping"] = clip_norm
     elif settings.gradient_clipping == "auto" or "gradient_clipping" not in settings.model_fields_set:
         raw["gradient_clipping"] = 0.0
     return raw

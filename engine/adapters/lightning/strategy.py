@@ -44,7 +44,7 @@ from .fitting import (
     resume_data,
 )
 from .precision import EnginePrecision
-from .settings import TrainerValues, check_batch_size, compute_dtype, for_trainer, read_source
+from .settings import check_batch_size, compute_dtype, for_trainer, read_source
 
 _log = logging.getLogger("zstore")
 
@@ -174,12 +174,12 @@ class EngineStrategy:
 
     def _run_config(self, trainer: Any) -> dict[str, Any]:
         clip = trainer.gradient_clip_val
-        values = TrainerValues(
+        return for_trainer(
+            self.source,
             precision=self.precision_plugin.precision,
             accumulation_steps=trainer.accumulate_grad_batches,
             clip_norm=None if clip is None else float(clip),
         )
-        return for_trainer(self.source, values)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -61,7 +61,6 @@ class OneBitStep(Stepper):
 
     @property
     def records(self) -> list[ParameterRecord]:
-        """The parameters that it updates."""
         return list(self._state.scalars)
 
     def held_bytes(self) -> int:
@@ -97,7 +96,6 @@ class OneBitStep(Stepper):
     # -- the update -------------------------------------------------------------------------------------------------
 
     def run(self, update: Update) -> None:
-        """Carry out an update."""
         mine = [record for record in update.records if record.numel]
         groups = [[model_array(one.name), *(optimizer_array(s, one.name) for s in self._shared(one))] for one in mine]
         error: Exception | None = None
