@@ -204,6 +204,18 @@ def test_a_full_disk_is_told_once_and_nothing_is_lost(tmp_path: Path) -> None:
     assert sink.lines == b"".join(encode(row(number)) for number in range(3))
 
 
+def test_lines_that_a_full_disk_did_not_take_follow_the_first_ones_of_the_next_file() -> None:
+    sink = FullDisk()
+    with JournalWriter([].append) as writer:
+        writer.open(sink)
+        writer.append(row(1))
+        writer.close()
+        writer.append(row(2))
+        sink.is_full = False
+        writer.open(sink, [row(0)])
+    assert sink.lines == b"".join(encode(row(number)) for number in range(3))
+
+
 def test_a_write_that_fails_half_way_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = FileSink(tmp_path / "file")
     sink.append(b"first\n")

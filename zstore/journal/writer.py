@@ -119,8 +119,8 @@ class JournalWriter(Closing):
 
     def open(self, sink: FileSink, first: Iterable[Mapping[str, Any]] = ()) -> None:
         """Write to `sink`, which is this object's from now on: the records `first`, then those that wait, then new ones."""
-        with self._adding:
-            self._records.extendleft(reversed(list(first)))
+        with self._writing, self._adding:
+            self._unwritten.appendleft(b"".join(map(encode, first)))  # ahead of lines that the sink before did not take
             self._sink = sink
         self._ending.clear()
         self._threads = start_threads(1, self._serve, "zstore-journal")
