@@ -3,7 +3,7 @@
 import torch
 
 import zstore.engine.api.initialize  # noqa: F401
-from zstore.engine.config import load_config
+from zstore.engine.config.config import load_config
 from zstore.engine.plan.rates import measure_rates
 
 measure_rates(torch.device("cpu"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from zstore.testing.ranks import run_ranks
+from zstore.testing.ranks import PRELOADED, run_ranks
 
 PROGRAMS = {
     "prints": "import sys; print(sys.argv, sys.path[0], __name__); print('to stderr', file=sys.stderr)",
@@ -91,6 +91,16 @@ def _ends_at_once(rank: int) -> int:
 def test_a_rank_that_ends_at_once_leaves_the_others_their_connections() -> None:
     for _ in range(8):
         assert run_ranks(_ends_at_once, 3) == [0, 1, 2]
+
+
+def _not_loaded(rank: int, names: list[str]) -> list[str]:
+    return [name for name in names if name not in sys.modules]
+
+
+def test_ranks_inherit_all_modules_that_they_are_to_inherit() -> None:
+    # A server passes over a module that it cannot import.
+    ours = [name for name in PRELOADED if name.startswith(("tests.", "zstore."))]
+    assert run_ranks(_not_loaded, 1, ours) == [[]]
 
 
 def _ends_by_what_is_loaded() -> None:
