@@ -31,7 +31,7 @@ from zstore.engine.adapters.deepspeed.config import (
     csvMonitor,
 )
 from zstore.engine.adapters.deepspeed.initialize import initialize
-from zstore.engine.adapters.deepspeed.modules import KNOWN, absent
+from zstore.engine.adapters.deepspeed.modules import KNOWN, AnsweredModule, absent, fill
 from zstore.engine.adapters.deepspeed.names import ABSENT, MODULES
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
@@ -60,6 +60,13 @@ def test_values_have_one_home() -> None:
         others = {name for names in MODULES.get(module, {}).values() for name in names} | set(ABSENT.get(module, ()))
         assert not others & set(values)
     assert {module.rpartition(".")[0] for module in KNOWN} - {""} <= KNOWN
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_has_its_names(module: str) -> None:
+    filled = AnsweredModule(module)
+    fill(filled)
+    assert {name for names in MODULES[module].values() for name in names} <= set(vars(filled))
 
 
 def test_values_are_deepspeeds() -> None:
