@@ -22,6 +22,7 @@ from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.engine.config.optimizers import OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
+from zstore.engine.extras import register_parts
 from zstore.engine.extras.one_bit.classes import ONE_BIT
 from zstore.engine.optim.kernel import TorchKernel
 from zstore.engine.optim.optimizer import optimizer_from_config
@@ -292,6 +293,7 @@ def from_section(kind: str, params: dict[str, Any]) -> torch.optim.Optimizer:
     config = load_config({"optimizer": {"type": kind, "params": params}, "train_batch_size": 1})
     asked = config.resolve(ResolveContext(world_size=1)).optimizer
     assert asked is not None
+    register_parts()  # as initialize() does before
     return optimizer_from_config(asked, None, model())
 
 

@@ -174,7 +174,9 @@ def test_a_second_run_does_not_replace_the_checkpoints_of_the_first(tmp_path: Pa
         train_command(options(tmp_path, text, config, save=str(run), metrics=metrics))
     elsewhere = f"{tmp_path / 'other'}:step-00000001"
     train_command(options(tmp_path, text, config, save=str(tmp_path / "other"), steps=1))
-    with pytest.raises(CheckpointExistsError, match=r"and 1 more of another run.*--resume \S+/run:step-00000004 to go on"):
+    with pytest.raises(
+        CheckpointExistsError, match=r"and 1 more of another run.*--resume \S+/run:step-00000004 to go on"
+    ):
         train_command(options(tmp_path, text, config, save=str(run), resume=elsewhere, metrics=metrics))
     assert not metrics.exists()  # nothing was trained
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
