@@ -55,9 +55,10 @@ def test_a_relative_path_is_a_configuration_error(path: str) -> None:
         RunFolder(path, 0, Files())
 
 
-def test_a_missing_folder_is_made(tmp_path: Path) -> None:
+def test_a_missing_folder_is_made_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = RunFolder(tmp_path / "made" / "below", 0, Files())
     assert (tmp_path / "made" / "below").is_dir()
+    assert f"made {tmp_path}/made/below, which was not there" in caplog.text
     folder.close()
 
 

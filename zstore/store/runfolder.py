@@ -11,6 +11,7 @@ and the next owner removes them: checkpoints, and the snapshots that the engine 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import uuid
@@ -28,6 +29,8 @@ try:
 except ImportError:  # Windows: training does not run there
     fcntl = None  # type: ignore[assignment]
 
+_log = logging.getLogger("zstore")
+
 RUN_FOLDER = "zstore-run"
 """The folder of all files of a run, in the folder that it was given."""
 _OWNER = "owner"
@@ -39,20 +42,23 @@ class RunFolder:
     """Holds the folder `path` for this rank until `close()`.
 
     With `shares`, a folder that another store of this process holds is no error: `path` is then a new one beside it.
-    A folder that is missing is made. Raises ConfigError for a relative path, RunFolderError for one that cannot be made, is
-    not writable or held by another run.
+    A folder that is missing is made, with a warning. Raises ConfigError for a relative path, RunFolderError for one that
+    cannot be made, is not writable or held by another run.
     """
 
     def __init__(self, nvme_path: str | Path, rank: int, files: Files, *, shares: bool = False) -> None:
         base = Path(nvme_path)
         if not base.is_absolute():
             raise ConfigError(f"nvme_path: expected an absolute path, got {str(base)!r}")
+        is_new = not base.exists()
         try:
             base.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFolderError(
                 f"nvme_path: expected a folder, or one that can be made: {error.strerror}", path=str(base)
             ) from error
+        if is_new and rank == 0:
+            _log.warning("nvme_path: made %s, which was not there; if a drive belongs there, it is not mounted", base)
         self._files = files
         self._rank = rank
         first = base / RUN_FOLDER / f"rank-{rank:05d}"

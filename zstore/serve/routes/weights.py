@@ -289,7 +289,9 @@ class _WeightsResponse(Response):
             if not gone.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except BusyError as error:
-            if not self._begun:
+            if self._begun:
+                work.failed(error)
+            else:
                 await problem(503, f"{error}: try again", {"Retry-After": "10"})(scope, receive, send)
         except (ZstoreError, OSError) as error:
             work.failed(error)
