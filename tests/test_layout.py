@@ -44,11 +44,11 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_589,
+        99_596,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        25_923,
+        25_930,
     ),
     "files of the core": (lambda: len(_layout().core), 34),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 8364),

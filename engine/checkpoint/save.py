@@ -226,7 +226,13 @@ class Checkpoints:
         return destination.begin(
             replace(
                 self.pinned_request(
-                    folder, tag, save_id, small, few_files=parts is None, without=self._left_out(options)
+                    folder,
+                    tag,
+                    save_id,
+                    small,
+                    few_files=parts is None,
+                    without=self._left_out(options),
+                    gradients=self._gradients,
                 ),
                 parts=parts,
                 keep=training.config.own.keep,
@@ -258,8 +264,9 @@ class Checkpoints:
         *,
         few_files: bool = True,
         without: Collection[ParameterRecord] = (),
+        gradients: Mapping[str, Grid] | None = None,
     ) -> SaveRequest:
-        """Return the request of a save of the present state, whose arrays are pinned from here on.
+        """Return the request of a save of the present state, and of arrays with `gradients`, which are pinned from here on.
 
         With `few_files` rank 0 stores small arrays whole; without, each rank its shard of them, without a wait.
         """
@@ -274,13 +281,13 @@ class Checkpoints:
             stored = {name: state.grid_in_files(one, name, training.world.world_size) for one, name in arrays}
             pieces = {name: grid for name, grid in grids.items() if stored[name] != grid}
             grids = stored
-        grids |= self._gradients
+        grids |= gradients or {}
         pins: dict[str, PinnedShard] = {}
         try:
             state.transfers.synchronize()  # the save reads memory of the device from threads of its own
             for one in records:
                 pins |= training.pending.updater.pin(one, state.arrays_of(one))
-            pins |= store.snapshot(list(self._gradients)).pins
+            pins |= store.snapshot(list(gradients or ())).pins
             return SaveRequest(
                 resources=store.resources,
                 folder=folder,
