@@ -44,14 +44,14 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        99_596,
+        99_594,
     ),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        25_930,
+        25_928,
     ),
     "files of the core": (lambda: len(_layout().core), 34),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 8364),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 8362),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
     "widest hub": (lambda: max(map(len, _layout().imports.values())), 33),
     "rooms inside engine": (lambda: _rooms("engine")[0], 16),
