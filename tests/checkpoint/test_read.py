@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.forging import Forge
 from zstore.checkpoint.catalog import TagInfo, read_record
 from zstore.checkpoint.folder import LocalFolder
 from zstore.checkpoint.format import MAX_JSON_BYTES
@@ -309,6 +310,12 @@ def test_a_manifest_that_cannot_be_read_is_one_fault_and_its_shards_are_checked_
     assert found.startswith("manifest/rank-00000.json: ")
     _flip(copied / "optimizer/exp_avg/h.0.weight/c.0.0", 8)
     assert len({fault.partition(":")[0].partition(",")[0] for fault in _faults(copied)}) == 2
+
+
+def test_a_manifest_that_names_a_shard_without_checksums_is_a_fault(copied: Path) -> None:
+    Forge(copied).name_crcs("model/h.0.weight/c.0.0", [], 0)
+    (found,) = _faults(copied)
+    assert found.startswith("model/h.0.weight/c.0.0: manifest/rank-00000.json has no checksums for it")
 
 
 def test_a_link_in_place_of_a_shard_is_a_fault(copied: Path) -> None:

@@ -90,9 +90,8 @@ class _Check:
         sizes = self._sizes()
         tasks: list[Callable[[], list[VerifyFault]]] = []
         for name, shard, first, stop in self._shares:
-            expected = crcs.get((name, shard), () if shard in unread else None)
-            check = _ShardCheck(reader, reader.arrays[name], shard, sizes)
-            tasks.append(partial(check.run, (first, stop), expected, advance))
+            check = _ShardCheck(reader, reader.arrays[name], shard, sizes, has_manifest=shard not in unread)
+            tasks.append(partial(check.run, (first, stop), crcs.get((name, shard)), advance))
         faults += [
             VerifyFault(
                 file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name
@@ -191,7 +190,13 @@ class _ShardCheck:
     """The check of one shard file."""
 
     def __init__(
-        self, reader: CheckpointReader, array: StoredArray, shard: int, sizes: Mapping[str, int | None]
+        self,
+        reader: CheckpointReader,
+        array: StoredArray,
+        shard: int,
+        sizes: Mapping[str, int | None],
+        *,
+        has_manifest: bool,
     ) -> None:
         self._resources = replace(reader.shard_resources, verify=True)
         self._array = array
@@ -199,12 +204,14 @@ class _ShardCheck:
         self._file = array.shard_file(shard)
         self._path = reader.folder.location_of(self._file)
         self._sizes = sizes
+        self._has_manifest = has_manifest
+        """If not, that is a fault of its own."""
 
     def run(
         self, chunks: tuple[int, int], expected: Sequence[int] | None, advance: Advance | None
     ) -> list[VerifyFault]:
-        """Return the faults of the file and of chunks `[first, stop)` of it; `expected` are the manifest's checksums, none
-        if that cannot be read, which is a fault of its own, and None if it names no such shard."""
+        """Return the faults of the file and of chunks `[first, stop)` of it; `expected` are the manifest's checksums, None
+        if it names no such shard."""
         file_bytes = self._array.shard_file_bytes(self._shard)
         faults = self._check_size(file_bytes)
         if not faults:
@@ -240,7 +247,7 @@ class _ShardCheck:
             crcs = shard.verify(first, stop)
         except (CorruptionError, StorageError):
             return self._find_damage(shard, range(first, stop))
-        if expected == ():
+        if not self._has_manifest:
             return []
         if expected is None or len(expected) != shard.layout.num_present:
             return [self._fault(f"{manifest_file(self._shard)} has no checksums for it")]
