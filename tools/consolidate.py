@@ -23,7 +23,7 @@ from zstore.weights.layout import Weight, plan_files
 from zstore.weights.writer import lost_text
 
 from .opening import DEFAULTS, Common, open_location, reporting
-from .options import Dtype, Location, Tag, size_option
+from .options import Dtype, Location, Tag, require_choice, size_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +92,8 @@ def consolidate_command(
     Raises CheckpointError, with the tensors named and nothing published, for values that `dtype` cannot hold (unless
     `overflow` says otherwise); CheckpointExistsError if `out` exists; see `Which` for others.
     """
+    require_choice("--dtype", dtype, Dtype)
+    require_choice("--overflow", overflow, Overflow)
     team, target = common.team, out or _beside(ckpt, which.tag, f"-{dtype}")
     with open_location(ckpt, common, which.tag) as source:
         weights, left_out = which.of(source, list_weights(source, DTYPES[dtype], ema=which.ema))

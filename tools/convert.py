@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -27,7 +27,7 @@ from zstore.weights.writer import Lost, lost_text
 
 from .export import arrays_read, write_state_dict, write_universal
 from .opening import DEFAULTS, Common, open_location, reporting
-from .options import Dtype, Tag
+from .options import Dtype, Tag, require_choice
 from .progress import ProgressBar
 from .reshard import reshard_into
 
@@ -54,8 +54,7 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         """Refuse options that contradict each other."""
-        if self.to not in get_args(OutputKind):
-            raise UsageError(f"--to {self.to}: expected one of {', '.join(get_args(OutputKind))}")
+        require_choice("--to", self.to, OutputKind)
         if self.dtype is not None and (self.dtype not in DTYPES or self.to not in _WEIGHTS_ALONE):
             raise UsageError(
                 f"--dtype {self.dtype} with --to {self.to}: expected one of {', '.join(DTYPES)}, and --to torch or "

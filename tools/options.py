@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -42,6 +42,12 @@ def parse_number(text: str | int) -> int:
     if value < 1:
         raise typer.BadParameter(f"expected a number of at least one, got {text!r}")
     return value
+
+
+def require_choice(option: str, value: str, choices: Any) -> None:
+    """Raise UsageError for a value that is none of a Literal's: typer looks at those of the command line alone."""
+    if value not in get_args(choices):
+        raise UsageError(f"{option} {value}: expected one of {', '.join(get_args(choices))}")
 
 
 Location = Annotated[

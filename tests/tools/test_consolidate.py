@@ -25,7 +25,14 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointMismatchError, CorruptionError, StorageError
+from zstore.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CorruptionError,
+    StorageError,
+    UsageError,
+)
 from zstore.io.buffers import Slabs
 from zstore.io.shards import open_resources
 from zstore.testing.faults import Fault, FaultyFiles, short_files
@@ -182,6 +189,16 @@ def test_values_that_do_not_fit_stop_it_with_every_tensor_named(large_values: Pa
     assert "\n  a: 2 value(s)\n  z: 300 value(s)" in str(caught.value)
     assert "--dtype bf16" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_choices_of_a_caller_in_python_are_refused(large_values: Path, tmp_path: Path) -> None:
+    for dtype, overflow, message in (
+        ("int9", "error", "--dtype int9: expected one of fp16, bf16, fp32"),
+        ("fp16", "clam", "--overflow clam: expected one of error, inf, clamp"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            consolidate_command(large_values, tmp_path / "out", dtype, 10**9, overflow)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
 
 
 def test_values_that_do_not_fit_become_infinite_or_the_largest_when_asked(large_values: Path, tmp_path: Path) -> None:
