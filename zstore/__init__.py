@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from zstore import checkpointing, data, profiling, zero
+    from zstore import checkpointing, profiling, zero
     from zstore.engine.access.gather import gather
     from zstore.engine.api.initialize import initialize
     from zstore.engine.build.init import Init
@@ -33,7 +33,6 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "checkpointing",
-    "data",
     "from_pretrained",
     "gather",
     "init_distributed",
@@ -52,7 +51,6 @@ _HOMES = {
     "ZstoreError": "zstore.errors",
     "add_config_arguments": "zstore.engine.config.arguments",
     "checkpointing": "zstore.checkpointing",
-    "data": "zstore.data",
     "from_pretrained": "zstore.engine.build.pretrained",
     "gather": "zstore.engine.access.gather",
     "init_distributed": "zstore.engine.runtime.distributed",

@@ -37,7 +37,7 @@ from ..checkpoint.load_plan import LoadOptions, LoadReport
 from ..checkpoint.renaming import Names
 from ..checkpoint.save import Checkpoints, SaveOptions, save_or_stop
 from ..checkpoint.snapshots import ClientState, StepSnapshots, present
-from ..config.extra import Extra, Rise, Rising, overriding, use_schedules
+from ..config.extra import Extra, overriding
 from ..report.monitors import Monitors
 from ..report.progress import RunReport
 from ..report.requests import Requests
@@ -47,7 +47,7 @@ from ..runtime.garbage import CollectorPause, FrozenObjects
 from ..runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from ..training.by_block import AccumulationByBlock, MicroBatch, gradients_by_block
 from ..training.compiled import make_compiler
-from ..training.loader import PostProcess, TrainingLoader
+from ..training.loader import TrainingLoader
 from ..training.training import Training
 from .batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from .loss_backward import LossBackward
@@ -430,29 +430,6 @@ class Engine(nn.Module):
         batches = take_batches(data_iter, num_micro_batches or self.gradient_accumulation_steps())
         with evaluating(self):
             return mean_loss([loss_of(call_with(self, batch)) for batch in batches], self.world)
-
-    def set_custom_curriculum_learning_schedule(self, schedule: Rise | Mapping[str, Rise]) -> None:
-        """Let functions of the step, counted from 1, give the difficulties whose `schedule_type` is "custom": one function for
-        `curriculum_learning`, or one for each name of a metric of `data_efficiency` ("seqlen" means the former too). Functions
-        are not in checkpoints: call this before a resumed run trains. Raises UsageError for another name or type."""
-        loader = self.training_dataloader
-        drawn = {} if loader is None or loader.curriculum is None else loader.curriculum.difficulties()
-        use_schedules(schedule, [*drawn.items(), *self._difficulties().items()])
-
-    def set_data_post_process_func(self, post_process: PostProcess) -> None:
-        """Have the loader that `initialize` returned pass each micro-batch through `post_process(batch, state)`;
-        `state["current_difficulties"]` has the difficulties by metric. Raises UsageError without training data."""
-        if self.training_dataloader is None:
-            raise UsageError("set_data_post_process_func() without a loader: pass training_data=... to initialize()")
-        self.training_dataloader.post_process = post_process
-
-    def curriculum_difficulties(self) -> dict[str, int]:
-        """Return the difficulties of the step under way: the length of sequences as "seqlen", and those of metrics."""
-        found = {} if self.training_dataloader is None else self.training_dataloader.difficulties
-        return found | {name: one.at(self.global_steps + 1) for name, one in self._difficulties().items()}
-
-    def _difficulties(self) -> dict[str, Rising]:
-        return {name: one for extra in self.extras.values() for name, one in extra.difficulties.items()}
 
     # -- whole tensors ----------------------------------------------------------------------------------------------
     # All of these are collectives: every rank calls them with the same names, in the same order. `name` is a parameter's

@@ -21,7 +21,7 @@ from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
 from ..checkpoint.snapshot_folder import require_shared_folder
 from ..config.answers import read_answers
 from ..config.config import Config, load_config
-from ..config.extra import EXTRAS, IN_ORDER, Extra
+from ..config.extra import EXTRAS, Extra
 from ..config.keys import Section
 from ..config.resolve import ResolveContext
 from ..extras import register_parts
@@ -135,7 +135,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)
         schedule = _schedule(resolved, lr_scheduler, facade)
-        loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn, chosen)
+        loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
         monitors = open_monitors(resolved, world)
         try:
             training = wire(
@@ -259,10 +259,7 @@ def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> LRSchedu
     )
 
 
-def _loader(
-    config: Config, world: World, data: Dataset[Any], collate_fn: Collate | None, chosen: list[Chosen]
-) -> TrainingLoader:
-    found = (extra.sampling(section, data) for _, extra, section in chosen)
+def _loader(config: Config, world: World, data: Dataset[Any], collate_fn: Collate | None) -> TrainingLoader:
     return TrainingLoader(
         data,
         batch=config.batch,
@@ -271,5 +268,4 @@ def _loader(
         seed=config.settings.seed,
         drop_last=config.settings.dataloader_drop_last,
         collate_fn=collate_fn,
-        sampling=next((one for one in found if one is not None), IN_ORDER),
     )

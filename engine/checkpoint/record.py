@@ -42,7 +42,6 @@ def engine_record(training: Training, *, gradients: bool = True) -> dict[str, An
         "loss_scale": training.scaler.state() | {"rules": training.scaler.rules()},
         "schedule": plain(training.schedule.state()),
         "data_position": None if training.loader is None else training.loader.position,
-        "data_draws": None if training.loader is None else training.loader.drawn,
     }
 
 
@@ -76,7 +75,7 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
         if not isinstance(saved, Mapping) or saved.get("accumulation_steps") != batch.accumulation_steps:
             training.counters.micro_steps = training.counters.global_steps * batch.accumulation_steps
         if training.loader is not None and record["data_position"] is not None:
-            training.loader.restore(int(record["data_position"]), record.get("data_draws"), batch)
+            training.loader.restore(int(record["data_position"]), batch)
     for parameter in plan.updated:
         scalars = {name: float(v) for name, v in record["scalars"][parameter.name].items()}
         training.state.scalars[parameter] = training.state.averaging(parameter, scalars)
@@ -133,8 +132,6 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
             )
     if plan.options.progress:
         batch_for(training, record["batch"], saved_world_size=saved_world_size)
-        if training.loader is not None and record["data_position"] is not None:
-            training.loader.require_same(record.get("data_draws"))
 
 
 def _check_settings(group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -9,10 +9,9 @@ extra whose key is no section, but a value, is always made, and says by `acts` w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zstore.checkpoint import SaveHandle, SaveSummary
 from zstore.errors import UsageError
@@ -25,59 +24,6 @@ if TYPE_CHECKING:
 
 TellOfSave = Callable[[SaveHandle | SaveSummary | BaseException], None]
 """Is told of a save's handle when it has begun, of its summary, and of its error, from any thread."""
-Rise = Callable[[int], int]
-"""A number at a step; the first step is 1."""
-SEQLEN = "seqlen"
-"""Name of the difficulty that is the length of sequences."""
-_CALL = "set_custom_curriculum_learning_schedule"
-
-
-class Rising(Protocol):
-    """A number that rises with the steps."""
-
-    @property
-    def is_custom(self) -> bool:
-        """Whether a function is to say how."""
-
-    def use(self, custom: Rise) -> None:
-        """Let a function say how. Raises UsageError if the config does."""
-
-    def at(self, step: int) -> int:
-        """Return the number at a step, counted from 1."""
-
-
-class Sampler(Protocol):
-    """Draws the samples of one step after another, by difficulties that rise with the steps."""
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The state for `restore`, with its "step", the batches drawn; a copy."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Raises CorruptionError for a malformed state."""
-
-    def draw(self, count: int) -> list[int]:
-        """Return the numbers of the next step's `count` samples."""
-
-    def difficulties(self) -> Mapping[str, Rising]:
-        """Return the difficulties by the names of their metrics."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the loader of training data draws samples."""
-
-    sampler: Sampler | None = None
-    """Draws them; None: in the order of a permutation."""
-    num_epochs: int | None = None
-    """Epochs after which the loader is at its end; None: it has none."""
-    num_workers: int = 0
-    """Processes that read ahead; 0: the training process reads."""
-    pin_memory: bool = False
-    """Whether tensors are put into pinned memory."""
-
-
-IN_ORDER = Sampling()
 
 
 class Extra:
@@ -92,18 +38,8 @@ class Extra:
     def prepare(cls, model: nn.Module, section: Any) -> None:
         """Change a model as the section says, before an engine takes it."""
 
-    @classmethod
-    def sampling(cls, section: Any, data: Any) -> Sampling | None:
-        """Return how samples are drawn from `data`, the training data of `initialize`; None: it is not this extra's to say."""
-        return None
-
     def __init__(self, engine: Any, section: Any) -> None:
         """Plug into an engine that was just made."""
-
-    @property
-    def difficulties(self) -> Mapping[str, Rising]:
-        """The numbers that rise with the steps, by name."""
-        return {}
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments that the model gets in training in place of `args` and `kwargs`."""
@@ -162,21 +98,3 @@ def unregister(key: str) -> None:
     """Take an extra back that brought its own section."""
     del EXTRAS[key]
     remove_section(key)
-
-
-def use_schedules(schedule: Rise | Mapping[str, Rise], difficulties: Iterable[tuple[str, Rising]]) -> None:
-    """Let functions say how custom difficulties rise: one for the length of sequences, or some by name. Raises UsageError
-    for an unknown name, or one whose schedule is not custom."""
-    known: dict[str, list[Rising]] = {}
-    for name, difficulty in difficulties:
-        known.setdefault(name, []).append(difficulty)
-    given = schedule if isinstance(schedule, Mapping) else {SEQLEN: schedule}
-    for name, function in given.items():
-        if name not in known:
-            raise UsageError(
-                f"{_CALL}: there is no curriculum {name!r}; the config has {', '.join(sorted(known)) or 'none'}"
-            )
-        if not callable(function):
-            raise UsageError(f"{_CALL}: expected a function of the step for {name!r}, got {type(function).__name__}")
-        for one in [one for one in known[name] if one.is_custom] or known[name]:
-            one.use(function)

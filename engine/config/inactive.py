@@ -6,19 +6,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
-
 from .values import Anything, Bool, Count, DataType, Fraction, OneOf, Positive, Real, Unread
-
-
-def _none_if_no_ltd(value: object) -> object:
-    """Return None if nothing in the section is on."""
-    if isinstance(value, Mapping):
-        inner = value.get("random_ltd")
-        if not value.get("enabled") or (isinstance(inner, Mapping) and not inner.get("enabled")):
-            return None
-    return value
-
 
 _MEAN = (
     "gradients are averaged in one fixed way, whose bits are tested; against overflow in fp16 lower "
@@ -111,8 +99,6 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("AutotuningSection", "overwrite", Bool, False, "each search begins anew"),
     ("AutotuningSection", "model_info_path", Unread, None, "nothing about the model is written to a file"),
     ("AutotuningSection", "metric_path", Unread, None, "trials are timed by the journal that each writes"),
-    ("SamplingCurriculumSection", "data_cluster_path", Unread, None,
-     "which samples were drawn is in the checkpoint; no files are written"),
     ("ElasticitySection", "min_time", Count, 0,
      "it tells a cluster's scheduler how long to wait before it changes a job's size"),
 ),
@@ -149,7 +135,6 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ActivationCheckpointingSection", "partition_activations contiguous_memory_optimization", Bool, False,
      NOT_PARTITIONED),
     ("ActivationCheckpointingSection", "number_checkpoints", Positive | None, None, NOT_PARTITIONED),
-    ("DataEfficiencySection", "dynamic_batching", Unread, None, "every step has train_batch_size samples"),
 ),
 "refused": (
     ("ConfigSections", "gradient_allreduce_op", Annotated[Literal["mean", "sum"], OneOf()], "mean",
@@ -177,6 +162,12 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ConfigSections", "compression_training quantize_training weight_quantization", Unread, None,
      ("training does not compress the model: train without it, then zstore consolidate, and quantize or prune the "
       "result with torchao")),
+    ("ConfigSections", "curriculum_learning", Unread, None,
+     ("the length of sequences is the data's: cut them in the loader's collate_fn by engine.global_steps, and remove the "
+      "section")),
+    ("ConfigSections", "data_efficiency", Unread, None,
+     ("samples are drawn by the loader: give it a torch.utils.data.Sampler that draws them by difficulty, or sort and "
+      "filter with `datasets`, and remove the section")),
     ("ConfigSections", "eigenvalue", Unread, None, "it serves quantize_training; remove the section"),
     ("ConfigSections", "progressive_layer_drop", Unread, None,
      "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"),
@@ -189,9 +180,6 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("_OneBitParams", "amsgrad", Bool, False, "the 1-bit optimizers have no such form; remove it"),
     ("AutotuningSection", "mp_size", Positive, 1, "there is no model parallelism; remove the key"),
     ("ElasticitySection", "model_parallel_size", Positive, 1, "there is no model parallelism; remove the key"),
-    ("DataEfficiencySection", "data_routing", Annotated[Unread, AfterValidator(_none_if_no_ltd)], None,
-     ("the tokens of middle layers are not dropped; lengthen the sequences by curriculum_learning instead, or "
-      "remove it")),
 ),
 }  # fmt: skip
 """By status: class of the section, keys, their type, default, which describes the engine without them, and reason."""

@@ -11,7 +11,6 @@ from ..config.extra import register
 from ..config.keys import Section
 from ..config.optimizers import OPTIMIZERS
 from ..config.schema import add_section
-from .curriculum.section import CurriculumSection, DataEfficiencySection
 from .elasticity import ElasticitySection
 from .one_bit.section import OneBitAdamParams, OneBitLambParams, ZeroOneAdamParams
 from .profiling.section import FlopsProfilerSection
@@ -21,8 +20,6 @@ from .whole_tensors.section import AdafactorParams, LambParams, MuonParams
 
 _EXTRAS: dict[str, tuple[str, type[Section] | None]] = {
     "zstore.journal": ("journal.journal:RunJournal", None),  # first: it notes a step before others take their time
-    "curriculum_learning": ("curriculum.sequences:SequenceCurriculum", CurriculumSection),
-    "data_efficiency": ("curriculum.sampler:DrawnSamples", DataEfficiencySection),
     "flops_profiler": ("profiling.step:StepProfile", FlopsProfilerSection),
     "zstore.publish": ("publish.publisher:WeightsPublisher", PublishSection),
     "sparse_attention": ("sparse_attention.models:SparseAttention", SparseAttentionSection),

@@ -18,7 +18,7 @@ from tests.engine.published import consolidated, publishing, same, served
 from tests.engine.runs import start, step
 from tests.layout import Layout
 from zstore.engine.config.config import load_config
-from zstore.engine.config.extra import Extra, Sampling, register, unregister
+from zstore.engine.config.extra import Extra, register, unregister
 from zstore.engine.config.keys import ConfigProblem, Notice, Section, built
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.schema import add_section, remove_section
@@ -57,10 +57,6 @@ class Toy(Extra):
         self.told: list[str] = []
         self.changes: dict[str, torch.Tensor] = {}
         engine.training_state.state.observers.append(self)
-
-    @classmethod
-    def sampling(cls, section: ToySection, data: Any) -> Sampling:
-        return Sampling(num_epochs=section.factor)
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return (args[0] * self.factor,), kwargs
@@ -142,14 +138,6 @@ def test_an_extra_plugs_in_by_its_section() -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_an_extra_says_how_training_data_is_drawn() -> None:
-    model, config = torch.nn.Linear(1, 1), _config(toy={"enabled": True, "factor": 2})
-    engine, _, loader, _ = zstore.initialize(model=model, config=config, training_data=torch.ones(8, 1))
-    with engine:
-        assert loader is not None
-        assert [len([*loader]) for _ in range(3)] == [2, 2, 0]
-
-
 def test_a_section_may_be_beside_keys_of_zstore() -> None:
     register("zstore.toy", lambda: Toy, ToySection)
     try:
@@ -270,10 +258,7 @@ def test_several_observers_see_the_tiles_of_updates(tmp_path: Path) -> None:
         assert same(dict(model.state_dict()), consolidated(engine, tmp_path / "ckpt"))
 
 
-_NAMES = (
-    r"one_?bit|1-bit|sends signs|sparse_attention|flops_?profiler|elastic|publish(er|section)|sampler_of|data_efficiency"
-    r"|curriculum"
-)
+_NAMES = r"one_?bit|1-bit|sends signs|sparse_attention|flops_?profiler|elastic|publish(er|section)"
 _OF_THE_CONFIG = rf"{_NAMES}|muon|adafactor"
 _OF_THE_CORE = (
     rf"{_NAMES}|zero\+\+|zeropp|hpz|mics|hybrid|second(ary)?_size|quantized|\bint8|\.moments|flops|journal|publisher"

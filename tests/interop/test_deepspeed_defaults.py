@@ -54,7 +54,6 @@ _TOP = {
     "data_types.buffer_dtype": "buffer_dtype",
     "checkpoint.load_universal": "load_universal_checkpoint",
     "checkpoint.use_node_local_storage": "use_node_local_storage",
-    "data_efficiency.enabled": "data_efficiency_enabled",
     "optimizer.legacy_fusion": "optimizer_legacy_fusion",
 }
 """Keys whose attribute of `DeepSpeedConfig` has another name."""
@@ -77,7 +76,7 @@ _STAND_INS = {
     )
 } | {name: f"runtime.zero.muon.original_muon:{name}" for name in ("Muon", "MuonWithAuxAdam")}
 _REMOVED = (
-    "elasticity", "sparse_attention", "curriculum_learning", "sparse_gradients", "graph_harvesting",
+    "elasticity", "sparse_attention", "sparse_gradients", "graph_harvesting",
     "zero_optimization.mics_", "zero_optimization.zeropp_",
 )  # fmt: skip
 """What DeepSpeed 0.19 took out of its schema, as the 1-bit optimizers."""
@@ -125,11 +124,6 @@ def _theirs(key: str, whole: Any) -> Any:
         return vars(_named(_OBJECTS[section])({})).get(name, _NO_DEFAULT)
     if section == "aio":
         return whole.aio_config.get({"thread_count": "intra_op_parallelism"}.get(name, name), _NO_DEFAULT)
-    found: Any = whole.data_efficiency_config if section.startswith("data_efficiency") else None
-    for part in key.split(".")[1:]:
-        found = found.get(part, _NO_DEFAULT) if isinstance(found, Mapping) else _NO_DEFAULT
-    if found is not None and found is not _NO_DEFAULT:
-        return found
     if section == "checkpoint" and name in whole.checkpoint_config:
         return whole.checkpoint_config[name]
     return vars(whole).get(_TOP.get(key, key), _NO_DEFAULT)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.errors import ConfigError, UsageError, ZstoreError, storage_error
+from zstore.errors import UsageError, ZstoreError, storage_error
 from zstore.remote.upload import require_uploads
 from zstore.remote.url import is_url
 
@@ -58,19 +58,12 @@ def train_command(options: TrainOptions) -> None:
 
 def _prepare(options: TrainOptions) -> _Start:
     """Return the start of the run. Raises errors that can be found before anything is built, and leaves nothing behind."""
-    from zstore.engine.extras.curriculum.section import DataEfficiencySection
-
     from ..sample.corpus import open_data
 
     config = load_train_config(options)
     storage = config.storage_options
     source = resume_source(options.resume, options.save, config.step_folder, storage_options=storage)
     saved = None if source is None else saved_run(*source, storage_options=storage)
-    if any(isinstance(one, DataEfficiencySection) and one.sampling for _, one in config.settings.sections_on()):
-        raise ConfigError(
-            f"{config.source}: data_efficiency.data_sampling acts on the training_data of initialize(); `zstore train` draws "
-            "its samples itself: remove it, or use curriculum_learning"
-        )
     position = start_position(
         options.seed, options.seq_len, None if saved is None else saved.position, options.validation_split
     )

@@ -107,7 +107,6 @@ class TrainLoop:
 
     def _step(self) -> dict[str, Any]:
         engine, meter = self._engine, self._meter
-        self._note_length()
         meter.start()
         model = engine.module
         model.train()
@@ -132,14 +131,6 @@ class TrainLoop:
         first = self._samples + (micro * engine.world_size + engine.global_rank) * size
         inputs, labels = self._corpus.batch(range(first, first + size), self._position.seq_len, self._position.seed)
         return inputs.to(engine.device), labels.to(engine.device)
-
-    def _note_length(self) -> None:
-        """Tell meter and journal how many tokens the next step has, if a curriculum lets sequences grow."""
-        engine, length = self._engine, self._position.seq_len
-        if "seqlen" in (lengths := engine.curriculum_difficulties()):
-            length = min(length, lengths["seqlen"])
-            engine.journal.note(tokens=engine.train_batch_size() * length)
-            self._meter.seq_len = length
 
     @property
     def _samples(self) -> int:

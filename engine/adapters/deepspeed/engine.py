@@ -170,10 +170,6 @@ def _scheduler_name(engine: DeepSpeedEngine) -> str | None:
     return None if section is None else section.type
 
 
-def _curriculum_enabled(engine: DeepSpeedEngine) -> bool:
-    return engine.training_dataloader is not None and engine.training_dataloader.curriculum is not None
-
-
 _ATTRIBUTES: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "dp_world_size": lambda engine: engine.world_size,
     "mp_world_size": lambda _: 1,  # there is no model parallelism
@@ -193,8 +189,8 @@ _CALLS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "dynamic_loss_scale": lambda engine: _is_dynamic(engine.training_state.scaler),
     "optimizer_name": lambda engine: None if engine.optimizer is None else type(_client(engine)).__name__.lower(),
     "scheduler_name": _scheduler_name,
-    "curriculum_enabled_legacy": lambda engine: "curriculum_learning" in engine.extras,
-    "curriculum_learning_enabled": _curriculum_enabled,
+    "curriculum_enabled_legacy": lambda _: False,
+    "curriculum_learning_enabled": lambda _: False,
     "empty_partition_cache": lambda _: None,  # gathered parameters are released by themselves
 }
 """Method of DeepSpeed's engine without arguments -> the result of a call."""

@@ -118,12 +118,8 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
         "wandb",
         "throughput",
         "autotuning",
-        "data_efficiency",
         "flops_profiler",
     )
-    metric = {"min_difficulty": 1, "max_difficulty": 2, "schedule_type": "custom", "clustering_type": "single_cluster"}
-    switches["curriculum_learning"] = {"enabled": True, "curriculum_metrics": {"depth": metric}}
-    switches["data_sampling"] = {"enabled": True}
     switches |= {key: {"enabled": True} for key in sections}
     switches["elasticity"] = {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [1]}
     values: list[Any] = [
@@ -279,7 +275,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stage": 2}, r"stage: unknown key; it belongs in zero_optimization$"),
     (
         {"zero_optimization": {"seed": 2}},
-        r"zero_optimization\.seed: unknown key; it belongs at the top of the config or in data_efficiency$",
+        r"zero_optimization\.seed: unknown key; it belongs at the top of the config$",
     ),
     ({"qqqq": 2}, r"qqqq: unknown key$"),
     ({"enabled": True}, r"enabled: unknown key$"),

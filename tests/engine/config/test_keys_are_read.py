@@ -12,8 +12,6 @@ from zstore.engine.config.schema import ConfigSections
 SOURCES = Path(zstore.__file__).parent
 GIVEN_WHOLE = ("optimizer.params.", "scheduler.params.")
 """Arguments that go by name to the class that the config names; its tests say what they do."""
-ONE_VALUE = {"curriculum_type"}
-"""Keys that choose among kinds of which there is one."""
 
 
 def test_every_key_that_acts_is_read() -> None:
@@ -25,4 +23,4 @@ def test_every_key_that_acts_is_read() -> None:
         if section_of(field) is None and about(field)[0] is Status.BUILT and not path.startswith(GIVEN_WHOLE)
     ]
     assert len(acting) > 150
-    assert {path for path in acting if path.rpartition(".")[2] not in read | ONE_VALUE} == set()
+    assert {path for path in acting if path.rpartition(".")[2] not in read} == set()
