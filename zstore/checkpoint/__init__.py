@@ -31,7 +31,7 @@ from .source import NUM_THREADS, ArraySource, ReadStatistics, StoredArray
 from .usage import SharedFiles, StoredFiles, bytes_freed, shared_files, stored_files
 
 if TYPE_CHECKING:
-    from .build import READ_ONLY, CheckpointBuilder
+    from .build import CheckpointBuilder
     from .commit import Committer, discard, new_folder, new_folder_of, sweep, temporary_folder
     from .handle import SaveHandle
     from .lookahead import MEMORY_BYTES, Range, ReadAhead, Span, read_into
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ABSENT_KEY", "BASE_KEY", "COMPLETE", "LARGEST_POSITIVE", "LARGEST_SIGNED", "LATEST_KEY", "LEAST_POSITIVE",
-    "LEAST_SIGNED", "LOOPS_FOLDER", "LOW", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE", "NUM_THREADS", "READ_ONLY",
+    "LEAST_SIGNED", "LOOPS_FOLDER", "LOW", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE", "NUM_THREADS",
     "RECORD_FILE", "STEP_BITS", "TIE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan",
     "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Machine", "Marks", "Moments",
     "Parts", "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "RunMarks", "SaveHandle", "SaveRequest",
@@ -75,7 +75,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "build": "READ_ONLY CheckpointBuilder",
+    "build": "CheckpointBuilder",
     "commit": "Committer discard new_folder new_folder_of sweep temporary_folder",
     "handle": "SaveHandle",
     "lookahead": "MEMORY_BYTES Range ReadAhead Span read_into",

@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, RankError
-from ..io.files import Files
+from ..io.files import Files, make_read_only
 from ..io.pool import Workers, helpful_threads
 from ..io.shards import ShardSummary
 from .format import COMPLETE, Manifest, Record, read_json, sha256
 from .metadata import encode_documents
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .plan import CheckpointPlan
-
-READ_ONLY = 0o444
 
 
 class CheckpointBuilder:
@@ -106,7 +104,7 @@ class CheckpointBuilder:
         path = self.folder / manifest_file(rank)
         part = path.with_suffix(".part")
         self._files.write_small(part, manifest.encode(), sync=sync)
-        os.chmod(part, READ_ONLY)
+        make_read_only(part)
         self._files.rename(part, path)
 
     def _check_shards(self, rank: int, summaries: Sequence[ShardSummary]) -> None:
@@ -135,7 +133,7 @@ class CheckpointBuilder:
             self._make_folder(folder)
             path = os.path.join(self.folder, folder, METADATA_FILE)
             self._files.write_small(path, self._texts[folder], sync=False)
-            os.chmod(path, READ_ONLY)
+            make_read_only(path)
 
         return (partial(write, folder) for folder in self._texts)
 

@@ -29,10 +29,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError, CheckpointExistsError, StorageError
-from ..io.files import Files
+from ..io.files import Files, make_read_only
 from ..io.flush import Flush
 from ..ranks.team import Team
-from .build import READ_ONLY
 from .catalog import NOT_LATEST, NOT_REMOVED, TagInfo, check_tag_is_free, is_committed, noting, stamped
 from .format import Record
 from .lock import SaveLock, owner_is_dead
@@ -111,7 +110,7 @@ class Committer:
         record = record if record.committed_ns else stamped(record, self.folder)
         path = self.temporary / RECORD_FILE
         self._files.write_small(path, record.encode(), sync=flush is None)
-        os.chmod(path, READ_ONLY)
+        make_read_only(path)
         messages: list[str] = []
         if self.target.is_dir() and not (self.target / RECORD_FILE).exists():
             # Others' files stay beside the checkpoint's.

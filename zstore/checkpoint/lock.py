@@ -98,7 +98,7 @@ def share(path: Path) -> int:
 
 def _make(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise StorageError(
             "cannot write to the folder: name one that this user may write to", path=str(path.parent), errno=error.errno

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,10 +12,11 @@ import numpy as np
 from ..errors import CorruptionError, StorageError
 from ..format.arrays import Bytes
 from ..io.archives import open_shard_file
+from ..io.files import make_read_only
 from ..io.queue import Priority
 from ..io.shards import FillRuns, ShardSummary, checksum_shard, write_shard
 from ..store.tiers import PinnedShard
-from .build import READ_ONLY, CheckpointBuilder
+from .build import CheckpointBuilder
 from .names import tag_folder
 from .request import SaveRequest
 from .reuse import KnownFile
@@ -147,4 +147,4 @@ class Publisher:
 
     def _written_at(self, path: Path) -> None:
         self._written.append(str(path))
-        os.chmod(path, READ_ONLY)
+        make_read_only(path)

@@ -4,7 +4,6 @@ order."""
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -17,12 +16,13 @@ from ..format.arrays import ArraySpec, model_array
 from ..format.codecs import CODECS, MAX_BLOSC_BYTES, Codec
 from ..format.partition import Grid, grid_in_checkpoint, make_grid
 from ..io.archives import write_packed
+from ..io.files import make_read_only
 from ..io.pool import Workers
 from ..io.queue import Priority, in_order
 from ..io.shards import IoResources, ShardSummary, ShardWriter, open_resources
 from ..ranks.division import items_of
 from ..ranks.team import ALONE, Team
-from .build import READ_ONLY, CheckpointBuilder
+from .build import CheckpointBuilder
 from .commit import Committer, require_shared
 from .format import COMPLETE
 from .lookahead import Range, ReadAhead
@@ -234,7 +234,7 @@ class _Reshard:
         with contextlib.closing(shards) as written:
             for summary in written:
                 spec, grid = plan.specs[summary.array], plan.grids[summary.array]
-                os.chmod(builder.folder / plan.shard_path(spec.name, rank), READ_ONLY)
+                make_read_only(builder.folder / plan.shard_path(spec.name, rank))
                 advance(grid.shard_valid_numel(rank) * spec.itemsize)
                 summaries.append(summary)
         return summaries

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +23,12 @@ from functools import partial
 from itertools import chain, islice
 
 from ..errors import CheckpointError, DiskFullError
+from ..io.files import make_read_only
 from ..io.flush import Flush
 from ..io.pool import Workers, helpful_threads, in_turn
 from ..io.shards import ShardSummary
 from ..ranks.rendezvous import Rendezvous
-from .build import READ_ONLY, CheckpointBuilder
+from .build import CheckpointBuilder
 from .catalog import TagInfo, read_record, replaced_text, stamped
 from .commit import Committer, discard, sweep
 from .folder import LocalFolder
@@ -294,10 +294,10 @@ class _Save:
             parts.post_manifest(mine.read_bytes())
         else:
             files.write_small(mine, parts.manifest(self._wait_for_machines))
-            os.chmod(mine, READ_ONLY)
+            make_read_only(mine)
         named = self._folder / machine_file(parts.here)
         files.write_small(named, json.dumps(asdict(parts.machines[parts.here])).encode())
-        os.chmod(named, READ_ONLY)
+        make_read_only(named)
         builder.learn(parts.gather(builder.digests, self._wait_for_machines))
         own = None
         if parts.here == 0:

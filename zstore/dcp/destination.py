@@ -16,7 +16,6 @@ from typing import Any
 from zstore.checkpoint import (
     MANIFEST_FOLDER,
     METADATA_FILE,
-    READ_ONLY,
     CheckpointReader,
     Committer,
     LocalFolder,
@@ -28,7 +27,7 @@ from zstore.checkpoint import (
     temporary_folder,
 )
 from zstore.errors import CheckpointError, UsageError, ZstoreError
-from zstore.io import Files, Flush, IoResources, Workers
+from zstore.io import Files, Flush, IoResources, Workers, make_read_only
 from zstore.remote.commit import RemoteCommitter
 from zstore.remote.fsspec_folder import RemoteFolder, open_fsspec_folder
 from zstore.remote.packs import Places
@@ -97,7 +96,7 @@ class LocalDestination:
                 + f" in {folder}: the folder is not the same one for all ranks"
             )
         if not all(each.linked for each in parts):
-            os.chmod(path, READ_ONLY)
+            make_read_only(path)
 
     @contextlib.contextmanager
     def documents(self) -> Iterator[Path]:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -321,7 +322,7 @@ class Files:
     # -- primitives that a double overrides -------------------------------------------------------------------------
 
     def _open(self, path: str, flags: int) -> int:
-        return os.open(path, flags, 0o644)
+        return os.open(path, flags, 0o666)
 
     def _make_direct(self, fd: int) -> None:
         # Not by opening the file again: that takes two more calls, each of which releases the GIL.
@@ -335,6 +336,13 @@ class Files:
 
     def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
         operation()
+
+
+def make_read_only(path: str | Path) -> None:
+    """Take the right to write from everybody; who may read the file stays as it was made, by the process's umask."""
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & 0o222:
+        os.chmod(path, mode & ~0o222)
 
 
 def _views(data: Bytes | ScatteredMemory) -> Sequence[memoryview]:
@@ -425,7 +433,7 @@ class UnsyncedFiles(Files):
         if found.st_nlink > 1:
             self.unlink(path)
             return False
-        os.chmod(path, 0o644)
+        os.chmod(path, found.st_mode | stat.S_IWUSR)
         return True
 
     def _make_direct(self, fd: int) -> None:

@@ -38,7 +38,7 @@ class FileSink:
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
         self.path = path
-        self._fd = os.open(path, flags, 0o644)
+        self._fd = os.open(path, flags, 0o666)
         try:
             self.begin_bytes = _cut_torn_line(self._fd)
             """Size of the file before anything is appended."""

@@ -81,7 +81,7 @@ class RunFolder:
     def _open(self, base: Path) -> int:
         try:
             self._files.make_folder(self.path)
-            return os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT, 0o644)
+            return os.open(self.path / _OWNER, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise RunFolderError(
                 "nvme_path: the folder cannot be written; give one that this user may write",

@@ -279,7 +279,7 @@ class DeepSpeedEngine(Engine):
         )
         if self.global_rank == 0 and not is_url(save_dir) and not (script := Path(save_dir, _TO_FP32)).exists():
             script.write_text(_TO_FP32_TEXT)
-            script.chmod(0o755)
+            script.chmod((mode := script.stat().st_mode) | (mode & 0o444) >> 2)
         return handle
 
     def load_checkpoint(

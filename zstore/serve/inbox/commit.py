@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from functools import partial
 from pathlib import Path
 
-from ...checkpoint.build import READ_ONLY
 from ...checkpoint.catalog import TagInfo, noting
 from ...checkpoint.commit import Committer, sweep
 from ...checkpoint.folder import LocalFolder
@@ -15,7 +13,7 @@ from ...checkpoint.format import dump_metadata
 from ...checkpoint.names import METADATA_FILE
 from ...checkpoint.reader import CheckpointReader
 from ...errors import CheckpointMismatchError, StorageError, UsageError
-from ...io.files import Files
+from ...io.files import Files, make_read_only
 from ...io.pool import Workers
 from ...journal.names import run_of
 from ...remote.fsspec_folder import RemoteFolder
@@ -34,7 +32,7 @@ def complete(upload: Upload, files: Files) -> None:
         files.make_folder(path.parent)
         files.unlink(path)
         files.write_small(path, dump_metadata(plan.copies[folder]))
-        os.chmod(path, READ_ONLY)
+        make_read_only(path)
         files.sync_folder(path.parent)
 
     with Workers(4, "zstore-upload") as workers:

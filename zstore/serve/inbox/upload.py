@@ -30,7 +30,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ...checkpoint.build import READ_ONLY
 from ...checkpoint.catalog import TagInfo, scan
 from ...checkpoint.folder import Folder
 from ...checkpoint.format import Record
@@ -45,7 +44,7 @@ from ...errors import (
     UsageError,
     ZstoreError,
 )
-from ...io.files import Files, OpenFile
+from ...io.files import Files, OpenFile, make_read_only
 from ...remote.versions import VersionsFolder
 from ..verify import file_sha256, verify_shard
 from .models import OFFER_FILE, UPLOADS_FOLDER, UploadFile, UploadOffer, UploadState
@@ -387,7 +386,7 @@ class Upload:
             self._files.unlink(part)
             self.progress(-content.num_bytes)
             raise CorruptionError(f"{file} did not arrive as it was sent, and was dropped: {error}") from error
-        os.chmod(part, READ_ONLY)
+        make_read_only(part)
         self._files.make_folder(target.parent)
         self._files.rename(part, target)
 
