@@ -121,5 +121,4 @@ $(VENV)/stamp-run: $(VENV)/constraints.txt pyproject.toml
 $(VENV)/stamp-%: $(VENV)/constraints.txt pyproject.toml
 	@echo "Installing zstore and what its $* needs into $(VENV)"
 	@$(PIP) install --quiet $(PIP_FLAGS) --constraint $(VENV)/constraints.txt --editable '.[$*]'
-	@case $* in test|dev) $(PIP) install --quiet $(PIP_FLAGS) --no-deps --constraint $(VENV)/constraints.txt torchtitan;; esac
 	@touch $@

@@ -151,7 +151,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
       "larger than memory")),
     ("ConfigSections", "tensor_parallel", Unread, None,
      ("there is no tensor parallelism: remove the section and use ZeRO stage 3, with offload_param for models larger "
-      "than memory; to split single tensors, torchtitan, whose checkpoints zstore.dcp saves")),
+      "than memory; to split single tensors use FSDP2 or torchtitan")),
     ("ConfigSections", "expert_parallel", Unread, None,
      "there is no expert parallelism: remove the section; experts are parameters like any others, sharded at stage 3"),
     ("ConfigSections", "sequence_parallel_size", Positive, 1,

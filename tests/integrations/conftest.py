@@ -1,4 +1,4 @@
-"""Other people's training loops: Trainer, Accelerate, Lightning, torchtitan, FSDP2, scripts for DeepSpeed."""
+"""Other people's training loops: Trainer, Accelerate, Lightning, FSDP2, scripts for DeepSpeed."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 from zstore.testing import ranks
 
 # What the ranks of these tests import: seconds in each of them.
-ranks.PRELOADED += ["transformers.trainer", "trl.trainer.sft_trainer", "peft", "lightning.pytorch", "zstore.torchtitan"]
+ranks.PRELOADED += ["transformers.trainer", "trl.trainer.sft_trainer", "peft", "lightning.pytorch"]
 
 
 @pytest.fixture(autouse=True)
