@@ -37,7 +37,6 @@ COMMANDS = {
     "convert": "Convert a checkpoint between zstore, DCP, safetensors and torch files; reads those of DeepSpeed too.",
     "prune": "Remove the checkpoints that no --keep option keeps, and show how much space that frees.",
     "tag": "Move tags like best between checkpoints; hold some that prune must not remove, and note why; tag a run.",
-    "pull": "Keep a folder at the weights that a run publishes, for inference servers to open.",
     "serve": "Serve runs and checkpoints over HTTP, with a page that shows them; reads Zarr, weights and JSON.",
     "report": "Write the page of a run as one file with its data inside, to pass on.",
 }

@@ -49,8 +49,6 @@ class ExportOptions:
     without_frozen: bool = False
     overwrite: bool = False
     """Whether weights of that name are replaced."""
-    crcs: dict[str, int] | None = None
-    """Gets the crc32c of each weight's bytes (rank 0)."""
 
     @property
     def written_name(self) -> str | None:
@@ -89,7 +87,7 @@ def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[P
     ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
     names = [layout.name for layout in layouts]
     files = [folder / name for name in (names if len(names) == 1 else [*names, index_file(layouts)])]
-    export = _Export(access, folder, layouts, options.crcs)
+    export = _Export(access, folder, layouts)
     with access.world.agreeing(), export.opened:
         access.each(ordered, export.put, rank0_only=True)
         if access.world.rank == 0:
@@ -137,15 +135,12 @@ def _weights(model: nn.Module, records: Sequence[ParameterRecord], dtype: str) -
 class _Export:
     """Rank 0's part of `save_weights`. `opened` closes its files, and publishes them if there was no error."""
 
-    def __init__(
-        self, access: Access, target: Path, layouts: Sequence[FileLayout], crcs: dict[str, int] | None
-    ) -> None:
+    def __init__(self, access: Access, target: Path, layouts: Sequence[FileLayout]) -> None:
         self.opened = ExitStack()
         self._model = access.model
         self._target = self._folder = target
         self._is_new = not target.exists()
         self._layouts = layouts
-        self._crcs = crcs
         self._files = Files()
         self._writer: WeightsWriter | None = None
         self._due = deque(weight for layout in layouts for weight in layout.weights)
@@ -159,7 +154,7 @@ class _Export:
             else:
                 place = temporary_folder(self._files, self._target, self._layouts[0].name)
             self._folder = self.opened.enter_context(place)
-            writer = WeightsWriter(self._files, self._layouts, self._folder, overflow="error", crcs=self._crcs)
+            writer = WeightsWriter(self._files, self._layouts, self._folder, overflow="error")
             self._writer = self.opened.enter_context(writer)
         return self._writer
 

@@ -488,7 +488,7 @@ class Engine(nn.Module):
         return self.access.averaged_weights(self.training_state.gather_resident)
 
     @_phase("access", meets=True)
-    def save_16bit_model(  # noqa: PLR0913 - each by its name
+    def save_16bit_model(
         self,
         save_dir: str | Path,
         save_filename: str | None = None,
@@ -498,7 +498,6 @@ class Engine(nn.Module):
         dtype: str | None = None,
         max_file_bytes: int = MAX_FILE_BYTES,
         overwrite: bool = False,
-        crcs: dict[str, int] | None = None,
     ) -> list[Path]:
         """Write parameters and buffers as safetensors into `save_dir`, and return the files (all ranks; rank 0 writes).
 
@@ -507,8 +506,8 @@ class Engine(nn.Module):
         "pytorch_model.bin", the file is called after it, ends with .safetensors, and a line in the log says so. A
         transformers model's config is written beside them. Floating values are rounded from the fp32 masters to `dtype`
         ("bf16", "fp16", "fp32"; by default the type that the model computes in). Tied weights are written once.
-        `exclude_frozen_parameters` leaves those out. `crcs` gets the crc32c of each weight's bytes, on rank 0. Memory: a few
-        tens of MiB on every rank, whatever the model's size.
+        `exclude_frozen_parameters` leaves those out. Memory: a few tens of MiB on every rank,
+        whatever the model's size.
 
         The files get their names when they are whole and durable; with `overwrite` they replace weights of that name. Raises
         CheckpointExistsError without it if `save_dir` has any, CheckpointError for values that fp16 cannot hold, DiskFullError.
@@ -517,7 +516,6 @@ class Engine(nn.Module):
             filename=filename if save_filename is None else save_filename,
             dtype=dtype or self.training_state.config.precision,
             max_file_bytes=max_file_bytes,
-            crcs=crcs,
             without_frozen=exclude_frozen_parameters,
             overwrite=overwrite,
         )

@@ -3,8 +3,8 @@
 [Note: an extra]
 The engine knows of its extras what this class says. `initialize` takes those whose section is in the config and is on: each
 may change the model before it is laid out, and is made when the engine is there. It may register optimizers
-(`optim.rules`), watch the tiles of masters that an update changes (`optim.state.TileObserver`), and override what follows. An
-extra whose key is no section, but a value, is always made, and says by `acts` whether it is on.
+(`optim.rules`), and override what follows. An extra whose key is no section, but a value, is always made, and says by `acts`
+whether it is on.
 """
 
 from __future__ import annotations

@@ -171,6 +171,9 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ConfigSections", "eigenvalue", Unread, None, "it serves quantize_training; remove the section"),
     ("ConfigSections", "progressive_layer_drop", Unread, None,
      "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"),
+    ("ZstoreSection", "publish", Unread, None,
+     ("weights are not published step by step: remove the section, and let servers take those of a checkpoint, by "
+      "zstore consolidate or from /weights of zstore serve")),
     ("ZeroSection", "zenflow", Unread, None, "delayed updates would change the result; remove the key"),
     ("OptimizerParams", "max_grad_norm", Real, 0.0, "set gradient_clipping at the top of the config instead"),
     ("OptimizerParams", "differentiable", Bool, False,

@@ -98,8 +98,8 @@ class SpeculativeUpdate(UpdateInBackward):
         """Whether the last update was undone, or would have been: then the next one waits for the norm."""
 
     def _begin(self) -> None:
-        """Begin, but not after a step whose update was undone, nor while an observer sees the tiles of updates."""
-        if not (self._waits_for_norm or self._state.observers):
+        """Begin, but not after a step whose update was undone."""
+        if not self._waits_for_norm:
             super()._begin()
 
     def _may_change(self, record: ParameterRecord) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,18 +40,6 @@ class InPlace(NamedTuple):
     """The parameter's own rows, if they are in the store beside the master."""
     casts: bool
     """Whether the master is cast into `ParameterRecord.owned()`."""
-
-
-class TileObserver(Protocol):
-    """Sees every tile that an update changes, from the threads that change them, several at a time; must not raise.
-
-    Steps of whole tensors (`Rule.stepper`) are not seen."""
-
-    def before(self, masters: Tensors) -> list[torch.Tensor]:
-        """Return what `after` needs of the fp32 `masters`, 1-D, which are changed next; valid until this thread's next call."""
-
-    def after(self, places: Sequence[tuple[ParameterRecord, int]], masters: Tensors, before: Tensors) -> None:
-        """Take the changed masters: `places` has for each its parameter, and its first element among this rank's rows."""
 
 
 class OptimizerState:
@@ -96,8 +84,6 @@ class OptimizerState:
         self._sharing: dict[ParameterRecord, bool] = {}
         self._ahead: tuple[Sequence[ParameterRecord], Sequence[Stream]] = (), ()
         """An update's parameters, and the passes that were begun ahead of it."""
-        self.observers: list[TileObserver] = []
-        """They see the tiles of updates."""
         self._own_master: set[ParameterRecord] = set()
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""

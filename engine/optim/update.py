@@ -50,7 +50,7 @@ from ..runtime.device import (
     tile_numel,
 )
 from .kernel import FusedAdam, ListStep, ParameterStep, SlotTiles, TorchKernel, takes_threads
-from .state import InPlace, OptimizerState, TileObserver
+from .state import InPlace, OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
 """Gives this rank's rows of an averaged gradient, 1-D; None if they are on disk (`OptimizerState.spilled`)."""
@@ -146,10 +146,7 @@ class _Change:
             gradient = self._gradient.tile(tile.first, tile.stop, master)
         if self._factor != 1.0:
             gradient.mul_(self._factor)
-        seen = [(observer, observer.before([master])) for observer in self._state.observers]
         self._slots.update(self._step, master, gradient, slots, tile.first)
-        for observer, before in seen:
-            observer.after([(self.record, tile.first)], [master], before)
         if len(held) > 1:
             self._state.put_master(master, held, self._room, partial(self._h2d.put, after=self.after))
         elif here is not held:
@@ -187,13 +184,12 @@ _MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
 class _Portion:
     """Rows of parameters in one memory that are changed by one call of each kernel: they take the same step."""
 
-    def __init__(self, step: ListStep, factor: float, observers: Sequence[TileObserver], *, keep: bool) -> None:
+    def __init__(self, step: ListStep, factor: float, *, keep: bool) -> None:
         self.numel = 0
         self._keep = keep
         self._step = step
         self._factor = factor
-        self._observers = observers
-        self._places: list[tuple[ParameterRecord, int]] = []
+        self._records: list[ParameterRecord] = []
         self._gradients: list[torch.Tensor] = []
         self._masters: list[torch.Tensor] = []
         self._slots: list[list[torch.Tensor]] = []
@@ -205,7 +201,7 @@ class _Portion:
         """Add elements `at` (first, stop) of a parameter: `rows` are of its gradient, and its master is cast into its `own`."""
         first, stop = at
         self.numel += stop - first
-        self._places.append((record, first))
+        self._records.append(record)
         master, slots = place.master, place.slots
         if stop - first < rows.numel():
             rows, master, slots = rows[first:stop], master[first:stop], [slot[first:stop] for slot in slots]
@@ -225,11 +221,8 @@ class _Portion:
             torch._foreach_copy_(gradients, self._gradients)
         if self._factor != 1.0:
             torch._foreach_mul_(gradients, self._factor)
-        seen = [(observer, observer.before(self._masters)) for observer in self._observers]
         self._step.tiles(self._masters, gradients, self._slots)
-        for observer, before in seen:
-            observer.after(self._places, self._masters, before)
-        h2d.put_all(self._own, self._masters, [after.get(record) for record, _ in self._places])
+        h2d.put_all(self._own, self._masters, [after.get(record) for record in self._records])
 
 
 def _admitted(
@@ -427,7 +420,7 @@ class Update:
                 stop = min(first + tile, numel)
                 key = step, factor, rows.dtype, on_host
                 if key not in last or last[key].numel + stop - first > most:
-                    last[key] = _Portion(step, factor, self._state.observers, keep=self.settings.keeps_gradients)
+                    last[key] = _Portion(step, factor, keep=self.settings.keeps_gradients)
                     portions.append(last[key])
                 last[key].add(record, rows, place, own, (first, stop))
         return portions

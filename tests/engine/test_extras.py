@@ -1,4 +1,4 @@
-"""Extras of others: a section of the config, an observer of steps and tiles, a rule of an optimizer, without a change of the
+"""Extras of others: a section of the config, an observer of steps, a rule of an optimizer, without a change of the
 engine."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +14,6 @@ import pytest
 import torch
 
 import zstore
-from tests.engine.published import consolidated, publishing, same, served
-from tests.engine.runs import start, step
 from tests.layout import Layout
 from zstore.engine.config.config import load_config
 from zstore.engine.config.extra import Extra, register, unregister
@@ -28,7 +26,6 @@ from zstore.engine.optim.rules import Rule
 from zstore.engine.optim.rules import register as register_rule
 from zstore.errors import ConfigError, DiskFullError, UsageError
 from zstore.io import Files
-from zstore.publish import Receiver
 from zstore.testing.faults import Fault, FaultyFiles
 
 torch.set_num_threads(1)
@@ -55,8 +52,6 @@ class Toy(Extra):
     def __init__(self, engine: zstore.Engine, section: ToySection) -> None:
         self.engine, self.factor = engine, section.factor
         self.told: list[str] = []
-        self.changes: dict[str, torch.Tensor] = {}
-        engine.training_state.state.observers.append(self)
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return (args[0] * self.factor,), kwargs
@@ -83,15 +78,6 @@ class Toy(Extra):
 
     def close(self) -> None:
         self.told.append("closed")
-
-    def before(self, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [master.clone() for master in masters]
-
-    def after(
-        self, places: Sequence[tuple[Any, int]], masters: Sequence[torch.Tensor], before: Sequence[torch.Tensor]
-    ) -> None:
-        for (record, _), new, old in zip(places, masters, before, strict=True):
-            self.changes[record.name] = new - old
 
 
 class HalfSGD(torch.optim.Optimizer):
@@ -123,7 +109,7 @@ def _config(**more: Any) -> dict[str, Any]:
 def test_an_extra_plugs_in_by_its_section() -> None:
     torch.manual_seed(1)
     model, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
-    before, expected = model.weight.detach().clone(), 3 * inputs @ model.weight.T + model.bias
+    expected = 3 * inputs @ model.weight.T + model.bias
     with zstore.initialize(model=model, config=_config(toy={"enabled": True, "factor": 3}))[0] as engine:
         assert model.prepared_by == 3
         found = engine(inputs)
@@ -133,7 +119,6 @@ def test_an_extra_plugs_in_by_its_section() -> None:
         engine.eval()
         assert torch.equal(engine(inputs), model(inputs))  # only training is changed
         toy = cast("Toy", engine.extras["toy"])
-        assert torch.equal(toy.changes["weight"].view(2, 3), model.weight - before)
     assert toy.told == ["forward_s", "backward_s", "optimizer_s", "step 1", "forward_s", "closed"]
 
 
@@ -246,22 +231,10 @@ def test_an_extra_that_cannot_be_registered_is_refused_at_once(key: str, load: A
     zstore.initialize(model=torch.nn.Linear(1, 1), config=_config())[0].close()
 
 
-@pytest.mark.usefixtures("toy")
-def test_several_observers_see_the_tiles_of_updates(tmp_path: Path) -> None:
-    to, model = tmp_path / "weights", served()
-    receiver = Receiver(model, to)
-    with start(publishing(to, toy={"enabled": True, "factor": 1})) as engine:
-        for _ in range(2):  # the second version is the changes of tiles
-            step(engine)
-        assert cast("Toy", engine.extras["toy"]).changes
-        receiver.update()
-        assert same(dict(model.state_dict()), consolidated(engine, tmp_path / "ckpt"))
-
-
-_NAMES = r"one_?bit|1-bit|sends signs|sparse_attention|flops_?profiler|elastic|publish(er|section)"
+_NAMES = r"one_?bit|1-bit|sends signs|sparse_attention|flops_?profiler|elastic"
 _OF_THE_CONFIG = rf"{_NAMES}|muon|adafactor"
 _OF_THE_CORE = (
-    rf"{_NAMES}|zero\+\+|zeropp|hpz|mics|hybrid|second(ary)?_size|quantized|\bint8|\.moments|flops|journal|publisher"
+    rf"{_NAMES}|zero\+\+|zeropp|hpz|mics|hybrid|second(ary)?_size|quantized|\bint8|\.moments|flops|journal"
     r"|whole_tensors"
 )
 

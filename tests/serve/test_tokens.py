@@ -47,7 +47,6 @@ from zstore.serve.tokens import (
 )
 from zstore.testing.faults import FaultyFiles
 from zstore.tools.cli import app
-from zstore.weights.versions import WeightsVersion
 
 OWN = "correct-horse-battery-staple"
 JSON = "Content-Type: application/json"
@@ -345,9 +344,6 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
     for name in ("mine-1", "unseen"):
         folder = save_arrays(runs / name, {"model/a": np.arange(8.0)}, run_id=name).parent
         (folder / "config.json").write_text("{}")
-        version = WeightsVersion(number=1, id="a", step=1, run=name, weights={"w": 0}, files={"w": "w.safetensors"})
-        (folder / "weights/weight_v000001").mkdir(parents=True)
-        (folder / "weights/weight_v000001/model.safetensors.index.json").write_bytes(version.index())
     mine, full = add(file, "mine", "act", "--runs", "mine-*"), add(file, "full", "act")
     with serving(Settings(roots=(Root.parse(str(runs)),), port=0, tokens=file, allow_actions=True)) as base:
         job = json.loads(ask(base, f"/api/runs/unseen/checkpoints/{TAG}/verify", full, method="POST").body)["id"]
@@ -359,7 +355,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
         yield Limited(base, mine, full, job, json.loads(begun.body)["id"])
 
 
-KNOWN = {"checkpoint": TAG, "path": f"{TAG}/zarr.json", "run_id": "0" * 32, "name": "config.json", "number": "1"}
+KNOWN = {"checkpoint": TAG, "path": f"{TAG}/zarr.json", "run_id": "0" * 32, "name": "config.json"}
 QUERIES = {"/diff": f"?before={TAG}&after={TAG}", "/stats": "?array=model/a", "{run_id}": "?offset=0"}
 
 

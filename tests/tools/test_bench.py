@@ -32,7 +32,6 @@ from bench import (
     offload,
     optimizer,
     overhead,
-    publish,
     scale,
     scaling,
     step,
@@ -539,18 +538,3 @@ def test_benchmark_of_dcp_saves_through_both_writers_in_turn(tmp_path: Path) -> 
     line = r"1 MB, 1 ranks: zstore \d+ ms, torch \d+ ms, ratio [\d.]+ \([\d.]+ to [\d.]+, 2 pairs\)\n"
     assert re.fullmatch(line, done.stdout)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_publish_benchmark_counts_bytes_and_ends_with_equal_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "publish.json"
-    monkeypatch.setattr(publish.subprocess, "run", warm.run)
-    shape = ["--model", "gpt-tiny", "--steps", "1", "--batch", "1", "--numel", "1", "--receivers", "2"]
-    monkeypatch.setattr(sys, "argv", ["publish", "--path", str(tmp_path), *shape, "--json", str(out)])
-    publish.main()  # raises where receivers have different weights
-    figures = json.loads(out.read_text())
-    assert 1 < figures["codec"]["1e-06"]["changed_percent"] < 4
-    assert 0 < figures["training"]["bytes_percent"] < 100
-    assert figures["service"]["sent_bytes"] > 0
-    assert [path.name for path in tmp_path.iterdir()] == ["publish.json"]

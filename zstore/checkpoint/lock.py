@@ -24,31 +24,24 @@ FOREIGN_LIFE_S = 24 * 3600
 """Without locks, a save of another machine counts as alive for this long."""
 
 
-class LockedError(StorageError):
-    """A lock is another process's, which the message names."""
-
-
 class SaveLock:
     """Holds the new lock file `path` until `release()`, the end of a `with` block, or of the process; its text names the
-    process, with `more`.
+    process. Waits while another process has it.
 
-    Raises StorageError if it cannot be made, LockedError if another process has it and this one does not wait.
+    Raises StorageError if it cannot be made.
     """
 
-    def __init__(self, path: Path, *, wait: bool = True, **more: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         while True:
             self._fd: int | None = _make(path)
-            if _flock(self._fd, wait=wait) is False:
-                owner = os.pread(self._fd, 4096, 0).decode(errors="replace")
-                os.close(self._fd)
-                raise LockedError(owner or "one that has just begun", path=str(path))
+            _flock(self._fd, wait=True)
             # A sweep may have taken the file for a dead save's between the two calls.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(path).st_ino == os.fstat(self._fd).st_ino:
                     break
             os.close(self._fd)
-        os.pwrite(self._fd, owner_document(**more), 0)
+        os.pwrite(self._fd, owner_document(), 0)
 
     def __enter__(self) -> Self:
         return self
@@ -83,19 +76,6 @@ def hold(path: Path) -> int | None:
     return fd
 
 
-def share(path: Path) -> int:
-    """Return a descriptor that keeps others from `hold`ing a file until it is closed. Raises FileNotFoundError if the file is
-    gone, or is held by who removes it."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        if _flock(fd, wait=False, shared=True) is False or os.stat(path).st_ino != os.fstat(fd).st_ino:
-            raise FileNotFoundError(f"{path} is being removed")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
 def _make(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -126,11 +106,11 @@ def owner_is_dead(path: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _flock(fd: int, *, wait: bool, shared: bool = False) -> bool | None:
+def _flock(fd: int, *, wait: bool) -> bool | None:
     """Take the lock and return whether that worked, None if the system or the file system has no locks."""
     if fcntl is not None:
         try:
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             return True
         except BlockingIOError:
             return False

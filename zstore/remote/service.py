@@ -8,11 +8,10 @@ none is followed with it. Messages name the server and its answer, and no header
 from __future__ import annotations
 
 import base64
-import contextlib
 import copy
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import IO, Any, NoReturn, TypeVar
 
 import urllib3
@@ -248,35 +247,6 @@ class ServiceConnection:
             raise StorageError(
                 f"expected JSON from {method} {path}, got {len(data)} other bytes", path=self.base
             ) from error
-
-    @contextlib.contextmanager
-    def held(self, method: str, path: str) -> Iterator[Any]:
-        """Give the document with which an answer begins that ends with the `with` block: until then, or until this process
-        ends, the service holds what the request is for. Raises as `ask` does."""
-
-        def attempt() -> tuple[Answer, Iterator[bytes], bytes]:
-            answer = self.request(method, path, stream=True)
-            data, chunks = b"", answer.stream()
-            try:
-                while not data.endswith(b"\n\n"):
-                    data += next(chunks, b"\n\n")
-            except BaseException:
-                answer.close()
-                raise
-            return answer, chunks, data
-
-        answer, _chunks, data = self.call(
-            attempt, f"{method} {path}", self.base
-        )  # the iterator's end ends the connection
-        with answer:
-            self.traffic.count(read_bytes=len(data))
-            try:
-                document = json.loads(data.removeprefix(b"data: "))
-            except ValueError as error:
-                raise StorageError(
-                    f"expected an event from {method} {path}, got other bytes", path=self.base
-                ) from error
-            yield document
 
 
 def refuse(status: int, problem: str, *, path: str, has_token: bool) -> NoReturn:

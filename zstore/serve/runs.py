@@ -26,7 +26,6 @@ from ..journal.names import run_of
 from ..open.sources import folder_of
 from ..remote.url import is_url
 from ..remote.versions import VersionsFolder, folder_for
-from ..weights.versions import WEIGHTS_FOLDER, numbers_in
 from .cache import Renewed
 from .kept import KeptFiles
 from .settings import Root, Settings
@@ -245,7 +244,7 @@ def _may_name_a_run(name: str) -> bool:
 
 
 def _is_run(folder: Folder) -> bool:
-    """Return whether a folder has checkpoints, a journal, or versions of weights."""
+    """Return whether a folder has checkpoints or a journal."""
     try:
         if isinstance(folder, VersionsFolder) and folder.newest() is not None:
             return True
@@ -254,8 +253,6 @@ def _is_run(folder: Folder) -> bool:
             return True
         if RECORD_FILE in entries.files:  # a checkpoint itself
             return False
-        if WEIGHTS_FOLDER in entries.folders and numbers_in(folder.child(WEIGHTS_FOLDER)):
-            return True
         return bool(scan(folder).tags) or any(LOOPS_FOLDER.fullmatch(name) for name in entries.folders)
     except (OSError, ZstoreError):
         return False

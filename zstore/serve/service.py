@@ -15,7 +15,6 @@ from .files.downloads import Downloads
 from .files.layouts import Layouts
 from .files.opened import RemoteSizes
 from .inbox.inbox import Inbox
-from .inbox.publishers import Publishers
 from .jobs import Jobs
 from .metrics import Metrics
 from .runs import Run, Runs
@@ -63,7 +62,6 @@ class Service(Library):
         self.layouts = Layouts()
         self.jobs = Jobs(next(filter(Path.is_dir, self.runs.local_roots()), None), settings.files)
         self.inbox = Inbox(self.runs, self.jobs, settings)
-        self.publishers = Publishers()
         self.webhooks = Webhooks(settings, self.listing.get, self.runs.local_roots())
         self.upload_files = asyncio.Semaphore(_MOST_FILES)
         self.large_bodies = asyncio.Semaphore(1)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from crc32c import crc32c
 
 from ..errors import CheckpointError
 from ..format.arrays import numpy_dtype
@@ -39,7 +38,6 @@ class WeightsWriter(Closing):
 
     Every element of every weight is put once, roughly in the order of the layouts; then `finish`. Raises DiskFullError
     if the folder's file system lacks room. With `parts` it writes only those, of files that `make_files` made.
-    `crcs` gets the crc32c of each weight's bytes, whose elements are then put in order.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class WeightsWriter(Closing):
         *,
         overflow: Overflow,
         parts: Sequence[FilePart] | None = None,
-        crcs: dict[str, int] | None = None,
     ) -> None:
         if parts is None:
             make_files(files, layouts, folder)
@@ -68,7 +65,6 @@ class WeightsWriter(Closing):
         self._open: dict[str, BlockFile] = {}
         self._slabs = Slabs(BLOCK_BYTES)
         self._lost: dict[str, int] = {}
-        self._crcs = crcs
         self._lock = threading.Lock()
 
     @property
@@ -94,8 +90,6 @@ class WeightsWriter(Closing):
             nonlocal lost
             piece = values[start // itemsize : (start + view.size) // itemsize]
             lost += cast_into(piece, view.view(numpy_dtype(weight.dtype)), weight.dtype, self._overflow)
-            if self._crcs is not None:
-                self._crcs[weight.name] = crc32c(view.data, self._crcs.get(weight.name, 0))
 
         if self._is_refused:
             put(0, np.empty(values.size * itemsize, np.uint8))

@@ -5,7 +5,7 @@ A path in a run's folder begins with the folder of a checkpoint (`step-00000060`
 a checkpoint in it (`checkpoint-60/step-00000060`), with `latest`, which is the newest, or with a moving tag; the last two are
 looked up for each request. `RUN@TAG/...` means `RUN/TAG/...`, unless there is a run of that name. Files that a save has under
 way or left behind are not there; a checkpoint that is being replaced is found by its tag, as readers find it on disk. Beside
-checkpoints, `latest`, `tags.json`, journals, versions of weights, and config and tokenizer files are visible. Links are not,
+checkpoints, `latest`, `tags.json`, journals, and config and tokenizer files are visible. Links are not,
 except for one to another checkpoint in the same folder, which readers follow too.
 """
 
@@ -25,7 +25,6 @@ from ...checkpoint.marks import read_marks
 from ...checkpoint.names import LATEST_FILE, MARKS_FILE, RECORD_FILE, parse_own_name, tag_folder
 from ...errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CorruptionError
 from ...weights.companions import COMPANIONS
-from ...weights.versions import WEIGHTS_FOLDER, number_of
 from ..cache import Cache
 
 _RUN_FILES = (LATEST_FILE, MARKS_FILE, "journal-*.jsonl", *COMPANIONS)
@@ -151,9 +150,6 @@ class VisibleCheckpoints:
             if rest and LOOPS_FOLDER.fullmatch(rest[0]):
                 raise _nothing(folder, "/".join(parts))
             return self.place(below, rest)
-        is_version = rest in ((), ("",)) or number_of(rest[0]) is not None
-        if head == WEIGHTS_FOLDER and is_version and is_real_folder(folder, head):
-            return Place(folder=folder, path=_inside(folder, parts), info=None, is_folder=False)
         raise _nothing(folder, head)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -15,9 +15,8 @@ from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from ...checkpoint.catalog import LOOPS_FOLDER
 from ...errors import UsageError, ZstoreError
@@ -160,26 +159,6 @@ class Operation(Description):
             if known[name].required:
                 raise UsageError(f"the parameter {name} is missing: {known[name].help}")
         return found
-
-
-class HeldAnswer(StreamingResponse):
-    """An event with the JSON `first`, then nothing until the client ends the answer; `held` is closed then."""
-
-    def __init__(self, first: str, held: contextlib.ExitStack) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(self._events(first), media_type="text/event-stream", headers=headers)
-        self._held = held
-
-    async def _events(self, first: str) -> AsyncIterator[str]:
-        yield f"data: {first}\n\n"
-        while True:
-            await anyio.sleep(HEARTBEAT_S)
-            yield ": still here\n\n"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer, and close what it holds."""
-        with self._held:
-            await super().__call__(scope, receive, send)
 
 
 async def receive(request: Request, write: Callable[[bytearray], object], length: int, header: str) -> None:

@@ -1,1 +1,0 @@
-"""Weights for whoever serves them, published as steps change them."""
