@@ -3,9 +3,7 @@
 from zstore.engine.activations.checkpointing import (
     checkpoint,
     configure,
-    get_cuda_rng_tracker,
     is_configured,
-    model_parallel_cuda_manual_seed,
     non_reentrant_checkpoint,
     reset,
 )
@@ -13,9 +11,7 @@ from zstore.engine.activations.checkpointing import (
 __all__ = [
     "checkpoint",
     "configure",
-    "get_cuda_rng_tracker",
     "is_configured",
-    "model_parallel_cuda_manual_seed",
     "non_reentrant_checkpoint",
     "reset",
 ]

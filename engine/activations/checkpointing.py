@@ -20,16 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint as torch_checkpoint
-
-from zstore.errors import UsageError
 
 from ..config.config import Config, load_config, read_config
 from ..config.inactive import NOT_PARTITIONED
 from ..config.sections import ActivationCheckpointingSection
 from .offload import ActivationOffload, active_offload
-from .rng_tracker import RngTracker, seed_model_parallel
 from .statistics import ActivationStatistics
 
 _log = logging.getLogger("zstore")
@@ -43,8 +39,6 @@ class Choices:
     """Inputs go to host memory if no engine takes them off the device."""
     synchronize: bool = False
     profile: bool = False
-    group: dist.ProcessGroup | None = None
-    """The script's model-parallel ranks: each draws from a random stream of its own."""
 
 
 @dataclass
@@ -65,7 +59,6 @@ class _Process:
     section: Choices = field(default_factory=Choices)
     """Those of the engine that was made last."""
     times: BlockTimes = field(default_factory=BlockTimes)
-    tracker: RngTracker = field(default_factory=RngTracker)
 
     @property
     def choices(self) -> Choices:
@@ -87,10 +80,9 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
 ) -> None:
     """Set how `checkpoint` keeps the inputs of blocks in this process, until the next call.
 
-    `mpu_`, an object with `get_model_parallel_group()` or `get_tensor_model_parallel_group()`, is for
-    `model_parallel_cuda_manual_seed`. `deepspeed_config`, a dict or a path, has defaults for the others in its section
-    `activation_checkpointing`, which describes them, and those that do not act. Raises ConfigError for a config that is
-    wrong, UsageError for an `mpu_` without a group.
+    `deepspeed_config`, a dict or a path, has defaults for the others in its section `activation_checkpointing`, which
+    describes them, and those that do not act; neither does `mpu_`, since there is no model parallelism. Raises ConfigError
+    for a config that is wrong.
     """
     section = ActivationCheckpointingSection()
     if deepspeed_config is not None:
@@ -106,8 +98,7 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
     section = section.model_copy(update={name: value for name, value in given.items() if value is not None})
     if partition_activations or contiguous_checkpointing:
         _log.warning("zstore.checkpointing.configure: partition_activations does not act: %s", NOT_PARTITIONED)
-    choices = replace(_choices(section), group=None if mpu_ is None else _group_of(mpu_))
-    _process.configured = choices
+    _process.configured = _choices(section)
     _process.times = BlockTimes()
 
 
@@ -124,16 +115,6 @@ def _choices(section: ActivationCheckpointingSection) -> Choices:
         in_cpu=section.cpu_checkpointing,
         synchronize=section.synchronize_checkpoint_boundary,
         profile=section.profile,
-    )
-
-
-def _group_of(mpu: Any) -> dist.ProcessGroup | None:
-    for name in ("get_model_parallel_group", "get_tensor_model_parallel_group"):
-        if hasattr(mpu, name):
-            group: dist.ProcessGroup | None = getattr(mpu, name)()
-            return group
-    raise UsageError(
-        f"configure(mpu_=...): expected an object with get_model_parallel_group(), got {type(mpu).__name__} without it"
     )
 
 
@@ -166,18 +147,6 @@ def activation_statistics(offload: ActivationOffload | None, config: Config) -> 
     return ActivationStatistics(tier="device", **timed) if config.settings.activation_checkpointing.profile else None
 
 
-def get_cuda_rng_tracker() -> RngTracker:
-    """Return the process's named streams of random numbers; blocks are computed again with the states that they had."""
-    return _process.tracker
-
-
-def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default stream with `seed`, and "model-parallel-rng" with one of this rank's own in the group that
-    `configure` was given."""
-    group = _process.choices.group
-    seed_model_parallel(_process.tracker, seed, 0 if group is None else dist.get_rank(group))
-
-
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`, of which the backward computes the activations again. See [Note: a block].
 
@@ -185,7 +154,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """
     choices = _process.choices
     run = function
-    if choices.synchronize or choices.profile or _process.tracker.get_states():
+    if choices.synchronize or choices.profile:
         run = _Recomputed(function, choices)
     with _keeping(choices):
         return torch_checkpoint.checkpoint(run, *args, use_reentrant=False)
@@ -220,22 +189,15 @@ def _keeping(choices: Choices) -> AbstractContextManager[object]:
 
 
 class _Recomputed:
-    """A function that is called once forward, and again in the backward: timed, and with the same named random streams."""
+    """A function that is called once forward, and again in the backward, and timed."""
 
     def __init__(self, function: Callable[..., Any], choices: Choices) -> None:
         self._function = function
         self._choices = choices
-        self._states: dict[str, torch.Tensor] | None = None
-        """Of the named streams before the forward; None: there was none yet."""
+        self._again = False
 
     def __call__(self, *args: Any) -> Any:
-        again = self._states is not None
-        tracker = _process.tracker
-        present = tracker.get_states()
-        if self._states is None:
-            self._states = present
-        else:
-            tracker.set_states(self._states)
+        again, self._again = self._again, True
         self._wait()
         started = time.perf_counter()
         try:
@@ -244,8 +206,6 @@ class _Recomputed:
             self._wait()
             if self._choices.profile:
                 _count(again, time.perf_counter() - started)
-            if again:
-                tracker.set_states(present)
 
     def _wait(self) -> None:
         if (self._choices.synchronize or self._choices.profile) and torch.cuda.is_available():

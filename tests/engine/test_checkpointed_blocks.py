@@ -1,4 +1,4 @@
-"""`zstore.checkpointing`: random streams, times; what `configure` and a config say."""
+"""`zstore.checkpointing`: times; what `configure` and a config say."""
 
 from __future__ import annotations
 
@@ -6,45 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.engine.deep import WIDTH
 from zstore import checkpointing
 from zstore.engine.activations import checkpointing as process
-from zstore.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
     yield
     process._process.__init__()  # type: ignore[misc]
-
-
-def test_named_random_streams_are_the_same_when_a_block_is_computed_again() -> None:
-    def run(*, again: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        checkpointing.model_parallel_cuda_manual_seed(7)
-        tracker = checkpointing.get_cuda_rng_tracker()
-        weight = torch.linspace(1, 2, WIDTH).requires_grad_()
-
-        def block(x: torch.Tensor) -> torch.Tensor:
-            with tracker.fork():
-                return F.dropout(x * weight, 0.5).sin()
-
-        x = torch.ones(4, WIDTH)
-        for _ in range(2):
-            x = checkpointing.checkpoint(block, x) if again else block(x)
-        x.sum().backward()
-        assert weight.grad is not None
-        return weight.grad, tracker.get_states()["model-parallel-rng"]
-
-    (gradient, state), (other, other_state) = run(again=False), run(again=True)
-    assert torch.equal(gradient, other)
-    assert torch.equal(state, other_state)
-    tracker = checkpointing.get_cuda_rng_tracker()
-    with pytest.raises(UsageError, match="no random stream 'other'"), tracker.fork("other"):
-        pass
-    with pytest.raises(UsageError, match="taken"):
-        tracker.add("model-parallel-rng", 1)
 
 
 def test_what_configure_was_told_holds_before_a_config() -> None:
@@ -58,8 +29,6 @@ def test_what_configure_was_told_holds_before_a_config() -> None:
     checkpointing.checkpoint(torch.sin, x).sum().backward()
     assert process.block_times().blocks == process.block_times().recomputed == 1
     assert torch.equal(x.grad, torch.ones(2, WIDTH).cos())  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="get_model_parallel_group"):
-        checkpointing.configure(object())
 
 
 def test_shares_of_model_parallel_ranks_are_said_not_to_act(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +42,6 @@ def test_a_boundary_waits_for_the_device_where_it_is_asked_to(
 ) -> None:
     section = {"activation_checkpointing": {"synchronize_checkpoint_boundary": asked}}
     checkpointing.configure(None, section)
-    checkpointing.get_cuda_rng_tracker().add("a stream", 1)  # for which a block is called anew, too
     waited: list[None] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(None))

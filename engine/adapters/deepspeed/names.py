@@ -68,8 +68,7 @@ MODULES = _table({
     "checkpoint.utils": {"utils": "clone_tensors_for_torch_save"},
     "checkpointing runtime.activation_checkpointing.checkpointing": {
         _CHECKPOINTING: (
-            "checkpoint configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed "
-            "non_reentrant_checkpoint reset"
+            "checkpoint configure is_configured non_reentrant_checkpoint reset"
         ),
     },
     "comm comm.comm": {
