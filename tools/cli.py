@@ -25,7 +25,6 @@ COMMANDS = {
     "train": "Train a model on text; `torchrun ... -m zstore train` works too.",
     "run": "Start a script's ranks, on one machine or several; --as-deepspeed for scripts that import deepspeed.",
     "plan": "Show where a model's training state fits, how long a step takes, and which config to use.",
-    "tune": "Find the fastest config for a model or a script: the plan says what fits, short runs say what is fast.",
     "config": "Check a config: what each key does here, every problem, and what is filled in for auto.",
     "doctor": "Report versions, devices, memory, the file system, and the speed of the drive.",
     "ls": "List the checkpoints in a folder: step, world size, size on disk, shared size, age.",
@@ -44,7 +43,7 @@ _MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.com
 """Modules of the commands that are not in a file of their name."""
 _BY_ALL_RANKS = ("verify", "diff", "consolidate", "reshard", "convert")
 """Those that several ranks of a launcher carry out together."""
-_WITH_TORCH = ("train", "run", "tune", "config", "doctor")
+_WITH_TORCH = ("train", "run", "config", "doctor")
 
 
 class Commands(TyperGroup):

@@ -39,10 +39,6 @@ def idle_keys(settings: ConfigSections) -> Iterator[Notice]:
         yield Notice("optimizer.params.adam_w_mode", message)
     for _, section in settings.sections_on():
         yield from section.notices(settings)
-    if settings.autotuning.enabled:
-        yield Notice(
-            "autotuning", "acts in `zstore tune --config FILE` only; this run trains with the config as it is written"
-        )
 
 
 def _of_other_stages(section: Section, stage: int, prefix: str) -> Iterator[Notice]:

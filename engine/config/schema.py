@@ -18,7 +18,6 @@ from .scheduler import SchedulerSection
 from .sections import (
     ActivationCheckpointingSection,
     AioSection,
-    AutotuningSection,
     Bf16Section,
     CheckpointSection,
     CommsLoggerSection,
@@ -190,7 +189,6 @@ class ConfigSections(Section):
     Unset or "none": the parameters' type."""
     timers: TimersSection = TimersSection()
     comms_logger: CommsLoggerSection = CommsLoggerSection()
-    autotuning: AutotuningSection = AutotuningSection()
 
     def sections_on(self) -> Iterator[tuple[str, Section]]:
         """Yield the sections at the top that are on, by key."""

@@ -1,14 +1,14 @@
-"""The smaller sections of a config: precision, I/O, monitors, checkpoints, activations, profiles, autotuning."""
+"""The smaller sections of a config: precision, I/O, monitors, checkpoints, activations, profiles."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from zstore.ranks.comms_log import OPERATIONS, operation_named
 
 from .keys import Section, built
-from .values import Auto, Bool, Count, DataType, Name, Number, OneOf, Positive, Real, Whole, Words, show
+from .values import Auto, Bool, Count, DataType, Name, Number, Positive, Real, Whole, Words, show
 
 
 def _above_0_if_dynamic(value: float, info: ValidationInfo) -> float:
@@ -191,54 +191,3 @@ class TimersSection(Section):
     """How time is taken."""
 
     throughput: ThroughputSection = ThroughputSection()
-
-
-Mappings = Annotated[dict[Name, Name], Words("an object of config keys and options, both strings")]
-
-
-class ModelInfoSection(Section):
-    """Size of the model, from which the plan tells which trials fit if `zstore tune` gets no --model. All three are needed."""
-
-    num_params: Positive | None = built(None)
-    """Parameters."""
-    hidden_size: Positive | None = built(None)
-    """Width."""
-    num_layers: Positive | None = built(None)
-    """Layers."""
-
-
-class AutotuningSection(Section):
-    """How `zstore tune` searches for a config. It reads the section whether or not it is enabled. See docs/tuning.md."""
-
-    switch = "enabled"
-
-    enabled: Bool = built(False)
-    """Remind whoever trains with this config that `zstore tune` acts on the section: a line says so, and the run trains with
-    the config as it is."""
-    metric: Annotated[Literal["throughput", "latency", "flops"], OneOf()] = built("throughput")
-    """The goal: most samples a second, least seconds a step, or most floating-point operations a second, which for one
-    model is the same as most samples."""
-    max_train_batch_size: Positive | None = built(None)
-    """Most samples of a step, if the config leaves the batch "auto". Unset: no limit."""
-    min_train_micro_batch_size_per_gpu: Positive = built(1)
-    """Smallest micro-batch to try."""
-    max_train_micro_batch_size_per_gpu: Positive = built(1024)
-    """Largest micro-batch to try."""
-    num_tuning_micro_batch_sizes: Positive = built(3)
-    """Micro-batches to try for each stage and offload: of the doublings that fit by the plan, the largest."""
-    tuner_early_stopping: Positive = built(5)
-    """Stop after so many trials without a better one."""
-    tuner_num_trials: Positive = built(50)
-    """Most trials."""
-    start_profile_step: Positive = built(3)
-    """First step of a trial that is timed; those before warm up."""
-    end_profile_step: Positive = built(5)
-    """Last step of a trial."""
-    results_dir: Name = built("autotuning_results")
-    """Folder of the best config and the table of trials."""
-    exps_dir: Name = built("autotuning_exps")
-    """Folder with a folder for each trial: its config, its output and its journal."""
-    arg_mappings: Mappings | None = built(None)
-    """Options of a script that repeat keys of the config, as
-    {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"}: each trial sets them too."""
-    model_info: ModelInfoSection = ModelInfoSection()

@@ -42,7 +42,6 @@ _MODELS = {
 _OBJECTS = {
     "activation_checkpointing": "runtime.activation_checkpointing.config:DeepSpeedActivationCheckpointingConfig",
     "flops_profiler": "profiling.config:DeepSpeedFlopsProfilerConfig",
-    "autotuning": "autotuning.config:DeepSpeedAutotuningConfig",
 }
 """Sections that DeepSpeed reads into attributes of an object, one for each key."""
 _TOP = {
@@ -87,7 +86,7 @@ _ALONE = {
     "zero_optimization.offload_optimizer.buffer_size",
     "zero_optimization.offload_optimizer.convert_grad_on_cpu",
     "zero_optimization.stage3_partition_stream_chunk_size",
-} | {f"autotuning.model_info.{name}" for name in ("num_params", "hidden_size", "num_layers", "profile")}
+}
 """Keys that `DeepSpeedConfig` leaves without a default."""
 _NO_DEFAULT = object()
 

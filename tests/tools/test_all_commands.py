@@ -80,7 +80,7 @@ def run(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_no_command_is_left_out() -> None:
-    others = {"train", "run", "plan", "tune", "config", "doctor", "serve"}
+    others = {"train", "run", "plan", "config", "doctor", "serve"}
     assert {words[0] for words in ALL.values()} == set(cli.COMMANDS) - others
 
 

@@ -117,7 +117,6 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
         "csv_monitor",
         "wandb",
         "throughput",
-        "autotuning",
         "flops_profiler",
     )
     switches |= {key: {"enabled": True} for key in sections}

@@ -150,9 +150,3 @@ def test_a_world_size_that_is_not_valid_has_a_batch_of_its_own_or_is_an_error_th
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config()))
     assert compute_elastic_config(path) == (12, [1, 2, 3, 4, 6, 12])
-
-
-def test_autotuning_says_that_tune_acts_on_it() -> None:
-    (line,) = load_config({"autotuning": {"enabled": True}}).report()
-    assert "zstore tune --config FILE" in line
-    assert load_config({"autotuning": {"metric": "latency"}}).report() == []
