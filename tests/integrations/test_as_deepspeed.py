@@ -300,7 +300,6 @@ def test_configs_are_read_as_deepspeed_is_given_them(tmp_path: Path) -> None:
 
 
 def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for() -> None:
-    from zstore import checkpointing
     from zstore.engine.adapters.deepspeed import comm, initialize, optimizers, utils, zero
     from zstore.optim import Lion
 
@@ -312,7 +311,6 @@ def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for(
         lambda: zero.Init(zero_quantized_weights=True),
         lambda: zero.Init(param_swapper=object()),
         lambda: initialize.initialize(model=torch.nn.Linear(1, 1), config={}, mesh_param=(1, 1)),
-        lambda: checkpointing.configure(mpu_=object()),
         lambda: utils.set_z3_leaf_modules(torch.nn.Linear(1, 1), ["Expert"]),
     ):
         with pytest.raises(UsageError):

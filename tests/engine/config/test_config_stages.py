@@ -124,7 +124,7 @@ def test_keys_of_other_sections_have_one_status_at_every_stage() -> None:
         ("checkpoint.use_node_local_storage", True): ("error", "acts", "acts", "acts"),
         ("zstore.step_overlap", "forward"): ("no effect", "no effect", "no effect", "acts"),
     }
-    assert len(seen) > 100
+    assert len(seen) > 50
 
 
 def test_a_key_in_an_older_spelling_has_the_status_of_todays() -> None:
