@@ -37,7 +37,6 @@ COMMANDS = {
     "prune": "Remove the checkpoints that no --keep option keeps, and show how much space that frees.",
     "tag": "Move tags like best between checkpoints; hold some that prune must not remove, and note why; tag a run.",
     "serve": "Serve runs and checkpoints over HTTP, with a page that shows them; reads Zarr, weights and JSON.",
-    "report": "Write the page of a run as one file with its data inside, to pass on.",
 }
 _MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command"}
 """Modules of the commands that are not in a file of their name."""

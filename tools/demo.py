@@ -1,4 +1,4 @@
-"""The main job, end to end: train on disk with 2 processes, resume on 1 in memory, reshard, verify, consolidate, report.
+"""The main job, end to end: train on disk with 2 processes, resume on 1 in memory, reshard, verify, consolidate.
 
 `make demo` runs it. Every step is a `zstore` command as a user would type it; nothing is downloaded.
 """
@@ -66,7 +66,6 @@ class Demo:
         _say("Consolidate to fp16 weights that other software loads")
         self._zstore("consolidate", self.folder / "run", self.folder / "weights", "--dtype", "fp16")
         self._write_sample()
-        self._write_report()
         sweeper.join()
 
     def _make_folder(self) -> threading.Thread:
@@ -152,12 +151,6 @@ class Demo:
         ids = torch.tensor([list(prompt)])
         out = model.eval().generate(ids, max_new_tokens=200, temperature=0.8, generator=generator)  # type: ignore[operator]
         print(bytes(out[0].tolist()).decode("utf-8", errors="replace"))
-
-    def _write_report(self) -> None:
-        _say("Write a report of the run: one file to open in a browser, or to pass on")
-        report = self.folder / "report.html"
-        self._zstore("report", self.folder / "run", "--out", report)
-        self.facts.append(("report", _shown(report)))
 
     def _zstore(self, *words: object) -> None:
         """Run a `zstore` command, show its output, and note the save stalls."""

@@ -32,7 +32,7 @@ class View:
 
 def views_of(run: str, last: str, before: str, array: str) -> list[View]:
     """Return all views of a run."""
-    base = f"/run/{quote(run, safe='')}"
+    base = f"/#/run/{quote(run, safe='')}"
     shown = f"{base}/checkpoint/{last}"
     return [
         View("run", base, "[data-test=chart-loss] canvas"),
@@ -50,9 +50,9 @@ def views_of(run: str, last: str, before: str, array: str) -> list[View]:
 
 
 VIEWS = [
-    View("runs", "/", "[data-test=run]"),
+    View("runs", "/#/", "[data-test=run]"),
     *views_of(RUN, LAST, BEFORE, ARRAY),
-    View("jobs", "/jobs", "[data-test=jobs-list] > *"),
+    View("jobs", "/#/jobs", "[data-test=jobs-list] > *"),
 ]
 HOSTILE_VIEWS = views_of(HOSTILE_RUN, "checkpoint-40/step-00000040", "checkpoint-20/step-00000020", HOSTILE_ARRAY)
 

@@ -130,9 +130,8 @@ def test_every_route_needs_the_token_but_for_the_shell(closed: str) -> None:
 def test_the_shell_is_open_and_tells_nothing_of_runs(closed: str) -> None:
     assert json.loads(ask(closed, "/api").body)["authorized"] is False
     assert json.loads(ask(closed, "/api", BEARER).body)["authorized"] is True
-    for path in ("/", "/run/one", "/run/none", "/jobs"):
-        assert ask(closed, path).status == 200
-    assert [ask(closed, path).status for path in ("/one", "/none")] == [307, 307]
+    assert ask(closed, "/").status == 200
+    assert {ask(closed, path).status for path in ("/run/one", "/run/none", "/jobs", "/one", "/none")} == {307}
     assert [ask(closed, path, BEARER).status for path in ("/one", "/none")] == [307, 404]
 
 

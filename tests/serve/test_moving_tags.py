@@ -167,7 +167,6 @@ def test_weights_follow_the_tag_and_a_resumed_download_does_not_mix_two(
 ) -> None:
     url = f"{open_base}/weights/{form}/model.safetensors?dtype=fp32"
     first = http.request("GET", url)
-    assert first.headers["Content-Location"] == f"/weights/gpt/{FIRST}/model.safetensors"
     assert load(first.data)["w"][0, 0] == 1
     assert http.request("GET", url, headers={"Range": "bytes=10-"}).status == 200  # it may be another one by now
     resumed = {"Range": "bytes=10-", "If-Range": first.headers["ETag"]}

@@ -34,12 +34,22 @@ def base(tmp_path: Path, serve: Serve) -> str:
     return serve(tmp_path / "runs")
 
 
-def test_every_url_of_the_page_is_its_shell(base: str, http: urllib3.PoolManager) -> None:
+def test_the_page_is_at_the_root_and_the_addresses_of_its_views_lead_there(
+    base: str, http: urllib3.PoolManager
+) -> None:
     shell = (ASSETS / "index.html").read_bytes()
-    for path in ("/", "/jobs", "/run/any", "/run/any/memory", "/run/a%2Fb/checkpoint/checkpoint-1/step-00000001"):
-        answer = http.request("GET", base + path)
-        assert (answer.status, answer.data) == (200, shell), path
-        assert answer.headers["content-type"] == _TYPES[".html"]
+    answer = http.request("GET", base)
+    assert (answer.status, answer.data, answer.headers["content-type"]) == (200, shell, _TYPES[".html"])
+    for path, place in (
+        ("/jobs", "./#/jobs"),
+        ("/run/any", "../#/run/any"),
+        (
+            "/run/a%2Fb/checkpoint/checkpoint-1/step-1?array=x",
+            "../../../../#/run/a%2Fb/checkpoint/checkpoint-1/step-1?array=x",
+        ),
+    ):
+        answer = http.request("GET", base + path, redirect=False)
+        assert (answer.status, answer.headers["location"]) == (307, place)
 
 
 def test_every_file_is_served_with_its_type_and_asked_for_anew_only_when_it_changed(
@@ -66,7 +76,7 @@ def test_what_is_no_file_of_the_page_is_not_found(base: str, http: urllib3.PoolM
 
 def test_the_address_of_a_run_leads_to_its_page(base: str, http: urllib3.PoolManager) -> None:
     answer = http.request("GET", f"{base}/one%20two", redirect=False)
-    assert (answer.status, answer.headers["location"]) == (307, "/run/one%20two")
+    assert (answer.status, answer.headers["location"]) == (307, "./#/run/one%20two")
     missing = http.request("GET", f"{base}/none", redirect=False)
     assert missing.status == 404
     assert "one two" in missing.json()["error"]
@@ -87,8 +97,8 @@ def test_html_and_styles_load_only_files_of_the_page() -> None:
         assert _FORBIDDEN.findall((ASSETS / name).read_text(encoding="utf-8")) == [], name
     html = (ASSETS / "index.html").read_text(encoding="utf-8")
     loaded = re.findall(r'(?:src|href)="([^"]+)"', html)
-    assert {path for path in loaded if not path.startswith(("/assets/", "#"))} == set()
-    assert {path.removeprefix("/assets/") for path in loaded if path.startswith("/assets/")} <= set(_FILES)
+    assert {path for path in loaded if not path.startswith(("assets/", "#"))} == set()
+    assert {path.removeprefix("assets/") for path in loaded if path.startswith("assets/")} <= set(_FILES)
     assert re.findall(r"<script(?![^>]* src=)|\sstyle=|\son\w+=|<style", html) == []  # a strict policy forbids them
 
 

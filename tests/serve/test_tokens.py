@@ -431,39 +431,6 @@ def test_a_token_for_some_runs_uploads_to_these_alone(tmp_path: Path, base: str,
 # -- links --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_link_signs_a_browser_in_for_one_run(base: str, file: Path) -> None:
-    link = share(file, "one")
-    opened = ask(base, link)
-    assert (opened.status, opened.headers["location"]) == (303, "/run/one")
-    assert {"HttpOnly", "SameSite=strict"} <= set(opened.headers["set-cookie"].split("; "))
-    browser = cookie(opened)
-    assert ask(base, "/run/one", browser).status == 200
-    assert json.loads(ask(base, "/api", browser).body) | {"version": "", "protocol": 1} == {
-        "service": "zstore", "version": "", "protocol": 1, "allows_actions": True, "authorized": True, "role": "read",
-        "needs_token": False,
-    }  # fmt: skip
-    reads = ("", "/placement", "/steps", "/checkpoints", f"/checkpoints/{TAG}", f"/checkpoints/{TAG}/arrays")
-    assert [ask(base, f"/api/runs/one{path}", browser).status for path in reads] == [200] * len(reads)
-    assert ask(base, f"/zarr/one/{TAG}/zarr.json", browser).status == 200
-    assert [run["name"] for run in json.loads(ask(base, "/api/runs", browser).body)["runs"]] == ["one"]
-    assert ask(base, "/api/runs/two", browser).status == 404
-    assert ask(base, f"/api/runs/one/checkpoints/{TAG}/verify", browser, method="POST").status == 403
-    assert ask(base, "/api/uploads", browser).status == 403
-    # The short address of the run leads there too, with the link.
-    short = ask(base, link.replace("/run/one?", "/one?"))
-    assert (short.status, short.headers["location"]) == (307, link)
-    # A program shows it at any address of the run.
-    query = link.partition("?")[2]
-    assert ask(base, f"/api/runs/one/steps?points=5&{query}").status == 200
-    assert ask(base, f"/api/runs/two?{query}").status == 404
-    # It ends with the key.
-    command("unshare", "--file", file)
-    assert ask(base, link).status == 401
-    assert ask(base, "/api/runs/one", browser).status == 401
-    assert ask(base, share(file, "one")).status == 303  # with another key
-    assert ask(base, link).status == 401
-
-
 def test_a_link_to_weights_is_for_this_file_alone(base: str, file: Path) -> None:
     place = f"/weights/one/{TAG}/model.safetensors"
     link = share(file, "one", "--weights", f"{TAG}/model.safetensors")
@@ -524,19 +491,6 @@ def test_a_link_is_for_the_name_and_not_for_a_pattern(runs: Path, file: Path, se
     base = serve(runs, tokens=file)
     browser = cookie(ask(base, share(file, "o[mn]e")))
     assert [ask(base, f"/api/runs/{run}", browser).status for run in ("o%5Bmn%5De", "one")] == [200, 404]
-
-
-def test_a_link_leaves_a_session_that_sees_its_run(base: str, file: Path) -> None:
-    everything, two = sign_in(base, add(file, "alice", "act")), sign_in(base, add(file, "bob", "read", "--runs", "two"))
-    assert "set-cookie" not in ask(base, share(file, "one"), everything).headers
-    assert ask(base, f"{share(file, 'one')}x", everything).status == 200  # and needs no link
-    assert cookie(ask(base, share(file, "one"), two))
-
-
-def test_without_tokens_a_link_is_an_address_like_any_other(runs: Path, file: Path, serve: Serve) -> None:
-    base = serve(runs)
-    assert ask(base, share(file, "one")).status == 200
-    assert ask(base, "/api/runs?share=x").status == 200
 
 
 def test_links_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,6 @@ def test_what_is_not_there_is_said(path: str, status: int, text: str, base: str)
 def test_latest_gives_ranges_of_the_file_that_was_begun_alone(base: str) -> None:
     url = f"{base}/latest/{FILE}"
     whole = get(url)
-    assert whole.headers["Content-Location"] == f"/weights/one/checkpoint-2/step-00000002/{FILE}"
     assert get(url, Range="bytes=9-11").status == 200
     part = get(url, Range="bytes=9-11", If_Range=whole.headers["ETag"])
     assert (part.status, part.data) == (206, whole.data[9:12])

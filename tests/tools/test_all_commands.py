@@ -37,7 +37,6 @@ WRITING = {
     "convert": ["convert", "{last}", "{out}", "--world-size", "3"],
     "convert --to torch": ["convert", "{last}", "{out}", "--to", "torch"],
     "convert --to safetensors": ["convert", "{last}", "{out}", "--to", "safetensors"],
-    "report": ["report", "{run}", "--out", "{out}"],
     "prune": ["prune", "{run}", "--keep-last", "1"],
     "prune URL": ["prune", URL, "--keep-last", "1"],
 }

@@ -57,12 +57,6 @@ def test_a_look_at_a_checkpoint_loads_what_reads_it_and_no_more(command: str, sa
     assert "zstore.checkpoint.catalog" in modules
 
 
-def test_a_report_is_made_without_the_packages_of_the_service(saved: Path, tmp_path: Path) -> None:
-    modules = loaded("report", str(saved), "--out", str(tmp_path / "report.html"))
-    assert modules & (HEAVY | {"starlette", "uvicorn", "anyio", "aiofiles", "httptools"}) == set()
-    assert "zstore.serve.report.report" in modules
-
-
 @pytest.mark.parametrize(
     "more", [[], ["--json"], ["--precision", "fp16", "--machines", "2", "--moments", "int8"], ["--config"]]
 )

@@ -41,7 +41,7 @@ class JournalTail(Closing):
     ) -> None:
         self._path = path
         self._place = place
-        self._url = f"/api/uploads/journals/{quote(place.url.run, safe='')}/{quote(run_id, safe='')}"
+        self._run_id = run_id
         self._start = start
         self._failed = failed
         self._folder: ServiceFolder | None = None
@@ -70,11 +70,12 @@ class JournalTail(Closing):
     def _send(self, retries: Retries) -> None:
         folder = self._folder = self._folder or self._place.open(retries)
         connection = folder.connection.with_retries(retries)
+        url = f"/api/uploads/journals/{quote(folder.url.run, safe='')}/{quote(self._run_id, safe='')}"
         if self._sent < 0:
-            self._find_place(int(connection.ask("GET", self._url)["bytes"]))
+            self._find_place(int(connection.ask("GET", url)["bytes"]))
         while lines := self._next():
             taken = "" if self._taken is None else f"&taken={quote(self._taken, safe='')}"
-            path = f"{self._url}?offset={self._shift + self._sent}{taken}"
+            path = f"{url}?offset={self._shift + self._sent}{taken}"
 
             def post(path: str = path, lines: bytes = lines) -> Any:
                 headers = {"Content-Type": "application/x-ndjson"}

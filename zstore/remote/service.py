@@ -98,10 +98,10 @@ class ServiceConnection:
         )
 
     @classmethod
-    def to(
-        cls, url: ServiceUrl, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
-    ) -> ServiceConnection | None:
-        """Return the connection to the service that a URL names; None if another server answers.
+    def find(
+        cls, url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
+    ) -> tuple[ServiceConnection, ServiceUrl] | None:
+        """Return the connection to the service that a URL names, and what it means there; None if another server answers.
 
         `storage_options`: `token` (else the variable ZSTORE_TOKEN) and `ca_certs`. Raises UsageError for options that make no
         sense, StorageError if nobody answers.
@@ -111,16 +111,19 @@ class ServiceConnection:
             if not isinstance(options.get(name), str | os.PathLike | None):
                 raise UsageError(f'the storage option {name} must be text: write {name}="..." with the quotes')
         ca_certs = None if options.get("ca_certs") is None else os.fspath(options["ca_certs"])
-        if not cls(url.base, user=url.user, ca_certs=ca_certs, retries=retries)._is_service():
+        readings = ServiceUrl.readings(url)
+        made = ((place, cls(place.base, user=place.user, ca_certs=ca_certs, retries=retries)) for place in readings)
+        place = next((place for place, connection in made if connection._is_service()), None)
+        if place is None:
             return None
         if unknown := sorted(options.keys() - set(_OPTIONS)):
             raise UsageError(
-                f"{url.base} is a service of zstore: expected the storage options {', '.join(_OPTIONS)}, got {unknown}"
+                f"{place.base} is a service of zstore: expected the storage options {', '.join(_OPTIONS)}, got {unknown}"
             )
         token = options.get("token")
-        if token is None and url.user is None:
+        if token is None and place.user is None:
             token = os.environ.get(TOKEN_VARIABLE) or None
-        return cls(url.base, token=token, user=url.user, ca_certs=ca_certs, retries=retries)
+        return cls(place.base, token=token, user=place.user, ca_certs=ca_certs, retries=retries), place
 
     def with_retries(self, retries: Retries) -> ServiceConnection:
         """Return the same connection with other retries."""
@@ -147,7 +150,7 @@ class ServiceConnection:
             return False
         if not isinstance(document, dict) or document.get("service") != "zstore":
             return False
-        if "://" in there and (base := ServiceUrl.parse(there).base) != self.base:
+        if "://" in there and (base := there.removesuffix("/api")) != self.base:
             raise UsageError(f"the service of {self.base} is at {base}: name that in the URL")
         return True
 

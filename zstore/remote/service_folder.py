@@ -138,12 +138,12 @@ def open_service_folder(
 ) -> ServiceFolder | None:
     """Return the folder behind the URL of a service; None if another server answers.
 
-    Raises UsageError for a URL that names no run, and see `ServiceConnection.to`.
+    Raises UsageError for a URL that names no run, and see `ServiceConnection.find`.
     """
-    place = ServiceUrl.parse(url)
-    connection = ServiceConnection.to(place, storage_options, retries=retries)
-    if connection is None:
+    found = ServiceConnection.find(url, storage_options, retries=retries)
+    if found is None:
         return None
+    connection, place = found
     if not place.run:
         runs = [run["name"] for run in connection.ask("GET", "/api/runs")["runs"]]
         some = ", ".join(f"{place.base}/{quote_path(run)}" for run in runs[:5]) or "none so far"

@@ -45,19 +45,18 @@ _MOST_WRONG = 3
 class ServicePlace:
     """A run in a service, which was not asked yet."""
 
+    address: str = field(repr=False)
+    """The URL as it was given."""
     url: ServiceUrl
+    """What it means if the service is not below a path, for messages."""
     storage_options: Mapping[str, Any] = field(repr=False)
 
     @classmethod
     def of(cls, url: str, storage_options: Mapping[str, Any] | None = None) -> ServicePlace:
-        """Return the run that a URL names. Raises UsageError if it names none, or something inside one."""
+        """Return the run that a URL names. Raises UsageError if it names none."""
         place = ServiceUrl.parse(url)
-        if not place.run or place.folder:
-            raise UsageError(
-                f"{place.text}: checkpoints are uploaded to a run of a service of zstore: name it as {place.base}/"
-                f"{quote_path(place.run) or 'RUN'}"
-            )
-        return cls(url=place, storage_options=dict(storage_options or {}))
+        _require_run(place)
+        return cls(address=url, url=place, storage_options=dict(storage_options or {}))
 
     @property
     def location(self) -> str:
@@ -72,18 +71,32 @@ class ServicePlace:
         return self.location
 
     def open(self, retries: Retries) -> ServiceFolder:
-        """Return the run's folder. Raises UsageError if no service of zstore answers, StorageError if nobody does."""
-        connection = ServiceConnection.to(self.url, self.storage_options, retries=retries)
-        if connection is None:
+        """Return the run's folder.
+
+        Raises UsageError if no service of zstore answers, or for something inside a run, StorageError if nobody answers.
+        """
+        found = ServiceConnection.find(self.address, self.storage_options, retries=retries)
+        if found is None:
             raise UsageError(
                 f"{self.url.base} is no service of zstore: checkpoints are uploaded to `zstore serve`, or to a storage like "
                 "s3://bucket/run"
             )
-        return ServiceFolder(connection, self.url)
+        connection, place = found
+        _require_run(place, may_be_inside=False)
+        return ServiceFolder(connection, place)
 
     def require_uploads(self) -> None:
         """Raise UsageError if the service takes no uploads of this run, or does not accept the token."""
-        self.open(Retries()).connection.ask("GET", f"/api/uploads?run={quote(self.url.run, safe='')}")
+        folder = self.open(Retries())
+        folder.connection.ask("GET", f"/api/uploads?run={quote(folder.url.run, safe='')}")
+
+
+def _require_run(place: ServiceUrl, *, may_be_inside: bool = True) -> None:
+    if not place.run or (place.folder and not may_be_inside):
+        raise UsageError(
+            f"{place.text}: checkpoints are uploaded to a run of a service of zstore: name it as {place.base}/"
+            f"{quote_path(place.run) or 'RUN'}"
+        )
 
 
 class ServiceTarget(UploadTarget):
@@ -122,7 +135,7 @@ class ServiceTarget(UploadTarget):
         """
         extras = extra_files(reader)
         self._offered = {
-            "run": self._place.url.run,
+            "run": self._folder.url.run,
             "record": (reader.path / RECORD_FILE).read_text(encoding="utf-8"),
             "documents": document_files(reader),
             "extras": {name: {"bytes": size, "sha256": _sha256(reader.path / name)} for name, size in extras.items()},
@@ -214,7 +227,7 @@ class ServiceTarget(UploadTarget):
             sent = size - there
             note(size)
 
-        self._connection.call(attempt, f"upload {source}", f"{self._place.url.base}{path}")
+        self._connection.call(attempt, f"upload {source}", f"{self._folder.url.base}{path}")
         self._connection.traffic.count(written_bytes=sent)
         return sent
 

@@ -4,10 +4,14 @@
 `http://host:port/<run>` is a run, `http://host:port/<run>/<checkpoint>` a checkpoint of it. The same behind `/zarr/`,
 `/xarray/`, `/weights/` or `/run/`, as the browser shows them, means the same. So a run that is called like one of these is
 written `/zarr/run/<checkpoint>`. Each part is percent-encoded.
+
+A proxy may serve it below a path, and nothing in a URL tells that path from a run: `readings` has each, and who asks a
+server finds out (`ServiceConnection.find`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote, unquote, urlsplit
 
@@ -25,7 +29,7 @@ class ServiceUrl:
     """A run of a service, and a folder in it."""
 
     base: str
-    """Scheme, host and port, without a `/` at its end and without a user's name."""
+    """Scheme, host and port, and the path below which a proxy serves it; no `/` at its end, no user's name."""
     run: str
     """Empty if the URL names none."""
     folder: str
@@ -34,8 +38,11 @@ class ServiceUrl:
     """Name and password in the URL."""
 
     @classmethod
-    def parse(cls, url: str) -> ServiceUrl:
-        """Return the place that an `http://` or `https://` URL means. Raises UsageError if it cannot be that of a service."""
+    def parse(cls, url: str, num_above: int = 0) -> ServiceUrl:
+        """Return the place that an `http://` or `https://` URL means, of a service below `num_above` parts of its path.
+
+        Raises UsageError if it cannot be that of a service.
+        """
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -46,17 +53,24 @@ class ServiceUrl:
         segments = [unquote(segment) for segment in parts.path.split("/") if segment]
         if any(segment in (".", "..") or "/" in segment for segment in segments):
             raise UsageError(f"{shown(url)} has a part that is `.`, `..` or holds a `/`: name the run and its folder")
+        above, segments = segments[:num_above], segments[num_above:]
         if len(segments) > 1 and segments[0] in _PREFIXES:
             is_page = segments.pop(0) == _PAGE
             if is_page and len(segments) > 1:
                 segments = segments[:1] + _viewed(segments[1:])
         address = f"[{host}]" if ":" in host else host
         return cls(
-            base=f"{parts.scheme}://{address}" + ("" if port is None else f":{port}"),
+            base="/".join([f"{parts.scheme}://{address}{'' if port is None else f':{port}'}", *map(quote_path, above)]),
             run=segments[0] if segments else "",
             folder="/".join(segments[1:]),
             user=None if parts.username is None else (unquote(parts.username), unquote(parts.password or "")),
         )
+
+    @classmethod
+    def readings(cls, url: str) -> Iterator[ServiceUrl]:
+        """Yield the places that a URL may mean, of a service at its root first, then of one further and further below."""
+        num_parts = sum(1 for part in urlsplit(url).path.split("/") if part)
+        yield from (cls.parse(url, num_above) for num_above in range(num_parts + 1))
 
     @property
     def above(self) -> ServiceUrl:

@@ -325,7 +325,7 @@ class ArrayEntry(_Model):
     nbytes: int
     num_shards: int
     url: str
-    """Path of its Zarr array in the service: `/zarr/...`."""
+    """Of its Zarr array, relative to the service's own: `zarr/...`."""
 
 
 class ArrayList(_Model):

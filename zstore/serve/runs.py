@@ -3,8 +3,7 @@
 [Note: names of runs]
 A root that has checkpoints or a journal itself is one run, called as the root is; the folders in any other root that have
 some are a run each, called as their folder is. Of two with one name the second is called `<root>.<name>`, and so on. A name
-is one segment of a URL, percent-encoded there. A link in a root that leads out of it is not a run, nor is a folder with control
-characters in its name, which no URL of the service may have.
+is one segment of a URL, percent-encoded there. A link in a root that leads out of it is not a run.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +32,8 @@ if TYPE_CHECKING:
     from .upstream import Upstream
 
 _log = logging.getLogger("zstore.serve")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_OWN_FOLDERS = frozenset({".uploads"})
+"""Of a root that is a run, and has none so far."""
 _TAKEN = frozenset({"api", "assets", "healthz", "metrics"})
 """First parts of the service's own URLs."""
 _FRESH_S = 2.0
@@ -214,7 +213,7 @@ class Runs:
             return
         for name in sorted(entries.folders):
             child = folder.child(name)
-            if name.startswith(".") or _CONTROL.search(name) or (child.is_local and links_elsewhere(child.path)):
+            if name in _OWN_FOLDERS or (child.is_local and links_elsewhere(child.path)):
                 continue
             if not child.is_local:
                 child = self._folder(child.location)

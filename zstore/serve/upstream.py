@@ -60,6 +60,7 @@ class Upstream:
 
     def __init__(self, url: str, options: Mapping[str, Any], kept: KeptFiles | None) -> None:
         self.url = ServiceUrl.parse(url)
+        self._address = url
         self._options = {"token": os.environ.get(TOKEN_VARIABLE, ""), **options}
         self._kept = kept
         self._lock = threading.Lock()
@@ -80,10 +81,10 @@ class Upstream:
             raise StorageError("the other service does not answer", path=self.url.base)
         with self._lock:
             if self._connection is None:
-                found = ServiceConnection.to(self.url, self._options, retries=Retries(attempts=2))
+                found = ServiceConnection.find(self._address, self._options, retries=Retries(attempts=2))
                 if found is None:
                     raise UsageError(f"{self.url.base} is no service of zstore: only from one are runs pulled through")
-                self._connection = found
+                self._connection = found[0]
             return self._connection
 
     def answer(self, key: str, ask: Callable[[], bytes]) -> bytes:

@@ -31,7 +31,7 @@ export function api(segments, query = {}) {
   const path = segments.map(encoded).join("/");
   const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
   const text = new URLSearchParams(given).toString();
-  return `/api/${path}${text ? `?${text}` : ""}`;
+  return `api/${path}${text ? `?${text}` : ""}`;
 }
 
 /** Return the JSON answer of `path`. Rejects with RequestError, whose message says what to do. */
@@ -85,7 +85,7 @@ export function listen(path, handlers) {
       if (event.target !== source) return;
       lost();
       if (source.readyState !== EventSource.CLOSED) return;
-      get("/api").then((service) => service.needs_token && signedOut(), () => {});
+      get("api").then((service) => service.needs_token && signedOut(), () => {});
       timer = setTimeout(connect, RETRY_S[Math.min(tries++, RETRY_S.length - 1)] * 1000);
     });
     for (const [name, handle] of Object.entries(named)) {

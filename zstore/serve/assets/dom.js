@@ -41,7 +41,7 @@ function set(element, name, value) {
     for (const [property, text] of Object.entries(value)) element.style.setProperty(property, String(text));
   } else if (name === "test") {
     element.dataset.test = value;
-  } else if (name === "href" && !/^[/#]/.test(value)) {
+  } else if (name === "href" && !/^(#|zarr\/|weights\/)/.test(value)) {
     throw new Error(`links lead to places of this page, got ${value}`);
   } else {
     element.setAttribute(name, value === true ? "" : String(value));

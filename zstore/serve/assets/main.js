@@ -27,6 +27,10 @@ start();
 
 async function start() {
   follow(() => void show());
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault(); // The fragment names the view.
+    main.focus();
+  });
   addEventListener("zstore-signed-out", () => {
     // A box over the page may be asking for the token already.
     if (!service.needs_token && document.querySelector("dialog[open]") === null) void again();
@@ -38,14 +42,14 @@ async function start() {
 
 /** Begin a report of one run with it: there is nothing to choose in the list of runs. */
 async function openRun() {
-  const { runs } = await get("/api/runs");
+  const { runs } = await get("api/runs");
   if (runs.length === 1) history.replaceState(null, "", runUrl(runs[0].name));
 }
 
 /** Ask the service what it allows here, and show that in the header. */
 async function learn() {
   try {
-    service = await get("/api");
+    service = await get("api");
   } catch {
     // The view says what is wrong.
   }

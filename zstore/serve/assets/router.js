@@ -1,6 +1,4 @@
-// Which view a URL is. In a report, which is one file, the URL's fragment takes the place of its path.
-
-import { isReport } from "./data.js";
+// Which view a URL is: the fragment names it, so that one page below any path, or in a file, shows them all.
 
 /**
  * Return the parameters of `path` by `pattern`, null where it does not fit. `:name` is one segment, `*name` all the rest.
@@ -32,12 +30,11 @@ export function runUrl(run, view = "", query = {}) {
 
 /** Return what an `href` to `path` of this page is. */
 export function link(path) {
-  return isReport ? `#${path}` : path;
+  return `#${path}`;
 }
 
 /** Return path and query of the view that is shown. */
 export function here() {
-  if (!isReport) return { path: location.pathname, query: new URLSearchParams(location.search) };
   const [path, query = ""] = (location.hash.slice(1) || "/").split("?");
   return { path, query: new URLSearchParams(query) };
 }
@@ -67,7 +64,7 @@ export function follow(show) {
     const other = event.defaultPrevented || event.button !== 0 || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey;
     if (anchor === null || anchor === undefined || other || anchor.target || anchor.hasAttribute("download")) return;
     const href = anchor.getAttribute("href");
-    if (isReport ? !href.startsWith("#/") : !href.startsWith("/") || /^\/(api|zarr|weights|assets)\//.test(href)) return;
+    if (!href.startsWith("#/")) return;
     event.preventDefault();
     go(href);
   });

@@ -3,7 +3,7 @@
 import { post, remove } from "./data.js";
 import { h, replace } from "./dom.js";
 
-const PATH = "/api/session";
+const PATH = "api/session";
 
 /** The box that asks for the token; `done` is called when the service has taken it. */
 export function askForToken(done, text = "This service needs a token.") {

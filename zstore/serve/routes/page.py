@@ -1,8 +1,9 @@
 """The page: one HTML file for all its URLs, and the files that it loads.
 
 [Note: the page]
-Plain ES modules without a build step, in `assets`. The service answers each URL of the page with the same `index.html`;
-`main.js` then shows the view that the URL names. All files are kept in memory once one was asked for: they change only with
+Plain ES modules without a build step, in `assets`. The service answers `/` with `index.html`; `main.js` then
+shows the view that the URL's fragment names. All links and redirects are relative: a proxy may serve it below any path. All
+files are kept in memory once one was asked for: they change only with
 the package. A browser keeps them too, and asks whether they changed (`no-cache` and an ETag).
 """
 
@@ -63,23 +64,29 @@ def routes() -> list[Route]:
     """Return the routes of the page; the ones with a run's name come last among all of the service."""
     return [
         Route("/", _answer),
-        Route("/jobs", _answer),
-        Route("/runs/compare", _answer),
-        Route("/run/{rest:path}", _answer),
+        Route("/jobs", _view),
+        Route("/runs/compare", _view),
+        Route("/run/{rest:path}", _view),
         Route("/assets/{file:path}", _answer),
         Route("/{run}", _redirect),
     ]
 
 
-async def _answer(request: Request) -> Response:
-    """Answer with the file that the path names, with the shell if it names none; a link signs the browser in first."""
-    link = request.scope["state"].get("link")
+async def _view(request: Request) -> Response:
+    """Redirect from the address of a view to the page that shows it; a link signs the browser in first."""
+    link, path = request.scope["state"].get("link"), request.scope["raw_path"].decode("ascii", "replace")
     if link is not None and "rest" in request.path_params:
         request.scope["state"] |= {"audit": "link opened", "run": request.path_params["rest"].partition("/")[0]}
-        path = request.scope["raw_path"].decode("ascii", "replace")
-        signed_in = RedirectResponse(path, 303, headers={"Cache-Control": "no-store"})
+        signed_in = RedirectResponse(f"./{path.rpartition('/')[2]}", 303, headers={"Cache-Control": "no-store"})
         set_cookie(request, signed_in, link)
         return signed_in
+    query = request.scope["query_string"].decode("ascii", "replace")
+    above = "../" * (path.count("/") - 1) or "./"
+    return RedirectResponse(f"{above}#{path}{'?' if query else ''}{query}", 307, headers={"Cache-Control": "no-store"})
+
+
+async def _answer(request: Request) -> Response:
+    """Answer with the file that the path names, with the shell if it names none."""
     name = request.path_params.get("file", _SHELL)
     asset = (await run_in_threadpool(_assets)).get(name)
     if asset is None:
@@ -96,5 +103,5 @@ async def _redirect(request: Request) -> Response:
     if token_of(request) is not None:
         await run_in_threadpool(run_of, request)
     name, link = quote(request.path_params["run"], safe=""), request.scope["state"].get("link")
-    query = "" if link is None else f"?share={link}"
-    return RedirectResponse(f"/run/{name}{query}", 307, headers={"Cache-Control": "no-store"})
+    place = f"./#/run/{name}" if link is None else f"./run/{name}?share={link}"
+    return RedirectResponse(place, 307, headers={"Cache-Control": "no-store"})

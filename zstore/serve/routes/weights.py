@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import BinaryIO, cast, get_args
-from urllib.parse import quote
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -178,8 +177,7 @@ def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Res
     if reason is not None:
         raise CheckpointMismatchError(reason)
     part = choose(request.method, headers, file.etag, file.size)
-    place = "/".join(quote(each, safe="/") for each in ("/weights", source.run.name, source.checkpoint, name))
-    own = {"ETag": file.etag, "Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", "Content-Location": place}
+    own = {"ETag": file.etag, "Accept-Ranges": "bytes", "Cache-Control": "private, no-cache"}
     own |= part.headers
     if part.status in (412, 416):
         return Response(None, part.status, own)
@@ -190,9 +188,7 @@ def _answer(request: Request, checkpoint: str, name: str, wanted: Wanted) -> Res
     work = _Work(source, file.layout, file.etag, part, wanted)
     if (kept := source.service.castings.open(file.etag)) is None:
         return _WeightsResponse(work, own)
-    response = FileResponse(work.opened(kept), part, source.service.downloads)
-    response.headers["Content-Location"] = place
-    return response
+    return FileResponse(work.opened(kept), part, source.service.downloads)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ def list_arrays(service: Library, run: Run, checkpoint: str) -> ArrayList:
     """Return the arrays of a checkpoint in natural order; raises like `checkpoint_detail`."""
     listed = service.timeline(run).find(checkpoint)
     arrays = service.readers.open(listed.info).arrays
-    base = f"/zarr/{quote(run.name, safe='')}/{quote(listed.entry.checkpoint)}"
+    base = f"zarr/{quote(run.name, safe='')}/{quote(listed.entry.checkpoint)}"
     return ArrayList(
         arrays=[
             ArrayEntry(

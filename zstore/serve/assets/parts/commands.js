@@ -32,19 +32,19 @@ export function arrayCommands(url, withToken) {
 }
 
 /**
- * @param {string} origin Of the service.
+ * @param {string} service Its URL, with a `/` at its end.
  * @param {string} run
  * @param {{checkpoint: string, tag: string}} entry
  * @param {string} dtype
  * @param {boolean} withToken
  * @returns {{tool: string, text: string}[]}
  */
-export function weightCommands(origin, run, { checkpoint, tag }, dtype, withToken) {
-  const base = `${origin}/${encodeURIComponent(run)}`;
+export function weightCommands(service, run, { checkpoint, tag }, dtype, withToken) {
+  const base = `${service}${encodeURIComponent(run)}`;
   const folder = checkpoint.includes("/") ? `${base}/${encoded(checkpoint.split("/").slice(0, -1).join("/"))}` : base;
   const before = withToken ? "export ZSTORE_TOKEN=TOKEN\n" : "";
   const named = `--tag ${shellQuoted(tag)}`;
-  const url = shellQuoted(weightsUrl(origin, run, checkpoint, dtype));
+  const url = shellQuoted(weightsUrl(service, run, checkpoint, dtype));
   const options = withToken ? ', storage_options={"token": "TOKEN"}' : "";
   return [
     { tool: "curl", text: `curl -fC - -o model.safetensors${tokenOption(withToken)} ${url}` },
@@ -64,8 +64,8 @@ export function weightCommands(origin, run, { checkpoint, tag }, dtype, withToke
 }
 
 /** URL of a checkpoint's weights as one file. */
-export function weightsUrl(origin, run, checkpoint, dtype) {
-  return `${origin}/weights/${encodeURIComponent(run)}/${encoded(checkpoint)}/model.safetensors?dtype=${dtype}`;
+export function weightsUrl(service, run, checkpoint, dtype) {
+  return `${service}weights/${encodeURIComponent(run)}/${encoded(checkpoint)}/model.safetensors?dtype=${dtype}`;
 }
 
 /** Commands, each as text that can be selected, with a button that copies it. */

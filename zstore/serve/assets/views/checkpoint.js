@@ -195,7 +195,7 @@ class CheckpointView {
 
   arrayTools(entry) {
     if (isReport) return null;
-    const url = new URL(entry.url, location.origin).href;
+    const url = new URL(entry.url, document.baseURI).href;
     return h(
       "details",
       { test: "array-tools" },
@@ -217,7 +217,7 @@ class CheckpointView {
     const fill = (dtype) => {
       link.setAttribute("href", weightsUrl("", this.run, entry.checkpoint, dtype));
       const { authorized } = this.context.service;
-      replace(commands, commandList(weightCommands(location.origin, this.run, entry, dtype, authorized)));
+      replace(commands, commandList(weightCommands(new URL(".", document.baseURI).href, this.run, entry, dtype, authorized)));
     };
     const select = h(
       "select",

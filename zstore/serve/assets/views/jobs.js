@@ -22,7 +22,7 @@ const STATES = [
 
 export async function show(container, params, context) {
   const view = new JobsView(params, context);
-  view.take((await get("/api/jobs")).jobs);
+  view.take((await get("api/jobs")).jobs);
   await view.lookAtUploads();
   replace(container, view.element);
   const stop = repeat(() => view.refresh(), (error) => view.fail(error), 1);
@@ -54,7 +54,7 @@ class JobsView {
   async lookAtUploads() {
     const { service } = this.context;
     if (isReport || !service.allows_actions || !["write", "act"].includes(service.role)) return;
-    const answer = await get("/api/uploads");
+    const answer = await get("api/uploads");
     const { uploads } = answer;
     const text = JSON.stringify(answer);
     if (text === this.shownUploads) return;
@@ -102,7 +102,7 @@ class JobsView {
 
   async refresh() {
     const before = new Map(this.jobs.map((job) => [job.id, job.state]));
-    this.take((await get("/api/jobs")).jobs);
+    this.take((await get("api/jobs")).jobs);
     await this.lookAtUploads();
     this.trouble.hidden = true;
     for (const job of this.jobs) {
