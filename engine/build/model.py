@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from zstore.checkpoint import CheckpointReader
-from zstore.errors import UsageError, listed
+from zstore.errors import CheckpointMismatchError, UsageError, listed
 from zstore.format import buffer_array, model_array
 from zstore.io import Files
+from zstore.io.tensors import plain_memory
 from zstore.ranks.world import World
 from zstore.weights.companions import is_companion
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import MAX_FILE_BYTES, plan_files
-from zstore.weights.writer import Lost
 
 from ..config.config import Config
 from ..params.units import mark_leaves, of_classes
@@ -92,7 +92,7 @@ def place_buffers(model: nn.Module, world: World, dtype: torch.dtype | None) -> 
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer not in placed:
-                here = buffer.to(world.device).contiguous()
+                here = plain_memory(buffer.to(world.device))
                 world.broadcast(here)
                 placed[buffer] = here.to(dtype) if dtype and here.is_floating_point() else here
             setattr(module, name, placed[buffer])
@@ -122,14 +122,14 @@ def _forward_cast(module: _NormBase, forward: Callable[..., torch.Tensor], *args
 
 def place_parameter(parameter: nn.Parameter, world: World) -> None:
     """Move a parameter to its device and take rank 0's values; it keeps its type (all ranks)."""
-    parameter.data = parameter.data.to(world.device).contiguous()
+    parameter.data = plain_memory(parameter.data.to(world.device))
     parameter.grad = None
     world.broadcast(parameter.data)
 
 
 def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `values`, contiguous, in memory that nothing else uses; cast to `dtype` if they are floating."""
-    cast = values.to(dtype) if values.is_floating_point() else values
+    cast = (values.to(dtype) if values.is_floating_point() else values).resolve_neg()
     storage = cast.untyped_storage()
     alone = cast.is_contiguous() and storage.nbytes() == cast.nbytes and storage.resizable()
     # A slice of a file that was mapped, or of a larger tensor, cannot be released by itself.
@@ -153,12 +153,17 @@ def files_beside(model: nn.Module, config: Config, *, whole: bool) -> Callable[[
     gathers = whole and config.zero.stage3_gather_16bit_weights_on_model_save
 
     def write(reader: CheckpointReader) -> list[str]:
-        lost: Sequence[Lost] = ()
+        messages: list[str] = []
         if gathers:
-            layouts = plan_files(list_weights(reader, DTYPES[config.precision]), MAX_FILE_BYTES)
-            lost = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
-        unfit = f"values do not fit {config.precision}: infinite in the weights"
-        return [*(f"{one.name}: {one.count} {unfit}" for one in lost), *_save_companions(model, reader.path)]
+            try:
+                layouts = plan_files(list_weights(reader, DTYPES[config.precision]), MAX_FILE_BYTES)
+            except CheckpointMismatchError as error:  # of a name: it must not fail a checkpoint
+                messages.append(f"the checkpoint has no safetensors files beside it: {error}")
+            else:
+                lost = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
+                unfit = f"values do not fit {config.precision}: infinite in the weights"
+                messages += [f"{one.name}: {one.count} {unfit}" for one in lost]
+        return messages + _save_companions(model, reader.path)
 
     has_config = callable(getattr(getattr(model, "config", None), "save_pretrained", None))
     return write if gathers or has_config else None

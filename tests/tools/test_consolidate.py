@@ -308,7 +308,6 @@ def test_a_file_filled_in_any_order_has_every_byte(
         assert not file.is_filled
         file.fill(first, stop - first, lambda s, view, at=first: np.copyto(view, content[at + s : at + s + view.size]))
     assert file.is_filled
-    file.finish()
     assert path.read_bytes() == content.tobytes()
 
 

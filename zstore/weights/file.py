@@ -34,8 +34,9 @@ def make_file(files: Files, path: Path, nbytes: int) -> None:
 class BlockFile:
     """The file `path` of `nbytes`, which `make_file` made. Every byte is filled once; a block is written when it is complete.
 
-    Filling roughly in order needs memory for a few blocks only. Complete and durable once `finish` returned. With
-    `part`, bytes `[start, stop)` in whole blocks, this fills only those.
+    Filling roughly in order needs memory for a few blocks only. With the last byte the file is made durable and closed: a
+    model may have more files than a process may have open. With `part`, bytes `[start, stop)` in whole blocks, this fills
+    only those.
     """
 
     def __init__(
@@ -49,14 +50,15 @@ class BlockFile:
         self._lock = threading.Lock()
         start, self._stop = part or (0, nbytes)
         self._missing_bytes = self._stop - start
+        self._is_durable = False
         self._cleanup = ExitStack()
         self._file: OpenFile = self._cleanup.enter_context(files.opened(path, write=True))
 
     @property
     def is_filled(self) -> bool:
-        """Whether every byte was filled and written."""
+        """Whether every byte was filled, and is durable."""
         with self._lock:
-            return self._missing_bytes == 0
+            return self._is_durable
 
     def fill(self, offset: int, nbytes: int, put: Callable[[int, Bytes], None]) -> None:
         """Fill bytes `[offset, offset + nbytes)`: `put(start, view)` sets those from `offset + start` on, view by view.
@@ -91,14 +93,19 @@ class BlockFile:
         with self._lock:
             del self._blocks[number]
             self._missing_bytes -= size
+            is_last = self._missing_bytes == 0
         self._slabs.release(block.slab)
+        if is_last:
+            self._finish()
 
-    def finish(self) -> None:
-        """Cut the last block's padding off, make its part durable and close the file."""
+    def _finish(self) -> None:
+        """Cut the last block's padding off, make the part durable and close the file."""
         with self._cleanup:
             if self._stop == self.nbytes:
                 os.truncate(self.path, self.nbytes)
             self._files.sync_data(self._file)
+        with self._lock:
+            self._is_durable = True
 
     def close(self) -> None:
         """Close the file as it is; a second call does nothing."""

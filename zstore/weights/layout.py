@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.names import natural_key
+from ..errors import CheckpointMismatchError
 from ..format.arrays import SAFETENSORS_DTYPES, Shaped
 from ..ranks.division import shares_of
 
@@ -23,6 +24,10 @@ MAX_FILE_BYTES = 5 * 1000**3
 """Bytes of weights in one file unless asked otherwise, as in transformers."""
 
 _ALIGN_BYTES = 4096
+_METADATA = "__metadata__"
+"""The key of a header that is no tensor."""
+_MAX_HEADER_BYTES = 100 * 1000**2 - _ALIGN_BYTES
+"""No reader takes a larger header than 100 MB; ours are padded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +98,18 @@ def parts_of(layouts: Sequence[FileLayout], block_bytes: int, rank: int, world_s
 def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM) -> list[FileLayout]:
     """Return the files of a model: one, or numbered ones of at most `max_file_bytes` of data each.
 
-    A weight that is larger has a file of its own. Names begin with `stem`.
+    A weight that is larger has a file of its own; there are more files if a header would be larger than readers take. Names
+    begin with `stem`. Raises CheckpointMismatchError for names that such a file cannot have.
     """
     groups: list[list[Weight]] = [[]]
-    size = 0
-    for weight in sorted(weights, key=lambda weight: natural_key(weight.name)):
-        if groups[-1] and size + weight.nbytes > max_file_bytes:
+    size = header = 0
+    for weight in _named(weights):
+        entry = _entry_bytes(weight)
+        if groups[-1] and (size + weight.nbytes > max_file_bytes or header + entry > _MAX_HEADER_BYTES):
             groups.append([])
-            size = 0
+            size = header = 0
         groups[-1].append(weight)
-        size += weight.nbytes
+        size, header = size + weight.nbytes, header + entry
     if len(groups) == 1:
         return [_lay_out(f"{stem}{SUFFIX}", groups[0])]
     return [
@@ -111,10 +118,35 @@ def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM)
     ]
 
 
+def _named(weights: Iterable[Weight]) -> list[Weight]:
+    """Return `weights` in the order of their names, which are checked."""
+    ordered = sorted(weights, key=lambda weight: natural_key(weight.name))
+    for weight, following in zip(ordered, [*ordered[1:], None], strict=True):
+        name, reason = weight.name, None
+        if name == _METADATA:
+            reason = "is the key of the file's own metadata"
+        elif following is not None and following.name == name:
+            reason = "is that of two weights"
+        elif name.encode(errors="replace") != name.encode(errors="surrogatepass"):
+            reason = "is no Unicode text"
+        if reason is not None:
+            raise CheckpointMismatchError(
+                f"a safetensors file cannot have a weight called {name!r:.200}: the name {reason}. Rename it in the model, "
+                "or leave it out (`zstore consolidate --exclude NAME`), or write a torch state dict (`zstore convert --to "
+                "torch`)"
+            )
+    return ordered
+
+
+def _entry_bytes(weight: Weight) -> int:
+    """Return at least the bytes of a weight's entry in the header."""
+    return len(json.dumps(weight.name)) + len(str(weight.shape)) + 100
+
+
 def _lay_out(name: str, weights: Sequence[Weight]) -> FileLayout:
     # The widest types first, as safetensors itself does: every tensor is then aligned to its elements.
     ordered = sorted(weights, key=lambda weight: -weight.itemsize)
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
     starts: list[int] = []
     position = 0
     for weight in ordered:

@@ -117,7 +117,7 @@ class WeightsWriter(Closing):
             return self._open[layout.name]
 
     def finish(self) -> list[str]:
-        """Make its parts durable; return the names of all files, with that of an index if there are several.
+        """Complete its parts; return the names of all files, with that of an index if there are several.
 
         The writer that has the first part writes the index. Does nothing and returns no name if values could not be held
         and overflow is "error".
@@ -128,7 +128,6 @@ class WeightsWriter(Closing):
             file = self._file(part.layout)
             if not file.is_filled:
                 raise CheckpointError(f"{file.path} was not filled; this is a bug")
-            file.finish()
         names = [layout.name for layout in self._layouts]
         if len(names) > 1:
             names.append(index_file(self._layouts))

@@ -1,0 +1,130 @@
+"""Weights that no safetensors file can hold as they are: their names, their number, and the number of their files."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import urllib3
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.checkpoint.checkpoints import save_arrays
+from tests.engine.runs import make_config, start
+from zstore.errors import CheckpointMismatchError
+from zstore.serve.server import serving
+from zstore.serve.settings import Root, Settings
+from zstore.tools.consolidate import Which, consolidate_command
+from zstore.tools.convert import ConvertOptions, convert_command
+from zstore.tools.reshard import reshard_command
+from zstore.weights.layout import Weight, plan_files
+
+RESERVED, MANY = "__metadata__", 700
+
+
+@pytest.fixture(scope="module")
+def reserved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    save_arrays(folder, {f"model/{RESERVED}": np.ones(3, np.float32), "model/w": np.ones(2, np.float32)})
+    return folder
+
+
+def test_safetensors_itself_opens_no_such_file(tmp_path: Path) -> None:
+    """If this fails, the name may be written."""
+    header = json.dumps({RESERVED: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(SafetensorError):
+        load_file(tmp_path / "a.safetensors")
+
+
+def test_a_weight_with_the_name_of_the_files_metadata_is_refused(reserved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    as_files: list[Callable[[], int]] = [
+        lambda: consolidate_command(reserved, out, "fp32"),
+        lambda: convert_command(str(reserved), out, ConvertOptions(to="safetensors")),
+    ]
+    for write in as_files:
+        with pytest.raises(CheckpointMismatchError, match=r"called '__metadata__'.*--exclude.*--to torch"):
+            write()
+        assert not out.exists()
+    assert consolidate_command(reserved, out, "fp32", which=Which(exclude=[RESERVED])) == 0
+    assert list(load_file(out / "model.safetensors")) == ["w"]
+    assert convert_command(str(reserved), tmp_path / "all.pt", ConvertOptions(to="torch")) == 0
+    assert torch.load(tmp_path / "all.pt", weights_only=True)[RESERVED].tolist() == [1, 1, 1]
+    with serving(Settings(roots=(Root.parse(str(reserved.parent)),), port=0)) as url:
+        refused = urllib3.request("GET", f"{url}/weights/one/latest/model.safetensors?dtype=fp32")
+    assert (refused.status, "called '__metadata__'" in refused.data.decode()) == (422, True)
+
+
+class Reserved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter(RESERVED, nn.Parameter(torch.ones(8, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.get_parameter(RESERVED)).sum()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_saves_it_in_checkpoints_alone(stage: int, tmp_path: Path) -> None:
+    config = make_config(stage)
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    with start(config, Reserved()) as engine:
+        with pytest.raises(CheckpointMismatchError, match="called '__metadata__'"):
+            engine.save_16bit_model(tmp_path / "weights")
+        assert not (tmp_path / "weights").exists()
+        engine.save_checkpoint(str(tmp_path / "ckpt"))
+        engine.load_checkpoint(str(tmp_path / "ckpt"))
+
+
+@pytest.mark.parametrize("names", [["\udc80"], ["a", "b", "a"]])
+def test_names_that_are_no_text_or_come_twice_are_refused(names: list[str]) -> None:
+    weights = [Weight(name=name, array=f"model/{n}", shape=(1,), dtype="float32") for n, name in enumerate(names)]
+    with pytest.raises(CheckpointMismatchError, match="cannot have a weight called"):
+        plan_files(weights, 10**9)
+
+
+def test_more_names_than_a_header_holds_go_to_several_files(tmp_path: Path) -> None:
+    names = [f"{number:05d}{'x' * 1_000_000}" for number in range(110)]
+    weights = [Weight(name=name, array=f"model/{name}", shape=(0, 3), dtype="float32") for name in names]
+    layouts = plan_files(weights, 10**9)
+    assert len(layouts) == 2
+    found: list[str] = []
+    for layout in layouts:
+        (tmp_path / layout.name).write_bytes(layout.header)
+        with safe_open(tmp_path / layout.name, "np") as file:  # which refuses headers of over 100 MB
+            found += file.keys()
+    assert sorted(found) == names
+
+
+@contextmanager
+def few_open_files() -> Iterator[None]:
+    """Allow this process about a hundred open files more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, len(os.listdir("/proc/self/fd")) + 100), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_model_may_have_more_files_than_a_process_opens(tmp_path: Path) -> None:
+    arrays = {f"w.{number}": torch.full((30, 40), float(number)) for number in range(MANY)}
+    save_arrays(tmp_path / "one", {f"model/{name}": value.numpy() for name, value in arrays.items()}, world_size=2)
+    with few_open_files():
+        assert consolidate_command(tmp_path / "one", tmp_path / "hf", "fp32", 4900) == 0
+        assert len(list((tmp_path / "hf").glob("*.safetensors"))) == MANY
+        reshard_command(tmp_path / "one", tmp_path / "three", 3)
+        for to in ("dcp", "torch", "safetensors"):
+            assert convert_command(str(tmp_path / "three"), tmp_path / to, ConvertOptions(to=to)) == 0
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    for name, value in arrays.items():
+        assert torch.equal(load_file(tmp_path / "hf" / index["weight_map"][name])[name], value)
