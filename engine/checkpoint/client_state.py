@@ -11,16 +11,15 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import torch
 
-from zstore.checkpoint import encode_state
+from zstore.checkpoint import encode_state, plain_value
 from zstore.errors import CorruptionError, UsageError, ZstoreError
 from zstore.format import ArraySpec, client_array
-from zstore.io.tensors import as_numpy, as_torch, dtype_name
+from zstore.io.tensors import as_numpy, as_torch, dtype_name, host_values
 
 from ..optim.stepper import STATE_KEY
 
@@ -71,12 +70,7 @@ def check(state: ClientValues) -> None:
 
 
 def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Namespace):
-        value = vars(value)
-    if isinstance(value, PurePath):
-        return str(value)
+    value = plain_value(value)
     if isinstance(value, np.ndarray):
         value = _tensor_of(value, where)
     if isinstance(value, torch.Tensor):
@@ -87,7 +81,7 @@ def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
             )
         try:
             dtype_name(value.dtype)
-            tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+            tensors[name] = host_values(value.to("cpu", copy=True))
         except (UsageError, NotImplementedError, RuntimeError) as error:
             raise UsageError(f"client_state: the tensor at {where!r} cannot be stored: {error}") from error
         return {_MARK: name}

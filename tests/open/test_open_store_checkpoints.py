@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,24 @@ def test_a_checkpoint_links_what_is_on_disk_and_is_loaded(store: Store, tmp_path
         assert other.load(tmp_path / "ckpt", "two").wait() == {}
         assert other.names() == ["a/s"]
         assert other.get("a/s").wait() == whole["a/s"]
+
+
+def test_what_is_kept_beside_the_arrays_may_be_what_an_engines_client_keeps(store: Store, tmp_path: Path) -> None:
+    options = Namespace(lr=np.float32(0.5), out=Path("runs/a"))
+    kept = {
+        "loss": np.float32(1.5),
+        "step": np.int64(7),
+        "done": np.bool_(1),
+        "best": [np.float64("nan")],
+        "options": options,
+    }
+    store.checkpoint(tmp_path / "ckpt" / "one", extra=kept).wait()
+    found = store.load(tmp_path / "ckpt").wait()
+    assert math.isnan(found.pop("best")[0])
+    assert found == {"loss": 1.5, "step": 7, "done": True, "options": {"lr": 0.5, "out": "runs/a"}}
+    assert [type(found[key]) for key in ("loss", "step", "done")] == [float, int, bool]
+    with pytest.raises(UsageError, match=r"\['when'\] is a datetime\.date"):
+        store.checkpoint(tmp_path / "ckpt" / "two", extra={"when": np.datetime64("2026-01-01")}).wait()
 
 
 def test_a_load_links_what_is_cut_alike_and_never_writes_it(tmp_path: Path) -> None:

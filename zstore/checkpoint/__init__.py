@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .catalog import LOOPS_FOLDER, Catalog, Refusal, TagInfo, find_tag, list_nested, list_tags, resolve, scan, tags_text
 from .folder import Folder, LocalFolder
-from .format import ABSENT_KEY, BASE_KEY, COMPLETE, LATEST_KEY, Record, encode_state
+from .format import ABSENT_KEY, BASE_KEY, COMPLETE, LATEST_KEY, Record, encode_state, plain_value
 from .machines import Machine, Parts
 from .marks import Marks, RunMarks, change_marks, change_run_marks, read_marks
 from .names import (
@@ -68,7 +68,8 @@ __all__ = [
     "SaveSummary", "SharedFiles", "Span", "Spare", "StoredArray", "StoredFiles", "StoredSlot", "TagInfo", "VerifyFault",
     "array_path", "bytes_freed", "change_marks", "change_run_marks", "codes_of_scales", "complete_master", "discard",
     "encode_state", "find_tag", "list_nested", "list_tags", "natural_key", "new_folder", "new_folder_of", "new_save_id",
-    "open_checkpoint", "plan_lines", "read_into", "read_marks", "refused", "remove_each", "reshard_checkpoint", "resolve",
+    "open_checkpoint", "plain_value", "plan_lines", "read_into", "read_marks", "refused", "remove_each",
+    "reshard_checkpoint", "resolve",
     "rest_of_master", "retire", "save_checkpoint", "scale_slot", "scales_of", "scan", "shard_file", "shared_files",
     "step_tag", "stored_files", "stored_slots", "sweep", "tag_folder", "tag_text", "tags", "tags_text",
     "temporary_folder", "ties_spec", "values_of_codes", "verify_checkpoint", "weigh", "whole_moment",

@@ -14,10 +14,13 @@ import os
 import re
 import reprlib
 import stat
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
+
+import numpy as np
 
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError, storage_error
 from ..io.shards import ShardSummary
@@ -272,7 +275,18 @@ def encode_state(value: Any, where: str) -> Any:
     return _encode(value, where, 0)
 
 
+def plain_value(value: Any) -> Any:
+    """Return a value as one that JSON has, if it is of a kind that training loops keep: a numpy number as the plain number, a
+    path as text, an `argparse.Namespace` as the dict of its values; any other as it is."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Namespace):
+        return vars(value)
+    return str(value) if isinstance(value, PurePath) else value
+
+
 def _encode(value: Any, where: str, depth: int) -> Any:
+    value = plain_value(value)
     if depth > _MAX_DEPTH:
         raise UsageError(f"{where[:200]}: nested more than {_MAX_DEPTH} levels deep; flatten it")
     if isinstance(value, float) and not math.isfinite(value):

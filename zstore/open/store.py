@@ -340,7 +340,8 @@ class Store(Closing):
 
         Files on the same drive are linked, not copied; other data is written behind the caller, and a change of an array in
         memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
-        `zstore.open_checkpoint` and zarr read it. `extra` is JSON to keep beside the arrays, `step` a number to know it by.
+        `zstore.open_checkpoint` and zarr read it. `extra` is JSON to keep beside the arrays, with
+        numpy's numbers and paths, `step` a number to know it by.
         With `keep` only so many of this store's checkpoints stay in the folder. `of` belongs to the save, which releases it.
 
         Of several ranks, all call it, in the same order and with the same arrays: each saves its rows, rank 0 commits, and the
