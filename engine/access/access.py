@@ -17,7 +17,7 @@ from torch import nn
 
 from zstore.errors import UsageError, listed
 from zstore.format import BITS, model_array
-from zstore.io.tensors import as_torch
+from zstore.io.tensors import as_torch, plain_memory
 
 from ..optim.kernel import AVERAGED
 from ..params.record import ParameterRecord, Residency
@@ -318,7 +318,7 @@ class Access:
         """Return rank 0's values on every rank, 1-D [numel]."""
         world = self.world
         if world.rank == 0:
-            full = torch.as_tensor(values).detach().to(world.device, dtype).reshape(-1).contiguous()
+            full = plain_memory(torch.as_tensor(values).detach().to(world.device, dtype).reshape(-1))
         else:
             full = torch.empty(record.numel, dtype=dtype, device=world.device)
         world.broadcast(full)

@@ -18,7 +18,7 @@ from zstore.checkpoint import new_folder, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.format import FLOATING, buffer_array, model_array
 from zstore.io import Files
-from zstore.io.tensors import as_numpy, dtype_name
+from zstore.io.tensors import as_numpy, dtype_name, host_values
 from zstore.weights.from_checkpoint import DTYPES
 from zstore.weights.layout import MAX_FILE_BYTES, STEM, SUFFIX, FileLayout, Weight, index_file, plan_files
 from zstore.weights.writer import WeightsWriter, lost_text
@@ -168,7 +168,7 @@ class _Export:
         while self._due and self._due[0].array != stop:
             array = self._due.popleft().array
             if array in self._buffers and self._buffers[array].numel():
-                writer.put(array, 0, as_numpy(self._buffers[array].detach().cpu().contiguous().view(-1)))
+                writer.put(array, 0, as_numpy(host_values(self._buffers[array]).view(-1)))
 
     def finish(self, precision: str) -> None:
         """Make everything durable under its name."""

@@ -118,11 +118,16 @@ class _Saved:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    negative: bool
+    conjugate: bool
+    """Whether torch negates or conjugates what the memory has."""
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the tensor over the memory of its piece."""
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+        values = empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+        values = values.conj() if self.conjugate else values
+        return torch._neg_view(values) if self.negative else values
 
 
 class ActivationOffload:
@@ -222,7 +227,8 @@ class ActivationOffload:
             if piece is None or piece.version != tensor._version or piece.storage.expired():  # type: ignore[no-untyped-call]
                 piece = self._begin(tensor)
                 self._by_storage[address] = piece
-        return _Saved(piece, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        bits = {"negative": tensor.is_neg(), "conjugate": tensor.is_conj()}
+        return _Saved(piece, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), **bits)
 
     def _takes(self, tensor: torch.Tensor) -> bool:
         if not self._in_blocks or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:

@@ -33,7 +33,7 @@ from zstore.errors import RankError, UsageError
 from zstore.format import ArraySpec, make_grid
 from zstore.io import return_free_memory
 from zstore.io.closing import closing_with
-from zstore.io.tensors import as_bytes, as_torch, dtype_name
+from zstore.io.tensors import as_bytes, as_torch, dtype_name, plain_memory
 from zstore.ranks.world import World
 from zstore.store import LocalShard, TensorStore, TierName
 
@@ -224,7 +224,7 @@ class Builder:
 
     def release(self, built: Built, parameter: nn.Parameter) -> None:
         """Write this rank's rows to the store, and free the memory."""
-        values = parameter.data.contiguous().view(-1)
+        values = plain_memory(parameter.data).view(-1)
         rows = self._rows_for(built, parameter)
         if self.world.world_size > 1 and self.from_rank_0:
             self.world.broadcast(values)

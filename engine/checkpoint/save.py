@@ -32,6 +32,7 @@ from zstore.checkpoint import (
 from zstore.errors import UsageError, ZstoreError
 from zstore.format import ArraySpec, Grid, numpy_dtype
 from zstore.io.closing import settle
+from zstore.io.tensors import host_values
 from zstore.store import PinnedShard, Snapshot
 
 from ..build.model import files_beside, stored_whole
@@ -192,7 +193,7 @@ class Checkpoints:
         marked, tensors = client.split({**given, **kept})
         known = (record.parameter for record in self._training.state.records)
         tensors |= {
-            name: tensor.detach().to("cpu", copy=True).contiguous()
+            name: host_values(tensor.detach().to("cpu", copy=True))
             for name, tensor in stored_whole(self._training.model, known)
         }
         specs, arrays = client.small_arrays(tensors)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zstore.errors import UsageError, listed
+from zstore.io.tensors import plain_memory
 from zstore.ranks.world import World, on_device
 
 from ..params.record import ParameterRecord
@@ -418,7 +419,7 @@ def take_gradient(record: ParameterRecord) -> torch.Tensor | None:
             f"parameter {record.name!r} has a sparse gradient; build the module with sparse=False (nn.Embedding)"
         )
     record.parameter.grad = None
-    return gradient.contiguous()
+    return plain_memory(gradient)
 
 
 def forget_gradients(parameters: Sequence[nn.Parameter]) -> None:

@@ -40,6 +40,20 @@ def as_torch(view: Any) -> torch.Tensor:
     return torch.from_numpy(view)
 
 
+def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has its values, contiguous: the tensor itself if that is so, else a copy.
+
+    torch keeps a negation or conjugation that is not carried out as a bit beside the memory, which then has other values:
+    `x.conj().imag`. Whatever takes a tensor's memory takes that of this.
+    """
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
+def host_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's `plain_memory` on the CPU, without its gradient."""
+    return plain_memory(tensor.detach().cpu())
+
+
 def as_numpy(tensor: torch.Tensor) -> Array:
     """Return a contiguous CPU tensor as a numpy array over the same memory, bfloat16 as ml_dtypes has it."""
     flat = tensor.detach()
@@ -56,7 +70,7 @@ def as_bytes(tensor: torch.Tensor) -> Buffer:
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
     """Return the tensor's bytes in C order: over its memory if that is contiguous and the CPU's, else a copy."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = host_values(tensor).reshape(-1)
     data: Bytes = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     return data
 

@@ -124,10 +124,10 @@ def flatten(name: str, value: Value) -> tuple[Array, bool]:
     """Return a value's elements, 1-D, without a copy if possible, and whether it is a tensor of torch."""
     value = local_of(value)
     if is_tensor(value):
-        from ..io.tensors import as_numpy, dtype_name
+        from ..io.tensors import as_numpy, dtype_name, host_values
 
         dtype_name(value.dtype, name)
-        return as_numpy(value.detach().cpu().contiguous()).reshape(-1), True
+        return as_numpy(host_values(value)).reshape(-1), True
     array = np.asarray(value)
     try:
         dtype = numpy_dtype(array.dtype.name)
@@ -146,7 +146,7 @@ def flat_target(spec: ArraySpec, out: Value, shape: tuple[int, ...]) -> Array:
     """Return `out` as 1-D memory to read into."""
     out = local_of(out)
     if is_tensor(out):
-        fits = out.device.type == "cpu" and out.is_contiguous()
+        fits = out.device.type == "cpu" and out.is_contiguous() and not out.is_neg()
     else:
         fits = isinstance(out, np.ndarray) and out.flags.c_contiguous and out.flags.writeable
     flat = flatten(spec.name, out)[0] if fits else None

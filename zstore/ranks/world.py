@@ -29,6 +29,7 @@ import torch.distributed as torch_dist
 
 from ..errors import RankError
 from ..io.links import LinkCounters
+from ..io.tensors import plain_memory
 from .connections import Connections, listed
 from .incident import Activity
 from .meeting import Meetings
@@ -326,7 +327,7 @@ class World:
         """Replace the values of `tensor` by rank `source`'s."""
         if self.world_size > 1 and tensor.numel():
             # On the device of the backend's collectives; a model may be built on the host, and NCCL sends the device's alone.
-            whole = tensor.to(self.device).contiguous()
+            whole = plain_memory(tensor.to(self.device))
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
             with self._moving("broadcast", "broadcast", sent_bytes, whole.nbytes), self._within("broadcast"):
                 torch_dist.broadcast(whole.view(-1).view(torch.uint8), self.global_rank(source), group=self.group)

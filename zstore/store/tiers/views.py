@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def as_numpy(data: Array | torch.Tensor, spec: ArraySpec) -> Array:
-    """Return `data` as a 1-D numpy array of the spec's data type, without copying.
+    """Return `data` as a 1-D numpy array of the spec's data type, without copying unless torch has its values to negate.
 
     Raises UsageError if that cannot be.
     """
@@ -29,7 +29,9 @@ def as_numpy(data: Array | torch.Tensor, spec: ArraySpec) -> Array:
                 f"array {spec.name!r}: expected 1-D contiguous {spec.dtype} on the CPU, got {tuple(data.shape)} of "
                 f"{found} on {data.device}"
             )
-        flat = data.detach()
+        from ...io.tensors import host_values
+
+        flat = host_values(data)
         return flat.view(torch.uint8).numpy().view(dtype) if flat.numel() else np.empty(0, dtype)
     if data.ndim != 1 or not data.flags.c_contiguous or data.dtype != dtype:
         raise UsageError(f"array {spec.name!r}: expected 1-D contiguous {dtype}, got {data.shape} of {data.dtype}")
