@@ -3,7 +3,6 @@
 Linear layers in fp32 with gradients that are there: only the optimizer's step is timed, in turn with the others. The limit
 on disk is the bytes that the step moves, over the disk's rate for the same mix of reads and writes. Then the state on disk
 is saved through torch.distributed.checkpoint, by torch's writer and by zstore's, and loaded: the memory that this takes.
-Last, steps with a snapshot behind each (`durability="step"`) beside steps without.
 
     python -m bench.optimizer [--path FOLDER] [--layers 24] [--width 1024] [--steps 6] [--json FILE]
 """
@@ -20,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -60,10 +59,6 @@ def describe(figures: dict[str, Any]) -> str:
         + (f", {each['new_blocks_bytes'] / 1e6:.0f} MB of new disk blocks" if "new_blocks_bytes" in each else "")
         for name, each in figures["checkpoints"].items()
     )
-    durable = "\n".join(
-        f"{device}: a step {each['without']:.3f} s, with durability {each['with']:.3f} s, and {each['behind']:.3f} s behind it"
-        for device, each in figures["durable"].items()
-    )
     return (
         f"{figures['parameters'] / 1e6:.0f} M parameters in fp32, AdamW; median of {figures['steps']} steps\n"
         f'torch.optim.AdamW(fused=True) {seconds["torch"]:.4f} s; Offloaded, device="cpu" {seconds["cpu"]:.4f} s '
@@ -72,7 +67,7 @@ def describe(figures: dict[str, Any]) -> str:
         f"parameter, {figures['rate']:.2f} GB/s; {figures['limit_name']} {figures['limit']:.2f} GB/s: "
         f"{figures['percent']:.1f} % of the limit\n"
         f"state on disk {figures['disk_bytes'] / 1e6:.0f} MB; peak of memory in steps from disk "
-        f"{figures['step_more_bytes'] / 1e6:.0f} MB over weights and gradients\n{saves}\n{durable}"
+        f"{figures['step_more_bytes'] / 1e6:.0f} MB over weights and gradients\n{saves}"
     )
 
 
@@ -95,7 +90,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     memory.close()
     parameters = sum(p.numel() for p in model.parameters())
     return {
-        "durable": {device: _durable(options, folder, device) for device in ("nvme", "cpu")},
         "parameters": parameters,
         "steps": options.steps,
         "step_s": {
@@ -112,21 +106,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "step_more_bytes": step_more_bytes,
         "checkpoints": checkpoints,
     }
-
-
-def _durable(options: argparse.Namespace, folder: Path, device: Literal["nvme", "cpu"]) -> dict[str, float]:
-    """Return the seconds of steps without and with snapshots, taken in turn, and of the snapshots behind them."""
-    with (
-        Offloaded(torch.optim.AdamW, _model(options).parameters(), lr=1e-4, device=device, path=folder) as plain,
-        tempfile.TemporaryDirectory(dir=folder) as other,
-        Offloaded(
-            torch.optim.AdamW, _model(options).parameters(), lr=1e-4, device=device, path=other, durability="step"
-        ) as durable,
-    ):
-        works = plain.step, durable.step, durable.wait_for_snapshot
-        rows = [[_seconds(work) for work in works] for _ in range(options.steps + _WARM_UP)]
-    names = ("without", "with", "behind")
-    return dict(zip(names, map(statistics.median, zip(*rows[_WARM_UP:], strict=True)), strict=True))
 
 
 def _model(options: argparse.Namespace) -> nn.Module:

@@ -32,11 +32,10 @@ from ..access.guard import ParameterGuard, ValueSample
 from ..access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
 from ..access.offloading import OffloadedStates
 from ..access.optimizer_state import StateByParameter
-from ..checkpoint.client_state import ClientValues, check
+from ..checkpoint.client_state import ClientState, ClientValues, check, present
 from ..checkpoint.load_plan import LoadOptions, LoadReport
 from ..checkpoint.renaming import Names
 from ..checkpoint.save import Checkpoints, SaveOptions, save_or_stop
-from ..checkpoint.snapshots import ClientState, StepSnapshots, present
 from ..config.extra import Extra, overriding
 from ..report.monitors import Monitors
 from ..report.progress import RunReport
@@ -122,13 +121,11 @@ class Engine(nn.Module):
         self.monitor = monitors
         """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
         training.optimizer.scaler = training.scaler
-        self.steps = StepSnapshots(training, self.checkpoints)
         # Not methods of this object, which would then never be collected.
-        self.saves_s = functools.partial(_saves_s, self.checkpoints, self.steps)
+        self.saves_s = functools.partial(_saves_s, self.checkpoints)
         """Returns the seconds for which saves held training up, by their kind."""
-        self._complete_saves = functools.partial(_complete_saves, self.checkpoints, self.steps)
         units = None if training.hooks is None else training.hooks.units
-        self.access = Access(training, units, self._complete_saves)
+        self.access = Access(training, units, self.checkpoints.wait)
         if not (training.config.frozen or (training.stepper is not None and training.stepper.needs_saved)):
             training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
         if training.hooks is not None and training.world.world_size == 1:
@@ -156,7 +153,7 @@ class Engine(nn.Module):
             functools.partial(_end_extras, self.extras),
         )
         self._finalizer: weakref.finalize[..., Any] | ClosingInCycle = closing_with(
-            self, _close, training, self.checkpoints, self.steps, self.report, self.access, last
+            self, _close, training, self.checkpoints, self.report, self.access, last
         )
 
     def plug_in(self, extras: Mapping[str, Extra]) -> None:
@@ -278,8 +275,6 @@ class Engine(nn.Module):
             while self._unchecked:
                 # Before hours of training, and not at a save that must not fail.
                 check(present(self._unchecked.pop()))
-            if self.steps.enabled:
-                self.steps.take()
             if training.world.heard:
                 self.requests.carry_out(self.carry_out)
             if self._when_asked is not None and self.stop_requested is not None:
@@ -647,13 +642,11 @@ class Engine(nn.Module):
         )
         if not self.access.open_blocks:
             self.parameter_guard.check_values()
-        self.steps.note_folder(save_dir)
         return self.checkpoints.save(options)
 
     def note_save_folder(self, save_dir: str) -> None:
         """Set, before the first save, the folder of checkpoints (all ranks): the run's journal is there from the first step
         on. Raises UsageError for a URL that nothing opens."""
-        self.steps.note_folder(save_dir)
         self.checkpoints.note_folder(save_dir)
 
     def load_checkpoint(
@@ -674,7 +667,7 @@ class Engine(nn.Module):
         self._batches = None  # the next `train_batch` begins at the loader's position by then
         self.access.require_no_block("engine.load_checkpoint()")
         with self.world.calling("load", meeting="engine.load_checkpoint()"):
-            return self.checkpoints.load(*self.steps.choose(load_dir, tag, chosen), chosen)
+            return self.checkpoints.load(load_dir, tag, chosen)
 
     @property
     def journal(self) -> Any:
@@ -693,26 +686,8 @@ class Engine(nn.Module):
 
     @_phase("save")
     def wait_for_checkpoint(self) -> None:
-        """Wait until a save with `wait=False` is committed, and the snapshot of the last step with `"durability": "step"`;
-        raise their errors, on every rank (all ranks)."""
-        self._complete_saves()
-
-    @property
-    def step_client_state(self) -> ClientState:
-        """The client state of the snapshots of steps: a dict as it is at the end of `step()`, or a function that is called
-        there (rank 0's counts); empty at first. `load_checkpoint` returns it. The first `step()` after it was set
-        raises UsageError for values that cannot be stored."""
-        return self.steps.client_state
-
-    @step_client_state.setter
-    def step_client_state(self, state: ClientState) -> None:
-        self.steps.client_state = state
-        self._unchecked.append(state)
-
-    @property
-    def durable_step(self) -> int | None:
-        """The last step that survives a kill, by the snapshots of this engine; None if there is none yet."""
-        return self.steps.order.committed_step
+        """Wait until a save with `wait=False` is committed; raise its error, on every rank (all ranks)."""
+        self.checkpoints.wait()
 
     # -- stopping ---------------------------------------------------------------------------------------------------
 
@@ -745,15 +720,13 @@ class Engine(nn.Module):
         self.requests.taker = taker
 
     def carry_out(self, action: str, *, save_latest: bool = True) -> str | None:
-        """Save without waiting, with `step_client_state` or the client state of `save_on_signal`, in the run's folder; or for
+        """Save without waiting, with the client state of `save_on_signal`, in the run's folder; or for
         "stop" do as at a signal, if signals are watched (all ranks). Return why that could not be, else None."""
         return save_or_stop(
             action,
             self.signals,
             self.checkpoints,
-            lambda folder: self.save_checkpoint(
-                folder, None, present(self.steps.client_state or self._stop_state), save_latest, wait=False
-            ),
+            lambda folder: self.save_checkpoint(folder, None, present(self._stop_state), save_latest, wait=False),
         )
 
     def watch_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
@@ -787,7 +760,6 @@ class Engine(nn.Module):
                     if self.world.rank == 0:
                         _log.warning("%s; this one is saved as %r", error, other)
                     self.save_checkpoint(save_dir, other, state)
-                settle(self.steps.order.complete)
             self.wait_for_checkpoint()
             self.world.leave_together()
             self._tell_of_stop(stop := SystemExit(STOPPED_EXIT_CODE))
@@ -1032,21 +1004,14 @@ def _end_extras(extras: Mapping[str, Extra]) -> None:
             first_to_last.callback(extra.close)
 
 
-def _saves_s(checkpoints: Checkpoints, steps: StepSnapshots) -> dict[str, float]:
+def _saves_s(checkpoints: Checkpoints) -> dict[str, float]:
     """Return the seconds for which saves held training up, by their kind."""
-    return {"save called": checkpoints.stall_s, "step snapshot": steps.order.stall_s}
-
-
-def _complete_saves(checkpoints: Checkpoints, steps: StepSnapshots) -> None:
-    """Complete the save under way (all ranks)."""
-    checkpoints.wait()
-    steps.order.complete()
+    return {"save called": checkpoints.stall_s}
 
 
 def _close(
     training: Training,
     checkpoints: Checkpoints,
-    steps: StepSnapshots,
     report: RunReport,
     access: Access,
     last: Sequence[Callable[[], None] | None],
@@ -1058,7 +1023,6 @@ def _close(
         last_to_first.callback(training.world.end_watch)
         last_to_first.callback(training.close)
         last_to_first.callback(report.close)
-        last_to_first.callback(steps.finish)
         last_to_first.callback(checkpoints.finish)
         last_to_first.callback(access.close)
         # First of all: others may wait for this rank, and the calls below may wait for them.

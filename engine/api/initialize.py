@@ -18,7 +18,6 @@ from zstore.ranks.world import World
 
 from ..build.init import around_block, leave_to_engine
 from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
-from ..checkpoint.snapshot_folder import require_shared_folder
 from ..config.answers import read_answers
 from ..config.config import Config, load_config
 from ..config.extra import EXTRAS, Extra
@@ -132,7 +131,6 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         mark_leaves_of(resolved, model)
     with _watched(world, resolved.own.silent_rank_s or None):
         leave_advice(resolved, world)
-        require_shared_folder(resolved, world)
         facade = _optimizer(resolved, optimizer, model_parameters, model)
         schedule = _schedule(resolved, lr_scheduler, facade)
         loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)

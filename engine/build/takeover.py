@@ -146,14 +146,7 @@ def open_run_store(
 
 
 def check_store(store: TensorStore, plan: Plan, config: Config, world: World) -> None:
-    """Raise DiskFullError, on every rank, if a drive has no room for the plan's files, UsageError if two engines of a
-    process would have their step snapshots in one folder (all ranks)."""
-    with world.agreeing():
-        if config.step_folder is not None and config.own.durability_path is None and not store.is_first:
-            raise UsageError(
-                f'"durability": "step": another engine of this process has its snapshots in {config.step_folder}: give '
-                "this one another nvme_path, or a zstore.durability_path of its own"
-            )
+    """Raise DiskFullError, on every rank, if a drive has no room for the plan's files (all ranks)."""
     present: Counter[Path] = Counter()
     for name, folder in store.disk_folders().items():
         present[folder] += store.local(name).nbytes

@@ -24,6 +24,7 @@ from zstore.io.tensors import as_numpy, as_torch, dtype_name, host_values
 from ..optim.stepper import STATE_KEY
 
 ClientValues = Mapping[str, Any] | Namespace
+ClientState = ClientValues | Callable[[], ClientValues]
 """A script's own state in a save."""
 
 _MARK = "$tensor"
@@ -52,6 +53,11 @@ def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Ten
     tensors: dict[str, torch.Tensor] = {}
     marked = _split(state, "", tensors)
     return marked, tensors
+
+
+def present(state: ClientState) -> ClientValues:
+    """Return the client's state as it is now."""
+    return state() if callable(state) else state
 
 
 def as_mapping(state: ClientValues) -> Mapping[str, Any]:

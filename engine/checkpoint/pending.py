@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
 
-from zstore.checkpoint import SaveHandle
-from zstore.io import Ticket
+from zstore.checkpoint import SaveHandle, SaveSummary
 from zstore.io.closing import start_threads
 from zstore.ranks.world import World
 
@@ -17,40 +15,11 @@ _END_WELL_S = 5.0
 """How long a save may go on after a rank failed: it may end well, if all ranks did their part before."""
 
 
-Handle = TypeVar("Handle", SaveHandle, Ticket[None])
-"""A save that was begun; one that a thread carries out is a ticket."""
-
-
-class Pending(Generic[Handle]):
-    """The save under way, if any, of those that follow each other."""
-
-    def __init__(self) -> None:
-        self.handle: Handle | None = None
-
-    def begin(self, start: Callable[[], Handle]) -> Handle:
-        """Begin a save. Ctrl-C before it is known would leave pins that no save releases, or a save for which nobody waits."""
-        with interrupts_wait():
-            handle = self.handle = start()
-        return handle
-
-    def complete(self) -> Any:
-        """Return the result of the save under way once it has ended, None if there is none; raise its error.
-
-        The wait may be interrupted: the save goes on, and the next call waits again.
-        """
-        handle = self.handle
-        if handle is None:
-            return None
-        handle.wait_for_end()
-        self.handle = None
-        return handle.wait()
-
-
-class PendingSave(Pending[SaveHandle]):
+class PendingSave:
     """A save of all ranks: begun by all of them or by none, and given up if a rank fails."""
 
     def __init__(self, world: World) -> None:
-        super().__init__()
+        self.handle: SaveHandle | None = None
         self._world = world
         world.when_broken.append(self._give_up_later)
 
@@ -59,7 +28,9 @@ class PendingSave(Pending[SaveHandle]):
         error: Exception | None = None
         handle: SaveHandle | None = None
         try:
-            handle = super().begin(start)
+            # Ctrl-C before it is known would leave pins that no save releases, or a save for which nobody waits.
+            with interrupts_wait():
+                handle = self.handle = start()
         except Exception as raised:
             error = raised
         try:
@@ -73,6 +44,18 @@ class PendingSave(Pending[SaveHandle]):
         if handle is None:
             raise RuntimeError("the save did not begin")
         return handle
+
+    def complete(self) -> SaveSummary | None:
+        """Return the summary of the save under way once it has ended, None if there is none; raise its error.
+
+        The wait may be interrupted: the save goes on, and the next call waits again.
+        """
+        handle = self.handle
+        if handle is None:
+            return None
+        handle.wait_for_end()
+        self.handle = None
+        return handle.wait()
 
     def _give_up_later(self) -> None:
         if (handle := self.handle) and not start_threads(1, partial(_give_up, handle), "zstore-give-up"):

@@ -8,6 +8,7 @@ here are raised on every rank, and nothing was written. The save itself runs in 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -33,6 +34,7 @@ from zstore.errors import UsageError, ZstoreError
 from zstore.format import ArraySpec, Grid, numpy_dtype
 from zstore.io.closing import settle
 from zstore.io.tensors import host_values
+from zstore.remote.url import is_url
 from zstore.store import PinnedShard, Snapshot
 
 from ..build.model import files_beside, stored_whole
@@ -50,7 +52,6 @@ from .parts import parts_of, share_small
 from .pending import PendingSave
 from .record import engine_record
 from .rng import rng_state
-from .snapshot_folder import TAKEN, place_of
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -120,7 +121,7 @@ class Checkpoints:
             small.state.update(self._choices(options))
         if options.names_base:
             small.state.update(self._base.record(self._left_out(options)))
-        place = place_of(str(options.folder))
+        place = str(options.folder) if is_url(str(options.folder)) else os.path.realpath(options.folder)
         chosen, save_id, described, theirs = world.broadcast_object([mine, new_save_id(), small.described(), place])
         with world.agreeing():
             if place != theirs and not self._is_local:
@@ -201,7 +202,6 @@ class Checkpoints:
             "client_state": marked,
             "engine": engine_record(self._training, gradients=gradients),
             "metrics": client.numbers({} if metrics is None else metrics),
-            TAKEN: time.time_ns(),
         }
         return Small(record, specs, arrays)
 
@@ -348,7 +348,9 @@ class Checkpoints:
             self._training.world.require_others()  # else the error of a save that was given up hides the rank that was lost
             raise
 
-    def _note(self, summary: SaveSummary) -> None:
+    def _note(self, summary: SaveSummary | None) -> None:
+        if summary is None:
+            return
         # The earlier file of an array that a save left out stays known.
         self._known = {**self._known, **summary.known}
         for message in summary.messages:

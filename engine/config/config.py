@@ -11,7 +11,6 @@ from zstore.checkpoint import Moments
 from zstore.errors import ConfigError, UsageError
 from zstore.format import round_up
 from zstore.io import PAGE_BYTES
-from zstore.store import RUN_FOLDER
 
 from .answers import problem_text
 from .jsonc import load_jsonc
@@ -358,21 +357,6 @@ class Config:
         )
 
     @property
-    def step_folder(self) -> Path | None:
-        """Folder of the snapshots of every step; None: none are taken."""
-        return self.possible_step_folder if self.own.durability == "step" and not self.frozen else None
-
-    @property
-    def possible_step_folder(self) -> Path | None:
-        """Folder that a run with this config and `durability` "step" has its snapshots in; None: there is none."""
-        if self.frozen:
-            return None
-        if self.own.durability_path is not None:
-            return self.own.durability_path[0]
-        drives = self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
-        return drives[0] / RUN_FOLDER / "steps" if drives else None
-
-    @property
     def storage_options(self) -> Mapping[str, Any]:
         """Options of the file system of URLs that are saved to and loaded from."""
         return self.own.storage_options or {}
@@ -380,7 +364,7 @@ class Config:
 
 _OF_TRAINING = (
     "optimizer", "scheduler", "gradient_", "prescale_gradients", "fp16.", "steps_per_print", "wall_clock_breakdown",
-    "memory_breakdown", "zero_optimization.offload_optimizer", "zero_optimization.reduce_", "zstore.durability",
+    "memory_breakdown", "zero_optimization.offload_optimizer", "zero_optimization.reduce_",
     "zstore.accumulation_order", "zstore.step_overlap", "zstore.split_master",
     "zstore.moments", "bf16.bf16_optimizer_states",
 )  # fmt: skip

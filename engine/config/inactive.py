@@ -92,6 +92,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("DataTypesSection", "param_dtype", DataType | None, None, "it follows from fp16 and bf16"),
     ("FlopsProfilerSection", "top_modules", Positive, 1, "the report has every module, and no summary by class"),
     ("ThroughputSection", "synchronized", Bool, True, "a line of progress waits for its loss, and so for the device"),
+    ("ZstoreSection", "durability_path", Unread, None, "checkpoints are in the folder of save_checkpoint()"),
     ("ElasticitySection", "min_time", Count, 0,
      "it tells a cluster's scheduler how long to wait before it changes a job's size"),
 ),
@@ -164,6 +165,9 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ConfigSections", "eigenvalue", Unread, None, "it serves quantize_training; remove the section"),
     ("ConfigSections", "progressive_layer_drop", Unread, None,
      "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"),
+    ("ZstoreSection", "durability", Annotated[Literal["checkpoint", "step"], OneOf()], "checkpoint",
+     ("steps are not saved by the config: call engine.save_checkpoint(folder, wait=False) after each step, with "
+      'zstore.keep 1; see docs/saving.md')),
     ("ZstoreSection", "publish", Unread, None,
      ("weights are not published step by step: remove the section, and let servers take those of a checkpoint, by "
       "zstore consolidate or from /weights of zstore serve")),

@@ -28,8 +28,6 @@ def idle_keys(settings: ConfigSections) -> Iterator[Notice]:
         yield Notice("zstore.accumulation_order", message)
     if own.activations != "disk" and own.activations_path is not None:
         yield Notice("zstore.activations_path", 'no effect: zstore.activations is not "disk"')
-    if own.durability != "step" and own.durability_path is not None:
-        yield Notice("zstore.durability_path", 'no effect: zstore.durability is not "step"')
     for key in ("wall_clock_breakdown", "memory_breakdown"):
         if getattr(settings, key) and settings.steps_per_print == 0:
             yield Notice(key, "no effect: its line comes with those of progress, and steps_per_print is 0")
@@ -87,7 +85,7 @@ def contradictions(settings: ConfigSections) -> Iterator[ConfigProblem]:
     if settings.fp16.enabled is True and settings.bf16.enabled is True:
         yield ConfigProblem(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
     yield from _offload(settings)
-    yield from _durability_and_activations(settings)
+    yield from _activations(settings)
     if settings.checkpoint.use_node_local_storage:
         yield from _local_storage(settings)
     for _, section in settings.sections_on():
@@ -124,19 +122,13 @@ def _offload(settings: ConfigSections) -> Iterator[ConfigProblem]:
         yield ConfigProblem(("zero_optimization.offload_optimizer.device", "zero_optimization.stage"), message)
 
 
-def _durability_and_activations(settings: ConfigSections) -> Iterator[ConfigProblem]:
+def _activations(settings: ConfigSections) -> Iterator[ConfigProblem]:
     """Yield the errors of settings that use the drives of offloaded state, unless they have a folder of their own."""
     zero, own = settings.zero_optimization, settings.zstore
     nvme = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device if zero.stage == 3 else "none")
-    if own.durability == "step" and own.durability_path is None and not nvme:
-        message = '"step" needs a folder for its snapshots, and nothing is on a drive: give the absolute path of one'
-        yield ConfigProblem(("zstore.durability", "zstore.durability_path"), message)
     if own.activations == "disk" and own.activations_path is None and not nvme:
         message = '"disk" needs a folder, and nothing else is on a drive: give the absolute path of one'
         yield ConfigProblem(("zstore.activations", "zstore.activations_path"), message)
-    if own.durability_path is not None and len(own.durability_path) > 1:
-        message = f"expected one folder, got {len(own.durability_path)}: a snapshot is in one place"
-        yield ConfigProblem(("zstore.durability_path",), message)
 
 
 def _moments(settings: ConfigSections) -> Iterator[ConfigProblem]:

@@ -124,12 +124,6 @@ class ZstoreSection(Section):
     """Keep only the inputs of the model's blocks, and compute them again in the backward: the same bits, a third more
     computation. The blocks are transformers' own if the model has `gradient_checkpointing_enable()`, else the modules in
     its outermost ModuleLists."""
-    durability: Annotated[Literal["checkpoint", "step"], OneOf()] = built("checkpoint")
-    """The state that survives a killed process: the last checkpoint, or the last finished step. "step" snapshots every
-    step: state on disk costs links, state in memory is written. After a power cut the last checkpoint counts in both."""
-    durability_path: Folders | None = built(None)
-    """Folder for the snapshots of "durability": "step", shared by all ranks. Unset: on the first `nvme_path`; needed if
-    nothing is offloaded to a drive."""
 
 
 class ConfigSections(Section):

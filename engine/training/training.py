@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -83,8 +83,6 @@ class Training:
     """Whether the last step changed parameters."""
     away: set[str] = field(default_factory=set)
     """The states that `offload_states` moved away, by its names."""
-    before_change: Callable[[], None] | None = None
-    """Called before a step changes anything: it waits for everything that must have seen the state of the step before."""
 
     def __post_init__(self) -> None:
         # Of the config once, not in every step.
@@ -176,8 +174,6 @@ class Training:
         in_backward = self.pending.in_backward if updates else None
         if in_backward is not None:
             self.pending.require_whole()
-            if self.before_change is not None:
-                self.before_change()
             in_backward.start(self._settings(scale_factor(0.0, 0.0, self.scaler.scale)))
         try:
             if not self._is_coalescing:
@@ -275,7 +271,7 @@ class Training:
             if self._needs_gradients:
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed())
             # It takes buffers: nobody may wait for any until the update.
-            if begin and not (self.stepper or self.pending.is_in_backward or self.before_change is not None):
+            if begin and not (self.stepper or self.pending.is_in_backward):
                 read_ahead(self.state, *self._updated())
             self.gradients.sums = sums_over_ranks(self.trained, self.gradients, self.world, sharding=self.sharding)
         if self._raw_norm is None:
@@ -342,8 +338,6 @@ class Training:
                     "Look for a loss that is NaN or infinite, or lower the learning rate; "
                     '"zstore": {"non_finite_gradients": "skip"} goes on without such steps'
                 )
-            if self.before_change is not None:
-                self.before_change()
             direct, speculative = self.pending.direct, self.pending.speculative
             if direct is not None and direct.under_way:
                 settings = self._settings(1.0)

@@ -209,15 +209,11 @@ def test_client_state_takes_numpy_and_namespaces(tmp_path: Path) -> None:
         assert engine.load_checkpoint(str(tmp_path))[1]["lr"] == 0.5
 
 
-@pytest.mark.parametrize("by", ["step_client_state", "save_on_signal"])
 @pytest.mark.parametrize("made", ["value", "function"])
-def test_announced_client_state_is_checked_at_the_end_of_the_next_step(tmp_path: Path, by: str, made: str) -> None:
+def test_announced_client_state_is_checked_at_the_end_of_the_next_step(tmp_path: Path, made: str) -> None:
     def announce(engine: Engine, value: Any) -> None:
         state = value if made == "value" else lambda: value
-        if by == "step_client_state":
-            engine.step_client_state = state
-        else:
-            engine.save_on_signal(str(tmp_path / "ckpt"), client_state=state)
+        engine.save_on_signal(str(tmp_path / "ckpt"), client_state=state)
 
     with small() as engine:
         announce(engine, {"epoch": 1, "loader": {"seen": {1, 2}}})

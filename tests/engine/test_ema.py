@@ -176,14 +176,14 @@ def test_what_is_not_averaged_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [{"split_master": True, "moments": "int8"}, {"moments": "bf16"}])
-def test_masters_of_bf16_runs_are_averaged_and_survive_a_kill(tmp_path: Path, own: dict[str, Any]) -> None:
-    config = _config(tmp_path / "run", "nvme", durability="step", **own) | {"bf16": {"enabled": True}}
+def test_masters_of_bf16_runs_are_averaged_and_resumed(tmp_path: Path, own: dict[str, Any]) -> None:
+    config = _config(tmp_path / "run", "nvme", **own) | {"bf16": {"enabled": True}}
     averages: dict[str, torch.Tensor] = {}
     names = [name for name, _ in _model().named_parameters()]
     for first, stop in ((0, 2), (2, STEPS)):
         with _engine(config) as engine:
             if first:
-                engine.load_checkpoint(str(tmp_path / "none"))
+                engine.load_checkpoint(str(tmp_path / "ckpt"))
                 assert engine.global_steps == first
             for number in range(first, stop):
                 x, y = (part.bfloat16() for part in list(_batches())[number])
@@ -199,3 +199,4 @@ def test_masters_of_bf16_runs_are_averaged_and_survive_a_kill(tmp_path: Path, ow
                 for name, parameter in engine.module.named_parameters():
                     assert torch.equal(parameter, averages[name].bfloat16())
             assert all(torch.equal(engine.get_full_parameter(name), value) for name, value in trained.items())
+            engine.save_checkpoint(str(tmp_path / "ckpt"))

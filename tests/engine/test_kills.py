@@ -1,69 +1,143 @@
-"""`durability: "step"`: a run that is killed, at any file operation or moment, resumes at its last finished step."""
+"""A loop that saves behind each step with `"keep": 1` and is killed at any moment goes on with the bits of the plain loop."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import signal
+import threading
 import time
-from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.engine.kill_runs import Run, train_until_killed, uninterrupted
-from tests.killing import Killing
+import zstore
+from tests.engine.bits import ADAM, assert_equal
+from tests.engine.models import batch, make_net
+from tests.reference import Reference
+from zstore.checkpoint import tags
+from zstore.testing.ranks import kill_ranks
 
-STEPS = 6
+STEPS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained, and where its state is."""
+
+    world_size: int = 1
+    stage: int = 0
+    tier: str = "none"
+    parameters: str = "none"
+    overlap: str = "none"
+    precision: str = "fp32"
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 100}
+        for section, tier in (("offload_optimizer", self.tier), ("offload_param", self.parameters)):
+            if tier != "none":
+                zero[section] = {"device": tier} | ({"nvme_path": str(folder / "nvme")} if tier == "nvme" else {})
+        found: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "AdamW", "params": ADAM},
+            "zero_optimization": zero,
+            "steps_per_print": 0,
+            "zstore": {"keep": 1, "step_overlap": self.overlap},
+        }
+        if self.precision == "bf16":
+            found["bf16"] = {"enabled": True}
+        return found
+
+
+def _train(rank: int, given: dict[str, Any], base: str, die: tuple[int, float] | None) -> None:
+    """Resume, compare with the plain loop, and go on to the last step; after the save of step `die[0]` and so many times that
+    step's seconds as `die[1]` says the process is killed."""
+    run, folder = Run(**given), Path(base)
+    reference = Reference(make_net(), run.world_size, stage=run.stage, precision=run.precision, adam=ADAM)
+    (folder / "nvme").mkdir(exist_ok=True)
+    is_first = not any((folder / "ckpt").glob("[!.]*/zstore.json"))
+    with (
+        (folder / f"log-{rank}").open("a") as log,
+        zstore.initialize(model=make_net(0 if is_first else 9), config=run.config(folder))[0] as engine,
+    ):
+        path, _ = engine.load_checkpoint(f"{base}/ckpt")
+        assert (path is None) == is_first
+        print(json.dumps({"resumed": engine.global_steps}), file=log, flush=True)
+        for step in range(engine.global_steps):
+            reference.step([[batch(step, 0, each) for each in range(run.world_size)]])
+        assert_equal(engine, reference)
+        for step in range(engine.global_steps, STEPS):
+            began_s = time.monotonic()
+            engine.backward(engine(*batch(step, 0, rank)))
+            engine.step()
+            engine.save_checkpoint(f"{base}/ckpt", wait=False)
+            print(json.dumps({"saved": step + 1}), file=log, flush=True)
+            if die is not None and die[0] == step + 1:
+                after_s = die[1] * (time.monotonic() - began_s)
+                threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            reference.step([[batch(step, 0, each) for each in range(run.world_size)]])
+        engine.wait_for_checkpoint()
+        assert_equal(engine, reference)
+
+
+def _go(run: Run, folder: Path, die: tuple[int, float] | None, least: int) -> tuple[bool, int]:
+    """Start the run, killed as `die` says on one rank; return whether it was, and the least step that the next start resumes.
+
+    Raises AssertionError if it resumed an earlier step than `least`, or ranks resumed different ones."""
+    for rank in range(run.world_size):
+        (folder / f"log-{rank}").unlink(missing_ok=True)
+    ended = kill_ranks(_train, run.world_size, asdict(run), str(folder), die, timeout_s=250)
+    lines = [json.loads(line) for path in folder.glob("log-*") for line in path.read_text().splitlines()]
+    resumed = {line["resumed"] for line in lines if "resumed" in line}
+    assert len(resumed) <= 1
+    assert all(step >= least for step in resumed)
+    # A save begins once the one before it is committed.
+    return not all(ended), max([least, *resumed, *(line["saved"] - 1 for line in lines if "saved" in line)])
+
+
+def _show(run: Run, folder: Path, rng: random.Random, starts: int) -> int:
+    """Kill and resume a run so many times, then let it end; return how often it was killed."""
+    folder.mkdir()
+    least = kills = 0
+    for _ in range(starts):
+        if least >= STEPS - 2:
+            break
+        killed, least = _go(run, folder, (rng.randrange(least + 1, STEPS - 1), 1.5 * rng.random()), least)
+        kills += killed
+    killed, _ = _go(run, folder, None, least)
+    assert not killed
+    assert [info.record.step for info in tags(folder / "ckpt")] == [STEPS]
+    return kills
+
 
 RUNS = {
-    "disk": Run(tier="nvme", accumulation=2),
-    "device": Run(stage=0, tier="none", precision="fp32"),
-    "forward": Run(stage=3, tier="nvme", parameters="nvme", overlap="forward", split=True),
-    "backward": Run(stage=3, tier="cpu", parameters="cpu", overlap="backward"),
-    "two on disk": Run(world_size=2, stage=3, tier="nvme", parameters="cpu", overlap="auto", save_every=3),
-    "two in memory": Run(world_size=2, stage=1, tier="cpu", precision="fp16", accumulation=2),
+    "device": Run(),
+    "disk": Run(stage=3, tier="nvme", parameters="nvme", overlap="forward"),
+    "two in memory": Run(world_size=2, stage=2, tier="cpu", precision="bf16"),
+    "two on disk": Run(world_size=2, stage=3, tier="nvme", parameters="cpu"),
 }
 
 
-def _points(run: Run, rng: random.Random) -> list[int]:
-    """An operation for one of the ranks, of some 200 a step; -1: the rank is killed when the other is."""
-    chosen = rng.randrange(run.world_size)
-    return [rng.randrange(1000) if rank == chosen else -1 for rank in range(run.world_size)]
+@pytest.mark.parametrize("name", RUNS)
+def test_a_loop_that_saves_each_step_and_is_killed_has_the_bits_of_the_plain_loop(name: str, tmp_path: Path) -> None:
+    assert _show(RUNS[name], tmp_path / "run", random.Random(name), 2) > 0
 
 
-MORE = ("disk", "device", "backward", "two in memory")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak) if name in MORE else name for name in RUNS]
-)
-def test_a_killed_run_goes_on_at_its_last_finished_step(name: str, tmp_path: Path) -> None:
-    run, rng = RUNS[name], random.Random(name)
-    killing = Killing(train_until_killed, run, tmp_path / "run", uninterrupted(run, STEPS))
-    least = 0
-    kills = 0
-    for _ in range(2):
-        kills += killing.go(STEPS - 1, points=_points(run, rng))
-        least = killing.check(least)
-    assert kills > 0, "the points lie behind the end of the run: nothing was shown"
-    assert not killing.go(STEPS)
-    killing.check(least)
-    assert all(noted[-1].get("ended") == STEPS for noted in killing.lines())
-
-
-def _all_runs() -> list[Run]:
+def _all_runs(rng: random.Random) -> list[Run]:
     places = [(0, "none", "none"), *((stage, tier, "none") for stage in (1, 2) for tier in ("none", "cpu", "nvme"))]
     places += [(3, tier, other) for tier in ("none", "cpu", "nvme") for other in ("none", "cpu", "nvme")]
-    rng = random.Random(7)
     return [
         Run(
             world_size=world_size,
             stage=stage,
             tier=tier,
             parameters=parameters,
-            overlap=rng.choice(("none", "backward", "forward", "speculative", "auto")),
-            accumulation=rng.choice((1, 2)),
-            split=rng.random() < 0.3,
-            save_every=rng.choice((0, 3)),
+            overlap=rng.choice(("none", "backward", "forward", "auto")),
+            precision=rng.choice(("fp32", "bf16")),
         )
         for world_size in (1, 2)
         for stage, tier, parameters in places
@@ -73,30 +147,5 @@ def _all_runs() -> list[Run]:
 @pytest.mark.soak
 @pytest.mark.timeout(14400)
 def test_several_hundred_kills(tmp_path: Path) -> None:
-    """Each run is killed at operations and at moments, and resumed, until it ends; then it begins anew."""
-    steps, rng, counts = 12, random.Random(11), Counter[str]()
-    for number, run in enumerate(_all_runs()):
-        killing = Killing(train_until_killed, run, tmp_path / str(number), uninterrupted(run, steps))
-        started = time.monotonic()
-        killing.go(2)
-        seconds = time.monotonic() - started
-        least = killing.check(0)
-        for start in range(16):
-            if start % 2:
-                moment = rng.uniform(0.2, 1.5) * seconds
-                after_s = [moment + rng.uniform(0, 0.02) for _ in range(run.world_size)]
-                killed = killing.go(steps, after_s=after_s)
-            else:
-                killed = killing.go(steps, points=_points(run, rng))
-            before, least = least, killing.check(least)
-            counts["starts"] += 1
-            counts["kills"] += killed
-            counts[f"kills on {run.world_size} ranks"] += killed
-            counts["steps won"] += least - before
-            resumed = [line for noted in killing.lines() for line in noted if "resumed" in line]
-            counts["resumed states compared"] += len(resumed)
-        killing.go(steps)
-        killing.check(least)
-        assert all(noted[-1].get("ended") == steps for noted in killing.lines())
-    print(", ".join(f"{name} {count}" for name, count in counts.items()))  # noqa: T201
-    assert counts["kills"] > 300
+    rng = random.Random(11)
+    assert sum(_show(run, tmp_path / str(n), rng, 12) for n, run in enumerate(4 * _all_runs(rng))) > 150

@@ -244,7 +244,6 @@ def test_two_ranks(tmp_path: Path) -> None:
         {"zero_optimization": {"stage": 2}},
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
         {"gradient_clipping": 1.0},
-        {"zstore": {"durability": "step", "durability_path": "/nowhere"}},
         {"zstore": {"split_master": True}},
         {"zstore": {"moments": "bf16"}},
     ],

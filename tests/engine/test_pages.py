@@ -65,17 +65,6 @@ def test_saving(folder: Path) -> None:
         assert torch.equal(engine.get_full_parameter("model.old.bias"), saved.old.bias)
 
 
-def test_durability() -> None:
-    (example,) = blocks("durability.md")
-    names: dict[str, Any] = {"zstore": zstore, "model": Loss(8, 8), "config": CONFIG, "epoch": 3}
-    names["data"] = list(torch.ones(8, 8))
-    exec(example, names)
-    with names["engine"] as engine:
-        assert (names["path"], names["state"]) == (None, {})
-        assert engine.step_client_state() == {"epoch": 3}
-        assert len(list(names["loader"])) == 2
-
-
 def test_an_average_of_the_weights() -> None:
     (example,) = blocks("optimizers.md")
     with engine_of(Loss(8, 8), zstore={"ema": 0.5}) as engine:

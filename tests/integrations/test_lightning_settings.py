@@ -123,8 +123,6 @@ def test_a_strategy_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch, 
         ZstoreStrategy({"zero_optimisation": {"stage": 2}})
     with pytest.raises(ConfigError, match=r"zstore.keep would .*save_top_k"):
         ZstoreStrategy({"zstore": {"keep": {"last": 2}}})
-    with pytest.raises(ConfigError, match="every_n_train_steps=1"):
-        ZstoreStrategy({"zstore": {"durability": "step", "durability_path": str(tmp_path)}})
     with pytest.raises(ConfigError, match="write the stage into the config"):
         ZstoreStrategy({}, stage=3)
     with pytest.raises(UsageError, match="no option find_unused_parameters"):

@@ -169,8 +169,6 @@ def test_state_in_blocks_has_the_bits_of_its_class(tmp_path: Path) -> None:
         assert optimizer.statistics().host_bytes == 64 * 64 + 4 * 64
         with pytest.raises(UsageError, match="int8"):
             optimizer.load_state_dict(torch_momentum())
-    with pytest.raises(UsageError, match='durability="step" keeps fp32 state'):
-        Offloaded(Momentum8bit, [nn.Parameter(torch.ones(64, 64))], path=tmp_path, durability="step")
 
     register(Whole8bit, block=blocks)
     for message, kind, given in (

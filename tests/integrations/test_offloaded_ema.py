@@ -100,25 +100,6 @@ def test_the_average_goes_on_after_a_load_and_begins_after_one_without_it() -> N
             _same(model, plain)
 
 
-def test_the_average_goes_on_after_a_kill(tmp_path: Path) -> None:
-    plain, average = _plain(torch.optim.AdamW, lr=1e-2, fused=True)
-    model, make = _model(), {"path": tmp_path, "durability": "step", "ema": DECAY, "lr": 1e-2}
-    with Offloaded(torch.optim.AdamW, model.parameters(), **make) as optimizer:
-        _train(model, optimizer, 0, 3)
-        with optimizer.averaged_weights():
-            pass
-        optimizer.wait_for_snapshot()
-    model = _model()
-    with Offloaded(torch.optim.AdamW, model.parameters(), **make) as optimizer:
-        found = optimizer.resume()
-        assert found is not None
-        assert found.step == 3
-        _train(model, optimizer, 3)
-        _same(model, plain)
-        with optimizer.averaged_weights():
-            _same(model, average.module)
-
-
 def test_masters_of_bf16_parameters_are_averaged() -> None:
     model = _model(torch.bfloat16)
     with Offloaded(torch.optim.AdamW, model.parameters(), device="cpu", ema=DECAY, lr=1e-2) as optimizer:

@@ -14,7 +14,7 @@ import pytest
 from zstore.errors import DiskFullError, StorageError
 from zstore.format.arrays import Bytes
 from zstore.io.buffers import make_slab
-from zstore.io.files import Files, OpenFile, UnsyncedFiles
+from zstore.io.files import Files, OpenFile
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, short_files
 
 SHM = Path("/dev/shm")
@@ -407,36 +407,3 @@ def test_a_deadly_operation_kills_the_process(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert done.returncode == -9
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
-
-
-def test_unsynced_files_do_the_same_and_wait_for_nothing(tmp_path: Path) -> None:
-    inner = FaultyFiles()
-    files = UnsyncedFiles(inner)
-    files.make_folder(tmp_path / "a")
-    files.write_small(tmp_path / "a" / "small", b"x")
-    files.link(tmp_path / "a" / "small", tmp_path / "a" / "link")
-    files.rename(tmp_path / "a" / "link", tmp_path / "a" / "other")
-    for size in (8192, 1024 * 1024):
-        path = tmp_path / "a" / str(size)
-        with files.opened(path, write=True, create=True) as file:
-            files.allocate(file, size)
-            assert not file.direct
-        data = pages(size)
-        with files.opened(path, write=True) as file:
-            files.write_from(file, data, 0)
-            files.sync_data(file)
-            # What is small never waits for the drive.
-            assert file.direct == (size > 8192 and inner.direct and not files.fallbacks)
-        with files.opened(path) as file:
-            found = make_slab(size)
-            files.read_into(file, found, 0)
-        assert np.array_equal(found, data)
-    files.sync_folder(tmp_path / "a")
-    files.unlink(tmp_path / "a" / "other")
-    files.remove_tree(tmp_path / "a")
-    assert not (tmp_path / "a").exists()
-    kinds = {kind for kind, _ in inner.paths}
-    assert kinds == {"make_folder", "open", "write", "read", "allocate", "link", "rename", "unlink", "remove_tree"}
-    inner.inject(Fault(kind="write", error_number=errno.ENOSPC))
-    with pytest.raises(DiskFullError):
-        files.write_small(tmp_path / "full", b"x")

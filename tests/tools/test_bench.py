@@ -25,7 +25,6 @@ from bench import (
     command_ranks,
     convergence,
     disk,
-    durability,
     limits,
     links,
     named_optimizers,
@@ -452,18 +451,6 @@ def test_medians_and_goals_of_checkpoints_say_what_failed() -> None:
     assert found[0]["rounds"] == 3
     assert [(goal["reached"], goal["text"]) for goal in goals(found)] == [(True, "91 %"), (False, "1.95 times")]
     assert describe(failed) == "m zero_to_fp32: consolidate to fp32 FAILED: out of words"
-
-
-def test_durability_benchmark_compares_runs_with_and_without_snapshots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "durability.json"
-    arguments = ["--model", "gpt-tiny", "--steps", "2", "--rounds", "1", "--tokens", "16", "--json", str(out)]
-    monkeypatch.setattr(sys, "argv", ["durability", "--path", str(tmp_path), *arguments])
-    durability.main()
-    disk, memory = json.loads(out.read_text())
-    assert disk["written_bytes"] < memory["written_bytes"] == memory["snapshot_bytes"]
-    assert disk["step"]["held_s"] > 0 == disk["checkpoint"]["held_s"]
 
 
 @pytest.mark.filterwarnings("default")

@@ -62,7 +62,7 @@ def _prepare(options: TrainOptions) -> _Start:
 
     config = load_train_config(options)
     storage = config.storage_options
-    source = resume_source(options.resume, options.save, config.step_folder, storage_options=storage)
+    source = resume_source(options.resume, options.save, storage_options=storage)
     saved = None if source is None else saved_run(*source, storage_options=storage)
     position = start_position(
         options.seed, options.seq_len, None if saved is None else saved.position, options.validation_split

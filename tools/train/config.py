@@ -77,8 +77,7 @@ class TrainOptions:
     resume: Annotated[
         str | None,
         typer.Option(
-            help="Resume from a checkpoint; DIR may be a URL. auto: from the newest in --save, or a newer snapshot of a "
-            "step, if there is one.",
+            help="Resume from a checkpoint; DIR may be a URL. auto: from the newest in --save, if there is one.",
             metavar="DIR[:TAG]|auto",
         ),
     ] = None

@@ -41,7 +41,6 @@ class TrainLoop:
         self._evaluated: dict[str, float] = {}
         """Results of the last evaluation."""
         self._first_step = engine.global_steps
-        engine.step_client_state = self._state
         self._row: dict[str, Any] = {}
         """Metrics of the last step."""
         self._saved = False

@@ -17,15 +17,12 @@ from zstore.remote.url import is_url
 def resume_source(
     resume: str | None,
     save: str | os.PathLike[str] | None,
-    steps: Path | None = None,
     *,
     storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[str, str | None] | None:
     """Return (folder or URL, tag or None for the newest) of `DIR`, `DIR:TAG` or `auto`; None to start fresh.
 
     A DIR may be a URL, which `storage_options` are for.
-    `steps` is the folder of the run's snapshots of steps: the last of them is used if it is newer than the checkpoints in
-    `DIR` or `save`.
     """
     if resume is None:
         return None
@@ -33,28 +30,15 @@ def resume_source(
     if resume == "auto":
         if save is None:
             return None
-        snapshot = _snapshot(steps, save, storage_options)
-        return snapshot if snapshot is not None or not _has_checkpoint(save, storage_options) else (save, None)
+        return (save, None) if _has_checkpoint(save, storage_options) else None
     folder, tag = split_location(resume)
     if tag is not None:
         return folder, tag
     if is_url(resume) or Path(resume).is_dir():
-        return _snapshot(steps, resume, storage_options) or (resume, None)
+        return resume, None
     raise CheckpointNotFoundError(
         f"--resume {resume}: expected DIR or DIR:TAG of a saved checkpoint, but there is no such folder"
     )
-
-
-def _snapshot(
-    steps: Path | None, checkpoints: str, storage_options: Mapping[str, Any] | None
-) -> tuple[str, str] | None:
-    """Return folder and tag of the snapshot to resume from; None if the newest checkpoint is as new."""
-    from zstore.engine.checkpoint.snapshot_folder import boot_id, choose_snapshot
-
-    if steps is None:
-        return None
-    found = choose_snapshot(steps, checkpoints, {boot_id()}, storage_options=storage_options)
-    return None if found is None else (str(found.path.parent), found.tag)
 
 
 def _has_checkpoint(folder: str, storage_options: Mapping[str, Any] | None) -> bool:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from .request import SaveRequest, SaveSummary
     from .reshard import reshard_checkpoint
     from .retention import Fate, Keep, plan_lines, remove_each, retire, weigh
-    from .reuse import KnownFile, Spare
+    from .reuse import KnownFile
     from .save import save_checkpoint
     from .split import LOW, TIE, complete_master, rest_of_master, ties_spec
     from .verify import VerifyFault, verify_checkpoint
@@ -65,7 +65,7 @@ __all__ = [
     "RECORD_FILE", "STEP_BITS", "TIE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan",
     "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Machine", "Marks", "Moments",
     "Parts", "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "RunMarks", "SaveHandle", "SaveRequest",
-    "SaveSummary", "SharedFiles", "Span", "Spare", "StoredArray", "StoredFiles", "StoredSlot", "TagInfo", "VerifyFault",
+    "SaveSummary", "SharedFiles", "Span", "StoredArray", "StoredFiles", "StoredSlot", "TagInfo", "VerifyFault",
     "array_path", "bytes_freed", "change_marks", "change_run_marks", "codes_of_scales", "complete_master", "discard",
     "encode_state", "find_tag", "list_nested", "list_tags", "natural_key", "new_folder", "new_folder_of", "new_save_id",
     "open_checkpoint", "plain_value", "plan_lines", "read_into", "read_marks", "refused", "remove_each",
@@ -86,7 +86,7 @@ _HOMES = {
     "request": "SaveRequest SaveSummary",
     "reshard": "reshard_checkpoint",
     "retention": "Fate Keep plan_lines remove_each retire weigh",
-    "reuse": "KnownFile Spare",
+    "reuse": "KnownFile",
     "save": "save_checkpoint",
     "split": "LOW TIE complete_master rest_of_master ties_spec",
     "verify": "VerifyFault verify_checkpoint",

@@ -86,16 +86,15 @@ class Committer:
             )
         return check_tag_is_free(self.folder, self._tag, overwrite=overwrite, run=run)
 
-    def begin(self, take_spare: Callable[[Path], None] | None = None) -> None:
+    def begin(self, move: Callable[[Path], object] | None = None) -> None:
         """Make the temporary folder, with its lock. Not in the caller's thread: a busy journal may hold it up.
 
-        `take_spare` turns an existing folder into it; if that fails, a new one is made.
+        `move` gives an existing folder that name in place of a new one.
         """
         self._lock = SaveLock(self.lock_path)
         try:
-            if take_spare is not None:
-                with contextlib.suppress(OSError):
-                    take_spare(self.temporary)
+            if move is not None:
+                move(self.temporary)
             self._files.make_folder(self.temporary / MANIFEST_FOLDER)
         except BaseException:
             self.close()

@@ -85,7 +85,6 @@ class Publisher:
         if pin.checksums(request.resources, request.grid(name), request.rank) != known.crcs:
             self._files.unlink(path)
             return None
-        # Of a snapshot of a step, it need not be durable yet: it is made so with the others, at no extra cost.
         file_bytes = request.file_bytes(name, request.rank)
         return ShardSummary(name, request.rank, file_bytes, known.crcs, linked=True)
 

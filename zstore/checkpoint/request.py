@@ -16,7 +16,7 @@ from .machines import Parts
 from .names import check_save_id, tag_text
 from .plan import CheckpointPlan
 from .retention import Keep
-from .reuse import KnownFile, Spare
+from .reuse import KnownFile
 
 if TYPE_CHECKING:
     from .reader import CheckpointReader
@@ -40,10 +40,6 @@ class SaveRequest(CheckpointPlan):
     """Checkpoints of this run that stay in the folder once this one is committed; None: all."""
     known: Mapping[str, KnownFile] = field(default_factory=dict)
     """By array, the file of an earlier checkpoint that may have the same content as the pinned shard."""
-    spares: bool = False
-    """Make a spare folder of the checkpoint of this run that goes; only the newest one stays then, whatever `keep` says."""
-    spare: Spare | None = None
-    """On rank 0: a folder to use again, which belongs to the save from now on."""
     overwrite: bool = False
     """Replace a committed checkpoint of the same tag, whatever run saved it."""
     disk_folder: Path | None = None
@@ -62,8 +58,6 @@ class SaveRequest(CheckpointPlan):
     """The machines that save their own ranks' parts; None: all ranks share one folder."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
-    most_pause_s: float = 0.1
-    """Longest pause between two looks at the other ranks' progress."""
     num_threads: int = 8
     """Shards that are published at a time."""
 
@@ -167,8 +161,6 @@ class SaveSummary:
     """From the request to the commit."""
     known: Mapping[str, KnownFile]
     """Its shard files by array, for the next request."""
-    spare: Spare | None = None
-    """A folder for the next save of the run to use again."""
     messages: tuple[str, ...]
     """Messages for the user: copies instead of links, leftovers that could not be removed."""
     url: str | None = None

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import chain, islice
 
 from ..errors import CheckpointError, DiskFullError
@@ -42,7 +41,6 @@ from .publish import Publisher
 from .reader import CheckpointReader
 from .request import SaveRequest, SaveSummary
 from .retention import retire
-from .reuse import Spare, make_spare
 
 _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
@@ -97,14 +95,12 @@ class _Save:
             self._files,
             self._check_alive,
             pause=self.cancelled.wait,
-            most_pause_s=request.most_pause_s,
         )
         ranks = None if request.parts is None else request.parts.ranks
         self._builder = CheckpointBuilder(request, self._folder, self._files, ranks)
         self._publisher = Publisher(request, self._builder, self._check_alive)
         self._pieces = Pieces(request, self._folder)
         self._messages: list[str] = []
-        self._spare: Spare | None = None
         self._flush: Flush | None = None
         """Makes this rank's files durable at once, rank 0's as it commits; None: each file is by itself."""
         self._is_complete = False
@@ -162,7 +158,7 @@ class _Save:
         try:
             with self.workers as workers:
                 if request.leads:
-                    self._begin()
+                    self._committer.begin()
                 else:
                     # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
                     manifests = self._folder / MANIFEST_FOLDER
@@ -192,13 +188,6 @@ class _Save:
                 self._flush.close()
             self._committer.close()
         return self._summarise(summaries)
-
-    def _begin(self) -> None:
-        spare, files = self._request.spare, self._files
-        if spare is not None and spare.metadata_sha256 != self._builder.metadata_sha256:
-            spare.remove(files)
-            spare = None
-        self._committer.begin(None if spare is None else partial(spare.take, files))
 
     def _publish(self, workers: Workers) -> list[ShardSummary]:
         publisher, builder = self._publisher, self._builder
@@ -275,10 +264,7 @@ class _Save:
         self._messages += self._committer.commit(record, self._flush)
         if request.parts is not None:
             request.parts.committed(self._wait_for_machines)
-        if request.spares:
-            self._spare, messages = make_spare(self._files, request.folder, request, self._builder.metadata_sha256)
-            self._messages += messages
-        elif request.keep is not None:
+        if request.keep is not None:
             self._messages += retire(
                 request.folder,
                 keep=request.keep,
@@ -329,7 +315,6 @@ class _Save:
             all_written_bytes=self._builder.written_bytes,
             elapsed_s=time.monotonic() - self._started,
             known=self._publisher.known,
-            spare=self._spare,
             messages=tuple(self._messages),
         )
 

@@ -5,14 +5,14 @@ Once the main thread has ended, Python waits for the threads that are no daemons
 atexit, then stops all other threads. From 3.12 on no thread can be started in any of these phases. So work that is completed
 then uses threads from before, or the thread that it is in:
 
-- work that must be completed (a save, an upload, a snapshot) runs by `run_to_the_end`, in a thread that is no daemon, and is
+- work that must be completed (a save, an upload) runs by `run_to_the_end`, in a thread that is no daemon, and is
   known to `Completions`: after Ctrl-C Python no longer waits for such threads;
 - threads that help are made by `start_threads`, which makes fewer if no more can be started; callers do without;
 - open objects are closed by `closing_with`, with all threads still there;
 - nobody waits for threads that were stopped: `join_threads`;
 - work that was not completed, without anybody being told, makes the exit code non-zero: `Completions`.
 
-Only public interfaces of Python are used. docs/durability.md has a table of all endings.
+Only public interfaces of Python are used. docs/saving.md has a table of all endings.
 """
 
 from __future__ import annotations

@@ -78,14 +78,12 @@ class Rendezvous:
         check: Callable[[], None],
         *,
         pause: Callable[[float], object] = time.sleep,
-        most_pause_s: float = MOST_PAUSE_S,
         board: Board | None = None,
     ) -> None:
         self.folder = folder
         self._board = FolderBoard(folder.parent, files) if board is None else board
         self._check = check
         self._pause = pause
-        self._most_pause_s = most_pause_s
 
     def post(self, name: str, message: Mapping[str, Any]) -> None:
         """Leave the file `name` with a message, whole or not there; it need not outlive the save."""
@@ -110,4 +108,4 @@ class Rendezvous:
             if time.monotonic() > deadline:
                 raise CheckpointError(failure())
             self._pause(pause_s)
-            pause_s = min(2 * pause_s, self._most_pause_s)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)

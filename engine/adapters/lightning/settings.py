@@ -58,11 +58,6 @@ def read_source(config: Mapping[str, Any] | str | os.PathLike[str] | None, stage
             f"{source.name}: zstore.keep would remove checkpoints that Lightning's ModelCheckpoint keeps: leave it out, and "
             "set ModelCheckpoint(save_top_k=...)"
         )
-    if own.durability == "step":
-        raise ConfigError(
-            f'{source.name}: zstore.durability "step" saves without what Lightning keeps beside the engine: leave it out, '
-            "and use ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)"
-        )
     return source
 
 

@@ -1,4 +1,4 @@
-"""The arguments of an offloaded optimizer: valid settings, its parameters, the folder of its snapshots."""
+"""The arguments of an offloaded optimizer: valid settings, and its parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from zstore.errors import UsageError
 
 from .registry import OF_MATRICES, require_known
-from .snapshots import STEPS_FOLDER
 
 
 def check_kind(kind: Any, overlap: str) -> None:
@@ -57,19 +56,6 @@ def check_settings(device: str, path: Any, overlap: str, max_grad_norm: float | 
             'max_grad_norm needs the norm of all gradients before the first update, which overlap="backward" does not wait '
             'for: use overlap "forward" or "none"'
         )
-
-
-def steps_folder_of(durability: str, durability_path: Any, path: Any) -> Path | None:
-    """Return the folder of snapshots; None if none are taken."""
-    if durability not in ("none", "step"):
-        raise UsageError(f'durability: expected "none" or "step", got {durability!r}')
-    if durability == "none":
-        if durability_path is not None:
-            raise UsageError('durability_path is the folder of snapshots, which durability="step" takes: set that too')
-        return None
-    if durability_path is None and path is None:
-        raise UsageError('durability="step" needs a folder for its snapshots: give durability_path, or a path')
-    return Path(durability_path).absolute() if durability_path is not None else Path(path).absolute() / STEPS_FOLDER
 
 
 def groups_of(params: Any) -> tuple[Any, torch.Tensor]:

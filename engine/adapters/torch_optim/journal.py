@@ -13,7 +13,6 @@ import torch
 from zstore.engine.extras.journal.journal import StepJournal
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.report.progress import Loss, value_of
-from zstore.journal import journals, read
 from zstore.journal.names import journal_file
 from zstore.journal.writer import FileSink
 from zstore.ranks.world import World
@@ -28,7 +27,6 @@ class OptimizerJournal(StepJournal):
         self._folder = folder
         self._has_begun = False
         self._count = 0
-        self._resumes = False
         self._loss: Any = None
 
     @property
@@ -41,10 +39,6 @@ class OptimizerJournal(StepJournal):
         self._loss = loss
         self._tokens = self._tokens if tokens is None else tokens
         self._total_steps = self._total_steps if total_steps is None else total_steps
-
-    def resumed(self, step: int) -> None:
-        """Go on after a step of an earlier process, in its journal."""
-        self._count, self._resumes = step, True
 
     def step_ended(self, *, began_s: float, lr: Any, grad_norm: torch.Tensor | None, skipped: bool) -> None:
         """Record a step that began at `began_s` of `time.perf_counter`."""
@@ -68,8 +62,6 @@ class OptimizerJournal(StepJournal):
     def _open(self) -> None:
         run = uuid.uuid4().hex
         try:
-            if self._resumes and journals(self._folder):
-                run = next((str(r["run"]) for r in read(self._folder) if r["kind"] == "start"), run)
             sink = FileSink(self._folder / journal_file(run))
         except (OSError, ValueError) as error:
             self._say_failure(f"{type(error).__name__}: {error}")

@@ -42,8 +42,6 @@ class LocalState:
         self._tier = tier
         self.wait: Wait
         """Waits until no update of some parameters runs."""
-        self.before_change: Callable[[], None] = _nothing_waits
-        """Called before anything but a step changes the state."""
         self.kernels: list[OffloadedKernel] = []
         """Of the parameter groups."""
         arrays.kernels = self.kernels
@@ -192,7 +190,7 @@ class LocalState:
             record=record,
             state=self.arrays,
             wait=self.wait,
-            changed=self._doubt_master if is_master else self._note_change,
+            changed=self._doubt_master if is_master else None,
             dtype=slot.dtype,
             block=slot.block,
         )
@@ -210,11 +208,7 @@ class LocalState:
         shown: torch.Tensor = make(stored, spec, requires_grad=False)
         return shown
 
-    def _note_change(self, record: LocalRecord) -> None:
-        self.before_change()
-
     def _doubt_master(self, record: LocalRecord) -> None:
-        self.before_change()
         record.version = -1  # the parameter may have other values now
 
     def load(self, record: LocalRecord, entry: Mapping[str, Any]) -> None:
@@ -284,7 +278,6 @@ class LocalState:
     def reset(self, record: LocalRecord) -> None:
         """Let a parameter's state be that of one that was never updated."""
         self.wait([record])
-        self.before_change()
         kernel = self.kernels[record.group or 0]
         slots = self.arrays.slots_of(record) if record.owned_numel else ()
         groups = [[optimizer_array(slot.name, record.name)] for slot in slots]
@@ -292,10 +285,6 @@ class LocalState:
             for tile in tiles:
                 as_torch(tile.views[0]).zero_()
         self.arrays.scalars[record] = kernel.initial()
-
-
-def _nothing_waits() -> None:
-    """No snapshot is taken."""
 
 
 def _rows_of(record: LocalRecord, what: str, whole: torch.Tensor) -> torch.Tensor:

@@ -23,18 +23,16 @@ from zstore.io import Files, map_large_blocks
 from zstore.io.closing import Closing, closing_with
 from zstore.store import StoreOptions, StoreStatistics, TensorStore
 
-from .arguments import check_kind, check_numbers, check_settings, groups_of, steps_folder_of
+from .arguments import check_kind, check_numbers, check_settings, groups_of
 from .block_kernel import BlockKernel
 from .forward_hooks import ForwardHooks
 from .gradients import LocalGradients, global_norm, laid_out
 from .journal import OptimizerJournal
 from .local_state import LocalState, OffloadedKernel, StateView
 from .registry import OptimizerClass, averaging, defaults_of, make_kernel
-from .snapshots import LoopState, Resumed, Snapshots
 from .stepping import InBackward, Rows, Stepping
 
 Overlap = Literal["none", "forward", "backward"]
-Durability = Literal["none", "step"]
 
 
 class Offloaded(torch.optim.Optimizer, Closing):
@@ -54,10 +52,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
     memory as the backward makes them, so that `.grad` is None when it ends. `overlap` says when an update runs: see
     docs/offloaded-optimizer.md. Each rank holds the state of its part of each parameter; no rank waits for another.
 
-    With `durability="step"` a snapshot is taken behind each `step()`, in `durability_path` (default: a folder in `path`),
-    which all ranks share; `resume()` goes on from it in a new process. All ranks make the optimizer then.
-
-    `journal` is a folder for the run's journal (docs/journal.md), by default that of the snapshots, if any. Before `step()`
+    `journal` is a folder for the run's journal (docs/journal.md), by default there is none. Before `step()`
     `self.journal.note(loss=loss)` tells it values that an optimizer does not know.
 
     `close()` it, or use it in a `with` block. Raises UsageError for a class or a parameter that cannot be offloaded,
@@ -78,8 +73,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
         ema: float | None = None,
         overlap: Overlap = "none",
         free_grads: bool = False,
-        durability: Durability = "none",
-        durability_path: str | os.PathLike[str] | None = None,
         journal: str | os.PathLike[str] | None = None,
         _streams: Streams | None = None,
         _files: Files | None = None,
@@ -88,7 +81,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
         check_kind(kind, overlap)
         check_settings(device, path, overlap, max_grad_norm)
         check_numbers(host_budget_bytes, ema)
-        steps_folder = steps_folder_of(durability, durability_path, path)
         self.kind = kind
         """The class whose update is carried out."""
         self._settings = settings
@@ -99,9 +91,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
         self.free_grads = free_grads
         self.grad_norm: torch.Tensor | None = None
         """Norm of the gradients of the last step, 0-d in host memory, before they were clipped; None without clipping."""
-        self.loop_state: LoopState = {}
-        """The loop's own state for a snapshot after every step: dicts, lists and tuples of tensors, numbers
-        and text, as they are at the end of each `step()`, or a function that is called there. Each rank has its own."""
         params, first = groups_of(params)
         streams = _streams or streams_for(first.device)
         options = _options(path, host_budget_bytes, first.device, streams)
@@ -113,7 +102,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
             transfers = Transfers(streams, store.links, store.rooms)
             arrays = OptimizerState(store, [], transfers)
             arrays.owns_fp32 = True
-            folder = steps_folder if journal is None else Path(journal).absolute()
+            folder = None if journal is None else Path(journal).absolute()
             self.journal = None if folder is None else OptimizerJournal(arrays, kind.__name__, folder)
             """The run's journal; None without a folder for it."""
             if self.journal is not None:
@@ -129,10 +118,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
             ending.callback(self._gradients.close)
             self._view = StateView(state)
             super().__init__(params, defaults_of(kind, settings))
-            self._snapshots = None if steps_folder is None else Snapshots(state, self._stepping, steps_folder, _files)
-            if self._snapshots is not None:
-                ending.callback(self._snapshots.close)
-                state.before_change = self._snapshots.before_change
         except BaseException:
             self._end()
             raise
@@ -188,15 +173,12 @@ class Offloaded(torch.optim.Optimizer, Closing):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient (all ranks, with `max_grad_norm`); return the result of `closure`.
 
-        Raises UsageError if an earlier update stopped half way, and any error of a drive; an error of the
-        snapshot of the step before is raised before anything changes.
+        Raises UsageError if an earlier update stopped half way, and any error of a drive.
         """
         began_s, journal = time.perf_counter(), self.journal
         loss = self._update(closure)
         if journal is not None:
             self._tell(journal, began_s, loss)
-        if self._snapshots is not None:
-            self._snapshots.take(self.param_groups, self.loop_state)
         return loss
 
     def _tell(self, journal: OptimizerJournal, began_s: float, loss: Any) -> None:
@@ -214,7 +196,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
         self._require_open()
         self._stepping.require_whole()
         self._stepping.wait()
-        self._local.before_change()
         scale, is_finite = self._amp()
         for number, group in enumerate(self.param_groups):
             known = self._local.records
@@ -263,7 +244,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
 
     def _exchange_averages(self) -> None:
         state = self._local
-        state.before_change()
         state.watch_memory(state.records.values())
         state.arrays.exchange_averages()
         state.note_update(state.records.values())
@@ -300,7 +280,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = before(self, loaded) or loaded
         self._stepping.forget()
-        self._local.before_change()
         self.__setstate__({"param_groups": _merged(self.param_groups, loaded["param_groups"])})
         self._stepping.groups = self.param_groups
         self._local.replace_kernels([self._kernel_for(group) for group in self.param_groups])
@@ -312,37 +291,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
                 self.state[parameter] = {} if entry is None else entry
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    # -- snapshots of steps -------------------------------------------------------------------------------------------
-
-    @property
-    def durable_step(self) -> int | None:
-        """Step of the last snapshot that is known to be committed, counted in calls of `step()`; None before the first."""
-        return None if self._snapshots is None else self._snapshots.order.committed_step
-
-    def wait_for_snapshot(self) -> None:
-        """Wait until the snapshot of the last step is committed; raise its error, on every rank."""
-        self._require_open()
-        if self._snapshots is not None:
-            self._snapshots.order.complete()
-
-    def resume(self) -> Resumed | None:
-        """Load parameters, state and settings of groups from the newest snapshot, in place (all ranks).
-
-        Returns its step and the loop's own state, as they were when that `step()` returned; None if there is none, and
-        nothing was changed. Raises UsageError without `durability="step"`, CheckpointMismatchError for a snapshot of other
-        parameters.
-        """
-        self._require_open()
-        snapshots = self._snapshots
-        if snapshots is None:
-            raise UsageError('resume() goes on from snapshots of steps: make the optimizer with durability="step"')
-        resumed = snapshots.resume(self.param_groups, self.load_state_dict)
-        if resumed is not None:
-            if self.journal is not None:
-                self.journal.resumed(resumed.step)
-            self._opt_called = True  # schedulers of torch ask whether there was a step before theirs
-        return resumed
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(

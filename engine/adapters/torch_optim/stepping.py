@@ -143,7 +143,6 @@ class InBackward(Stepping):
                 'updated it: call step() after each backward, or use overlap "forward" or "none"'
             )
         if not self._update.under_way:
-            self._state.before_change()
             self._at_start = self._settings(1.0)
             self._update.start(self._at_start)
         self._state.watch_memory([record])

@@ -45,7 +45,7 @@ class OptimizerArray:
     state: OptimizerState
     wait: Callable[[Iterable[LocalRecord]], None]
     """Waits until no update of a record is under way."""
-    changed: Callable[[LocalRecord], None]
+    changed: Callable[[LocalRecord], None] | None
     """Called before a write to the array."""
     dtype: torch.dtype = torch.float32
     block: int = 1
@@ -69,7 +69,8 @@ class OptimizerArray:
     def write(self, box: Box, values: torch.Tensor) -> None:
         """Set the elements of `box` to `values`, of its shape; an fp32 array takes any floating type."""
         self.wait([self.record])
-        self.changed(self.record)
+        if self.changed is not None:
+            self.changed(self.record)
         whole = box == Box.whole(box.shape)
         if not (whole or self.block > 1 or self.record.is_contiguous):
             part, values = values, self.read()

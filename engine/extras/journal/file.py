@@ -43,7 +43,7 @@ class Namer(IntEnum):
 
     NOBODY = 0
     GUESS = 1
-    """A load that resumes a run, or the snapshots of steps: until a save."""
+    """A load that resumes a run: until a save."""
     RUN = 2
     """The loop at its start, or the first save; `RunFile.follow` may name another one at any time."""
     CONFIG = 3
@@ -76,13 +76,8 @@ class RunFile:
     """Who named that."""
     current: OpenJournal | None = None
 
-    def open(
-        self, run_id: str, first: Callable[[], Iterable[Mapping[str, Any]]] = tuple, guess: Path | None = None
-    ) -> None:
-        """Open the file of a run, if its folder is known, and write to it: `first`, then what waits. `guess` is the folder as
-        long as none is named."""
-        if self.place is None and guess is not None:
-            self.place, self.namer = Destination(guess), max(self.namer, Namer.GUESS)
+    def open(self, run_id: str, first: Callable[[], Iterable[Mapping[str, Any]]] = tuple) -> None:
+        """Open the file of a run, if its folder is known, and write to it: `first`, then what waits."""
         self.current = None if self.place is None else self._opened(self.place, run_id)
         if self.current is not None:
             self.writer.open(self.current.sink, first())

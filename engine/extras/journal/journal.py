@@ -331,7 +331,7 @@ class RunJournal(StepJournal, Extra):
                 training.run_id, step=self._first_step, loop=self._loop, config=config, plan=training.plan
             )
 
-        file.open(training.run_id, first, training.config.step_folder)
+        file.open(training.run_id, first)
 
     def close(self) -> None:
         if self.enabled:

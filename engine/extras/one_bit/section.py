@@ -48,7 +48,6 @@ class _OneBitParams(OptimizerParams):
                 "gradient_clipping" in settings.model_fields_set and settings.gradient_clipping not in {0.0, "auto"},
                 "ranks keep their own gradients, of which there is no norm to clip by",
             ),
-            "zstore.durability": (own.durability == "step", "a step would wait until every rank's errors are gathered"),
             "checkpoint.use_node_local_storage": (
                 settings.checkpoint.use_node_local_storage,
                 "rank 0 saves what each rank has for itself",

@@ -67,7 +67,7 @@ def test_offload_param_below_stage_3_is_reported_and_ignored(stage: int, device:
     for loaded in (config, load_config({"train_batch_size": 1, "zero_optimization": zero})):
         resolved = loaded.resolve(ResolveContext(world_size=1))
         assert (resolved.offload_param.device, resolved.offload_param.nvme_paths) == ("none", ())
-        assert (resolved.pin_memory, resolved.step_overlap, resolved.possible_step_folder) == (False, "none", None)
+        assert (resolved.pin_memory, resolved.step_overlap) == (False, "none")
         settings = placement_settings(resolved, budget_bytes=None, device_is_host=False)
         assert (settings.parameters, settings.pins_state) == ("none", False)
         assert store_key(resolved) == store_key(load_config({"zero_optimization": {"stage": stage}}))
@@ -76,12 +76,10 @@ def test_offload_param_below_stage_3_is_reported_and_ignored(stage: int, device:
     assert (config.notices(), config.offload_param.device, config.pin_memory) == ([], device, True)
 
 
-def test_step_snapshots_want_a_folder_where_only_an_ignored_section_names_a_drive() -> None:
-    config = {"zero_optimization": {"stage": 2, "offload_param": NVME}, "zstore": {"durability": "step"}}
-    with pytest.raises(ConfigError, match=r"zstore\.durability_path: \"step\" needs a folder"):
-        load_config(config)
-    config["zero_optimization"]["stage"] = 3
-    load_config(config)
+def test_snapshots_of_steps_are_refused_with_what_does_it_now() -> None:
+    load_config({"zstore": {"durability": "checkpoint"}})
+    with pytest.raises(ConfigError, match=r"save_checkpoint\(folder, wait=False\) after each step, with zstore.keep 1"):
+        load_config({"zstore": {"durability": "step"}})
 
 
 def test_the_old_form_of_pinned_offload_pins() -> None:

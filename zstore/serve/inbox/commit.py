@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from pathlib import Path
 
 from ...checkpoint.catalog import TagInfo, noting
 from ...checkpoint.commit import Committer, sweep
@@ -12,7 +11,7 @@ from ...checkpoint.folder import LocalFolder
 from ...checkpoint.format import dump_metadata
 from ...checkpoint.names import METADATA_FILE
 from ...checkpoint.reader import CheckpointReader
-from ...errors import CheckpointMismatchError, StorageError, UsageError
+from ...errors import CheckpointMismatchError, UsageError
 from ...io.files import Files, make_read_only
 from ...io.pool import Workers
 from ...journal.names import run_of
@@ -69,20 +68,11 @@ def publish(upload: Upload, files: Files) -> list[str]:
     record = upload.record
     messages = sweep(files, upload.folder)
     committer = Committer(files, upload.folder, record.tag, record.id)
-    moved = False
-
-    def take(temporary: Path) -> None:
-        nonlocal moved
-        files.rename(upload.checkpoint, temporary)
-        moved = True
-
     try:
-        committer.begin(take)
-        if not moved:
-            raise StorageError("the files that were uploaded could not be moved", path=str(committer.temporary))
+        committer.begin(partial(files.rename, upload.checkpoint))
         messages += committer.commit(record)
     except BaseException:
-        if moved and committer.temporary.is_dir():
+        if committer.temporary.is_dir():
             with contextlib.suppress(OSError):
                 files.rename(committer.temporary, upload.checkpoint)
         raise
