@@ -74,6 +74,8 @@ def _phase(
         def call(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
             if self._loss_backward.task is not None:
                 self._loss_backward.abandon_failed()
+            if self.training_state.accumulation.backwards:
+                self.training_state.notice_cleared()
             if self.training_state.away:
                 self.training_state.require_here(f"engine.{method.__name__}()", *_NEEDED_BY.get(method.__name__, ()))
             with self.training_state.world.calling(name, meeting=meeting):
@@ -120,7 +122,7 @@ class Engine(nn.Module):
         """Called at both ends of each phase, at the price of overlap with the device."""
         self.monitor = monitors
         """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
-        training.optimizer.scaler = training.scaler
+        training.optimizer.scaler, training.optimizer.forget = training.scaler, training.zero_grad
         # Not methods of this object, which would then never be collected.
         self.saves_s = functools.partial(_saves_s, self.checkpoints)
         """Returns the seconds for which saves held training up, by their kind."""
@@ -241,7 +243,8 @@ class Engine(nn.Module):
             self.access.require_no_block("engine.step()")
         accumulation = training.accumulation
         boundary = accumulation.is_boundary
-        if accumulation.backwards == 0 and (accumulation.is_new or not accumulation.named):
+        has_backward = accumulation.backwards or accumulation.was_cleared
+        if not has_backward and (accumulation.is_new or not accumulation.named):
             raise UsageError(
                 "engine.step() without engine.backward(loss): call both for every micro-batch. loss.backward() serves too, "
                 "where the loss was made of what engine(...) returned"
@@ -264,6 +267,8 @@ class Engine(nn.Module):
                     self.value_sample.check()
                     training.step()
                     self.value_sample.note()
+            else:
+                training.gradients.hide()
         finally:
             training.counters.micro_steps += 1
             accumulation.end_micro_batch(boundary=boundary)
@@ -297,7 +302,7 @@ class Engine(nn.Module):
                 f'clip_grad_norm_({max_norm}): with "step_overlap": "backward" parameters are updated before the norm is '
                 'known: write "gradient_clipping" into the config'
             )
-        if training.accumulation.is_new:
+        if training.accumulation.is_new and not training.accumulation.was_cleared:
             raise UsageError("clip_grad_norm_() without a backward: call it between backward() and step()")
         return training.clip(clip_norm)
 
@@ -344,7 +349,16 @@ class Engine(nn.Module):
             self._open_no_syncs -= 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Change nothing: the engine clears gradients after each step."""
+        """Forget the gradients of the step so far, between a `backward` and its `step()`; elsewhere change nothing: the engine
+        clears gradients after each step, and a `step()` that did not end an accumulation keeps them (all ranks).
+
+        The same is done when `zero_grad()` of the model or of the client's optimizer sets them to None, at the next call of the
+        engine. A `step()` that follows without a backward updates nothing. Whatever `set_to_none` says, a parameter that no
+        later backward of the step reaches has no gradient.
+
+        Raises UsageError with `"step_overlap": "backward"` if the backward has updated parameters with them.
+        """
+        self.training_state.zero_grad()
 
     def require_parameters(self) -> None:
         """Raise UsageError if the model's parameters are no longer those that the engine trains."""
@@ -580,6 +594,7 @@ class Engine(nn.Module):
         Raises UsageError in the middle of a step, BudgetError and DiskFullError if there is no room: nothing is moved.
         """
         self._loss_backward.abandon_failed()
+        self.training_state.notice_cleared()
         with self.world.calling("access"):
             self._offloaded.offload(include, device)
 

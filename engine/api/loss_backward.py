@@ -90,6 +90,7 @@ class LossBackward:
 
     def _begin(self, task: int, loss: torch.Tensor | None) -> None:
         training = self._training
+        training.notice_cleared()
         with ExitStack() as ends:
             ends.enter_context(training.world.calling("backward"))
             ends.enter_context(self._access.during("backward"))

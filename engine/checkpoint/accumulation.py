@@ -99,8 +99,8 @@ def _layout(training: Training, record: ParameterRecord, dtype: torch.dtype) -> 
 
 def check_begun(training: Training, begun: Mapping[str, Any], record: Mapping[str, Any], saved_world_size: int) -> None:
     """Raise CheckpointMismatchError if a step that has begun in a checkpoint cannot go on here."""
-    for name in ("stepped", "backwards"):
-        if type(begun[name]) is not int or not 0 < begun[name] < 2**53:
+    for name, least in (("stepped", 1), ("backwards", 0)):  # no backward: its gradients were forgotten
+        if type(begun[name]) is not int or not least <= begun[name] < 2**53:
             raise CorruptionError(f"the checkpoint's step that has begun has {name} {begun[name]!r}: it is not a count")
     batch = training.accumulation.batch
     there = (saved_world_size, record["batch"]["accumulation_steps"], record["precision"], bool(begun["own"]))
@@ -119,7 +119,6 @@ def take_up(training: Training, reader: ArraySource, begun: Mapping[str, Any]) -
     """Go on in the middle of the step that the checkpoint was saved in."""
     training.gradients.take_up(_stored(training, reader), begun["backwards"])
     training.accumulation.stepped = begun["stepped"]
-    training.gradients.show(whole=training.scaler.scale == 1.0)
 
 
 def _stored(training: Training, reader: ArraySource) -> Iterator[tuple[ParameterRecord, torch.Tensor]]:

@@ -22,8 +22,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Parameter groups, shared with the client's optimizer if there is one: setting `lr` in a group, or a torch
     scheduler on this object or on the client's, takes effect at the next `engine.step()`.
 
-    Its state is in the engine's store: `state` and `state_dict()` read a slot from it on demand. `step` and `zero_grad` from
-    the training loop change nothing; the engine does both.
+    Its state is in the engine's store: `state` and `state_dict()` read a slot from it on demand. `step` from the training
+    loop changes nothing; the engine updates.
     """
 
     def __init__(self, client: torch.optim.Optimizer) -> None:
@@ -39,6 +39,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.state = client.state
         self.scaler: LossScaler | None = None
         """The engine's loss scale; None until there is an engine."""
+        self.forget: Callable[[], None] | None = None
+        """Forgets the gradients of the step under way; None until there is an engine."""
         self._client_steps = rule_of(self.kind, whole=True) is CLIENT
         """Whether the object that was given takes the steps itself."""
         self._in_engine_step = False
@@ -51,7 +53,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             warn_once("engine.step() updates the parameters; remove optimizer.step() from the loop")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Change nothing: the engine clears gradients after each step."""
+        """Do as `Engine.zero_grad`."""
+        if self.forget is not None:
+            self.forget()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Raise UsageError: the state is in the engine's store."""
@@ -98,7 +102,7 @@ class NoOptimizer(ZeroOptimizer):
         # Not torch's `__init__`: it refuses to be without parameters.
         self.param_groups, self.defaults, self.state = [], {}, defaultdict(dict)
         self.kind = torch.optim.AdamW
-        self.scaler = None
+        self.scaler = self.forget = None
 
 
 def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Module) -> torch.optim.Optimizer:

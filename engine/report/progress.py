@@ -127,7 +127,8 @@ class RunReport:
 
     def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:
         """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
-        self._losses.add(loss, is_new=self._training.accumulation.is_new, is_part=is_part)
+        # Not the accumulation's: zero_grad() forgets gradients, and lets it go on.
+        self._losses.add(loss, is_new=self._training.gradients.backwards == 0, is_part=is_part)
 
     def want(self, *, measures: bool = False) -> None:
         """Have each step's loss and utilisation known on rank 0, the latter with `measures` at once; call it before the first

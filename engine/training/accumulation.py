@@ -34,6 +34,8 @@ class Accumulation:
     """Micro-batches that `step()` ended since the last optimizer step."""
     backwards: int = 0
     """Backwards since the last call of `step()`."""
+    was_cleared: bool = False
+    """Whether `zero_grad()` forgot the gradients after the last backward, and no `step()` came since."""
     named: bool | None = None
     """Whether the micro-batch under way is the last of its step, as the caller says; None: the engine counts."""
 
@@ -47,14 +49,24 @@ class Accumulation:
         """Whether the micro-batch under way is the last of its step."""
         return self.stepped + 1 >= self.batch.accumulation_steps if self.named is None else self.named
 
+    def note_backward(self) -> None:
+        """Note a backward."""
+        self.backwards, self.was_cleared = self.backwards + 1, False
+
+    def clear(self) -> None:
+        """Note that the gradients of the step are forgotten. Its micro-batches still count: a loop that clears them may call
+        `step()` for the one under way, as a plain loop does, or take another one in its place."""
+        self.backwards, self.was_cleared = 0, True
+
     def end_micro_batch(self, *, boundary: bool) -> None:
         """Note a call of `step()`; a `boundary` ended the accumulation."""
-        self.backwards = 0
+        self.backwards, self.was_cleared = 0, False
         self.stepped = 0 if boundary else self.stepped + 1
 
     def restart(self) -> None:
         """Forget the micro-batches of the step under way."""
         self.stepped = self.backwards = 0
+        self.was_cleared = False
 
     def batch_of(self, train_batch_size: int) -> BatchSizes:
         """Return the batch sizes with that many samples a step, by more or fewer micro-batches.

@@ -206,7 +206,7 @@ class Training:
             self.pending.in_backward.end_backward()
             if self.hooks is not None:
                 self.hooks.units.values_change(by_step=True)
-        self.accumulation.backwards += 1
+        self.accumulation.note_backward()
 
     @contextlib.contextmanager
     def coalesced(self) -> Iterator[None]:
@@ -234,6 +234,29 @@ class Training:
         self.restart_accumulation()
         if self.hooks is not None:
             self.hooks.abandon()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of the step under way if a backward came since the last `step()` (all ranks).
+
+        Raises UsageError if the backward has updated parameters with them, and on a rank that is alone in this call.
+        """
+        if not self.accumulation.backwards:
+            return
+        if self.pending.direct is not None and self.pending.direct.under_way:
+            raise UsageError(
+                "zero_grad() between backward() and step(), or gradients set to None there: with "
+                '"step_overlap": "backward" the backward has updated parameters with these gradients already, which cannot be '
+                'undone. Look at the loss before its backward, or set "step_overlap" to "forward" or "none"'
+            )
+        with self.world.calling("step", meeting="zero_grad()"):
+            self.pending.abandon()
+            self._forget_gradients()
+            self.accumulation.clear()
+
+    def notice_cleared(self) -> None:
+        """Do as `zero_grad` if the training loop has set all gradients to None itself (all ranks)."""
+        if self.accumulation.backwards and self.gradients.are_cleared:
+            self.zero_grad()
 
     def restart_accumulation(self) -> None:
         """Forget the gradients of the step under way."""
@@ -268,7 +291,7 @@ class Training:
         if self.gradients.sums is None:
             with labelled("reduce"):
                 self.gradients.reduce()
-            if self._needs_gradients:
+            if self._needs_gradients and not self.accumulation.was_cleared:
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed())
             # It takes buffers: nobody may wait for any until the update.
             if begin and not (self.stepper or self.pending.is_in_backward):

@@ -108,6 +108,17 @@ class Gradients(ABC):
                 gradient = self._stand_ins[record] = ShardedGradient.of(record, self.acts)
         record.parameter.grad = self._shown[record] = gradient
 
+    @property
+    def are_cleared(self) -> bool:
+        """Whether the training loop has set all gradients that were shown to None, as `zero_grad()` of torch does."""
+        return bool(self._shown) and all(record.parameter.grad is None for record in self._shown)
+
+    def hide(self) -> None:
+        """Take the gradients of the step so far out of `.grad`, and keep them: its micro-batch is over."""
+        self.adopt()
+        forget_gradients([record.parameter for record in self._shown])
+        self._shown.clear()
+
     def adopt(self) -> None:
         """Take over the gradients that the training loop put into `.grad` in place of those shown there.
 
@@ -121,7 +132,8 @@ class Gradients(ABC):
                 raise UsageError(
                     f"the .grad of parameter {record.name!r} was replaced or cleared between backward() and step(), but its "
                     "gradient is not whole on this rank, so that the step would not know. Multiply .grad in place by a number, "
-                    "or change the loss; a parameter with requires_grad=False gets no gradient"
+                    "change the loss, or forget all gradients with engine.zero_grad(); a parameter with requires_grad=False "
+                    "gets no gradient"
                 )
 
     def _replace(self, record: ParameterRecord, gradient: torch.Tensor | None) -> bool:

@@ -1,7 +1,8 @@
 """The placeholder in `.grad` for a gradient that is not there as a whole tensor.
 
 [Note: gradients between backward and step]
-Between a backward and its `step()` each parameter that has a gradient shows it in `.grad`; after `step()` it is None.
+Between a backward and its `step()` each parameter that has a gradient shows it in `.grad`; after `step()` it is None, also
+where the step goes on. If all of them are set to None the step forgets them; zeros in those below are None.
 If a rank has all of the mean over ranks in the parameter's own type, without a loss scale, `.grad` is that tensor: the
 step uses the tensor that a training loop reads and writes there, and does not update a parameter whose `.grad` it sets to
 None. The last backward of a step averages over ranks; before it, ranks do not hold the mean.
@@ -63,7 +64,7 @@ class ShardedGradient(torch.Tensor):
         found = None if act is None else act(*args, **(kwargs or {}))
         if found is None:
             raise UsageError(_refusal(func, args))
-        return found
+        return None if func is _aten._foreach_zero_.default else found  # which has no result in its schema
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient({self.record.name!r}, shape={tuple(self.shape)})"
@@ -111,6 +112,15 @@ def _div(gradient: Any, divisor: Any) -> Any:
     return None if number is None else _mul(gradient, 1.0 / number if number else math.inf)
 
 
+def _zero(gradient: Any) -> Any:
+    gradient.record.parameter.grad = None  # as zero_grad() does with set_to_none, which the engine sees
+    return gradient
+
+
+def _zero_each(gradients: Sequence[Any]) -> Any:
+    return list(map(_zero, gradients))
+
+
 def _each(gradients: Sequence[Any], factors: Any) -> Any:
     listed = list(factors) if isinstance(factors, list | tuple) else [factors] * len(gradients)
     numbers = [_factor(gradient, factor) for gradient, factor in zip(gradients, listed, strict=True)]
@@ -125,6 +135,8 @@ _ACTS: Mapping[Any, Callable[..., Any]] = {
     _aten.mul_.Scalar: _mul,
     _aten.div_.Tensor: _div,
     _aten.div_.Scalar: _div,
+    _aten.zero_.default: _zero,
+    _aten._foreach_zero_.default: _zero_each,
     _aten._foreach_mul_.Scalar: _each,
     _aten._foreach_mul_.ScalarList: _each,
     _aten._foreach_mul_.Tensor: _each,

@@ -67,9 +67,9 @@ def test_leftovers_of_a_plain_loop_change_nothing(caplog: pytest.LogCaptureFixtu
             other.zero_grad()
             loss = other(torch.ones(2, 8)).square().mean()
             other.backward(loss)
-            other.zero_grad()
             with other.no_sync():
                 other.step()
+            other.zero_grad()
             other.optimizer.step()
         assert engine_digests(plain) == engine_digests(other)
     assert [r.message for r in caplog.records if "remove optimizer.step()" in r.message] != []
