@@ -57,7 +57,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: float(value) if hasattr(value, "item") else plain(value)
         for name, value in group.items()
-        if name != "params"
+        if name not in ("params", "param_names")
     }
 
 

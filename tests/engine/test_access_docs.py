@@ -36,7 +36,7 @@ def _run(rank: int, folder: str, examples: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_examples_run(world_size: int, tmp_path: Path) -> None:
-    assert len(blocks()) == 8
+    assert len(blocks()) == 9
     whole = ["0.bias", "0.weight", "2.bias", "2.weight"]
     first, *others = run_ranks(_run, world_size, str(tmp_path), blocks())
     assert first == whole

@@ -11,7 +11,7 @@ from torch import nn
 from zstore.errors import UsageError
 
 from ...optim.lion import called
-from ...optim.rules import Groups
+from ...optim.rules import Groups, without_names
 
 _MUON = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
@@ -41,7 +41,7 @@ class MuonWithAdam(torch.optim.Optimizer):
                 )
             settings = {name: value for name, value in given.items() if name not in ("params", "use_muon")}
             kind, defaults = (torch.optim.Muon, _MUON) if given["use_muon"] else (torch.optim.AdamW, _ADAM)
-            one = kind(given["params"], **{**defaults, **settings})
+            one = kind([{"params": given["params"]}], **{**defaults, **settings})  # which may be empty
             groups.append({**one.param_groups[0], "use_muon": given["use_muon"]})
         super().__init__(groups, {})
 
@@ -50,7 +50,7 @@ class MuonWithAdam(torch.optim.Optimizer):
         """Update every parameter that has a gradient; return what `closure` returned."""
         loss = called(closure)
         for group in self.param_groups:
-            one: Any = (torch.optim.Muon if group["use_muon"] else torch.optim.AdamW)(group["params"])
+            one: Any = (torch.optim.Muon if group["use_muon"] else torch.optim.AdamW)([{"params": group["params"]}])
             # They work on this object's groups and state, whatever a load put in their place.
             one.param_groups, one.state = [group], self.state
             one.step()
@@ -85,18 +85,19 @@ def split_for_muon(
 
 
 def muon_from_config(groups: Groups, arguments: Mapping[str, Any], model: nn.Module) -> MuonWithAdam:
-    """Return an optimizer of each group as two, one for Muon and one for Adam, if it has parameters for both."""
+    """Return an optimizer of each group as two, one for Muon and one for Adam, if it has parameters for both; a group without
+    any that is trained stays one, an empty one of Adam's."""
     rates = {name: arguments[name] or arguments["lr"] for name in ("muon_lr", "adam_lr")}
     muon = {name: arguments[name] for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "weight_decay")}
     adam = {name: arguments[name] for name in ("betas", "eps", "weight_decay")}
     found: Groups = []
     for group in groups:
         own = {name: value for name, value in group.items() if name != "params"}
-        parts = zip(split_for_muon(model, group["params"]), ((True, muon), (False, adam)), strict=True)
-        for parameters, (uses, settings) in parts:
+        split = split_for_muon(model, without_names(group["params"]))
+        for parameters, (uses, settings) in zip(split, ((True, muon), (False, adam)), strict=True):
             rate = rates["muon_lr" if uses else "adam_lr"]
             named = {} if rate is None else {"lr": rate}
             known = {name: value for name, value in own.items() if name in settings or name == "lr"}
-            if parameters:
+            if parameters or not (uses or any(split)):
                 found.append({**settings, **named, **known, "params": parameters, "use_muon": uses})
     return MuonWithAdam(found)
