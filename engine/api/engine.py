@@ -122,7 +122,7 @@ class Engine(nn.Module):
         """Called at both ends of each phase, at the price of overlap with the device."""
         self.monitor = monitors
         """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
-        training.optimizer.scaler, training.optimizer.forget = training.scaler, training.zero_grad
+        training.optimizer.scaler = training.scaler
         # Not methods of this object, which would then never be collected.
         self.saves_s = functools.partial(_saves_s, self.checkpoints)
         """Returns the seconds for which saves held training up, by their kind."""
@@ -352,8 +352,7 @@ class Engine(nn.Module):
         """Forget the gradients of the step so far, between a `backward` and its `step()`; elsewhere change nothing: the engine
         clears gradients after each step, and a `step()` that did not end an accumulation keeps them (all ranks).
 
-        The same is done when `zero_grad()` of the model or of the client's optimizer sets them to None, at the next call of the
-        engine. A `step()` that follows without a backward updates nothing. Whatever `set_to_none` says, a parameter that no
+        The same is done when `zero_grad()` of the model or an optimizer sets them to None, at the next call of the engine. A `step()` that follows without a backward updates nothing. Whatever `set_to_none` says, a parameter that no
         later backward of the step reaches has no gradient.
 
         Raises UsageError with `"step_overlap": "backward"` if the backward has updated parameters with them.

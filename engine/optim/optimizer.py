@@ -39,8 +39,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.state = client.state
         self.scaler: LossScaler | None = None
         """The engine's loss scale; None until there is an engine."""
-        self.forget: Callable[[], None] | None = None
-        """Forgets the gradients of the step under way; None until there is an engine."""
         self._client_steps = rule_of(self.kind, whole=True) is CLIENT
         """Whether the object that was given takes the steps itself."""
         self._in_engine_step = False
@@ -51,11 +49,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not (self._in_engine_step or self._warned):
             self._warned = True
             warn_once("engine.step() updates the parameters; remove optimizer.step() from the loop")
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do as `Engine.zero_grad`."""
-        if self.forget is not None:
-            self.forget()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Raise UsageError: the state is in the engine's store."""
@@ -102,7 +95,7 @@ class NoOptimizer(ZeroOptimizer):
         # Not torch's `__init__`: it refuses to be without parameters.
         self.param_groups, self.defaults, self.state = [], {}, defaultdict(dict)
         self.kind = torch.optim.AdamW
-        self.scaler = self.forget = None
+        self.scaler = None
 
 
 def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Module) -> torch.optim.Optimizer:

@@ -35,7 +35,7 @@ class Accumulation:
     backwards: int = 0
     """Backwards since the last call of `step()`."""
     was_cleared: bool = False
-    """Whether `zero_grad()` forgot the gradients after the last backward, and no `step()` came since."""
+    """Whether `zero_grad()` forgot backwards since the last call of `step()`, which may be called for them."""
     named: bool | None = None
     """Whether the micro-batch under way is the last of its step, as the caller says; None: the engine counts."""
 
@@ -49,15 +49,6 @@ class Accumulation:
         """Whether the micro-batch under way is the last of its step."""
         return self.stepped + 1 >= self.batch.accumulation_steps if self.named is None else self.named
 
-    def note_backward(self) -> None:
-        """Note a backward."""
-        self.backwards, self.was_cleared = self.backwards + 1, False
-
-    def clear(self) -> None:
-        """Note that the gradients of the step are forgotten. Its micro-batches still count: a loop that clears them may call
-        `step()` for the one under way, as a plain loop does, or take another one in its place."""
-        self.backwards, self.was_cleared = 0, True
-
     def end_micro_batch(self, *, boundary: bool) -> None:
         """Note a call of `step()`; a `boundary` ended the accumulation."""
         self.backwards, self.was_cleared = 0, False
@@ -65,8 +56,7 @@ class Accumulation:
 
     def restart(self) -> None:
         """Forget the micro-batches of the step under way."""
-        self.stepped = self.backwards = 0
-        self.was_cleared = False
+        self.stepped, self.backwards, self.was_cleared = 0, 0, False
 
     def batch_of(self, train_batch_size: int) -> BatchSizes:
         """Return the batch sizes with that many samples a step, by more or fewer micro-batches.

@@ -206,7 +206,7 @@ class Training:
             self.pending.in_backward.end_backward()
             if self.hooks is not None:
                 self.hooks.units.values_change(by_step=True)
-        self.accumulation.note_backward()
+        self.accumulation.backwards += 1
 
     @contextlib.contextmanager
     def coalesced(self) -> Iterator[None]:
@@ -251,7 +251,7 @@ class Training:
         with self.world.calling("step", meeting="zero_grad()"):
             self.pending.abandon()
             self._forget_gradients()
-            self.accumulation.clear()
+            self.accumulation.backwards, self.accumulation.was_cleared = 0, True
 
     def notice_cleared(self) -> None:
         """Do as `zero_grad` if the training loop has set all gradients to None itself (all ranks)."""
@@ -291,7 +291,7 @@ class Training:
         if self.gradients.sums is None:
             with labelled("reduce"):
                 self.gradients.reduce()
-            if self._needs_gradients and not self.accumulation.was_cleared:
+            if self._needs_gradients and self.gradients.backwards:  # else they were forgotten
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed())
             # It takes buffers: nobody may wait for any until the update.
             if begin and not (self.stepper or self.pending.is_in_backward):

@@ -117,10 +117,6 @@ def _zero(gradient: Any) -> Any:
     return gradient
 
 
-def _zero_each(gradients: Sequence[Any]) -> Any:
-    return list(map(_zero, gradients))
-
-
 def _each(gradients: Sequence[Any], factors: Any) -> Any:
     listed = list(factors) if isinstance(factors, list | tuple) else [factors] * len(gradients)
     numbers = [_factor(gradient, factor) for gradient, factor in zip(gradients, listed, strict=True)]
@@ -136,7 +132,7 @@ _ACTS: Mapping[Any, Callable[..., Any]] = {
     _aten.div_.Tensor: _div,
     _aten.div_.Scalar: _div,
     _aten.zero_.default: _zero,
-    _aten._foreach_zero_.default: _zero_each,
+    _aten._foreach_zero_.default: lambda gradients: list(map(_zero, gradients)),
     _aten._foreach_mul_.Scalar: _each,
     _aten._foreach_mul_.ScalarList: _each,
     _aten._foreach_mul_.Tensor: _each,
