@@ -352,8 +352,9 @@ class Engine(nn.Module):
         """Forget the gradients of the step so far, between a `backward` and its `step()`; elsewhere change nothing: the engine
         clears gradients after each step, and a `step()` that did not end an accumulation keeps them (all ranks).
 
-        The same is done when `zero_grad()` of the model or an optimizer sets them to None, at the next call of the engine. A `step()` that follows without a backward updates nothing. Whatever `set_to_none` says, a parameter that no
-        later backward of the step reaches has no gradient.
+        The same is done when `zero_grad()` of the model or an optimizer sets them to None, at the next call of the engine. A
+        `step()` that follows without a backward updates nothing. Whatever `set_to_none` says, a parameter that no later
+        backward of the step reaches has no gradient.
 
         Raises UsageError with `"step_overlap": "backward"` if the backward has updated parameters with them.
         """

@@ -15,7 +15,7 @@ from zstore.errors import ConfigError, UsageError
 from ..config.config import OptimizerConfig
 from ..runtime.messages import warn_once
 from .loss_scale import LossScaler
-from .rules import CLIENT, Groups, classes, rule_of, without_names
+from .rules import CLIENT, Groups, classes, rule_of
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -121,20 +121,13 @@ def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Mo
 
 def _as_groups(parameters: Iterable[Any]) -> Groups:
     """Return group dicts, for torch to make the groups that it would: frozen parameters and empty groups stay, since schedules
-    count groups. Parameters alone, or with names, make one group; of those listed twice the first counts.
-
-    Raises UsageError if none is trainable.
-    """
+    count groups. Parameters alone, or with names, make one group; of those listed twice the first counts."""
     items = list(parameters)
     are_groups = bool(items) and isinstance(items[0], Mapping)
     groups = [dict(group) for group in items] if are_groups else [{"params": items}]
     for group in groups:
         listed = group["params"]
         group["params"] = [listed] if isinstance(listed, torch.Tensor) else list(dict.fromkeys(listed))
-    if not any(parameter.requires_grad for group in groups for parameter in without_names(group["params"])):
-        raise UsageError(
-            "there is no trainable parameter: expected at least one with requires_grad=True in model_parameters"
-        )
     return groups
 
 

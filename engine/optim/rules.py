@@ -29,11 +29,6 @@ Groups = list[dict[str, Any]]
 """Groups of parameters with settings, as torch's optimizers take them."""
 
 
-def without_names(listed: Iterable[Any]) -> list[nn.Parameter]:
-    """Return the parameters of a group, which may be pairs with their names."""
-    return [item[1] if isinstance(item, tuple) else item for item in listed]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """How optimizers of some classes update. See [Note: rules]."""

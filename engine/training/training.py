@@ -244,9 +244,8 @@ class Training:
             return
         if self.pending.direct is not None and self.pending.direct.under_way:
             raise UsageError(
-                "zero_grad() between backward() and step(), or gradients set to None there: with "
-                '"step_overlap": "backward" the backward has updated parameters with these gradients already, which cannot be '
-                'undone. Look at the loss before its backward, or set "step_overlap" to "forward" or "none"'
+                'zero_grad() between backward() and step(): with "step_overlap": "backward" the backward has updated '
+                'parameters already, which is final. Look at the loss first, or set "step_overlap" to "forward" or "none"'
             )
         with self.world.calling("step", meeting="zero_grad()"):
             self.pending.abandon()

@@ -71,8 +71,7 @@ class Gradients(ABC):
 
     def start_backward(self, *, last: bool) -> None:
         """Prepare for a backward, the `last` of its step or not."""
-        self.adopt()
-        self._shown.clear()
+        self.hide()
         self.backwards += 1
         self._last = last
 
@@ -114,7 +113,7 @@ class Gradients(ABC):
         return bool(self._shown) and all(record.parameter.grad is None for record in self._shown)
 
     def hide(self) -> None:
-        """Take the gradients of the step so far out of `.grad`, and keep them: its micro-batch is over."""
+        """Take the gradients of the step so far out of `.grad`, as the loop left them there, and keep them."""
         self.adopt()
         forget_gradients([record.parameter for record in self._shown])
         self._shown.clear()
@@ -132,8 +131,7 @@ class Gradients(ABC):
                 raise UsageError(
                     f"the .grad of parameter {record.name!r} was replaced or cleared between backward() and step(), but its "
                     "gradient is not whole on this rank, so that the step would not know. Multiply .grad in place by a number, "
-                    "change the loss, or forget all gradients with engine.zero_grad(); a parameter with requires_grad=False "
-                    "gets no gradient"
+                    "change the loss, or forget all with engine.zero_grad(); with requires_grad=False there is no gradient"
                 )
 
     def _replace(self, record: ParameterRecord, gradient: torch.Tensor | None) -> bool:

@@ -1,8 +1,7 @@
 """The placeholder in `.grad` for a gradient that is not there as a whole tensor.
 
 [Note: gradients between backward and step]
-Between a backward and its `step()` each parameter that has a gradient shows it in `.grad`; after `step()` it is None, also
-where the step goes on. If all of them are set to None the step forgets them; zeros in those below are None.
+Between a backward and its `step()` each parameter that has a gradient shows it in `.grad`; after `step()` it is None.
 If a rank has all of the mean over ranks in the parameter's own type, without a loss scale, `.grad` is that tensor: the
 step uses the tensor that a training loop reads and writes there, and does not update a parameter whose `.grad` it sets to
 None. The last backward of a step averages over ranks; before it, ranks do not hold the mean.

@@ -310,7 +310,6 @@ class UnitGradients(Gradients):
 
     def start_backward(self, *, last: bool) -> None:
         super().start_backward(last=last)
-        forget_gradients([record.parameter for record in self._records if self.has(record)])
         self._phase = BackwardPhase.RUNNING
         self.arrivals.start()
         if self._reducer is not None:

@@ -11,7 +11,7 @@ from torch import nn
 from zstore.errors import UsageError
 
 from ...optim.lion import called
-from ...optim.rules import Groups, without_names
+from ...optim.rules import Groups
 
 _MUON = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
@@ -93,7 +93,8 @@ def muon_from_config(groups: Groups, arguments: Mapping[str, Any], model: nn.Mod
     found: Groups = []
     for group in groups:
         own = {name: value for name, value in group.items() if name != "params"}
-        split = split_for_muon(model, without_names(group["params"]))
+        unnamed = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
+        split = split_for_muon(model, unnamed)
         for parameters, (uses, settings) in zip(split, ((True, muon), (False, adam)), strict=True):
             rate = rates["muon_lr" if uses else "adam_lr"]
             named = {} if rate is None else {"lr": rate}
