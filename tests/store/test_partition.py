@@ -97,6 +97,7 @@ def test_chunks_have_64_kib_to_1_mib_in_fp32_with_the_exceptions_of_the_note(sha
 
 @given(shape=shapes, world_size=worlds)
 @example(shape=(128256, 11008), world_size=1060)
+@example(shape=(61625, 317), world_size=311)
 def test_a_shard_pads_little(shape: Shape, world_size: int) -> None:
     """Beyond the alignment to 16 elements, at most a fifth, and little for shards of some size."""
     grid = make_grid(shape, world_size)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import CheckpointError, RankError
@@ -29,8 +30,17 @@ from .plan import CheckpointPlan
 class CheckpointBuilder:
     """Builds the checkpoint `plan` in the temporary folder `folder`. See [Note: building a checkpoint]."""
 
-    def __init__(self, plan: CheckpointPlan, folder: Path, files: Files, ranks: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        plan: CheckpointPlan,
+        folder: Path,
+        files: Files,
+        ranks: Collection[int] | None = None,
+        earlier: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.folder = folder
+        self._earlier = earlier
+        """By folder, the `zarr.json` of the same array in an earlier checkpoint."""
         self._ranks = range(plan.world_size) if ranks is None else ranks
         """Ranks whose manifests come into the folder."""
         self._plan = plan
@@ -132,10 +142,28 @@ class CheckpointBuilder:
         def write(folder: str) -> None:
             self._make_folder(folder)
             path = os.path.join(self.folder, folder, METADATA_FILE)
-            self._files.write_small(path, self._texts[folder], sync=False)
-            make_read_only(path)
+            if not self._link_earlier(folder, path):
+                self._files.write_small(path, self._texts[folder], sync=False)
+                make_read_only(path)
 
         return (partial(write, folder) for folder in self._texts)
+
+    def _link_earlier(self, folder: str, path: str) -> bool:
+        """Link an earlier checkpoint's document if it is the same; to make a file takes several times as long."""
+        earlier = self._earlier.get(folder)
+        if earlier is None:
+            return False
+        try:
+            with open(earlier, "rb") as file:
+                if file.read() != self._texts[folder]:
+                    return False
+                self._files.link(earlier, path)
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    return True
+            self._files.unlink(path)  # it was replaced meanwhile
+        except OSError:  # removed since, on another file system, or with all the names that a file may have
+            pass
+        return False
 
     def metadata_syncs(self) -> Iterator[Callable[[], None]]:
         """Yield a task for each `zarr.json` that makes it durable, once all are written."""

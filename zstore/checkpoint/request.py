@@ -13,7 +13,7 @@ from ..format.arrays import numpy_dtype
 from ..io.shards import IoResources
 from ..store.tiers import PinnedShard
 from .machines import Parts
-from .names import check_save_id, tag_text
+from .names import METADATA_FILE, array_path, check_save_id, tag_text
 from .plan import CheckpointPlan
 from .retention import Keep
 from .reuse import KnownFile
@@ -110,6 +110,11 @@ class SaveRequest(CheckpointPlan):
         """Return the file of an earlier checkpoint that no pass made old, None if there is none."""
         known, version = self.known.get(name), self.pins[name].version
         return known if known is not None and version is not None and known.version == version else None
+
+    def known_documents(self) -> dict[str, str]:
+        """Return the `zarr.json` beside each known file, by the array's folder."""
+        known = {array_path(name): os.path.dirname(file.path) for name, file in self.known.items()}
+        return {folder: os.path.join(earlier, METADATA_FILE) for folder, earlier in known.items()}
 
     def check_room(self, path: Path) -> None:
         """Raise DiskFullError if the file system of `path` lacks room for the files of all ranks together."""

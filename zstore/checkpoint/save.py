@@ -97,7 +97,7 @@ class _Save:
             pause=self.cancelled.wait,
         )
         ranks = None if request.parts is None else request.parts.ranks
-        self._builder = CheckpointBuilder(request, self._folder, self._files, ranks)
+        self._builder = CheckpointBuilder(request, self._folder, self._files, ranks, request.known_documents())
         self._publisher = Publisher(request, self._builder, self._check_alive)
         self._pieces = Pieces(request, self._folder)
         self._messages: list[str] = []

@@ -257,7 +257,7 @@ def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[
     if shard_numel <= target:
         return min_rows, min_rows
     # A shard of few chunks has few divisors: look further then.
-    largest = 2 * target if shard_numel <= 4 * target else target * 5 // 4
+    largest = 2 * target if shard_numel <= 5 * target else target * 5 // 4
     limit = max(MAX_CHUNK_NUMEL // row_numel // align * align, align)
     least = min(round_up(-(-max(MIN_CHUNK_NUMEL, target * 2 // 3) // row_numel), align), limit)
     most = min(max(largest // row_numel // align * align, least), limit)

@@ -95,6 +95,12 @@ def encode_index(layout: ShardLayout) -> bytes:
     return encode_entries(layout, layout.data_offset + present * np.uint64(layout.slot_bytes), layout.chunk_bytes)
 
 
+@lru_cache(maxsize=256)
+def small_index(layout: ShardLayout) -> Bytes:
+    """Return `encode_index` of a small file, whose layout many others have."""
+    return np.frombuffer(encode_index(layout), np.uint8)
+
+
 def encode_entries(layout: ShardLayout, offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> bytes:
     """Return an index whose present chunks are at `offsets` and have `sizes` bytes, crc32c included, with zeros behind it."""
     # In place: the index of a million chunks takes 16 MiB.

@@ -267,7 +267,7 @@ class Files:
 
     def make_folder(self, path: str | Path) -> None:
         """Make the folder and those above it; an existing one is no error."""
-        self._reported("make_folder", "cannot create the folder", path, partial(os.makedirs, path, exist_ok=True))
+        self._reported("make_folder", "cannot create the folder", path, partial(_make_folder, path))
 
     def remove_tree(self, path: str | Path) -> None:
         """Remove the folder and all in it; a missing one is no error."""
@@ -343,6 +343,17 @@ def make_read_only(path: str | Path) -> None:
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & 0o222:
         os.chmod(path, mode & ~0o222)
+
+
+def _make_folder(path: str | Path) -> None:
+    # `os.makedirs` looks at every folder above first, which is there for all but the first of many.
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+    except FileNotFoundError:
+        os.makedirs(path, exist_ok=True)
 
 
 def _views(data: Bytes | ScatteredMemory) -> Sequence[memoryview]:

@@ -18,17 +18,13 @@ import numpy as np
 from ..errors import CorruptionError, StorageError, UsageError
 from ..format.arrays import ArraySpec, Bytes
 from ..format.partition import Grid
-from ..format.shardfile import (
-    ShardLayout,
-    check_index,
-    encode_index,
-    layout_of,
-    slot_views,
-)
+from ..format.shardfile import ShardLayout, check_index, encode_index, layout_of, slot_views, small_index
 from .buffers import Buffer, Pool, make_slab
 from .files import LARGE_BYTES, Files
 from .queue import IoQueue, Priority, Ticket, joined, wait_all
 from .slots import Slots, runs
+
+_TINY_BYTES = 32 * 1024
 
 Fill = Callable[[int, int, Bytes], None]
 """`fill(first, stop, out)` writes global flat elements `[first, stop)` of an array into `out`, uint8."""
@@ -155,6 +151,8 @@ def write_shard(
     leaves a partial file behind, for the caller's folder to be swept. Must not be called from an I/O thread.
     """
     writer = ShardWriter(res, path, spec, grid, shard, priority)
+    if writer.is_tiny and not res.sync:
+        return writer.write_tiny(fill)
     summary = writer.create(fill).wait()
     if res.sync and not writer.is_small:
         res.files.sync_file(path)
@@ -163,7 +161,8 @@ def write_shard(
 
 def checksum_shard(res: IoResources, spec: ArraySpec, grid: Grid, shard: int, fill: Fill | FillRuns) -> tuple[int, ...]:
     """Return the checksums that `write_shard` would, and write nothing. Must not be called from an I/O thread."""
-    return ShardWriter(res, None, spec, grid, shard, Priority.CHECKPOINT).create(fill).wait().crcs
+    writer = ShardWriter(res, None, spec, grid, shard, Priority.CHECKPOINT)
+    return (writer.write_tiny(fill) if writer.is_tiny else writer.create(fill).wait()).crcs
 
 
 class ShardWriter:
@@ -179,6 +178,25 @@ class ShardWriter:
         self._shard = shard
         self._layout = layout_of(grid, shard, spec.dtype)
         self._priority = priority
+
+    @property
+    def is_tiny(self) -> bool:
+        """The file is written faster than an I/O thread takes it up."""
+        return self._layout.num_present > 0 and self._layout.file_bytes <= _TINY_BYTES
+
+    def write_tiny(self, fill: Fill | FillRuns) -> ShardSummary:
+        """Make the whole file in this thread, through the page cache; the caller makes it durable."""
+        layout = self._layout
+        slots = Slots(layout, 0, layout.num_present, layout.data_offset, None)
+        data = np.empty(slots.buffer_bytes, np.uint8)
+        slots.lay_out(data)
+        slots.index[:] = small_index(layout)
+        self._fill_slots(slots, data, fill)
+        crcs = tuple(slots.seal())
+        if self._path is not None:
+            with self._res.files.opened(self._path, write=True, create=True, direct=False) as file:
+                self._res.files.write_from(file, slots.data, 0)
+        return ShardSummary(self._spec.name, self._shard, layout.file_bytes, crcs)
 
     @property
     def is_small(self) -> bool:
