@@ -14,7 +14,7 @@ import typer
 from zstore.errors import ConfigError
 from zstore.sizes import format_count
 
-from .options import Json
+from .options import Json, parse_file
 from .printing import cell, make_console, make_table, print_json
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zstore.engine.config.explain import KeyFact
 
 File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="Configuration, JSON in the DeepSpeed dialect.", exists=True)
+    Path, typer.Argument(metavar="FILE", help="Configuration, JSON in the DeepSpeed dialect.", parser=parse_file)
 ]
 WorldSize = Annotated[int, typer.Option(help="Ranks to resolve batch sizes for.", min=1, metavar="N")]
 Hidden = Annotated[

@@ -13,7 +13,8 @@ import typer
 from zstore.checkpoint import ArraySource, Record, new_folder_of, tag_folder
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 from zstore.open.sources import split_location
-from zstore.remote.url import is_url, shown
+from zstore.paths import UserPath, is_url, user_path
+from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.cast import Overflow
 from zstore.weights.choose import choose, frozen_weights
@@ -94,7 +95,7 @@ def consolidate_command(
     """
     require_choice("--dtype", dtype, Dtype)
     require_choice("--overflow", overflow, Overflow)
-    team, target = common.team, out or _beside(ckpt, which.tag, f"-{dtype}")
+    team, target = common.team, user_path(out) if out else _beside(ckpt, which.tag, f"-{dtype}")
     with open_location(ckpt, common, which.tag) as source:
         weights, left_out = which.of(source, list_weights(source, DTYPES[dtype], ema=which.ema))
         files = plan_files(weights, max_shard_size)
@@ -136,13 +137,13 @@ def _left_out_text(left_out: Sequence[str], record: Record) -> str:
     return text
 
 
-def _beside(ckpt: str | os.PathLike[str], tag: str | None, suffix: str) -> Path:
+def _beside(ckpt: UserPath, tag: str | None, suffix: str) -> Path:
     place, named = split_location(ckpt, tag)
     if is_url(place):
         raise UsageError(
             f"name the folder to write: `zstore consolidate {shown(os.fspath(ckpt))} OUT`, since the source is a URL"
         )
-    path = Path(os.path.abspath(place))
+    path = Path(place)
     if named is not None:
         path = path / tag_folder(named)
     return path.with_name(path.name + suffix)

@@ -18,6 +18,7 @@ import typer
 from zstore.checkpoint import ArraySource, new_folder_of, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.interop.deepspeed.universal import UniversalFolder
+from zstore.paths import user_path
 from zstore.ranks.team import ALONE, Team
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.companions import copy_companions
@@ -90,6 +91,7 @@ def convert_command(
 
     Returns the exit code. Raises CheckpointExistsError if `out` exists; a partial result never has its name.
     """
+    out = user_path(out)
     with open_location(src, common, options.tag) as source:
         names = _arrays_read(source, options)
         total_bytes = sum(source.arrays[name].spec.nbytes for name in names)

@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from zstore.paths import user_path
+
 MODEL = "gpt-tiny"
 SAVE_EVERY = 20
 LEARNING_RATE = 4e-3
@@ -31,13 +33,13 @@ def main() -> None:
     """Run the demo; exits with 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--folder", type=Path, default=Path("demo-run"), help="folder to work in; an existing one is replaced"
+        "--folder", type=user_path, default="demo-run", help="folder to work in; an existing one is replaced"
     )
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps; a multiple of 20, at least 40")
     parser.add_argument("--model", default=MODEL)
     options = parser.parse_args()
     started = time.perf_counter()
-    demo = Demo(options.folder.absolute(), options.model, options.steps)
+    demo = Demo(options.folder, options.model, options.steps)
     demo.run()
     demo.close_with_table(time.perf_counter() - started)
 

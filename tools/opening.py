@@ -15,8 +15,9 @@ from zstore.checkpoint import NUM_THREADS, ArraySource, ReadStatistics, tags, ta
 from zstore.errors import BudgetError, CheckpointNotFoundError
 from zstore.io import IoResources, map_large_blocks, open_resources
 from zstore.open.sources import open_source, split_location
+from zstore.paths import is_url
 from zstore.ranks.team import ALONE, Team
-from zstore.remote.url import is_url, parse_options
+from zstore.remote.url import parse_options
 
 from .options import Json, StorageOption, parse_size
 from .printing import print_json

@@ -7,11 +7,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
 from zstore.errors import UsageError
+from zstore.paths import user_path
 from zstore.sizes import parse_bytes
 
 Dtype = Literal["fp16", "bf16", "fp32"]
@@ -42,6 +44,16 @@ def parse_number(text: str | int) -> int:
     if value < 1:
         raise typer.BadParameter(f"expected a number of at least one, got {text!r}")
     return value
+
+
+def parse_file(text: str | Path) -> Path:
+    """Path of a file that is there; `typer.BadParameter` for anything else."""
+    path = user_path(text)
+    if not path.is_file():
+        raise typer.BadParameter(
+            f"File '{text}' does not exist." if not path.exists() else f"File '{text}' is a folder."
+        )
+    return path
 
 
 def require_choice(option: str, value: str, choices: Any) -> None:
@@ -82,7 +94,8 @@ StorageOption = Annotated[
 def for_typer(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """Return `command` with a signature for typer: a parameter that is a dataclass of options is replaced by its fields.
 
-    A field is an option if its type is `Annotated`. A value that such a dataclass refuses is wrong usage.
+    A field is an option if its type is `Annotated`. A value that such a dataclass refuses is wrong usage. Paths are as
+    `user_path` returns them.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, type[Any]] = {}
@@ -96,6 +109,7 @@ def for_typer(command: Callable[..., int | None]) -> Callable[..., int | None]:
 
     @functools.wraps(command)
     def run(**given: Any) -> int | None:
+        given = {name: user_path(value) if isinstance(value, Path) else value for name, value in given.items()}
         for name, kind in groups.items():
             own = {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
             try:

@@ -12,9 +12,10 @@ import typer
 
 from zstore.checkpoint import ArraySource, CheckpointReader, open_checkpoint, reshard_checkpoint, stored_files
 from zstore.errors import CheckpointExistsError, UsageError
+from zstore.paths import is_url, user_path
 from zstore.ranks.team import ALONE, Team
 from zstore.remote.upload import upload_checkpoint
-from zstore.remote.url import is_url, shown
+from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
 
 from .opening import DEFAULTS, Common, array_bytes, open_location, read_of
@@ -62,7 +63,11 @@ def reshard_command(  # noqa: PLR0913 - options of one thing, all but the first 
             f"`zstore reshard OUT --to {shown(to)}` with one"
         )
     with contextlib.ExitStack() as temporary:
-        folder = out or Path(temporary.enter_context(tempfile.TemporaryDirectory(prefix="zstore-reshard-")))
+        folder = (
+            user_path(out)
+            if out
+            else Path(temporary.enter_context(tempfile.TemporaryDirectory(prefix="zstore-reshard-")))
+        )
         with open_location(ckpt, common, tag) as source:
             ranks = source.record.world_size if world_size is None else world_size
             plan = (
@@ -75,7 +80,7 @@ def reshard_command(  # noqa: PLR0913 - options of one thing, all but the first 
                 plan += f", uploaded unchanged from {path} to {shown(to)}"
                 document["path"] = str(path)
             else:
-                where = "a temporary folder" if out is None else str(out)
+                where = "a temporary folder" if out is None else str(folder)
                 then = "" if to is None else f", and from there to {shown(to)}"
                 compressed = "" if codec == "none" else f", compressed with {codec}"
                 ranks_text = f"from {source.record.world_size} to {format_count(ranks, 'rank')}"

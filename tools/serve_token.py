@@ -13,6 +13,7 @@ from urllib.parse import quote
 import typer
 
 from zstore.errors import UsageError
+from zstore.paths import user_path
 from zstore.serve.audit import recording
 from zstore.serve.tokens import Link, Role, Token, TokenFile, digest_of, edit_tokens, read_tokens, sign
 from zstore.sizes import format_bytes
@@ -39,7 +40,7 @@ def _parse_seconds(text: str | int) -> int:
     return int(found[1]) * _UNITS_S[found[2]]
 
 
-FileOption = Annotated[Path, typer.Option("--file", help="The file of tokens.", metavar="FILE")]
+FileOption = Annotated[Path, typer.Option("--file", parser=user_path, help="The file of tokens.", metavar="FILE")]
 AuditOption = Annotated[
     Path | None,
     typer.Option("--audit", help="Append a line of JSON about it to this file.", metavar="FILE", envvar=AUDIT_VARIABLE),

@@ -18,6 +18,7 @@ from zstore.engine.access.access import live
 from zstore.engine.access.gather import gather
 from zstore.errors import CheckpointExistsError, ZstoreError
 from zstore.open.checkpoint import open_checkpoint
+from zstore.paths import user_path
 from zstore.ranks.world import World
 from zstore.weights.choose import frozen_weights
 
@@ -44,7 +45,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def get_optim_files(checkpoint_dir: str) -> list[str]:
     """Return DeepSpeed's files of optimizer state in a tag's folder, by their numbers. Raises FileNotFoundError if there are
     none."""
-    found = [os.fspath(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")]
+    found = [os.fspath(path) for path in user_path(checkpoint_dir).glob("*_optim_states.pt")]
     if not found:
         raise FileNotFoundError(f"{checkpoint_dir}: expected DeepSpeed's files *_optim_states.pt, got none")
     return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
@@ -82,7 +83,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         )
     size = _ONE_FILE_BYTES if max_shard_size is None else parse_size(max_shard_size)
     which = Which(tag=tag, exclude_frozen=exclude_frozen_parameters)
-    world, target = World.current(), Path(output_dir)
+    world, target = World.current(), user_path(output_dir)
     own = target if world.world_size == 1 else target.with_name(f"{target.name}.rank-{world.rank}")
     consolidate_command(checkpoint_dir, own, "fp32", size, which=which)
     if own != target:

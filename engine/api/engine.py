@@ -21,6 +21,7 @@ from zstore.checkpoint import SaveHandle
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.io.closing import ClosingInCycle, closing_with, settle
 from zstore.io.tensors import cast_floating
+from zstore.paths import UserPath, user_location, user_path
 from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
 
@@ -499,7 +500,7 @@ class Engine(nn.Module):
     @_phase("access", meets=True)
     def save_16bit_model(
         self,
-        save_dir: str | Path,
+        save_dir: UserPath,
         save_filename: str | None = None,
         exclude_frozen_parameters: bool = False,
         *,
@@ -528,9 +529,9 @@ class Engine(nn.Module):
             without_frozen=exclude_frozen_parameters,
             overwrite=overwrite,
         )
-        return save_weights(self.access, Path(save_dir), options)
+        return save_weights(self.access, user_path(save_dir), options)
 
-    def save_fp16_model(self, save_dir: str | Path, save_filename: str | None = None) -> list[Path]:
+    def save_fp16_model(self, save_dir: UserPath, save_filename: str | None = None) -> list[Path]:
         """Do as `save_16bit_model`, whose older name it is."""
         return self.save_16bit_model(save_dir, save_filename)
 
@@ -608,7 +609,7 @@ class Engine(nn.Module):
     @_phase("save", meets=True)
     def save_checkpoint(  # noqa: PLR0913 - DeepSpeed's signature, and ours behind it
         self,
-        save_dir: str,
+        save_dir: UserPath,
         tag: str | float | None = None,
         client_state: ClientValues | None = None,
         save_latest: bool = True,
@@ -643,7 +644,7 @@ class Engine(nn.Module):
         self.access.require_own_weights("engine.save_checkpoint()")
         state = client_state if client_state is not None else client_sd
         options = SaveOptions(
-            folder=save_dir,
+            folder=user_location(save_dir),
             tag=tag,
             state={} if state is None else state,
             metrics=metrics or {},
@@ -659,13 +660,13 @@ class Engine(nn.Module):
             self.parameter_guard.check_values()
         return self.checkpoints.save(options)
 
-    def note_save_folder(self, save_dir: str) -> None:
+    def note_save_folder(self, save_dir: UserPath) -> None:
         """Set, before the first save, the folder of checkpoints (all ranks): the run's journal is there from the first step
         on. Raises UsageError for a URL that nothing opens."""
-        self.checkpoints.note_folder(save_dir)
+        self.checkpoints.note_folder(user_location(save_dir))
 
     def load_checkpoint(
-        self, load_dir: str, tag: str | float | None = None, *, names: Names | None = None, **options: bool
+        self, load_dir: UserPath, tag: str | float | None = None, *, names: Names | None = None, **options: bool
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint, by default the newest, and return its path and client state (all ranks).
 
@@ -682,7 +683,7 @@ class Engine(nn.Module):
         self._batches = None  # the next `train_batch` begins at the loader's position by then
         self.access.require_no_block("engine.load_checkpoint()")
         with self.world.calling("load", meeting="engine.load_checkpoint()"):
-            return self.checkpoints.load(load_dir, tag, chosen)
+            return self.checkpoints.load(user_location(load_dir), tag, chosen)
 
     @property
     def journal(self) -> Any:
@@ -708,7 +709,7 @@ class Engine(nn.Module):
 
     def save_on_signal(
         self,
-        save_dir: str,
+        save_dir: UserPath,
         tag: str | float | None = None,
         client_state: ClientState | None = None,
         *,
@@ -723,11 +724,12 @@ class Engine(nn.Module):
         """
         self.training_state.require_optimizer("engine.save_on_signal()")
         self.watch_signals(signals)
-        self.checkpoints.note_folder(str(save_dir))
+        folder = user_location(save_dir)
+        self.checkpoints.note_folder(folder)
         if client_state is not None:
             self._unchecked.append(client_state)
             self._stop_state = client_state
-        self._when_asked = lambda: self.save_and_stop(save_dir, tag, client_state)
+        self._when_asked = lambda: self.save_and_stop(folder, tag, client_state)
 
     def take_requests(self, taker: Callable[[str], str | None]) -> None:
         """Let a loop itself carry out requests to the run (all ranks): `taker` is called with "save" or "stop" at the end of
@@ -756,7 +758,7 @@ class Engine(nn.Module):
         return self.signals.requested
 
     def save_and_stop(
-        self, save_dir: str | None, tag: str | float | None = None, client_state: ClientState | None = None
+        self, save_dir: UserPath | None, tag: str | float | None = None, client_state: ClientState | None = None
     ) -> NoReturn:
         """Save, and raise SystemExit with code 75 (all ranks).
 

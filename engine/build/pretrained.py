@@ -9,7 +9,6 @@ small, and filled from the file: every rank reads its own rows alone.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import weakref
@@ -27,6 +26,7 @@ from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, list
 from zstore.interop.huggingface import StoredWeight, WeightsReader
 from zstore.io import return_free_memory
 from zstore.io.tensors import as_numpy
+from zstore.paths import UserPath, user_path
 from zstore.ranks.world import World
 
 from ..config.config import load_config
@@ -47,9 +47,7 @@ _NEVER_EXPECTED = r"rotary_emb\.inv_freq"
 """Keys of older files that models compute, as transformers leaves them out."""
 
 
-def from_pretrained(
-    cls: Any, folder: str | os.PathLike[str], *, config: Any = None, dtype: torch.dtype | None = None
-) -> nn.Module:
+def from_pretrained(cls: Any, folder: UserPath, *, config: Any = None, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a model with the weights of a Hugging Face folder, in eval mode, for `zstore.initialize` (all ranks).
 
     `cls` is a transformers class (`LlamaForCausalLM`, `AutoModelForCausalLM`), which is built from the folder's
@@ -69,7 +67,7 @@ def from_pretrained(
     init_distributed()
     world = World.current()
     loaded = None if config is None else load_config(config)
-    path = Path(folder).expanduser()
+    path = user_path(folder)
     with ExitStack() as files:
         with world.agreeing():
             reader = files.enter_context(WeightsReader(path))
@@ -78,7 +76,7 @@ def from_pretrained(
         filling = _Filling(reader, dtype, builder_for(loaded, world)[0])
         with world.agreeing():
             filling.fill(model, found)
-    _folders[model] = str(path.absolute())
+    _folders[model] = str(path)
     return model.eval()
 
 

@@ -38,7 +38,7 @@ from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, Usag
 from zstore.format import layout_of, model_array, numpy_dtype
 from zstore.io.tensors import as_numpy, as_torch, dtype_name
 from zstore.open.sources import open_source
-from zstore.remote.url import is_url
+from zstore.paths import is_url
 from zstore.store import LocalShard
 
 from ..build.model import stored_buffers, stored_whole

@@ -11,6 +11,7 @@ from zstore.checkpoint import Moments
 from zstore.errors import ConfigError, UsageError
 from zstore.format import round_up
 from zstore.io import PAGE_BYTES
+from zstore.paths import user_path
 
 from .answers import problem_text
 from .jsonc import load_jsonc
@@ -449,7 +450,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
             "expected the path of a config file, got JSON text; pass json.loads(text), or write it to a file"
         )
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        text = user_path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"config file {name} does not exist (looked from {Path.cwd()})") from None
     except (OSError, ValueError) as error:

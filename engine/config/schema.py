@@ -28,7 +28,7 @@ from .sections import (
     TimersSection,
     WandbSection,
 )
-from .values import Auto, BelowOne, Bool, Count, DataType, Folder, Folders, OneOf, Options, Positive, Real, Rules, Words
+from .values import Auto, BelowOne, Bool, Count, DataType, Drives, Folder, OneOf, Options, Positive, Real, Rules, Words
 from .zero import ZeroSection
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -117,7 +117,7 @@ class ZstoreSection(Section):
     blocks without checkpointing all that autograd saves. "host": copied to host memory behind the forward. "disk": written
     to the drive behind the forward, and read ahead of the backward. The bits are the same. Unset: on the device, or as
     activation_checkpointing.cpu_checkpointing says. See docs/activations.md."""
-    activations_path: Folders | None = built(None)
+    activations_path: Drives | None = built(None)
     """Folder on the drive for "activations": "disk", or one on each drive. Unset: the nvme_path of offload_optimizer, else
     that of offload_param."""
     gradient_checkpointing: Bool = built(False)

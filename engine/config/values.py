@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from zstore.checkpoint import Keep
 from zstore.errors import UsageError
+from zstore.paths import user_path
 
 _PLACEHOLDER = re.compile(r"\s*\[([^\[\]]*\|[^\[\]]*)\]\s*")
 
@@ -126,22 +127,14 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _absolute(value: object) -> Path:
-    _filled_in(value)
-    if not isinstance(value, str | Path) or not str(value):
-        raise ValueError(f"expected an absolute path, got {show(value)}")
-    path = Path(value)
-    if not path.is_absolute():
-        meant = Path.home() / path.relative_to("~") if path.parts[0] == "~" else path.absolute()
-        raise ValueError(f'expected an absolute path, got {show(str(value))}; write "{meant}"')
-    return path
-
-
-def _made_absolute(value: object) -> Path:
+def _path(value: object) -> Path:
     _filled_in(value)
     if not isinstance(value, str | Path) or not str(value):
         raise ValueError(f"expected a path, got {show(value)}")
-    return Path(value).expanduser().absolute()
+    try:
+        return user_path(value)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
 
 
 def _folders(value: object) -> object:
@@ -209,13 +202,8 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 Real = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Real, Field(le=1)]
 BelowOne = Annotated[Real, Field(lt=1)]
-Folder = Annotated[Path, BeforeValidator(_absolute)]
-Folders = Annotated[tuple[Folder, ...], BeforeValidator(_folders), Words("an absolute path, or a list of them")]
-Drives = Annotated[
-    tuple[Annotated[Path, BeforeValidator(_made_absolute)], ...],
-    BeforeValidator(_folders),
-    Words("a path, or a list of them"),
-]
+Folder = Annotated[Path, BeforeValidator(_path)]
+Drives = Annotated[tuple[Folder, ...], BeforeValidator(_folders), Words("a path, or a list of them")]
 """Folders that are made if they are missing; relative ones are in the working folder at the start."""
 Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_names), Words("a name, or a list of names")]
 Options = Annotated[

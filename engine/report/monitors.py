@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zstore.errors import ConfigError, UsageError
+from zstore.paths import user_path
 from zstore.ranks.world import World
 
 from ..config.config import Config
@@ -231,7 +232,7 @@ def monitors_of(
 
 
 def _folder(section: CsvMonitorSection) -> Path:
-    return Path(section.output_path, section.job_name).absolute()
+    return user_path(section.output_path) / section.job_name
 
 
 def _opened(key: str, make: Callable[[], Monitor]) -> Monitor:

@@ -17,9 +17,10 @@ from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, refused,
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
 from zstore.open.sources import folder_of, open_source
+from zstore.paths import is_url
 from zstore.remote.folder import open_folder
 from zstore.remote.retries import Retries
-from zstore.remote.url import is_url, parse_options, shown
+from zstore.remote.url import parse_options, shown
 
 Array = npt.NDArray[Any]
 

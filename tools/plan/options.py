@@ -11,7 +11,7 @@ import typer
 from zstore.checkpoint import Moments
 from zstore.errors import UsageError
 
-from ..options import parse_number, size_option
+from ..options import parse_file, parse_number, size_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,7 @@ class PlanOptions:
         Path | None,
         typer.Option(
             help="Say whether this configuration fits, and what to change in it where it does not.",
-            exists=True,
-            dir_okay=False,
+            parser=parse_file,
             metavar="FILE",
         ),
     ] = None

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zstore.errors import UsageError, ZstoreError, storage_error
+from zstore.paths import is_url
 from zstore.remote.upload import require_uploads
-from zstore.remote.url import is_url
 
 from ..run.job import RunJob
 from .config import TrainOptions, answers, load_train_config, offloads

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from zstore.errors import UsageError
+from zstore.paths import user_location
 from zstore.remote.url import parse_options
 
-from ..options import StorageOption
+from ..options import StorageOption, parse_file
 
 if TYPE_CHECKING:
     from zstore.engine.config.config import Config
@@ -30,7 +31,7 @@ class TrainOptions:
     """Options on the command line. None: not given."""
 
     config: Annotated[
-        Path, typer.Option(help="Configuration, JSON in the DeepSpeed dialect.", exists=True, dir_okay=False)
+        Path, typer.Option(help="Configuration, JSON in the DeepSpeed dialect.", parser=parse_file, metavar="FILE")
     ]
     model: Annotated[
         str,
@@ -61,7 +62,10 @@ class TrainOptions:
         int, typer.Option(help="Samples to evaluate on, the same ones each time.", min=1, metavar="N")
     ] = 256
     save: Annotated[
-        str | None, typer.Option(help="Folder or URL for checkpoints; one is saved at the end.", metavar="DIR")
+        str | None,
+        typer.Option(
+            help="Folder or URL for checkpoints; one is saved at the end.", metavar="DIR", parser=user_location
+        ),
     ] = None
     save_every: Annotated[int | None, typer.Option(help="Also save every K steps.", min=1, metavar="K")] = None
     keep: Annotated[

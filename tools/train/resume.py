@@ -11,7 +11,7 @@ from typing import Any
 from zstore.checkpoint import step_tag, tags
 from zstore.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
 from zstore.open.sources import folder_of, open_source, split_location
-from zstore.remote.url import is_url
+from zstore.paths import is_url
 
 
 def resume_source(
@@ -34,8 +34,8 @@ def resume_source(
     folder, tag = split_location(resume)
     if tag is not None:
         return folder, tag
-    if is_url(resume) or Path(resume).is_dir():
-        return resume, None
+    if is_url(folder) or Path(folder).is_dir():
+        return folder, None
     raise CheckpointNotFoundError(
         f"--resume {resume}: expected DIR or DIR:TAG of a saved checkpoint, but there is no such folder"
     )

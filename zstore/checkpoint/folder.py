@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import CorruptionError, storage_error
 from ..io.shards import IoResources
+from ..paths import UserPath, user_path
 from .format import MAX_JSON_BYTES, MAX_RECORD_BYTES, read_json
 from .names import RECORD_FILE
 
@@ -285,10 +286,10 @@ def plain_sizes(folder: Path, files: Iterable[str]) -> dict[str, int | None]:
     return found
 
 
-FolderLike = str | os.PathLike[str] | Folder
+FolderLike = UserPath | Folder
 """A folder, or the path of a local one."""
 
 
 def folder_at(place: FolderLike) -> Folder:
     """Return the folder that `place` is, or the local one of that path."""
-    return place if isinstance(place, Folder) else LocalFolder(Path(place))
+    return place if isinstance(place, Folder) else LocalFolder(user_path(place))

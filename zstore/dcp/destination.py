@@ -28,12 +28,13 @@ from zstore.checkpoint import (
 )
 from zstore.errors import CheckpointError, UsageError, ZstoreError
 from zstore.io import Files, Flush, IoResources, Workers, make_read_only
+from zstore.paths import UserPath, is_url, user_location
 from zstore.remote.commit import RemoteCommitter
 from zstore.remote.fsspec_folder import RemoteFolder, open_fsspec_folder
 from zstore.remote.packs import Places
 from zstore.remote.retries import PATIENT
 from zstore.remote.target import NUM_THREADS, send_all
-from zstore.remote.url import is_url, shown
+from zstore.remote.url import shown
 from zstore.remote.version_target import VersionTarget
 from zstore.remote.versions import VersionsFolder, folder_for
 
@@ -243,15 +244,12 @@ class CheckpointPlace:
 
     @classmethod
     def of(
-        cls, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, *, versions: bool = False
+        cls, path: UserPath, storage_options: Mapping[str, Any] | None, *, versions: bool = False
     ) -> CheckpointPlace:
         """Return the place that `path` names. Raises UsageError if it is no checkpoint's own folder."""
-        text = os.fspath(path)
-        if not is_url(text):
-            if "://" in text:
-                raise UsageError(f"expected a path or URL, as s3://bucket/run/step-100, got {text}")
-            text = os.path.abspath(text)
-        text = text.rstrip("/")
+        if not is_url(path) and "://" in os.fspath(path):
+            raise UsageError(f"expected a path or URL, as s3://bucket/run/step-100, got {os.fspath(path)}")
+        text = user_location(path).rstrip("/")
         place = cls(location=text, storage_options=storage_options, versions=versions)
         tag_text(place.tag)
         if text.startswith(("http://", "https://")):

@@ -8,7 +8,6 @@ are read as flat ranges, each stored chunk of them once and verified, ahead of t
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from zstore.io import Workers
 from zstore.io.closing import closing_with
 from zstore.io.tensors import torch_dtype
 from zstore.open.sources import open_source
+from zstore.paths import UserPath, is_url, user_location
 from zstore.weights.from_checkpoint import whole_dtype, whole_values
 
 _MOST_TAKEN = 4
@@ -59,7 +59,7 @@ class Reader(StorageReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: UserPath,
         tag: str | float | None = None,
         *,
         trust_pickles: bool = False,
@@ -67,7 +67,7 @@ class Reader(StorageReader):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._storage_options = storage_options
-        self.path = os.fspath(path)
+        self.path = user_location(path)
         self.load_id = uuid4().hex
         """Of the load that is under way, or was last."""
         self._tag = tag
@@ -80,12 +80,12 @@ class Reader(StorageReader):
 
     # -- DCP's calls, in their order ---------------------------------------------------------------------------------
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: UserPath | None = None) -> None:
         """Begin to read another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
         self.close()
         self.load_id = uuid4().hex
         if checkpoint_id is not None:
-            self.path, self._tag = os.fspath(checkpoint_id), None
+            self.path, self._tag = user_location(checkpoint_id), None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint and return its metadata (all ranks)."""
@@ -143,7 +143,7 @@ class Reader(StorageReader):
     def _open(self) -> ArraySource:
         if self._source is None:
             path = Path(self.path)
-            if self._tag is None and "://" not in self.path and not path.exists() and path.parent.is_dir():
+            if self._tag is None and not is_url(self.path) and not path.exists() and path.parent.is_dir():
                 # A tag may have another name on disk.
                 self._source = open_checkpoint(path.parent, path.name)
             else:
@@ -172,7 +172,7 @@ class Reader(StorageReader):
             forget()
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: UserPath) -> bool:
         """Tell whether checkpoints can be read there; whether one is there shows when it is opened."""
         return True
 

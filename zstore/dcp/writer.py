@@ -38,7 +38,7 @@ from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
 from zstore.io import Files, IoResources, Workers, helpful_threads, open_resources
 from zstore.io.closing import closing_with
 from zstore.io.tensors import bytes_of, dtype_name
-from zstore.remote.url import is_url
+from zstore.paths import UserPath, is_url
 
 from .destination import SCRATCH_NAME, CheckpointPlace
 from .ending import complete_at_the_end, told_at_the_end
@@ -62,7 +62,7 @@ class Writer(StorageWriter):
 
     def __init__(  # noqa: PLR0913 - options of one thing, all but the first by name
         self,
-        path: str | os.PathLike[str],
+        path: UserPath,
         *,
         step: int | None = None,
         overwrite: bool = False,
@@ -89,7 +89,7 @@ class Writer(StorageWriter):
 
     # -- DCP's calls, in their order ---------------------------------------------------------------------------------
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: UserPath | None = None) -> None:
         """Begin another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
         self._give_up()
         if checkpoint_id is not None:
@@ -181,7 +181,7 @@ class Writer(StorageWriter):
             forget()
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: UserPath) -> bool:
         """Tell whether checkpoints can be written there."""
         return "://" not in os.fspath(checkpoint_id) or is_url(os.fspath(checkpoint_id))
 

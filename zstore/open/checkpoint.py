@@ -5,7 +5,6 @@ No engine, no process group, no pickle; torch is imported only when a tensor is 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -23,6 +22,7 @@ from ..checkpoint.verify import VerifyFault, verify_checkpoint
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
 from ..format.arrays import Array
 from ..io.closing import Closing
+from ..paths import UserPath
 from ..weights.cast import Overflow
 from ..weights.choose import choose
 from ..weights.from_checkpoint import DTYPES, list_weights, read_weight, read_weights
@@ -40,7 +40,7 @@ Dtype = Any
 
 
 def open_checkpoint(
-    location: str | os.PathLike[str],
+    location: UserPath,
     tag: str | float | None = None,
     *,
     storage_options: Mapping[str, Any] | None = None,
@@ -56,7 +56,7 @@ def open_checkpoint(
 
 
 def load_state_dict(
-    location: str | os.PathLike[str],
+    location: UserPath,
     *,
     tag: str | float | None = None,
     dtype: Dtype = None,

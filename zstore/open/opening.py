@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import BudgetError, UsageError
 from ..io.files import Files
+from ..paths import UserPath, user_path
 from ..store import StoreOptions, TensorStore
 from .ranks import Ranks
 from .store import Store
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_store(  # noqa: PLR0913 - options of one thing, all but the first by name
-    path: str | os.PathLike[str] | None = None,
+    path: UserPath | None = None,
     *,
     host_budget_bytes: float | None = None,
     buffer_count: int | None = None,
@@ -48,7 +47,7 @@ def open_store(  # noqa: PLR0913 - options of one thing, all but the first by na
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise UsageError(f"open_store({name}={number!r}): expected a number of at least 1")
-    run_path = None if path is None else Path(os.path.abspath(path))
+    run_path = None if path is None else user_path(path)
     if run_path is not None:
         Files().make_folder(run_path)
     options = StoreOptions(

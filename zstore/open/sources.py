@@ -16,7 +16,7 @@ from ..checkpoint.source import ArraySource
 from ..checkpoint.union import with_parts
 from ..errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from ..io.shards import IoResources
-from ..remote.url import is_url
+from ..paths import UserPath, is_url, user_location, user_path
 
 _MAKERS = (
     ("torch.distributed.checkpoint", ".metadata"),
@@ -34,12 +34,12 @@ _ADDRESS = re.compile(r"https?://[^/]*:\d+")
 
 
 def open_source(
-    location: str | os.PathLike[str],
+    location: UserPath,
     tag: str | float | None = None,
     *,
     resources: IoResources | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    also: Sequence[str | os.PathLike[str]] = (),
+    also: Sequence[UserPath] = (),
 ) -> ArraySource:
     """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder. A location
     `FOLDER@TAG` that is not there itself means `tag` in `FOLDER`.
@@ -48,29 +48,30 @@ def open_source(
     is damaged, CheckpointMismatchError if it is of a kind or version that is not read, or other software's behind a URL,
     UsageError for a URL that nothing opens. `resources` stays the caller's.
     """
-    folder = folder_of(location, storage_options, also)
+    place = user_location(location)
+    folder = folder_of(place, storage_options, also)
     text = None if tag is None else tag_text(tag)
     try:
         return open_checkpoint(folder, text, resources=resources)
     except CheckpointNotFoundError:
         # Only if there is none of ours: a run that moved here goes on in the same folder.
-        if is_url(location):
+        if is_url(place):
             _refuse_foreign(folder if text is None else folder.child(text))
-        elif (foreign := _open_foreign(os.fspath(location), text, resources)) is not None:
+        elif (foreign := _open_foreign(place, text, resources)) is not None:
             return foreign
-        above, _, name = os.fspath(location).rpartition("@")
+        above, _, name = place.rpartition("@")
         if tag is not None or not above or not name or "/" in name or (folder.is_local and folder.path.exists()):
             raise
     return open_source(above, name, resources=resources, storage_options=storage_options, also=also)
 
 
-def split_location(location: str | os.PathLike[str], tag: str | None = None) -> tuple[str, str | None]:
+def split_location(location: UserPath, tag: str | None = None) -> tuple[str, str | None]:
     """Return path or URL, and the tag, of `DIR`, `DIR:TAG`, `DIR@TAG`, or `DIR` and a `tag` beside it (None: not named).
 
     An existing local folder is taken literally, colons included; in a URL `open_source` sees to `@`. Raises UsageError if
     there are two tags.
     """
-    text = os.fspath(location)
+    text = user_location(location)
     separators = ":" if is_url(text) else ":@"
     places = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character in separators]
     if is_url(text):
@@ -130,9 +131,9 @@ def maker_of(folder: Folder) -> str | None:
 
 
 def folder_of(
-    location: str | os.PathLike[str],
+    location: UserPath,
     storage_options: Mapping[str, Any] | None = None,
-    also: Sequence[str | os.PathLike[str]] | None = None,
+    also: Sequence[UserPath] | None = None,
 ) -> Folder:
     """Return the folder that a path or URL names, which need not be there; `tags` and `refused` take it.
 
@@ -144,6 +145,6 @@ def folder_of(
 
         return open_folder(os.fspath(location), storage_options)
     if also is None:
-        return LocalFolder(Path(location))
+        return LocalFolder(user_path(location))
     listed = os.environ.get(PARTS_VARIABLE, "").split(os.pathsep)
-    return with_parts(Path(location), [Path(other) for other in (*also, *listed) if os.fspath(other)])
+    return with_parts(user_path(location), [user_path(other) for other in (*also, *listed) if os.fspath(other)])

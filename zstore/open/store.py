@@ -10,13 +10,11 @@ programs with and without asyncio, usable from several tasks and threads, and no
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -27,6 +25,7 @@ from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..io.closing import Closing, closing_with
 from ..io.pool import Workers, run_in_thread
 from ..io.queue import Ticket, wait_all
+from ..paths import UserPath, user_location, user_path
 from ..store import TensorStore
 from ..store.order import ArrayOrder
 from ..store.snapshot import Snapshot
@@ -327,7 +326,7 @@ class Store(Closing):
 
     def checkpoint(
         self,
-        path: str | os.PathLike[str],
+        path: UserPath,
         *,
         names: Iterable[str] | None = None,
         of: Snapshot | None = None,
@@ -350,7 +349,7 @@ class Store(Closing):
         Raises CheckpointExistsError unless `overwrite`, StorageError, DiskFullError; in a coroutine, and of several ranks, the
         ticket does.
         """
-        place = Path(os.path.abspath(path))
+        place = user_path(path)
         with self._lock:
             rows = frozenset(name for name, entry in self._entries.items() if entry.held.by_rows)
             wish = Wish(place, dict(extra or {}), step=step, keep=keep, overwrite=overwrite, by_rows=rows)
@@ -367,7 +366,7 @@ class Store(Closing):
 
     def load(
         self,
-        path: str | os.PathLike[str],
+        path: UserPath,
         tag: str | float | None = None,
         *,
         names: Iterable[str] | None = None,
@@ -382,7 +381,8 @@ class Store(Closing):
         """
         self._check_open()
         puts: list[Ticket[None]] = []
-        loading = self._workers.submit(partial(self._load, lambda: open_checkpoint(path, tag), names, tier, puts))
+        opened = partial(open_checkpoint, user_location(path), tag)
+        loading = self._workers.submit(partial(self._load, opened, names, tier, puts))
         with self._lock:
             left = {one: parts for one, parts in self._loads.items() if not one.done() or one.error() is not None}
             self._loads = {**left, loading: puts}

@@ -1,22 +1,15 @@
-"""Recognizing URLs, and reading their storage options. Pure."""
+"""URLs for messages, and their storage options. Pure."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from ..errors import UsageError
 
-_URL = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*@")
-
-
-def is_url(location: str | os.PathLike[str]) -> bool:
-    """Return whether it is a URL, such as `s3://bucket/run`, rather than a path."""
-    return isinstance(location, str) and _URL.match(location) is not None
 
 
 def shown(url: str) -> str:

@@ -22,7 +22,7 @@ from ..checkpoint.names import RECORD_FILE, tag_folder
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..journal.names import run_of
 from ..open.sources import folder_of
-from ..remote.url import is_url
+from ..paths import is_url
 from ..remote.versions import VersionsFolder, folder_for
 from .cache import Renewed
 from .kept import KeptFiles

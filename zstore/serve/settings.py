@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..io.files import Files
+from ..paths import user_location
 
 DEFAULT_PORT = 8700
 LEAST_TOKEN = 16
@@ -33,8 +34,9 @@ class Root:
         name = name or location.rstrip("/").rpartition("/")[2] or "root"
         if not location:
             raise UsageError(f"expected a folder, a URL, or NAME=FOLDER, got {text!r}")
+        location = user_location(location)
         if name in (".", ".."):
-            name = Path(location).resolve().name or "root"
+            name = Path(location).name or "root"
         return cls(location=location, name=name)
 
 

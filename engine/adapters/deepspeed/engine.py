@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from zstore.engine.checkpoint.client_state import ClientValues
 from zstore.engine.optim.loss_scale import LossScaler
 from zstore.engine.params.record import Residency
 from zstore.errors import UsageError
-from zstore.remote.url import is_url
+from zstore.paths import UserPath, is_url, user_path
 
 from . import comm
 from .config import ZeroParamStatus
@@ -255,7 +254,7 @@ class DeepSpeedEngine(Engine):
 
     def save_checkpoint(
         self,
-        save_dir: str,
+        save_dir: UserPath,
         tag: str | float | None = None,
         client_state: ClientValues | None = None,
         save_latest: bool = True,
@@ -277,14 +276,14 @@ class DeepSpeedEngine(Engine):
             exclude_frozen_parameters,
             **options,
         )
-        if self.global_rank == 0 and not is_url(save_dir) and not (script := Path(save_dir, _TO_FP32)).exists():
+        if self.global_rank == 0 and not is_url(save_dir) and not (script := user_path(save_dir) / _TO_FP32).exists():
             script.write_text(_TO_FP32_TEXT)
             script.chmod((mode := script.stat().st_mode) | (mode & 0o444) >> 2)
         return handle
 
     def load_checkpoint(
         self,
-        load_dir: str,
+        load_dir: UserPath,
         tag: str | float | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,

@@ -19,7 +19,7 @@ from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.io import Files
 from zstore.open.checkpoint import open_checkpoint
 from zstore.open.sources import folder_of
-from zstore.remote.url import is_url
+from zstore.paths import is_url
 
 from . import content
 

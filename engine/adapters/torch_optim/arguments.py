@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from zstore.errors import UsageError
+from zstore.paths import user_path
 
 from .registry import OF_MATRICES, require_known
 
@@ -43,7 +43,7 @@ def check_settings(device: str, path: Any, overlap: str, max_grad_norm: float | 
         raise UsageError(f'device: expected "nvme" or "cpu", where the state is kept, got {device!r}')
     if device == "nvme" and path is None:
         raise UsageError('device="nvme" needs a path: give an existing folder on the drive to use')
-    if path is not None and not Path(path).is_dir():
+    if path is not None and not user_path(path).is_dir():
         raise UsageError(f"path: expected an existing folder, got {os.fspath(path)!r}; make it on the drive to use")
     if overlap not in ("none", "forward", "backward"):
         raise UsageError(f'overlap: expected "none", "forward" or "backward", got {overlap!r}')

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -21,6 +20,7 @@ from zstore.engine.runtime.device import Streams, Transfers, streams_for
 from zstore.errors import UsageError
 from zstore.io import Files, map_large_blocks
 from zstore.io.closing import Closing, closing_with
+from zstore.paths import user_path
 from zstore.store import StoreOptions, StoreStatistics, TensorStore
 
 from .arguments import check_kind, check_numbers, check_settings, groups_of
@@ -102,7 +102,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
             transfers = Transfers(streams, store.links, store.rooms)
             arrays = OptimizerState(store, [], transfers)
             arrays.owns_fp32 = True
-            folder = None if journal is None else Path(journal).absolute()
+            folder = None if journal is None else user_path(journal)
             self.journal = None if folder is None else OptimizerJournal(arrays, kind.__name__, folder)
             """The run's journal; None without a folder for it."""
             if self.journal is not None:
@@ -325,7 +325,7 @@ def _options(path: Any, host_budget_bytes: int | None, where: torch.device, stre
     if path is not None:
         map_large_blocks()
     return StoreOptions(
-        run_path=None if path is None else Path(path).absolute(),
+        run_path=None if path is None else user_path(path),
         host_budget_bytes=host_budget_bytes,
         device=str(where),
         pin_buffers=not streams.device_is_host,

@@ -22,8 +22,8 @@ from zstore.checkpoint import tag_folder
 from zstore.io import LinkStatistics, count_memory_kills
 from zstore.journal.reader import journal_of, read_from
 from zstore.journal.writer import JournalWriter
+from zstore.paths import is_url
 from zstore.ranks.world import World
-from zstore.remote.url import is_url
 
 from ...checkpoint.destinations import Destination, destination_of
 from ...config.extra import Extra
