@@ -28,7 +28,8 @@ def user_path(path: UserPath) -> Path:
 
     Symbolic links stay, except those before a `..`. Raises UsageError for what is no path, or if there is no such home folder.
     """
-    text: object = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    given: object = path
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(text, str):
         raise UsageError(f"expected a path as text or pathlib.Path, got {path!r}")
     found = Path(os.path.expanduser(text))
