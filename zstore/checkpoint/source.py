@@ -17,7 +17,7 @@ from ..format.arrays import ArraySpec, empty_array, numpy_dtype
 from ..format.codecs import Codec
 from ..format.partition import Grid
 from ..format.shardfile import layout_of
-from ..io.closing import Closing
+from ..io.closing import OF_THE_PARENT, Closing, tell_of_fork
 from ..io.queue import Priority
 from ..io.shards import IoResources, open_resources
 from ..sizes import format_bytes, format_count
@@ -101,6 +101,13 @@ class ArraySource(Closing):
         """Whether reads go over a network: a `read` waits long then, and takes little of a processor."""
         self.resources: IoResources = resources or self._cleanup.enter_context(open_resources(num_threads=num_threads))
         """Threads and buffers; given back by `close` unless they were the caller's."""
+        self.is_forked = False
+        """Whether this is a forked child of the process that opened it: then it reads nothing."""
+        tell_of_fork(self)
+
+    def forked(self) -> None:
+        """Belong to the parent, in a forked child: buffers may be lent out for ever there, and locks held."""
+        self.is_forked = True
 
     @property
     def num_readers(self) -> int:
@@ -142,6 +149,8 @@ class ArraySource(Closing):
 
     def room_for(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
         """Return `out` of a `read` as bytes; raises UsageError if elements and memory do not fit."""
+        if self.is_forked:
+            raise UsageError(f"the checkpoint {self.location} {OF_THE_PARENT}")
         spec = self.array(name).spec
         if not 0 <= first <= stop <= spec.numel:
             raise UsageError(f"elements [{first}, {stop}) are not in array {name!r} of {spec.numel} elements")

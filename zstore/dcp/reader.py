@@ -140,8 +140,12 @@ class Reader(StorageReader):
 
     # ----------------------------------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process opens the checkpoint itself.
+        return self.__dict__ | {"_source": None, "_forget": None}
+
     def _open(self) -> ArraySource:
-        if self._source is None:
+        if self._source is None or self._source.is_forked:
             path = Path(self.path)
             if self._tag is None and not is_url(self.path) and not path.exists() and path.parent.is_dir():
                 # A tag may have another name on disk.

@@ -13,6 +13,11 @@ then uses threads from before, or the thread that it is in:
 - work that was not completed, without anybody being told, makes the exit code non-zero: `Completions`.
 
 Only public interfaces of Python are used. docs/saving.md has a table of all endings.
+
+[Note: forks]
+A child process that is forked, as a DataLoader's worker, has the memory of its parent and none of its threads, and locks that
+another thread held stay locked. So open objects are told by `tell_of_fork`: those that write belong to the parent, raise
+in the child, and are never closed there; threads that help are done without; what only reads is opened again.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 
 class Closing(ABC):
@@ -139,6 +144,10 @@ class ClosingInCycle:
         if close is not None:
             close()
 
+    def detach(self) -> None:
+        """Let the owner never be closed."""
+        self._close = None
+
     def __del__(self) -> None:
         self()
 
@@ -161,6 +170,11 @@ class _WeakCall:
         if call is not None:
             call()
 
+    def detach(self) -> None:
+        """Let the object never be called."""
+        if (call := self._call()) is not None:
+            call.detach()
+
 
 def _close_all() -> None:
     for _, finalizer in sorted(_open.items(), reverse=True):
@@ -182,7 +196,32 @@ def _in_forked_child(call: Callable[[], None]) -> None:
         os.register_at_fork(after_in_child=call)
 
 
-_in_forked_child(_open.clear)
+class _Forkable(Protocol):
+    def forked(self) -> None: ...
+
+
+_forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
+OF_THE_PARENT = (
+    "was opened by the process that this one was forked from, whose threads are not here: open it in this process, in a "
+    "DataLoader's worker by `worker_init_fn` or at the first sample"
+)
+"""The end of a message about an object that cannot be used in a forked child."""
+
+
+def tell_of_fork(owner: _Forkable) -> None:
+    """Let `owner.forked()` be called in each child process that is forked while there is an owner. See [Note: forks]."""
+    _forkable.add(owner)
+
+
+def _forked() -> None:
+    for finalizer in _open.values():
+        finalizer.detach()
+    _open.clear()
+    for owner in list(_forkable):
+        owner.forked()
+
+
+_in_forked_child(_forked)
 
 
 def program_ended() -> bool:

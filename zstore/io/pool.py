@@ -12,7 +12,7 @@ from itertools import zip_longest
 from operator import length_hint
 from typing import Any, TypeVar
 
-from .closing import Closing, join_threads, run_to_the_end, start_threads
+from .closing import Closing, join_threads, run_to_the_end, start_threads, tell_of_fork
 from .queue import Ticket, promise
 
 T = TypeVar("T")
@@ -46,6 +46,11 @@ class Workers(Closing):
         self._changed = threading.Condition()
         self._closed = False
         self._threads = start_threads(num_threads, self._serve, name)
+        tell_of_fork(self)
+
+    def forked(self) -> None:
+        """Go on without threads in a forked child: callers carry out their tasks. See [Note: forks]."""
+        self._tasks, self._changed, self._threads = deque(), threading.Condition(), []
 
     def run(self, tasks: Iterable[Callable[[], T]], *, here: bool = False) -> list[T]:
         """Carry out all tasks, each asked for as a thread comes to it, and return their results in order; must not be called

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from ..errors import UsageError
-from .closing import join_threads, start_threads
+from .closing import OF_THE_PARENT, join_threads, start_threads, tell_of_fork
 from .links import LinkCounters, LinkStatistics, total_of_links
 
 T = TypeVar("T")
@@ -47,10 +48,17 @@ class Ticket(Generic[T]):
         self._future = future
         self._heard = heard
         """Called when somebody has the result or the error."""
+        self._process = os.getpid()
+
+    def _here(self) -> Future[T]:
+        """Return the future; raises UsageError in a forked child, where it would never be done. See [Note: forks]."""
+        if self._process != os.getpid():
+            raise UsageError(f"the operation is one of a store that {OF_THE_PARENT}")
+        return self._future
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result; raises the operation's error, or TimeoutError after `timeout_s`."""
-        if wait([self._future], timeout_s).not_done:
+        if wait([self._here()], timeout_s).not_done:
             raise TimeoutError(f"the operation is not done after {timeout_s} s")
         return self._result()
 
@@ -98,7 +106,7 @@ class Ticket(Generic[T]):
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
         """Wait until the operation ended, well or badly; return whether it did within `timeout_s`."""
-        return not wait([self._future], timeout_s).not_done
+        return not wait([self._here()], timeout_s).not_done
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the operation ended, well or badly; from an I/O thread, so it must be short."""
@@ -106,10 +114,10 @@ class Ticket(Generic[T]):
 
     def error(self) -> BaseException | None:
         """Wait for the end and return the operation's error, None if it went well."""
-        return self._future.exception()
+        return self._here().exception()
 
     def __await__(self) -> Generator[object, None, T]:
-        if not self._future.done():
+        if not self._here().done():
             import asyncio  # loaded only to await; a caller that just waits starts sooner without
 
             loop = asyncio.get_running_loop()
@@ -219,6 +227,13 @@ class IoQueue:
         self._links = LinkCounters()
         self._blocked_s = 0.0
         self._threads = start_threads(num_threads, self._serve, "zstore-io")
+        tell_of_fork(self)
+
+    def forked(self) -> None:
+        """Go on without threads in a forked child: callers carry out their operations. See [Note: forks]."""
+        self._lock = threading.Lock()
+        self._filled, self._emptied = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._heap, self._threads = [], []
 
     def submit(
         self, operation: Callable[[], T], priority: Priority, nbytes: int = 0, *, subject: str = ""

@@ -6,7 +6,6 @@ No engine, no process group, no pickle; torch is imported only when a tensor is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,13 +83,21 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
     """
 
     def __init__(self, source: ArraySource, storage_options: Mapping[str, Any]) -> None:
-        self.source = source
-        """The source of the arrays."""
+        self._source = source
         self._storage_options = dict(storage_options)
         self._names = sorted(source.arrays, key=natural_key)
-        self._ends = ExitStack()
-        self._ends.callback(source.close)
         self._closed = False
+
+    @property
+    def source(self) -> ArraySource:
+        """The source of the arrays, in a forked child one of its own. See [Note: forks]."""
+        if self._source.is_forked:
+            self._source = _open_again(self._source.location, self._storage_options, self._source.record.id)
+        return self._source
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.check_open()
+        return _unpickled, (self.location, self._storage_options, self._source.record.id)
 
     @property
     def location(self) -> str:
@@ -199,7 +206,21 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
     def close(self) -> None:
         """Release threads, buffers and files; a second call does nothing. Arrays cannot be read any more."""
         self._closed = True
-        self._ends.close()
+        if not self._source.is_forked:
+            self._source.close()
+
+
+def _open_again(location: str, storage_options: Mapping[str, Any], save_id: str) -> ArraySource:
+    """Open the checkpoint of that save, in another process than before; raises CheckpointError if another has its place."""
+    source = open_source(location, storage_options=storage_options)
+    if source.record.id != save_id:
+        source.close()
+        raise CheckpointError(f"{location} was replaced by another save since it was opened: open it again")
+    return source
+
+
+def _unpickled(location: str, storage_options: Mapping[str, Any], save_id: str) -> Checkpoint:
+    return Checkpoint(_open_again(location, storage_options, save_id), storage_options)
 
 
 class Weights(Mapping[str, "Tensor"]):

@@ -22,7 +22,7 @@ import numpy as np
 from ..checkpoint.request import SaveSummary
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
-from ..io.closing import Closing, closing_with
+from ..io.closing import OF_THE_PARENT, Closing, closing_with, tell_of_fork
 from ..io.pool import Workers, run_in_thread
 from ..io.queue import Ticket, wait_all
 from ..paths import UserPath, user_location, user_path
@@ -41,6 +41,7 @@ from .values import KnownArray, Value, distributed, entry_of, flat_target, flatt
 
 _NUM_OPERATIONS = 4
 """Operations on arrays under way at a time."""
+_CLOSED = "the store is closed: what was put is gone, but for what `checkpoint` kept"
 
 
 class Store(Closing):
@@ -66,8 +67,19 @@ class Store(Closing):
         self._ahead = Ahead(shards.budget)
         self._loads: dict[Ticket[Any], list[Ticket[None]]] = {}
         """Loads whose end was not reported, and the changes that they consist of."""
-        self._closed = False
+        self._closed = ""
+        """Why it cannot be used any more."""
         self._end = closing_with(self, _close, self._saves, self._order, self._workers, self._shards)
+        tell_of_fork(self)
+
+    def forked(self) -> None:
+        """Belong to the parent, in a forked child: its threads and its folder are not the child's."""
+        self._lock, self._closed = threading.RLock(), f"the store {OF_THE_PARENT}"
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a store belongs to the process that opened it and cannot be pickled: open one in the other process"
+        )
 
     # -- arrays -----------------------------------------------------------------------------------------------------
 
@@ -220,6 +232,7 @@ class Store(Closing):
         no room for the largest array.
         """
         with self._lock:
+            self._check_open()
             entries = [self._entry(name) for name in (self._entries if names is None else names)]
         if prefetch < 0:
             raise UsageError(f"prefetch={prefetch}: expected a number of arrays")
@@ -253,6 +266,7 @@ class Store(Closing):
             held = self._entry(name).held
 
         def read(first: int, stop: int, out: Array) -> None:
+            self._check_open()
             base = held.require(first, stop)
             operation = partial(self._arrays.read, held, first - base, stop - base, out)
             self._order.submit(name, operation, changes=False).wait()
@@ -283,7 +297,7 @@ class Store(Closing):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("the store is closed: what was put is gone, but for what `checkpoint` kept")
+            raise UsageError(self._closed)
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
@@ -351,6 +365,7 @@ class Store(Closing):
         """
         place = user_path(path)
         with self._lock:
+            self._check_open()
             rows = frozenset(name for name, entry in self._entries.items() if entry.held.by_rows)
             wish = Wish(place, dict(extra or {}), step=step, keep=keep, overwrite=overwrite, by_rows=rows)
             pinned: Callable[[], Snapshot]
@@ -437,7 +452,7 @@ class Store(Closing):
             for save in self._saves.unheard:
                 last_to_first.callback(save.wait)
             last_to_first.callback(self._flush, self._order.names(), list(self._loads))
-            last_to_first.callback(setattr, self, "_closed", True)
+            last_to_first.callback(setattr, self, "_closed", _CLOSED)
 
     async def __aenter__(self) -> Self:
         return self

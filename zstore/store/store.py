@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..format.partition import Grid
 from ..io.buffers import Budget, Pool, Rooms, make_slab
-from ..io.closing import Closing
+from ..io.closing import OF_THE_PARENT, Closing, tell_of_fork
 from ..io.files import Files
 from ..io.links import LinkCounters
 from ..io.pinning import PinnedSlabs
@@ -80,7 +80,8 @@ class TensorStore(Closing):
         self.links, self.rooms = LinkCounters(), Rooms(self._make_buffers)
         """For callers that move the store's contents over a link of their own, as to a device; `rooms` has memory like that of
         transfer buffers, which is not counted against the budget."""
-        self._version, self._closed = 0, False
+        self._version, self._closed = 0, ""
+        tell_of_fork(self)
 
     def _drives(self) -> Drives:
         options, folders = self.options, self._folders
@@ -388,10 +389,8 @@ class TensorStore(Closing):
         return stream
 
     def make_pool(self, nbytes: int) -> Pool:
-        """Return separate buffers for passes that must not wait for others; counted against the host budget.
-
-        Raises BudgetError if the budget has no room for them.
-        """
+        """Return separate buffers for passes that must not wait for others; counted against the host budget. Raises BudgetError
+        if that has no room for them."""
         self.budget.require(nbytes, "a pool of buffers")
         pool = Pool(nbytes, budget=self.budget, make=self._make_buffers)
         self._pools.append(pool)
@@ -404,15 +403,13 @@ class TensorStore(Closing):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise UsageError("the store is closed")
+            raise UsageError(self._closed)
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
     def commit(self) -> int:
-        """Wait for everything under way, call the state a version, and return its number.
-
-        Raises, once, the error of a write that failed and that no later write of its array made good.
-        """
+        """Wait for everything under way, call the state a version, and return its number. Raises, once, the error of a write
+        that failed and that no later write of its array made good."""
         self._complete(list(self._shards))
         self._version += 1
         return self._version
@@ -478,6 +475,10 @@ class TensorStore(Closing):
             fallbacks=self.fallbacks,
         )
 
+    def forked(self) -> None:
+        """Belong to the parent, in a forked child: files and threads are its."""
+        self._closed = f"the store {OF_THE_PARENT}"
+
     def close(self) -> None:
         """Finish the work under way, then give memory, files and the run folder back; a second call does nothing. A write that
         waits for a snapshot to be released fails instead."""
@@ -486,7 +487,7 @@ class TensorStore(Closing):
         for waiting in (self._host, self._pinned, self._device):
             waiting.stop_waiting()
         self._order.wait(list(self._shards))
-        self._closed = True
+        self._closed = "the store is closed"
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._folders.close)
             if self._slabs is not None:
