@@ -68,7 +68,7 @@ class ZstoreSection(Section):
     key, one with checkpoints of the plain layout with that. See docs/remote.md."""
     keep_local: Bool = built(False)
     """Keep that local checkpoint once it is uploaded; `keep` applies to it too."""
-    journal: Folder | Annotated[Literal["auto", False], Words('"auto" or false')] = built("auto")
+    journal: Annotated[Literal["auto", False], Words('"auto" or false')] | Folder = built("auto")
     """Where the run's journal goes: a line of JSON for each step, save and load, written by rank 0. "auto": beside the
     checkpoints, as `journal-<run id>.jsonl`. A path: into that folder. false: there is none. See docs/journal.md."""
     io_threads: Positive | None = built(None)
