@@ -34,7 +34,7 @@ from zstore.errors import UsageError, ZstoreError
 from zstore.format import ArraySpec, Grid, numpy_dtype
 from zstore.io.closing import settle
 from zstore.io.tensors import host_values
-from zstore.remote.url import is_url
+from zstore.paths import is_url
 from zstore.store import PinnedShard, Snapshot
 
 from ..build.model import files_beside, stored_whole
