@@ -12,8 +12,8 @@ import typer
 
 from zstore.checkpoint import ArraySource, Record, new_folder_of, tag_folder
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
+from zstore.io import UserPath, is_url, user_path
 from zstore.open.sources import split_location
-from zstore.paths import UserPath, is_url, user_path
 from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.cast import Overflow

@@ -18,7 +18,7 @@ import typer
 from zstore.checkpoint import ArraySource, new_folder_of, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.interop.deepspeed.universal import UniversalFolder
-from zstore.paths import user_path
+from zstore.io import user_path
 from zstore.ranks.team import ALONE, Team
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.companions import copy_companions

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from zstore.paths import user_path
+from zstore.io import user_path
 
 MODEL = "gpt-tiny"
 SAVE_EVERY = 20

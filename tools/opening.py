@@ -13,9 +13,8 @@ import typer
 
 from zstore.checkpoint import NUM_THREADS, ArraySource, ReadStatistics, tags, tags_text
 from zstore.errors import BudgetError, CheckpointNotFoundError
-from zstore.io import IoResources, map_large_blocks, open_resources
+from zstore.io import IoResources, is_url, map_large_blocks, open_resources
 from zstore.open.sources import open_source, split_location
-from zstore.paths import is_url
 from zstore.ranks.team import ALONE, Team
 from zstore.remote.url import parse_options
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from zstore.errors import UsageError
-from zstore.paths import user_path
+from zstore.io import user_path
 from zstore.sizes import parse_bytes
 
 Dtype = Literal["fp16", "bf16", "fp32"]

@@ -12,7 +12,7 @@ import typer
 
 from zstore.checkpoint import ArraySource, CheckpointReader, open_checkpoint, reshard_checkpoint, stored_files
 from zstore.errors import CheckpointExistsError, UsageError
-from zstore.paths import is_url, user_path
+from zstore.io import is_url, user_path
 from zstore.ranks.team import ALONE, Team
 from zstore.remote.upload import upload_checkpoint
 from zstore.remote.url import shown

@@ -195,7 +195,7 @@ def serve_command(
         from zstore.serve.settings import Root, Settings
     except ImportError as error:
         raise UsageError(f"zstore serve needs the package {error.name}: pip install 'zstore[serve]'") from error
-    from zstore.paths import is_url
+    from zstore.io import is_url
     from zstore.remote.url import parse_options
 
     settings = Settings(

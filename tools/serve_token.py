@@ -13,7 +13,7 @@ from urllib.parse import quote
 import typer
 
 from zstore.errors import UsageError
-from zstore.paths import user_path
+from zstore.io import user_path
 from zstore.serve.audit import recording
 from zstore.serve.tokens import Link, Role, Token, TokenFile, digest_of, edit_tokens, read_tokens, sign
 from zstore.sizes import format_bytes

@@ -17,8 +17,8 @@ from torch import nn
 from zstore.engine.access.access import live
 from zstore.engine.access.gather import gather
 from zstore.errors import CheckpointExistsError, ZstoreError
+from zstore.io import user_path
 from zstore.open.checkpoint import open_checkpoint
-from zstore.paths import user_path
 from zstore.ranks.world import World
 from zstore.weights.choose import frozen_weights
 

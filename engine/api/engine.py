@@ -19,9 +19,9 @@ from torch import nn
 
 from zstore.checkpoint import SaveHandle
 from zstore.errors import CheckpointExistsError, UsageError
+from zstore.io import UserPath, user_location, user_path
 from zstore.io.closing import ClosingInCycle, closing_with, settle
 from zstore.io.tensors import cast_floating
-from zstore.paths import UserPath, user_location, user_path
 from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
 

@@ -24,9 +24,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, listed
 from zstore.interop.huggingface import StoredWeight, WeightsReader
-from zstore.io import return_free_memory
+from zstore.io import UserPath, return_free_memory, user_path
 from zstore.io.tensors import as_numpy
-from zstore.paths import UserPath, user_path
 from zstore.ranks.world import World
 
 from ..config.config import load_config

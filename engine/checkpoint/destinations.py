@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zstore.checkpoint import SaveHandle, SaveRequest, save_checkpoint
-from zstore.paths import is_url
+from zstore.io import is_url
 from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.upload import place_of
 from zstore.remote.versions import VersionsFolder

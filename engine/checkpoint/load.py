@@ -36,9 +36,9 @@ from zstore.checkpoint import (
 )
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from zstore.format import layout_of, model_array, numpy_dtype
+from zstore.io import is_url
 from zstore.io.tensors import as_numpy, as_torch, dtype_name
 from zstore.open.sources import open_source
-from zstore.paths import is_url
 from zstore.store import LocalShard
 
 from ..build.model import stored_buffers, stored_whole

@@ -32,9 +32,9 @@ from zstore.checkpoint import (
 )
 from zstore.errors import UsageError, ZstoreError
 from zstore.format import ArraySpec, Grid, numpy_dtype
+from zstore.io import is_url
 from zstore.io.closing import settle
 from zstore.io.tensors import host_values
-from zstore.paths import is_url
 from zstore.store import PinnedShard, Snapshot
 
 from ..build.model import files_beside, stored_whole

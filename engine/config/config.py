@@ -10,8 +10,7 @@ from typing import Any, Literal
 from zstore.checkpoint import Moments
 from zstore.errors import ConfigError, UsageError
 from zstore.format import round_up
-from zstore.io import PAGE_BYTES
-from zstore.paths import user_path
+from zstore.io import PAGE_BYTES, user_path
 
 from .answers import problem_text
 from .jsonc import load_jsonc

@@ -24,7 +24,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from zstore.checkpoint import Keep
 from zstore.errors import UsageError
-from zstore.paths import user_path
+from zstore.io import user_path
 
 _PLACEHOLDER = re.compile(r"\s*\[([^\[\]]*\|[^\[\]]*)\]\s*")
 

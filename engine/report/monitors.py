@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zstore.errors import ConfigError, UsageError
-from zstore.paths import user_path
+from zstore.io import user_path
 from zstore.ranks.world import World
 
 from ..config.config import Config

@@ -16,8 +16,8 @@ from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, refused, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
+from zstore.io import is_url
 from zstore.open.sources import folder_of, open_source
-from zstore.paths import is_url
 from zstore.remote.folder import open_folder
 from zstore.remote.retries import Retries
 from zstore.remote.url import parse_options, shown

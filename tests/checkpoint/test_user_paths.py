@@ -21,7 +21,7 @@ from tests.engine.runs import make_config, start, step
 from zstore import open_checkpoint, open_store
 from zstore.engine.adapters.torch_optim import Offloaded
 from zstore.errors import UsageError
-from zstore.paths import user_location, user_path
+from zstore.io import user_location, user_path
 from zstore.tools import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -309,7 +309,6 @@ def test_a_tilde_is_the_home_folder(writer: str, places: SimpleNamespace) -> Non
         ["diff", "~/runs", "~/runs"],
         ["prune", "~/runs", "--keep-last", "1"],
         ["config", "~/config.json"],
-        ["report", "~/runs", "--out", "~/report.html"],
     ],
     ids=" ".join,
 )

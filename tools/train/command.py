@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zstore.errors import UsageError, ZstoreError, storage_error
-from zstore.paths import is_url
+from zstore.io import is_url
 from zstore.remote.upload import require_uploads
 
 from ..run.job import RunJob

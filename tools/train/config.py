@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from zstore.errors import UsageError
-from zstore.paths import user_location
+from zstore.io import user_location
 from zstore.remote.url import parse_options
 
 from ..options import StorageOption, parse_file

@@ -10,8 +10,8 @@ from typing import Any
 
 from zstore.checkpoint import step_tag, tags
 from zstore.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
+from zstore.io import is_url
 from zstore.open.sources import folder_of, open_source, split_location
-from zstore.paths import is_url
 
 
 def resume_source(

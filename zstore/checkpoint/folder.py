@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CorruptionError, storage_error
+from ..io.files import UserPath, user_path
 from ..io.shards import IoResources
-from ..paths import UserPath, user_path
 from .format import MAX_JSON_BYTES, MAX_RECORD_BYTES, read_json
 from .names import RECORD_FILE
 

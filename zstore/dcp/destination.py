@@ -27,8 +27,7 @@ from zstore.checkpoint import (
     temporary_folder,
 )
 from zstore.errors import CheckpointError, UsageError, ZstoreError
-from zstore.io import Files, Flush, IoResources, Workers, make_read_only
-from zstore.paths import UserPath, is_url, user_location
+from zstore.io import Files, Flush, IoResources, UserPath, Workers, is_url, make_read_only, user_location
 from zstore.remote.commit import RemoteCommitter
 from zstore.remote.fsspec_folder import RemoteFolder, open_fsspec_folder
 from zstore.remote.packs import Places

@@ -36,11 +36,10 @@ from zstore.errors import UsageError
 from zstore.format import Box, flat_ranges, numpy_dtype
 from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
-from zstore.io import Workers
+from zstore.io import UserPath, Workers, is_url, user_location
 from zstore.io.closing import closing_with
 from zstore.io.tensors import torch_dtype
 from zstore.open.sources import open_source
-from zstore.paths import UserPath, is_url, user_location
 from zstore.weights.from_checkpoint import whole_dtype, whole_values
 
 _MOST_TAKEN = 4

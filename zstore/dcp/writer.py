@@ -35,10 +35,9 @@ from zstore.errors import UsageError
 from zstore.format import ArrayLayout, ArraySpec, Box, make_grid
 from zstore.interop.dcp_names import step_of
 from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
-from zstore.io import Files, IoResources, Workers, helpful_threads, open_resources
+from zstore.io import Files, IoResources, UserPath, Workers, helpful_threads, is_url, open_resources
 from zstore.io.closing import closing_with
 from zstore.io.tensors import bytes_of, dtype_name
-from zstore.paths import UserPath, is_url
 
 from .destination import SCRATCH_NAME, CheckpointPlace
 from .ending import complete_at_the_end, told_at_the_end

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import stat
 import threading
@@ -21,12 +22,17 @@ from typing import Literal
 
 import numpy as np
 
-from ..errors import DiskFullError, StorageError, storage_error
+from ..errors import DiskFullError, StorageError, UsageError, storage_error
 from ..format.arrays import Bytes
 from .buffers import make_slab
 
 with contextlib.suppress(ImportError):  # Windows, where no transfer goes past the page cache
     import fcntl
+
+UserPath = str | os.PathLike[str]
+"""A path, or where they are taken a URL, as a user writes it. A relative one means the folder that the program is in as the
+call is made, so every public function takes its paths through `user_path` or `user_location`, once."""
+_URL = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 
 Kind = Literal[
     "open",
@@ -51,6 +57,38 @@ LARGE_BYTES = 1024 * 1024
 _MOST_DIRTY_BYTES = 32 * 1024 * 1024
 # Answers of file systems without direct I/O, links or preallocation.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
+
+
+def is_url(location: UserPath) -> bool:
+    """Return whether it is a URL, such as `s3://bucket/run`, rather than a path."""
+    return isinstance(location, str) and _URL.match(location) is not None
+
+
+def user_path(path: UserPath) -> Path:
+    """Return a path absolute, from the present working folder, with `~` and `~USER` for home folders and without `..`.
+
+    Symbolic links stay, except those before a `..`. Raises UsageError for what is no path, or if there is no such home folder.
+    """
+    given: object = path
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise UsageError(f"expected a path as text or pathlib.Path, got {path!r}")
+    found = Path(os.path.expanduser(text))
+    if text.startswith("~") and found == Path(text):
+        home = Path(text).parts[0]
+        raise UsageError(
+            f"{text}: there is no home folder for {home}: write an absolute path, for a folder of that name {Path.cwd() / text}"
+        )
+    found = found.absolute()
+    if ".." in found.parts:
+        above = len(found.parts) - found.parts[::-1].index("..")
+        found = Path(*found.parts[:above]).resolve().joinpath(*found.parts[above:])
+    return found
+
+
+def user_location(location: UserPath) -> str:
+    """Return a URL as it is, and a path as `user_path` does."""
+    return str(location) if is_url(location) else str(user_path(location))
 
 
 @dataclass(frozen=True)

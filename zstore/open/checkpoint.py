@@ -21,7 +21,7 @@ from ..checkpoint.verify import VerifyFault, verify_checkpoint
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
 from ..format.arrays import Array
 from ..io.closing import Closing
-from ..paths import UserPath
+from ..io.files import UserPath
 from ..weights.cast import Overflow
 from ..weights.choose import choose
 from ..weights.from_checkpoint import DTYPES, list_weights, read_weight, read_weights

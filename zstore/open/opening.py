@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import BudgetError, UsageError
-from ..io.files import Files
-from ..paths import UserPath, user_path
+from ..io.files import Files, UserPath, user_path
 from ..store import StoreOptions, TensorStore
 from .ranks import Ranks
 from .store import Store

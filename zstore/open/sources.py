@@ -15,8 +15,8 @@ from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.source import ArraySource
 from ..checkpoint.union import with_parts
 from ..errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from ..io.files import UserPath, is_url, user_location, user_path
 from ..io.shards import IoResources
-from ..paths import UserPath, is_url, user_location, user_path
 
 _MAKERS = (
     ("torch.distributed.checkpoint", ".metadata"),

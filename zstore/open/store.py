@@ -23,9 +23,9 @@ from ..checkpoint.request import SaveSummary
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..io.closing import OF_THE_PARENT, Closing, closing_with, tell_of_fork
+from ..io.files import UserPath, user_location, user_path
 from ..io.pool import Workers, run_in_thread
 from ..io.queue import Ticket, wait_all
-from ..paths import UserPath, user_location, user_path
 from ..store import TensorStore
 from ..store.order import ArrayOrder
 from ..store.snapshot import Snapshot

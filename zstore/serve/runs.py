@@ -20,9 +20,9 @@ from ..checkpoint.catalog import LOOPS_FOLDER, scan
 from ..checkpoint.folder import Folder, LocalFolder, links_elsewhere
 from ..checkpoint.names import RECORD_FILE, tag_folder
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
+from ..io.files import is_url
 from ..journal.names import run_of
 from ..open.sources import folder_of
-from ..paths import is_url
 from ..remote.versions import VersionsFolder, folder_for
 from .cache import Renewed
 from .kept import KeptFiles

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..io.files import Files
-from ..paths import user_location
+from ..io.files import Files, user_location
 
 DEFAULT_PORT = 8700
 LEAST_TOKEN = 16

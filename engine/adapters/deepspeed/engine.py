@@ -17,7 +17,7 @@ from zstore.engine.checkpoint.client_state import ClientValues
 from zstore.engine.optim.loss_scale import LossScaler
 from zstore.engine.params.record import Residency
 from zstore.errors import UsageError
-from zstore.paths import UserPath, is_url, user_path
+from zstore.io import UserPath, is_url, user_path
 
 from . import comm
 from .config import ZeroParamStatus

@@ -16,10 +16,9 @@ from zstore.engine.access.module_state import state_entries
 from zstore.engine.api.engine import Engine
 from zstore.engine.checkpoint.client_state import join
 from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.io import Files
+from zstore.io import Files, is_url
 from zstore.open.checkpoint import open_checkpoint
 from zstore.open.sources import folder_of
-from zstore.paths import is_url
 
 from . import content
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zstore.errors import UsageError
-from zstore.paths import user_path
+from zstore.io import user_path
 
 from .registry import OF_MATRICES, require_known
 

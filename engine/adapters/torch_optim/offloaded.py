@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.runtime.device import Streams, Transfers, streams_for
 from zstore.errors import UsageError
-from zstore.io import Files, map_large_blocks
+from zstore.io import Files, map_large_blocks, user_path
 from zstore.io.closing import Closing, closing_with
-from zstore.paths import user_path
 from zstore.store import StoreOptions, StoreStatistics, TensorStore
 
 from .arguments import check_kind, check_numbers, check_settings, groups_of

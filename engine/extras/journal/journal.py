@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zstore.checkpoint import tag_folder
-from zstore.io import LinkStatistics, count_memory_kills
+from zstore.io import LinkStatistics, count_memory_kills, is_url
 from zstore.journal.reader import journal_of, read_from
 from zstore.journal.writer import JournalWriter
-from zstore.paths import is_url
 from zstore.ranks.world import World
 
 from ...checkpoint.destinations import Destination, destination_of
