@@ -11,6 +11,7 @@ from torch import nn
 from zstore.errors import UsageError, listed, shortened
 
 from ..build.init import Init
+from ..build.model import broadcast_bytes
 from ..params.record import Residency
 from .gather import gather
 
@@ -131,7 +132,7 @@ def _share_buffers(access: Access, tensors: Iterable[torch.Tensor]) -> None:
     """Give all ranks rank 0's values of the buffers among `tensors` (all ranks)."""
     for tensor in tensors:
         if not isinstance(tensor, nn.Parameter):
-            access.world.broadcast(tensor)
+            broadcast_bytes(access.world, tensor)
 
 
 def _check(access: Access, entries: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:

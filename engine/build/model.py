@@ -19,7 +19,7 @@ from zstore.checkpoint import CheckpointReader
 from zstore.errors import CheckpointMismatchError, UsageError, listed
 from zstore.format import buffer_array, model_array
 from zstore.io import Files
-from zstore.io.tensors import plain_memory
+from zstore.io.tensors import dtype_name, plain_memory
 from zstore.ranks.world import World
 from zstore.weights.companions import is_companion
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
@@ -28,6 +28,8 @@ from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 from ..config.config import Config
 from ..params.units import mark_leaves, of_classes
 from ..runtime.messages import warn_once
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 
 
 def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
@@ -69,6 +71,25 @@ def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
                 f"parameter {name!r} is {parameter.dtype}, but masters and checkpoints are of real numbers: hold its "
                 "view_as_real() as the parameter, and take view_as_complex() in forward"
             )
+        if parameter.dtype in _FLOAT8:
+            return UsageError(
+                f"parameter {name!r} is {parameter.dtype}, which the engine neither trains nor keeps: cast it to bfloat16, or "
+                "register it as a buffer, which stays as it is"
+            )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta or buffer.is_nested or buffer.is_quantized or buffer.layout != torch.strided:
+            kind = "on the meta device" if buffer.is_meta else f"{buffer.dtype}, {buffer.layout}"
+            return UsageError(
+                f"buffer {name!r} is {kind}, and ranks share and save dense tensors alone: register its parts (as indices and "
+                "values, or int_repr() and scale), or make it in forward"
+            )
+    for name, buffer in stored_buffers(model):
+        try:
+            dtype_name(buffer.dtype)
+        except UsageError as error:
+            return UsageError(
+                f"buffer {name!r}: {error}. Cast it, or leave it out: register_buffer(..., persistent=False)"
+            )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             return UsageError(f"module {name!r} is scripted, so nothing can be hooked to it: pass it unscripted")
@@ -93,9 +114,15 @@ def place_buffers(model: nn.Module, world: World, dtype: torch.dtype | None) -> 
         for name, buffer in module.named_buffers(recurse=False):
             if buffer not in placed:
                 here = plain_memory(buffer.to(world.device))
-                world.broadcast(here)
+                broadcast_bytes(world, here)
                 placed[buffer] = here.to(dtype) if dtype and here.is_floating_point() else here
             setattr(module, name, placed[buffer])
+
+
+def broadcast_bytes(world: World, tensor: torch.Tensor) -> None:
+    """Give a contiguous tensor rank 0's values, of any type: backends know few of them (all ranks)."""
+    if tensor.numel():
+        world.broadcast(tensor.view(-1).view(torch.uint8))
 
 
 def normalize_in_type_of_statistics(model: nn.Module) -> None:

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, listed
+from zstore.format import FLOAT8
 from zstore.interop.huggingface import StoredWeight, WeightsReader
 from zstore.io import UserPath, return_free_memory, user_path
 from zstore.io.tensors import as_numpy
@@ -43,6 +44,7 @@ _TRIM_BYTES = 64 * 1024 * 1024
 _NAMED = 8
 """Keys of a kind that an error lists."""
 _NEVER_EXPECTED = r"rotary_emb\.inv_freq"
+_NOT_TRAINED = ("complex64", *FLOAT8)
 """Keys of older files that models compute, as transformers leaves them out."""
 
 
@@ -173,6 +175,10 @@ def match_weights(model: nn.Module, reader: WeightsReader) -> dict[str, StoredWe
     known = names | {name for name, _ in model.named_buffers()}
     ignored = [_NEVER_EXPECTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     unexpected = [name for name in stored if name not in known and not _matches(name, ignored)]
+    if odd := next((one for name, one in found.items() if name in parameters and one.dtype in _NOT_TRAINED), None):
+        raise UsageError(
+            f"{odd.name!r} in {odd.path} is {odd.dtype}, which cannot be trained: convert the model to bfloat16"
+        )
     if missing or unexpected or mismatched:
         raise CheckpointMismatchError(_misfit(model, reader.folder, missing, unexpected, mismatched))
     return found

@@ -84,7 +84,7 @@ def test_what_cannot_be_is_refused_at_once(store: Store) -> None:
     with pytest.raises(UsageError, match="expected float32 of shape"):
         store.update("a/w", values((3,)))
     with pytest.raises(UsageError, match="cannot be stored"):
-        store.put("a/c", np.zeros(3, np.complex64))
+        store.put("a/c", np.zeros(3, np.complex128))
     with pytest.raises(UsageError, match="expected `group/name`"):
         store.put("/a", np.zeros(3))
     with pytest.raises(UsageError, match="2 names for the extents"):

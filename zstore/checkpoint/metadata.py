@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError
-from ..format.arrays import FLOATING, ArraySpec, numpy_dtype
+from ..format.arrays import FLOAT8, FLOATING, ArraySpec, numpy_dtype
 from ..format.codecs import Codec, parse_codec
 from ..format.partition import ALIGN_NUMEL, MAX_CHUNKS_PER_SHARD, Grid, extents_of_cols
 from .format import brief, dump_metadata
@@ -36,6 +36,7 @@ _GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
 _BYTES: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C: dict[str, Any] = {"name": "crc32c"}
 _PLAIN_CODECS = [_BYTES, _CRC32C]
+_FILL_VALUES = {**dict.fromkeys(FLOATING, "NaN"), "complex64": ["NaN", "NaN"], "bool": False}
 
 
 def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> dict[str, Any]:
@@ -45,6 +46,8 @@ def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> d
     attributes: dict[str, Any] = {"name": spec.name, "shape": list(spec.shape)}
     if spec.aliases:
         attributes["aliases"] = list(spec.aliases)
+    if spec.dtype in FLOAT8:
+        attributes["data_type"] = spec.dtype
     sharding = {
         "chunk_shape": [grid.chunk_rows, *extents_of_cols(spec.row_extents, grid.chunk_cols)] if some else [],
         "codecs": _PLAIN_CODECS if codec is None else [_BYTES, codec.document(spec.itemsize), _CRC32C],
@@ -55,11 +58,11 @@ def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> d
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(spec.stored_shape),
-        "data_type": spec.dtype,
+        "data_type": "uint8" if spec.dtype in FLOAT8 else spec.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [grid.shard_rows, *width] if some else []}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         # A lost file must never read as zeros, if the type has another value for it.
-        "fill_value": "NaN" if spec.dtype in FLOATING else False if spec.dtype == "bool" else 0,
+        "fill_value": _FILL_VALUES.get(spec.dtype, 0),
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         "attributes": {"zstore": attributes},
     }
@@ -198,6 +201,8 @@ def _parse_spec(document: Mapping[str, Any], stored: tuple[int, ...], where: str
         raise CorruptionError(f"{where}: expected a name and a data type as text, got {brief(name)} and {brief(dtype)}")
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise CorruptionError(f"{where}: expected a list of names as aliases")
+    if dtype == "uint8" and own.get("data_type") in FLOAT8:
+        dtype = own["data_type"]
     shape, dims = tuple(_extents(own.get("shape"), f"{where}: true shape")), document.get("dimension_names", [])
     if not isinstance(dims, list) or not all(isinstance(dim, str) for dim in dims):
         raise CorruptionError(f"{where}: expected a list of names as dimension_names")

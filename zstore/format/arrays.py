@@ -16,6 +16,14 @@ from ..errors import BudgetError
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
+FLOAT8 = {
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+"""Data types that Zarr has no name for, and safetensors' names. Arrays of them are "uint8", with the type in the attributes."""
+
 _NUMPY: dict[str, npt.DTypeLike] = {
     "bool": np.bool_,
     "uint8": np.uint8,
@@ -30,6 +38,8 @@ _NUMPY: dict[str, npt.DTypeLike] = {
     "bfloat16": ml_dtypes.bfloat16,
     "float32": np.float32,
     "float64": np.float64,
+    "complex64": np.complex64,
+    **{name: getattr(ml_dtypes, name) for name in FLOAT8},
 }
 
 SAFETENSORS_DTYPES = {
@@ -46,6 +56,8 @@ SAFETENSORS_DTYPES = {
     "bfloat16": "BF16",
     "float32": "F32",
     "float64": "F64",
+    "complex64": "C64",
+    **FLOAT8,
 }
 """Zarr's name of a data type -> safetensors'."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..errors import UsageError
-from ..format.arrays import Array, Bytes, numpy_dtype
+from ..format.arrays import FLOAT8, Array, Bytes, numpy_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -37,6 +37,8 @@ def as_torch(view: Any) -> torch.Tensor:
         return view
     if view.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(view.view(np.int16)).view(torch.bfloat16)
+    if view.dtype.name in FLOAT8:
+        return torch.from_numpy(view.view(np.uint8)).view(torch_dtype(view.dtype.name))
     return torch.from_numpy(view)
 
 
@@ -59,6 +61,8 @@ def as_numpy(tensor: torch.Tensor) -> Array:
     flat = tensor.detach()
     if flat.dtype == torch.bfloat16:
         return flat.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if (name := str(flat.dtype).removeprefix("torch.")) in FLOAT8:
+        return flat.view(torch.uint8).numpy().view(numpy_dtype(name))
     array: Array = flat.numpy()
     return array
 
