@@ -40,8 +40,6 @@ COMMANDS = {
 }
 _MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command"}
 """Modules of the commands that are not in a file of their name."""
-_BY_ALL_RANKS = ("verify", "diff", "consolidate", "reshard", "convert")
-"""Those that several ranks of a launcher carry out together."""
 _WITH_TORCH = ("train", "run", "config", "doctor")
 
 
@@ -61,10 +59,6 @@ class Commands(TyperGroup):
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         told: dict[str, Any] = {key: getattr(module, key.upper(), None) for key in ("epilog", "context_settings")}
         command = for_typer(getattr(module, f"{name}_command"))
-        if name in _BY_ALL_RANKS:
-            from .ranks import by_all_ranks
-
-            command = by_all_ranks(command)
         one.command(name, help=COMMANDS[str(name)], **told)(command)
         return name, typer.main.get_command(one), rest
 
@@ -98,8 +92,6 @@ def main() -> None:
         os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     if sys.argv[1:2] == ["plan"]:
         gc.disable()  # the process ends soon: to walk over what is imported, several times, takes a tenth of its time
-    if int(os.environ.get("RANK", "0")) and sys.argv[1:2] and sys.argv[1] in _BY_ALL_RANKS:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - rank 0 says what is wrong with the arguments
     try:
         app()
     except (ZstoreError, OSError) as error:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from zstore.checkpoint import ArraySource, Record, new_folder_of, tag_folder
+from zstore.checkpoint import ArraySource, Record, new_folder, tag_folder
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 from zstore.io import UserPath, is_url, user_path
 from zstore.open.sources import split_location
@@ -95,7 +95,7 @@ def consolidate_command(
     """
     require_choice("--dtype", dtype, Dtype)
     require_choice("--overflow", overflow, Overflow)
-    team, target = common.team, user_path(out) if out else _beside(ckpt, which.tag, f"-{dtype}")
+    target = user_path(out) if out else _beside(ckpt, which.tag, f"-{dtype}")
     with open_location(ckpt, common, which.tag) as source:
         weights, left_out = which.of(source, list_weights(source, DTYPES[dtype], ema=which.ema))
         files = plan_files(weights, max_shard_size)
@@ -106,13 +106,12 @@ def consolidate_command(
             plan = f"plan: {format_count(len(weights), 'tensor')} as {dtype}, {size}, to {target}"
             progress.say(plan + _left_out_text(left_out, source.record))
             copied = ""
-            with new_folder_of(team, source.resources.files, target) as folder:
-                lost = write_weights(source, files, folder, overflow=overflow, advance=progress.advance, team=team)
+            with new_folder(source.resources.files, target) as folder:
+                lost = write_weights(source, files, folder, overflow=overflow, advance=progress.advance)
                 if lost and overflow == "error":
                     advice = "Choose `--dtype bf16`, or `--overflow clamp` (or `inf`) to write them anyway"
                     raise CheckpointError(lost_text(lost, dtype, advice))
-                if team.rank == 0:
-                    copied = copy_companions(source, folder, beside=True)
+                copied = copy_companions(source, folder, beside=True)
             num_lost = sum(each.count for each in lost)
             became = "became infinite" if overflow == "inf" else "were clamped to the largest value"
             changed = f"; {num_lost} values did not fit and {became}" if lost else ""

@@ -1,38 +1,35 @@
-"""`zstore convert`: a checkpoint of one kind written as another, in bounded memory. Torch only for `--to dcp`.
+"""`zstore convert`: a checkpoint of one kind written as another, in bounded memory. No torch.
 
 [Note: directions]
 Whatever `open_source` opens is read as arrays, so there is one reader, and a writer for each kind: zstore's own (the
-same as `reshard`), DCP's and DeepSpeed's folders with all that the checkpoint has, and the weights alone as safetensors or
-as a `.pt`.
+same as `reshard`), with all that the checkpoint has, and the weights alone as safetensors or as a `.pt`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from zstore.checkpoint import ArraySource, new_folder_of, temporary_folder
+from zstore.checkpoint import ArraySource, new_folder, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
-from zstore.interop.deepspeed.universal import UniversalFolder
 from zstore.io import user_path
-from zstore.ranks.team import ALONE, Team
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.companions import copy_companions
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 from zstore.weights.writer import Lost, lost_text
 
-from .export import arrays_read, write_state_dict, write_universal
+from .export import write_state_dict
 from .opening import DEFAULTS, Common, open_location, reporting
 from .options import Dtype, Tag, require_choice
 from .progress import ProgressBar
 from .reshard import reshard_into
 
-OutputKind = Literal["zstore", "dcp", "deepspeed", "torch", "safetensors"]
+OutputKind = Literal["zstore", "torch", "safetensors"]
 _WEIGHTS_ALONE = ("torch", "safetensors")
 
 
@@ -96,24 +93,19 @@ def convert_command(
         names = _arrays_read(source, options)
         total_bytes = sum(source.arrays[name].spec.nbytes for name in names)
         title = f"convert {source.location}"
-        parted = replace(common, team=ALONE) if options.to == "torch" else common
-        with reporting(title, parted, source, total_bytes=total_bytes) as progress:
+        with reporting(title, common, source, total_bytes=total_bytes) as progress:
             what = f"{format_count(len(set(names)), 'tensor')}, {format_bytes(total_bytes)}"
-            with common.team.agreeing():  # before any rank writes
-                planned = _plan(source, out, options)
-            progress.say(f"plan: {what}, from {source.kind} to {planned}")
+            progress.say(f"plan: {what}, from {source.kind} to {_plan(source, out, options)}")
             for note in source.notes:
                 progress.say(f"not carried over: {note}")
             progress.document |= {"from": source.kind, "to": options.to}
-            progress.document |= _WRITERS[options.to](source, out, options, _Showing(progress, common.team))
+            progress.document |= _WRITERS[options.to](source, out, options, progress)
     return 0
 
 
 def _arrays_read(source: ArraySource, options: ConvertOptions) -> list[str]:
     if options.to in _WEIGHTS_ALONE:
         return [weight.array for weight in list_weights(source, None)]
-    if options.to == "deepspeed":
-        return arrays_read(UniversalFolder(source))
     return list(source.arrays)
 
 
@@ -122,10 +114,6 @@ def _plan(source: ArraySource, out: Path, options: ConvertOptions) -> str:
         ranks = options.world_size or source.record.world_size
         return f"the checkpoint {source.tag!r} in {out}, for {format_count(ranks, 'rank')}"
     _require_new(out)
-    if options.to == "dcp":
-        return f"{out}, for torch.distributed.checkpoint"
-    if options.to == "deepspeed":
-        return f"{out}, a universal checkpoint of DeepSpeed with the tag {source.tag!r}"
     what = "a plain torch state dict" if options.to == "torch" else "safetensors files"
     return f"{out}: the weights as {what}, in {options.dtype or 'the types that they have'}"
 
@@ -135,64 +123,32 @@ def _require_new(out: Path) -> None:
         raise CheckpointExistsError(f"{out} exists: remove it, or name another place to write")
 
 
-@dataclass(frozen=True)
-class _Showing:
-    """The ranks that write, and their progress."""
-
-    progress: ProgressBar
-    team: Team
-
-
-def _to_zstore(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
+def _to_zstore(source: ArraySource, out: Path, options: ConvertOptions, progress: ProgressBar) -> dict[str, Any]:
     ranks = options.world_size or source.record.world_size
-    path = reshard_into(source, out, ranks, show.progress, team=show.team)
-    copied = copy_companions(source, out, beside=False) if show.team.rank == 0 else ""
-    show.progress.say(f"wrote {path}{copied}")
+    path = reshard_into(source, out, ranks, progress)
+    copied = copy_companions(source, out, beside=False)
+    progress.say(f"wrote {path}{copied}")
     return {"path": str(path), "world_size": ranks}
 
 
-def _to_dcp(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
-    from .export_dcp import write_dcp
-
-    with new_folder_of(show.team, source.resources.files, out) as folder:
-        names = write_dcp(source, folder, show.progress.advance, show.team)
-    show.progress.say(f"wrote {out}")
-    return {"path": str(out), "files": names}
-
-
-def _to_deepspeed(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
-    universal = UniversalFolder(source)
-    for note in universal.notes:
-        show.progress.say(f"not carried over: {note}")
-    with new_folder_of(show.team, source.resources.files, out) as folder:
-        write_universal(source, universal, folder, show.progress.advance, show.team)
-    show.progress.say(f'wrote {out}: {{"checkpoint": {{"load_universal": true}}}} in DeepSpeed\'s config loads it')
-    return {"path": str(out), "tag": source.tag, "not_carried_over": universal.notes}
-
-
-def _to_torch(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
-    # An archive with a checksum of each tensor before the next one: one process writes it.
-    with show.team.agreeing():
-        if show.team.rank == 0:
-            files, parent = source.resources.files, out.absolute().parent
-            with temporary_folder(files, parent, out.name) as folder:
-                part = folder / "state.pt"
-                _refuse(write_state_dict(source, part, options.stored_dtype, show.progress.advance), options)
-                _require_new(out)
-                files.rename(part, out)
-                files.sync_folder(parent)
-    show.progress.say(f"wrote {out}")
+def _to_torch(source: ArraySource, out: Path, options: ConvertOptions, progress: ProgressBar) -> dict[str, Any]:
+    files, parent = source.resources.files, out.absolute().parent
+    with temporary_folder(files, parent, out.name) as folder:
+        part = folder / "state.pt"
+        _refuse(write_state_dict(source, part, options.stored_dtype, progress.advance), options)
+        _require_new(out)
+        files.rename(part, out)
+        files.sync_folder(parent)
+    progress.say(f"wrote {out}")
     return {"path": str(out)}
 
 
-def _to_safetensors(source: ArraySource, out: Path, options: ConvertOptions, show: _Showing) -> dict[str, Any]:
-    layouts, copied = plan_files(list_weights(source, options.stored_dtype), MAX_FILE_BYTES), ""
-    with new_folder_of(show.team, source.resources.files, out) as folder:
-        advance = show.progress.advance
-        _refuse(write_weights(source, layouts, folder, overflow="error", advance=advance, team=show.team), options)
-        if show.team.rank == 0:
-            copied = copy_companions(source, folder, beside=False)
-    show.progress.say(f"wrote {format_count(len(layouts), 'file')} to {out}{copied}")
+def _to_safetensors(source: ArraySource, out: Path, options: ConvertOptions, progress: ProgressBar) -> dict[str, Any]:
+    layouts = plan_files(list_weights(source, options.stored_dtype), MAX_FILE_BYTES)
+    with new_folder(source.resources.files, out) as folder:
+        _refuse(write_weights(source, layouts, folder, overflow="error", advance=progress.advance), options)
+        copied = copy_companions(source, folder, beside=False)
+    progress.say(f"wrote {format_count(len(layouts), 'file')} to {out}{copied}")
     return {"path": str(out), "files": [layout.name for layout in layouts]}
 
 
@@ -203,8 +159,6 @@ def _refuse(lost: Sequence[Lost], options: ConvertOptions) -> None:
 
 _WRITERS = {
     "zstore": _to_zstore,
-    "dcp": _to_dcp,
-    "deepspeed": _to_deepspeed,
     "torch": _to_torch,
     "safetensors": _to_safetensors,
 }

@@ -44,7 +44,7 @@ def diff_command(
         plan = plan_comparison(old, new, values=values)
         title, total_bytes = f"diff {old.location} {new.location}", plan.read_bytes(old, new)
         with reporting(title, common, old, new, total_bytes=total_bytes) as progress:
-            compare_values(old, new, plan, progress.advance, team=common.team)
+            compare_values(old, new, plan, progress.advance)
             comparisons = list(plan.comparisons.values())
             differing = [comparison for comparison in comparisons if comparison.differs]
             progress.say(f"{len(differing)} of {len(comparisons)} arrays differ")

@@ -15,7 +15,6 @@ from zstore.checkpoint import NUM_THREADS, ArraySource, ReadStatistics, tags, ta
 from zstore.errors import BudgetError, CheckpointNotFoundError
 from zstore.io import IoResources, is_url, map_large_blocks, open_resources
 from zstore.open.sources import open_source, split_location
-from zstore.ranks.team import ALONE, Team
 from zstore.remote.url import parse_options
 
 from .options import Json, StorageOption, parse_size
@@ -68,8 +67,6 @@ class Common:
     ] = None
     num_pools: int = 1
     """Pools that share the memory."""
-    team: Team = ALONE
-    """The processes that carry the command out together; the memory is each one's."""
 
     def __post_init__(self) -> None:
         """Refuse a storage option that is not `key=value`, before anything is opened."""
@@ -154,11 +151,10 @@ def reporting(
     title: str, common: Common, *sources: ArraySource, total_bytes: int | None = None
 ) -> Iterator[ProgressBar]:
     """Show the progress of a block; then report the bytes read from `sources`, and with `json` print `ProgressBar.document`
-    with them and `ProgressBar.summary`. For several ranks it is the total of all (all ranks)."""
-    with ProgressBar(title, total_bytes, team=common.team) as progress:
+    with them and `ProgressBar.summary`."""
+    with ProgressBar(title, total_bytes) as progress:
         yield progress
-        progress.document |= read_of(progress, *sources, team=common.team)
-        progress.add_up()
+        progress.document |= read_of(progress, *sources)
     if common.json:
         print_json(progress.document | progress.summary())
 
@@ -168,22 +164,18 @@ def array_bytes(source: ArraySource) -> int:
     return sum(array.spec.nbytes for array in source.arrays.values())
 
 
-def read_of(progress: ProgressBar, *sources: ArraySource, team: Team = ALONE) -> dict[str, int]:
-    """Report the bytes read from zstore's own checkpoints, and how many of them were needed; return both for `--json`.
-
-    For several ranks it is the total of all (all ranks).
-    """
+def read_of(progress: ProgressBar, *sources: ArraySource) -> dict[str, int]:
+    """Report the bytes read from zstore's own checkpoints, and how many of them were needed; return both for `--json`."""
     found = [done for source in sources if (done := source.reading()) is not None]
     if not found:
         return {}
-    done = add_reading(found, team)
+    done = _sum(found)
     if done.asked_bytes or done.requests:
         progress.say(done.text())
     return asdict(done)
 
 
-def add_reading(found: Sequence[ReadStatistics], team: Team = ALONE) -> ReadStatistics:
-    """Return the sum of these statistics over all ranks of `team` (all ranks)."""
-    everyone = team.all_gather_object([asdict(each) for each in found])
-    told = [each for part in everyone for each in part]
-    return replace(found[0], **{key: sum(each[key] for each in told) for key in asdict(found[0])})
+def _sum(found: Sequence[ReadStatistics]) -> ReadStatistics:
+    """Return the sum of these statistics."""
+    each = [asdict(one) for one in found]
+    return replace(found[0], **{key: sum(one[key] for one in each) for key in each[0]})

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from zstore.ranks.team import ALONE, Team
 from zstore.sizes import format_bytes
 
 from .printing import printable
@@ -61,8 +60,7 @@ class Bar:
 class ProgressBar(Bar):
     """Bytes done of `total_bytes` (None: unknown), with GB/s; a closing line gives the total, the time and the rate.
 
-    After an exception it closes without the last line. The ranks of a team have about the same bytes each: this rank's part
-    is shown, until `add_up`.
+    After an exception it closes without the last line.
     """
 
     def __init__(
@@ -72,10 +70,7 @@ class ProgressBar(Bar):
         *,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        team: Team = ALONE,
     ) -> None:
-        self._team = team
-        total_bytes = self._part_of(total_bytes)
         super().__init__(title, total_bytes, in_bytes=True, stream=stream)
         self.total_bytes = total_bytes
         self.done_bytes = 0
@@ -101,19 +96,11 @@ class ProgressBar(Bar):
     def expect(self, total_bytes: int) -> None:
         """Set the total, if it was not known at the start."""
         with self._lock:
-            self.total_bytes = self._part_of(total_bytes)
+            self.total_bytes = total_bytes
             self.update(total=self.total_bytes)
 
-    def _part_of(self, total_bytes: int | None) -> int | None:
-        return None if total_bytes is None else -(-total_bytes // self._team.world_size)
-
-    def add_up(self) -> None:
-        """Add the bytes of the other ranks of the team (all ranks), once nothing is left to do."""
-        self.done_bytes = sum(self._team.all_gather_object(self.done_bytes))
-
     def advance(self, num_bytes: int) -> None:
-        """Count `num_bytes` more as done. Raises RankError if another rank of the team was lost."""
-        self._team.check()
+        """Count `num_bytes` more as done."""
         with self._lock:
             self.done_bytes += num_bytes
             if self.update(completed=self.done_bytes):
@@ -136,8 +123,7 @@ class ProgressBar(Bar):
         if self.total_bytes:
             done += f" of {format_bytes(self.total_bytes)} ({100 * self.done_bytes / self.total_bytes:.0f} %)"
         rate = f", {self.done_bytes / elapsed_s / 1e9:.2f} GB/s" if elapsed_s > 0 and self.done_bytes else ""
-        part = "" if self._team.world_size == 1 else f"rank {self._team.rank} of {self._team.world_size}, "
-        return f"{self.title}: {part}{done}{rate}"
+        return f"{self.title}: {done}{rate}"
 
 
 def _make_bar(stream: TextIO, *, in_bytes: bool) -> rich_progress.Progress | None:

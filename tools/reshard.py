@@ -13,7 +13,6 @@ import typer
 from zstore.checkpoint import ArraySource, CheckpointReader, open_checkpoint, reshard_checkpoint, stored_files
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.io import is_url, user_path
-from zstore.ranks.team import ALONE, Team
 from zstore.remote.upload import upload_checkpoint
 from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
@@ -57,11 +56,6 @@ def reshard_command(  # noqa: PLR0913 - options of one thing, all but the first 
         raise typer.BadParameter("give the folder to write as OUT, or a URL to upload to with --to")
     if to is not None and not is_url(to):
         raise UsageError(f"--to {to}: expected a URL like s3://bucket/run; give a local folder as OUT")
-    if to is not None and common.team.world_size > 1:
-        raise UsageError(
-            f"--to {shown(to)} is for one process, and there are {common.team.world_size}: write OUT with several, then "
-            f"`zstore reshard OUT --to {shown(to)}` with one"
-        )
     with contextlib.ExitStack() as temporary:
         folder = (
             user_path(out)
@@ -85,7 +79,7 @@ def reshard_command(  # noqa: PLR0913 - options of one thing, all but the first 
                 compressed = "" if codec == "none" else f", compressed with {codec}"
                 ranks_text = f"from {source.record.world_size} to {format_count(ranks, 'rank')}"
                 plan += f", {ranks_text}{compressed}, into {where}{then}"
-                path, facts = _reshard(source, folder, (ranks, codec), plan, kept=out is not None, team=common.team)
+                path, facts = _reshard(source, folder, (ranks, codec), plan, kept=out is not None)
                 document |= {"path": None if out is None else str(path), **facts}
                 plan = ""
         if to is not None:  # the source's buffers are free again
@@ -96,15 +90,13 @@ def reshard_command(  # noqa: PLR0913 - options of one thing, all but the first 
     return 0
 
 
-def reshard_into(
-    source: ArraySource, folder: Path, ranks: int, progress: ProgressBar, *, codec: str = "none", team: Team = ALONE
-) -> Path:
-    """Write the checkpoint into `folder`, laid out for `ranks`; return the tag's folder (all ranks of `team`).
+def reshard_into(source: ArraySource, folder: Path, ranks: int, progress: ProgressBar, *, codec: str = "none") -> Path:
+    """Write the checkpoint into `folder`, laid out for `ranks`; return the tag's folder.
 
     Raises CheckpointExistsError if its tag is there already.
     """
     try:
-        return reshard_checkpoint(source, folder, ranks, progress.advance, codec=codec, team=team)
+        return reshard_checkpoint(source, folder, ranks, progress.advance, codec=codec)
     except CheckpointExistsError as error:
         raise CheckpointExistsError(
             f"{os.fspath(folder)} has a checkpoint {source.tag!r} already: name another folder, or remove that one first"
@@ -112,19 +104,16 @@ def reshard_into(
 
 
 def _reshard(
-    source: ArraySource, folder: Path, made: tuple[int, str], plan: str, *, kept: bool, team: Team
+    source: ArraySource, folder: Path, made: tuple[int, str], plan: str, *, kept: bool
 ) -> tuple[Path, dict[str, Any]]:
     """Write it, for so many ranks and with a codec; return the tag's folder, and a summary as JSON."""
     (ranks, codec), total_bytes = made, array_bytes(source)
-    with ProgressBar(f"reshard {source.location}", total_bytes, team=team) as progress:
+    with ProgressBar(f"reshard {source.location}", total_bytes) as progress:
         progress.say(plan)
         for note in source.notes:
             progress.say(f"not carried over: {note}")
-        path = reshard_into(source, folder, ranks, progress, codec=codec, team=team)
-        read = read_of(progress, source, team=team)
-        progress.add_up()
-        if team.rank:
-            return path, {}  # it may not see the folder yet
+        path = reshard_into(source, folder, ranks, progress, codec=codec)
+        read = read_of(progress, source)
         file_bytes = _file_bytes(path)
         files = stored_files(path)
         ratio = total_bytes / file_bytes if file_bytes else 1.0

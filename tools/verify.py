@@ -12,7 +12,7 @@ from zstore.errors import CheckpointNotFoundError, CorruptionError, UsageError
 from zstore.open.sources import folder_of, split_location
 from zstore.sizes import format_bytes, format_count
 
-from .opening import DEFAULTS, Common, add_reading, array_bytes, open_location
+from .opening import DEFAULTS, Common, array_bytes, open_location
 from .options import Location, Tag
 from .printing import print_json, printable
 from .progress import ProgressBar
@@ -38,11 +38,10 @@ def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None
                     "checksums; `zstore convert` makes a checkpoint that has"
                 )
             total = sum(array.file_bytes for array in reader.arrays.values())
-            with ProgressBar(f"verify {reader.location}", total, team=common.team) as progress:
-                faults += verify_checkpoint(reader, progress.advance, team=common.team)
-                progress.add_up()
+            with ProgressBar(f"verify {reader.location}", total) as progress:
+                faults += verify_checkpoint(reader, progress.advance)
                 # All data was asked for; of a folder the check reads the files past its reader.
-                done = replace(add_reading([reader.reading()], common.team), asked_bytes=array_bytes(reader))
+                done = replace(reader.reading(), asked_bytes=array_bytes(reader))
                 if reader.folder.is_local:
                     done = replace(done, read_bytes=progress.done_bytes)
                 if done.requests:

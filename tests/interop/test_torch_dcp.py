@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from zstore.errors import CorruptionError
 from zstore.interop import dcp_entries
@@ -22,7 +23,6 @@ from zstore.interop.torch_archive import write_archive
 from zstore.io.files import Files
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
-from zstore.tools.convert import ConvertOptions, convert_command
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 FILES = Files(direct=False)
@@ -44,19 +44,27 @@ def edit(folder: Path, change: Callable[[Any], None]) -> None:
 
 
 @alone
-def test_blocks_that_overlap_as_much_as_they_leave_out_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_overlap_as_much_as_they_leave_out_are_refused(tmp_path: Path) -> None:
     """Their elements are as many as the tensor has; a read would leave what nobody filled."""
-    monkeypatch.setattr("zstore.tools.export_dcp._BLOCK_BYTES", 1024)
-    save({"w": torch.arange(1024.0).reshape(64, 16)}, tmp_path / "whole")
-    assert convert_command(tmp_path / "whole", tmp_path / "blocks", ConvertOptions(to="dcp")) == 0
+    parts = torch.arange(1024.0).reshape(4, 16, 16)
+    save({f"w{number}": part.clone() for number, part in enumerate(parts)}, tmp_path / "blocks")
+
+    def joined(metadata: Any) -> None:
+        tensors, places = metadata.state_dict_metadata, metadata.storage_data
+        blocks = [tensors.pop(f"w{number}").chunks[0] for number in range(4)]
+        for number, block in enumerate(blocks):
+            (index,) = [index for index in places if index.fqn == f"w{number}"]
+            block.offsets = torch.Size([16 * number, 0])
+            places[MetadataIndex("w", block.offsets)] = places.pop(index)
+        tensors["w"] = TensorStorageMetadata(TensorProperties(), torch.Size([64, 16]), blocks)
+        metadata.planner_data = {"w": ("w",)}
+
+    edit(tmp_path / "blocks", joined)
     with open_source(tmp_path / "blocks") as source:
         assert source.read_array("model/w").reshape(-1).tolist() == list(range(1024))
 
     def twice(metadata: Any) -> None:
         chunks = metadata.state_dict_metadata["w"].chunks
-        assert len(chunks) == 4
         chunks[2].offsets = chunks[1].offsets
 
     edit(tmp_path / "blocks", twice)

@@ -22,7 +22,6 @@ from bench import (
     bare_step,
     checkpoint,
     children,
-    command_ranks,
     convergence,
     disk,
     limits,
@@ -492,31 +491,6 @@ def test_convergence_benchmark_sets_cases_beside_the_exact_run(tmp_path: Path, m
     assert exact["last_losses"][0] != exact["last_losses"][1]
     assert all(0.99 < ratio < 1.01 for ratio in both["last_ratios"])
     assert all(len(losses) == 2 for row in (exact, both) for losses in row["losses"])
-
-
-def test_benchmark_of_commands_on_ranks_plans_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "ranks.json"
-    monkeypatch.setattr(command_ranks.subprocess, "run", warm.run)
-    shape = [
-        "--mib",
-        "4",
-        "--rounds",
-        "1",
-        "--layers",
-        "2",
-        "--hidden",
-        "512",
-        "--processes",
-        "4",
-        "--commands",
-        "reshard",
-    ]
-    monkeypatch.setattr(sys, "argv", ["command_ranks", "--path", str(tmp_path), *shape, "--out", str(out)])
-    command_ranks.main()
-    figures = json.loads(out.read_text())
-    assert all(1 <= row["over_mean"] < 1.5 for row in figures["planned"])
-    assert {row["command"] for row in figures["measured"]} == {"reshard"}
-    assert [path.name for path in tmp_path.iterdir()] == ["ranks.json"]
 
 
 def test_benchmark_of_dcp_saves_through_both_writers_in_turn(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from .usage import SharedFiles, StoredFiles, bytes_freed, shared_files, stored_f
 
 if TYPE_CHECKING:
     from .build import CheckpointBuilder
-    from .commit import Committer, discard, new_folder, new_folder_of, sweep, temporary_folder
+    from .commit import Committer, discard, new_folder, sweep, temporary_folder
     from .handle import SaveHandle
     from .lookahead import MEMORY_BYTES, Range, ReadAhead, Span, read_into
     from .moments import (
@@ -67,7 +67,7 @@ __all__ = [
     "Parts", "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "RunMarks", "SaveHandle", "SaveRequest",
     "SaveSummary", "SharedFiles", "Span", "StoredArray", "StoredFiles", "StoredSlot", "TagInfo", "VerifyFault",
     "array_path", "bytes_freed", "change_marks", "change_run_marks", "codes_of_scales", "complete_master", "discard",
-    "encode_state", "find_tag", "list_nested", "list_tags", "natural_key", "new_folder", "new_folder_of", "new_save_id",
+    "encode_state", "find_tag", "list_nested", "list_tags", "natural_key", "new_folder", "new_save_id",
     "open_checkpoint", "plain_value", "plan_lines", "read_into", "read_marks", "refused", "remove_each",
     "reshard_checkpoint", "resolve",
     "rest_of_master", "retire", "save_checkpoint", "scale_slot", "scales_of", "scan", "shard_file", "shared_files",
@@ -77,7 +77,7 @@ __all__ = [
 
 _HOMES = {
     "build": "CheckpointBuilder",
-    "commit": "Committer discard new_folder new_folder_of sweep temporary_folder",
+    "commit": "Committer discard new_folder sweep temporary_folder",
     "handle": "SaveHandle",
     "lookahead": "MEMORY_BYTES Range ReadAhead Span read_into",
     "moments": "LARGEST_POSITIVE LARGEST_SIGNED LEAST_POSITIVE LEAST_SIGNED STEP_BITS Moments StoredSlot codes_of_scales "

@@ -24,14 +24,12 @@ import errno
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ..errors import CheckpointError, CheckpointExistsError, StorageError
+from ..errors import CheckpointExistsError, StorageError
 from ..io.files import Files, make_read_only
 from ..io.flush import Flush
-from ..ranks.team import Team
 from .catalog import NOT_LATEST, NOT_REMOVED, TagInfo, check_tag_is_free, is_committed, noting, stamped
 from .format import Record
 from .lock import SaveLock, owner_is_dead
@@ -217,39 +215,6 @@ def new_folder(files: Files, target: Path) -> Iterator[Path]:
         files.sync_folder(temporary)
         files.rename(temporary, target)
         files.sync_folder(target.parent)
-
-
-@contextlib.contextmanager
-def new_folder_of(team: Team, files: Files, target: Path) -> Iterator[Path]:
-    """Do as `new_folder` for all ranks of a team (all ranks): rank 0 makes the folder, which becomes `target` once the block
-    ended on every rank, and is removed if it raises on one.
-
-    Raises CheckpointError if a rank does not see the folder.
-    """
-    with contextlib.ExitStack() as own:
-        made = ""
-        with team.agreeing():
-            if team.rank == 0:
-                made = os.path.abspath(own.enter_context(new_folder(files, target)))
-        folder = Path(team.broadcast_object(made))
-        with team.agreeing():
-            require_shared(folder, team)
-        with team.agreeing():
-            yield folder
-        with team.agreeing():
-            own.close()
-
-
-def require_shared(folder: Path, team: Team) -> None:
-    """Raise CheckpointError if this rank does not see a folder that rank 0 made, after looking for a while."""
-    deadline = time.monotonic() + _SEEN_WITHIN_S
-    while not folder.is_dir():
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"rank {team.rank} of {team.world_size} does not see {folder}, which rank 0 made: name a folder to write on a "
-                "file system that all machines share"
-            )
-        time.sleep(_LOOK_S)
 
 
 def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:

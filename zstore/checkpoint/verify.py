@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -12,8 +12,6 @@ from ..errors import CorruptionError, StorageError, ZstoreError
 from ..io.archives import open_shard_file
 from ..io.pool import Workers, in_turn
 from ..io.shards import ShardReader
-from ..ranks.division import items_of, shares_of
-from ..ranks.team import ALONE, Team
 from .format import parse_json
 from .machines import machine_file, machines_of, missing_text
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
@@ -47,51 +45,45 @@ class VerifyFault:
 
 
 def verify_checkpoint(
-    reader: CheckpointReader, advance: Advance | None = None, *, num_threads: int | None = None, team: Team = ALONE
+    reader: CheckpointReader, advance: Advance | None = None, *, num_threads: int | None = None
 ) -> list[VerifyFault]:
     """Check everything in parallel and return the faults, sorted by file; an empty list means a whole checkpoint.
 
-    The ranks of `team` check a part each, about the same bytes, and all return all faults (all ranks). Memory stays within
-    the reader's pool. Files at the top of the tag's folder that the format does not know are the user's and no fault.
+    Memory stays within the reader's pool. Files at the top of the tag's folder that the format does not know are the user's
+    and no fault.
     """
-    with team.agreeing():
-        faults = _Check(reader, team).run(advance, num_threads or max(_LEAST_THREADS, reader.num_readers))
-    told = team.all_gather_object([asdict(fault) for fault in faults])
-    # Faults of a whole file are seen by each rank that has a part of it.
-    found = dict.fromkeys(VerifyFault(**fault) for part in told for fault in part)
-    return sorted(found, key=lambda fault: (fault.file, fault.offset or 0))
+    found = _Check(reader).run(advance, num_threads or max(_LEAST_THREADS, reader.num_readers))
+    return sorted(dict.fromkeys(found), key=lambda fault: (fault.file, fault.offset or 0))
 
 
 class _Check:
-    """The check of one rank of a team: its share of the chunks and of the manifests, and on rank 0 the files that exist once.
+    """The check of one checkpoint: the shards in the order of the ranks that saved them, so that a drive reads on."""
 
-    The shards are in the order of the ranks that saved them, so that a process needs few of the manifests.
-    """
-
-    def __init__(self, reader: CheckpointReader, team: Team) -> None:
+    def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
-        self._team = team
         elsewhere = {rank for one in reader.missing_machines() for rank in one.ranks}
-        shares = shares_of_shards(reader.arrays, team.rank, team.world_size)
-        self._shares = [share for share in shares if share[1] not in elsewhere]
-        manifests = items_of([1] * reader.record.world_size, team.rank, team.world_size)
-        self._manifests = [rank for rank in manifests if rank not in elsewhere]
+        num_shards = {name: array.grid.num_shards for name, array in reader.arrays.items()}
+        self._shards = [
+            (name, shard)
+            for shard in range(max(num_shards.values(), default=0))
+            for name, count in num_shards.items()
+            if shard < count and shard not in elsewhere
+        ]
+        self._manifests = [rank for rank in range(reader.record.world_size) if rank not in elsewhere]
 
     def run(self, advance: Advance | None, num_threads: int) -> list[VerifyFault]:
-        """Return the faults of this rank's part."""
+        """Return the faults."""
         reader, faults = self._reader, list[VerifyFault]()
-        if self._team.rank == 0:
-            missing = reader.missing_machines()
-            faults += [
-                VerifyFault(file=MANIFEST_FOLDER, problem=missing_text(reader.location, [one])) for one in missing
-            ]
-        ranks = {shard for _, shard, _, _ in self._shares if shard < reader.record.world_size}
-        crcs, unread = _read_manifests(reader, {*self._manifests, *ranks}, faults)
-        sizes = self._sizes()
+        faults += [
+            VerifyFault(file=MANIFEST_FOLDER, problem=missing_text(reader.location, [one]))
+            for one in reader.missing_machines()
+        ]
+        crcs, unread = _read_manifests(reader, self._manifests, faults)
+        sizes = _sizes(reader)
         tasks: list[Callable[[], list[VerifyFault]]] = []
-        for name, shard, first, stop in self._shares:
+        for name, shard in self._shards:
             check = _ShardCheck(reader, reader.arrays[name], shard, sizes, has_manifest=shard not in unread)
-            tasks.append(partial(check.run, (first, stop), crcs.get((name, shard)), advance))
+            tasks.append(partial(check.run, crcs.get((name, shard)), advance))
         faults += [
             VerifyFault(
                 file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name
@@ -102,45 +94,16 @@ class _Check:
         with Workers(num_threads, "zstore-verify") as workers:
             for found in workers.run(in_turn(self._metadata_tasks(), tasks)):
                 faults += found
-        if self._team.rank == 0:
-            faults += _find_extra_files(reader, sizes)
-        return faults
+        return faults + _find_extra_files(reader, sizes)
 
     def _metadata_tasks(self) -> list[Callable[[], list[VerifyFault]]]:
-        """Return tasks that check the metadata of all levels (rank 0): in between, while the drive reads shards."""
+        """Return tasks that check the metadata of all levels: in between, while the drive reads shards."""
         reader = self._reader
-        folders = [*reader.documents["consolidated_metadata"]["metadata"]] if self._team.rank == 0 else []
+        folders = [*reader.documents["consolidated_metadata"]["metadata"]]
         # Behind a URL they are asked for at once.
         step = _FILES_AT_A_TIME if reader.folder.is_local else max(1, len(folders))
         batches = [folders[first : first + step] for first in range(0, len(folders), step)]
         return [partial(_check_metadata, reader, batch) for batch in batches]
-
-    def _sizes(self) -> dict[str, int | None]:
-        """Return the bytes of the files (see `Folder.sizes`): of all on rank 0, which looks for extra ones, and behind a
-        URL, where a listing is one request."""
-        if self._team.rank == 0 or not self._reader.folder.is_local:
-            return _sizes(self._reader)
-        files = {self._reader.arrays[name].shard_file(shard) for name, shard, _, _ in self._shares}
-        return self._reader.folder.sizes_of(files)
-
-
-def shares_of_shards(arrays: Mapping[str, StoredArray], rank: int, world_size: int) -> list[tuple[str, int, int, int]]:
-    """Return the share of one of several ranks, about the same bytes each: array, shard, and chunks `[first, stop)` of it."""
-    num_shards = {name: array.grid.num_shards for name, array in arrays.items()}
-    shards = [
-        (name, shard)
-        for shard in range(max(num_shards.values(), default=0))
-        for name, count in num_shards.items()
-        if shard < count
-    ]
-    shares = shares_of([_chunks(arrays[name], shard) for name, shard in shards], rank, world_size)
-    return [(*shards[share.item], share.first, share.stop) for share in shares]
-
-
-def _chunks(array: StoredArray, shard: int) -> tuple[int, int]:
-    """Return how many chunks a shard has, and about how many bytes each takes in the file."""
-    num_chunks = max(1, array.grid.present_chunks(shard))
-    return num_chunks, -(-array.shard_file_bytes(shard) // num_chunks)
 
 
 def _check_metadata(reader: CheckpointReader, folders: Sequence[str]) -> list[VerifyFault]:
@@ -207,19 +170,15 @@ class _ShardCheck:
         self._has_manifest = has_manifest
         """If not, that is a fault of its own."""
 
-    def run(
-        self, chunks: tuple[int, int], expected: Sequence[int] | None, advance: Advance | None
-    ) -> list[VerifyFault]:
-        """Return the faults of the file and of chunks `[first, stop)` of it; `expected` are the manifest's checksums, None
-        if it names no such shard."""
+    def run(self, expected: Sequence[int] | None, advance: Advance | None) -> list[VerifyFault]:
+        """Return the faults of the file and its chunks; `expected` are the manifest's checksums, None if it names no such
+        shard."""
         file_bytes = self._array.shard_file_bytes(self._shard)
         faults = self._check_size(file_bytes)
         if not faults:
-            faults = self._check_chunks(chunks, expected)
+            faults = self._check_chunks(expected)
         if advance is not None:
-            first, stop = chunks
-            num_chunks = max(1, self._array.grid.present_chunks(self._shard))
-            advance(file_bytes * stop // num_chunks - file_bytes * first // num_chunks)
+            advance(file_bytes)
         return faults
 
     def _fault(self, problem: str, offset: int | None = None) -> VerifyFault:
@@ -236,28 +195,27 @@ class _ShardCheck:
         problem = f"has {found} bytes, expected {file_bytes}"
         return [self._fault(problem, min(found, file_bytes))]
 
-    def _check_chunks(self, chunks: tuple[int, int], expected: Sequence[int] | None) -> list[VerifyFault]:
+    def _check_chunks(self, expected: Sequence[int] | None) -> list[VerifyFault]:
         shard = open_shard_file(self._resources, self._path, self._array.cut, self._shard, check=False)
-        first, stop = chunks[0], min(chunks[1], shard.layout.num_present)
         try:
-            if first == 0 < stop and shard.layout.file_bytes < _INDEX_FIRST_BYTES:
+            if shard.layout.num_present and shard.layout.file_bytes < _INDEX_FIRST_BYTES:
                 shard.check_index_with_chunks()
             else:
                 shard.check_index()
-            crcs = shard.verify(first, stop)
+            crcs = shard.verify()
         except (CorruptionError, StorageError):
-            return self._find_damage(shard, range(first, stop))
+            return self._find_damage(shard)
         if not self._has_manifest:
             return []
         if expected is None or len(expected) != shard.layout.num_present:
             return [self._fault(f"{manifest_file(self._shard)} has no checksums for it")]
         return [
             self._fault(f"chunk {chunk} is whole, but not the one that the manifest names", shard.place(chunk)[0])
-            for chunk, (found, wanted) in enumerate(zip(crcs, expected[first:stop], strict=True), start=first)
+            for chunk, (found, wanted) in enumerate(zip(crcs, expected, strict=True))
             if found != wanted
         ]
 
-    def _find_damage(self, shard: ShardReader, chunks: range) -> list[VerifyFault]:
+    def _find_damage(self, shard: ShardReader) -> list[VerifyFault]:
         """Read a file that is known to be bad again, to say where."""
         try:
             shard.check_index()
@@ -265,14 +223,14 @@ class _ShardCheck:
             return [self._fault(str(error), 0)]
         except StorageError as error:
             return [self._fault(str(error), error.offset)]
-        return self._find_bad_chunks(shard, chunks)
+        return self._find_bad_chunks(shard)
 
-    def _find_bad_chunks(self, shard: ShardReader, chunks: range) -> list[VerifyFault]:
+    def _find_bad_chunks(self, shard: ShardReader) -> list[VerifyFault]:
         """Read a file that is known to be bad chunk by chunk, to name each."""
         faults: list[VerifyFault] = []
         grid = self._array.grid
         base = self._shard * grid.shard_numel
-        for chunk in chunks:
+        for chunk in range(shard.layout.num_present):
             offset, nbytes = shard.place(chunk)
             # One element is enough: the chunk around it is read and checked.
             first = base + chunk * grid.chunk_numel

@@ -6,18 +6,16 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.lookahead import Range, ReadAhead, Span, cut_spans, use_spans
+from ..checkpoint.lookahead import Range, ReadAhead, Span, use_spans
 from ..checkpoint.names import natural_key
 from ..checkpoint.source import ArraySource, StoredArray
 from ..format.arrays import numpy_dtype
-from ..ranks.division import items_of
-from ..ranks.team import ALONE, Team
 
 Array = npt.NDArray[Any]
 Status = Literal["same", "values", "added", "removed", "shape", "dtype", "unknown"]
@@ -163,18 +161,14 @@ def compare_values(
     after: ArraySource,
     plan: ComparisonPlan,
     advance: Callable[[int], None],
-    *,
-    team: Team = ALONE,
 ) -> None:
     """Read the planned elements, from both at once, and complete the comparisons; memory is that of the sources' pools.
 
-    `advance` is told, from several threads, how many bytes were read. The ranks of `team` read a part each, about the same
-    bytes, and all have the whole outcome (all ranks).
+    `advance` is told, from several threads, how many bytes were read.
     """
     lock = threading.Lock()
     found: dict[str, list[ValueDifference]] = defaultdict(list)
-    ranges = _share_of(plan.ranges, after, team)
-    with team.agreeing(), ReadAhead(after, ranges) as other:
+    with ReadAhead(after, plan.ranges) as other:
 
         def use(span: Span) -> None:
             old = span.data.view(numpy_dtype(before.array(span.name).spec.dtype))
@@ -189,25 +183,9 @@ def compare_values(
             with lock:
                 found[span.name] += parts
 
-        use_spans(before, ranges, use, "zstore-diff")
-    everyone: dict[str, list[ValueDifference]] = defaultdict(list)
-    mine = [[name, *astuple(_sum_of(parts))] for name, parts in found.items()]
-    for name, *difference in (each for told in team.all_gather_object(mine) for each in told):
-        everyone[name].append(ValueDifference(*difference))
-    for name, parts in everyone.items():
+        use_spans(before, plan.ranges, use, "zstore-diff")
+    for name, parts in found.items():
         plan.comparisons[name].add_values(parts, before.array(name).spec.numel)
-
-
-def _share_of(ranges: Sequence[Range], source: ArraySource, team: Team) -> list[Range]:
-    """Return this rank's part of the ranges, cut at ends of the source's chunks."""
-    if team.world_size == 1:
-        return list(ranges)
-    pieces: list[Range] = []
-    for name, first, stop in ranges:
-        array = source.array(name)
-        pieces += [(name, span.first, span.stop) for span in cut_spans(array, first, stop, _PIECE_BYTES)]
-    sizes = [(stop - first) * source.array(name).spec.itemsize for name, first, stop in pieces]
-    return [pieces[number] for number in items_of(sizes, team.rank, team.world_size)]
 
 
 def _sum_of(parts: Sequence[ValueDifference]) -> ValueDifference:

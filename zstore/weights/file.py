@@ -26,7 +26,7 @@ class _Block:
 
 
 def make_file(files: Files, path: Path, nbytes: int) -> None:
-    """Make the file that one `BlockFile` fills, or several fill a part of."""
+    """Make the file that a `BlockFile` fills."""
     with files.opened(path, write=True, create=True) as file:
         files.allocate(file, round_up(nbytes, PAGE_BYTES))
 
@@ -35,21 +35,17 @@ class BlockFile:
     """The file `path` of `nbytes`, which `make_file` made. Every byte is filled once; a block is written when it is complete.
 
     Filling roughly in order needs memory for a few blocks only. With the last byte the file is made durable and closed: a
-    model may have more files than a process may have open. With `part`, bytes `[start, stop)` in whole blocks, this fills
-    only those.
+    model may have more files than a process may have open.
     """
 
-    def __init__(
-        self, files: Files, path: Path, nbytes: int, slabs: Slabs, part: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, files: Files, path: Path, nbytes: int, slabs: Slabs) -> None:
         self.path = path
         self.nbytes = nbytes
         self._files = files
         self._slabs = slabs
         self._blocks: dict[int, _Block] = {}
         self._lock = threading.Lock()
-        start, self._stop = part or (0, nbytes)
-        self._missing_bytes = self._stop - start
+        self._missing_bytes = nbytes
         self._is_durable = False
         self._cleanup = ExitStack()
         self._file: OpenFile = self._cleanup.enter_context(files.opened(path, write=True))
@@ -99,10 +95,9 @@ class BlockFile:
             self._finish()
 
     def _finish(self) -> None:
-        """Cut the last block's padding off, make the part durable and close the file."""
+        """Cut the last block's padding off, make it durable and close the file."""
         with self._cleanup:
-            if self._stop == self.nbytes:
-                os.truncate(self.path, self.nbytes)
+            os.truncate(self.path, self.nbytes)
             self._files.sync_data(self._file)
         with self._lock:
             self._is_durable = True

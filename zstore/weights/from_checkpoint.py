@@ -9,7 +9,6 @@ Nothing is handed from thread to thread. In memory are a span of each thread and
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,11 +20,9 @@ from ..checkpoint.source import ArraySource
 from ..checkpoint.split import complete_master, rest_of_master
 from ..errors import CheckpointMismatchError
 from ..format.arrays import AVERAGES, FLOATING, Array, empty_array, numpy_dtype
-from ..ranks.team import ALONE, Team
 from .cast import Overflow, cast_into
-from .file import BLOCK_BYTES
-from .layout import FileLayout, FilePart, Weight, parts_of
-from .writer import Lost, WeightsWriter, make_files
+from .layout import FileLayout, Weight
+from .writer import Lost, WeightsWriter
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Name of a precision -> Zarr's name of its data type."""
@@ -75,14 +72,10 @@ def put_weights(
     weights: Sequence[Weight],
     put: Put,
     advance: Advance | None = None,
-    *,
-    ranges: Sequence[Range] | None = None,
 ) -> None:
-    """Read `weights` whole, or `ranges` of their arrays, and hand their values to `put`, every element once. See [Note: the
-    pipeline]."""
+    """Read `weights` whole and hand their values to `put`, every element once. See [Note: the pipeline]."""
     dtypes = {weight.array: weight.dtype for weight in weights}
-    if ranges is None:
-        ranges = [(weight.array, 0, weight.numel) for weight in weights if weight.numel > 0]
+    ranges: list[Range] = [(weight.array, 0, weight.numel) for weight in weights if weight.numel > 0]
 
     def use(span: Span) -> None:
         stored = span.data.view(numpy_dtype(reader.arrays[span.name].spec.dtype))
@@ -176,36 +169,15 @@ def write_weights(
     *,
     overflow: Overflow,
     advance: Advance,
-    team: Team = ALONE,
 ) -> list[Lost]:
     """Write `layouts` into `folder`, durably; return the values that could not be held, with "error" also if nothing was kept.
 
-    See [Note: the pipeline]. The ranks of `team` write a part of the bytes each (all ranks).
+    See [Note: the pipeline].
     """
     weights = [weight for layout in layouts for weight in layout.weights]
-    files = reader.resources.files
-    parts: list[FilePart] | None = None
-    if team.world_size > 1:
-        with team.agreeing():
-            if team.rank == 0:
-                make_files(files, layouts, folder)
-        parts = parts_of(layouts, BLOCK_BYTES, team.rank, team.world_size)
-    with team.agreeing():
-        writer = WeightsWriter(files, layouts, folder, overflow=overflow, parts=parts)
-    with writer:
-        with team.agreeing():
-            ranges = None if parts is None else [found for part in parts for found in part.ranges()]
-            put_weights(reader, weights, writer.put, advance, ranges=ranges)
-        lost = _together(team.all_gather_object([[each.name, each.count] for each in writer.lost()]))
+    with WeightsWriter(reader.resources.files, layouts, folder, overflow=overflow) as writer:
+        put_weights(reader, weights, writer.put, advance)
+        lost = writer.lost()
         if not lost or overflow != "error":
-            with team.agreeing():
-                writer.finish()
+            writer.finish()
         return lost
-
-
-def _together(told: Sequence[Sequence[tuple[str, int]]]) -> list[Lost]:
-    """Return the losses of all parts for each weight, added up."""
-    counts: Counter[str] = Counter()
-    for part in told:
-        counts.update(dict(part))
-    return [Lost(name=name, count=count) for name, count in sorted(counts.items())]

@@ -14,7 +14,6 @@ from typing import Any
 from ..checkpoint.names import natural_key
 from ..errors import CheckpointMismatchError
 from ..format.arrays import SAFETENSORS_DTYPES, Shaped
-from ..ranks.division import shares_of
 
 SUFFIX = ".safetensors"
 STEM = "model"
@@ -57,42 +56,6 @@ class FileLayout:
     def file_bytes(self) -> int:
         """Bytes of the file."""
         return len(self.header) + sum(weight.nbytes for weight in self.weights)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FilePart:
-    """Bytes `[start, stop)` of a file: those that one process writes."""
-
-    layout: FileLayout
-    start: int
-    stop: int
-
-    def ranges(self) -> list[tuple[str, int, int]]:
-        """Return the elements of the weights in it, each as its array with the first and the stop element."""
-        found: list[tuple[str, int, int]] = []
-        for weight, offset in zip(self.layout.weights, self.layout.offsets, strict=True):
-            # A weight is aligned to its elements (see `_lay_out`), and so is a part: none is cut.
-            low = max(self.start, offset) - offset
-            high = min(self.stop, offset + weight.nbytes) - offset
-            if low < high:
-                found.append((weight.array, low // weight.itemsize, high // weight.itemsize))
-        return found
-
-
-def parts_of(layouts: Sequence[FileLayout], block_bytes: int, rank: int, world_size: int) -> list[FilePart]:
-    """Return the part of process `rank` of `world_size`: whole blocks of the files, about the same bytes as the others.
-
-    `block_bytes` is a multiple of every element's size.
-    """
-    shares = shares_of([(-(-each.file_bytes // block_bytes), block_bytes) for each in layouts], rank, world_size)
-    return [
-        FilePart(
-            layout=layouts[share.item],
-            start=share.first * block_bytes,
-            stop=min(share.stop * block_bytes, layouts[share.item].file_bytes),
-        )
-        for share in shares
-    ]
 
 
 def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM) -> list[FileLayout]:

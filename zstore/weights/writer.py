@@ -20,7 +20,7 @@ from ..io.closing import Closing
 from ..io.files import Files
 from .cast import Overflow, cast_into
 from .file import BLOCK_BYTES, BlockFile, make_file
-from .layout import FileLayout, FilePart, index_document, index_file
+from .layout import FileLayout, index_document, index_file
 
 _MOST_NAMED = 20
 
@@ -37,7 +37,7 @@ class WeightsWriter(Closing):
     """Writes the files `layouts` into `folder`; usable from several threads. Close it, or use it in a `with` block.
 
     Every element of every weight is put once, roughly in the order of the layouts; then `finish`. Raises DiskFullError
-    if the folder's file system lacks room. With `parts` it writes only those, of files that `make_files` made.
+    if the folder's file system lacks room.
     """
 
     def __init__(
@@ -47,12 +47,8 @@ class WeightsWriter(Closing):
         folder: Path,
         *,
         overflow: Overflow,
-        parts: Sequence[FilePart] | None = None,
     ) -> None:
-        if parts is None:
-            make_files(files, layouts, folder)
-            parts = [FilePart(layout=layout, start=0, stop=layout.file_bytes) for layout in layouts]
-        self._parts = {part.layout.name: part for part in parts}
+        make_files(files, layouts, folder)
         self._files = files
         self._layouts = layouts
         self._folder = folder
@@ -106,35 +102,29 @@ class WeightsWriter(Closing):
     def _file(self, layout: FileLayout) -> BlockFile:
         with self._lock:
             if layout.name not in self._open:
-                part = self._parts[layout.name]
-                bounds = (part.start, part.stop)
-                file = BlockFile(self._files, self._folder / layout.name, layout.file_bytes, self._slabs, bounds)
+                file = BlockFile(self._files, self._folder / layout.name, layout.file_bytes, self._slabs)
                 self._open[layout.name] = file
-                header = np.frombuffer(layout.header, np.uint8)[part.start : part.stop]
-                file.fill(
-                    part.start, header.size, lambda start, view: np.copyto(view, header[start : start + view.size])
-                )
+                header = np.frombuffer(layout.header, np.uint8)
+                file.fill(0, header.size, lambda start, view: np.copyto(view, header[start : start + view.size]))
             return self._open[layout.name]
 
     def finish(self) -> list[str]:
-        """Complete its parts; return the names of all files, with that of an index if there are several.
+        """Complete the files; return their names, with that of an index if there are several.
 
-        The writer that has the first part writes the index. Does nothing and returns no name if values could not be held
+        Does nothing and returns no name if values could not be held
         and overflow is "error".
         """
         if self._is_refused:
             return []
-        for part in self._parts.values():
-            file = self._file(part.layout)
+        for layout in self._layouts:
+            file = self._file(layout)
             if not file.is_filled:
                 raise CheckpointError(f"{file.path} was not filled; this is a bug")
         names = [layout.name for layout in self._layouts]
         if len(names) > 1:
             names.append(index_file(self._layouts))
-            first = self._parts.get(names[0])
-            if first is not None and first.start == 0:
-                document = json.dumps(index_document(self._layouts), indent=2).encode()
-                self._files.write_small(self._folder / names[-1], document)
+            document = json.dumps(index_document(self._layouts), indent=2).encode()
+            self._files.write_small(self._folder / names[-1], document)
         return names
 
     def close(self) -> None:
