@@ -42,9 +42,6 @@ GROUPS: dict[str, Group] = {
         cases={
             "zero_quantized_weights": _zero(zero_quantized_weights=True),
             "zero_quantized_gradients": _zero(zero_quantized_gradients=True),
-            "zeropp_loco_param": _zero(
-                zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.8, "reset_T": 1024}
-            ),
             "both": _zero(zero_quantized_weights=True, zero_quantized_gradients=True),
         },
         ranks=(2, 4),

@@ -82,12 +82,12 @@ class BaseWeights:
     def _digests(self, parameters: Sequence[tuple[ParameterRecord, str]]) -> list[int]:
         """Return the digests of parameters, each in the type beside it (all ranks)."""
         training = self._training
-        world, is_sharded, copy_size = training.world, training.state.is_sharded, training.sharding.copy_size
+        world, is_sharded = training.world, training.state.is_sharded
         mine: list[tuple[int, int]] = []
         with world.agreeing():
             for number, (record, dtype) in enumerate(parameters):
-                # If every rank has all of them, each takes its share of the work; of several copies the first counts.
-                own = world.rank < copy_size if is_sharded else number % world.world_size == world.rank
+                # If every rank has all of them, each takes its share of the work.
+                own = is_sharded or number % world.world_size == world.rank
                 rows = record.owned_numel if own else 0
                 mine.append((self._digest_of_rows(record, dtype) if rows else 0, rows * _itemsize(dtype)))
         found = []

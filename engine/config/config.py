@@ -306,11 +306,6 @@ class Config:
         return any(used.device != "none" and section.pin_memory for used, section in pairs)
 
     @property
-    def copy_size(self) -> int | None:
-        """Ranks that share one copy of the sharded tensors; None: all."""
-        return self.zero.mics_shard_size if self.zero.mics_shard_size > 0 else None
-
-    @property
     def secondary_size(self) -> int | None:
         """Ranks that hold a second copy of the parameters among them; None: there is none."""
         return self.zero.zero_hpz_partition_size if self.zero.zero_hpz_partition_size > 1 else None

@@ -6,7 +6,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from .values import Anything, Bool, Count, DataType, Fraction, OneOf, Positive, Real, Unread
+from pydantic import AfterValidator
+
+from .values import Anything, Bool, Count, DataType, Fraction, OneOf, Position, Positive, Real, Unread
 
 _MEAN = (
     "gradients are averaged in one fixed way, whose bits are tested; against overflow in fp16 lower "
@@ -59,9 +61,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ZeroSection", "stage3_module_granularity_threshold", Count, 0, _ONE_WAY),
     ("ZeroSection", "stage3_use_all_reduce_for_fetch_params", Bool, False, _ONE_WAY),
     ("ZeroSection", "stage3_partition_stream_chunk_size", Count, 0, "parameters are cut by rows, whatever their size"),
-    ("ZeroSection", "mics_hierarchical_params_gather", Bool, False,
-     ("a group's parameters are gathered in one collective, whose way over nodes is the backend's; with a group of "
-      "the ranks of one node nothing crosses nodes")),
+    ("ZeroSection", "mics_hierarchical_params_gather", Bool, False, "it belongs to mics_shard_size"),
     ("ZeroSection", "memory_efficient_linear", Bool, True, "linear layers are torch's own"),
     ("ZeroSection", "override_module_apply", Bool, True, "modules are not patched"),
     ("ZeroSection", "pipeline_loading_checkpoint", Bool, False, "each rank reads only the rows that it owns"),
@@ -171,6 +171,12 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ZstoreSection", "publish", Unread, None,
      ("weights are not published step by step: remove the section, and let servers take those of a checkpoint, by "
       "zstore consolidate or from /weights of zstore serve")),
+    ("ZeroSection", "mics_shard_size", Annotated[Position, AfterValidator(lambda ranks: ranks or -1)], -1,
+     ("state is sharded over all ranks: remove the key, and write zero_hpz_partition_size at stage 3, which gathers within "
+      "a group of so many ranks in the backward")),
+    ("ZeroSection", "zeropp_loco_param", Unread, None,
+     ("errors of quantized gradients are not fed back: remove the key, and write zstore.quantized_gradient_bits: 8, which "
+      "is about 18 times as exact as 4")),
     ("ZeroSection", "zenflow", Unread, None, "delayed updates would change the result; remove the key"),
     ("OptimizerParams", "max_grad_norm", Real, 0.0, "set gradient_clipping at the top of the config instead"),
     ("OptimizerParams", "differentiable", Bool, False,

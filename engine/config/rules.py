@@ -70,10 +70,6 @@ def _idle_quantization(settings: ConfigSections) -> Iterator[Notice]:
             "zero_optimization.zero_quantized_gradients",
             f"no effect: gradients are sharded at stages 2 and 3, and the stage is {zero.stage}",
         )
-    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
-        yield Notice(
-            "zero_optimization.zeropp_loco_param", "no effect: zero_optimization.zero_quantized_gradients is not set"
-        )
     if settings.zstore.quantized_gradient_bits != 4 and not zero.zero_quantized_gradients:
         yield Notice(
             "zstore.quantized_gradient_bits", "no effect: zero_optimization.zero_quantized_gradients is not set"
@@ -103,11 +99,6 @@ def contradictions(settings: ConfigSections) -> Iterator[ConfigProblem]:
 
 def _offload(settings: ConfigSections) -> Iterator[ConfigProblem]:
     zero = settings.zero_optimization
-    if zero.mics_shard_size > 0 and zero.stage == 0:
-        message = (
-            "it needs stage 1, 2 or 3, got stage 0, which shards nothing; set the stage, or leave mics_shard_size out"
-        )
-        yield ConfigProblem(("zero_optimization.mics_shard_size", "zero_optimization.stage"), message)
     if zero.zero_hpz_partition_size > 1 and zero.stage < 3:
         message = f"it needs stage 3, got stage {zero.stage}, where every rank has all parameters; set stage 3, or leave it out"
         yield ConfigProblem(("zero_optimization.zero_hpz_partition_size", "zero_optimization.stage"), message)
@@ -143,8 +134,8 @@ def _moments(settings: ConfigSections) -> Iterator[ConfigProblem]:
 
 def _local_storage(settings: ConfigSections) -> Iterator[ConfigProblem]:
     zero, key = settings.zero_optimization, "checkpoint.use_node_local_storage"
-    if zero.stage == 0 or zero.mics_shard_size > 0:
-        other = "zero_optimization.stage" if zero.stage == 0 else "zero_optimization.mics_shard_size"
+    if zero.stage == 0:
+        other = "zero_optimization.stage"
         message = (
             "each rank loads what ranks of other machines saved; use stage 1, 2 or 3 over all ranks, or a shared folder"
         )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from .keys import Section, built
-from .values import Auto, Bool, Count, Drives, Fraction, Names, OneOf, Position, Positive, Words
+from .values import Auto, Bool, Count, Drives, Fraction, Names, OneOf, Positive, Words
 
 Stage = Annotated[Literal[0, 1, 2, 3], OneOf()]
 Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
@@ -57,17 +57,6 @@ class OffloadParamSection(Section):
     max_in_cpu: Count | None = built(None)
     """Elements of parameters kept in host memory with "nvme", in whole parameters. Unset: as many as the host budget
     has room for, none without one; DeepSpeed's default is 1e9."""
-
-
-class LocoSection(Section):
-    """Error feedback for `zero_quantized_gradients` (LoCo): each rank adds an average of its earlier quantization errors to
-    the gradients that it sends. It takes memory for whole gradients in their own type on each device, and starts from zero
-    after a load."""
-
-    err_beta: Fraction = built(0.8, stages=(2, 3))
-    """Weight of the former errors in the average, 0 to 1; 0 is plain error feedback."""
-    reset_T: Positive = built(1024, stages=(2, 3))  # noqa: N815 - DeepSpeed's name
-    """Backwards after which errors are forgotten, so that old ones do not pile up."""
 
 
 class LeafModuleSection(Section):
@@ -153,11 +142,6 @@ class ZeroSection(Section):
     """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; `zstore.quantized_gradient_bits` takes 8):
     an all-to-all, the mean in fp32. Of several machines, or groups of `zero_hpz_partition_size` ranks, within each group
     first and then between them. Off by default: it changes the gradients."""
-    zeropp_loco_param: LocoSection | None = None
-    mics_shard_size: Position = built(-1)
-    """Ranks that share one copy of all that the stage shards (MiCS; FSDP's HYBRID_SHARD): neighbouring ones, as many as a
-    fast link joins; the other groups hold the same. Stages 1 to 3. The same bits, and parameters are gathered within the
-    group alone. -1 and 0: all ranks, which takes the least memory."""
     leaf_module: LeafModuleSection = LeafModuleSection()
 
     @classmethod

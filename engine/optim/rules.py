@@ -38,7 +38,7 @@ class Rule:
     kernel: Callable[[Kind, Mapping[str, Any]], Kernel]
     """Gives the kernel of a parameter group with these settings; parameters may be on the meta device."""
     stepper: Callable[[torch.optim.Optimizer, OptimizerState, World], Stepper] | None = None
-    """Makes the stepper, for the ranks that hold one copy of the state. None: steps run over tiles."""
+    """Makes the stepper, for all ranks. None: steps run over tiles."""
     slots: Callable[[Kernel, Sequence[int]], Slots] = lambda kernel, _: kernel.slots
     """Gives a kernel's arrays for a parameter of a shape, for the plan."""
     make: Callable[[Groups, Mapping[str, Any], nn.Module], torch.optim.Optimizer] | None = None

@@ -209,7 +209,7 @@ class OptimizerState:
         if slot.shape is None:
             return record.state_grid.packed(slot.block)
         shape = stored_shape(slot.shape)
-        return record.over_copy(shape) if self.is_sharded else make_grid(shape, 1)
+        return record.over_ranks(shape) if self.is_sharded else make_grid(shape, 1)
 
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or in the store."""
@@ -272,7 +272,7 @@ class OptimizerState:
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""
         if name in self._own_shapes:
-            return record.over_copy(self.store.spec(name).stored_shape)
+            return record.over_ranks(self.store.spec(name).stored_shape)
         grid, numel = record.state_grid if self.is_sharded else record.grid, self._numel_per_value(record, name)
         return grid if numel == 1 else grid.packed(numel)
 

@@ -71,10 +71,6 @@ class ParameterRecord:
     """Number of this rank's shard on `state_grid`."""
     world_size: int
     """Ranks that `grid` cuts for."""
-    copy: int | None = None
-    """Number of the copy of the state that this rank holds a shard of; None: there is one. See [Note: copies]."""
-    copy_ranks: int = 0
-    """Ranks that hold one copy of the shards; 0: all of `world_size`."""
     group: int | None
     """Index of its parameter group; None: frozen, or not given to the optimizer."""
     full: torch.Tensor
@@ -120,17 +116,9 @@ class ParameterRecord:
         first = min(self.numel, self.state_shard * self.state_grid.shard_numel)
         return first, first + self.state_grid.shard_valid_numel(self.state_shard)
 
-    def over_copy(self, shape: tuple[int, ...]) -> Grid:
-        """Return how an array of a stored shape of its own is cut over the ranks of a copy."""
-        return make_grid(shape, self.copy_ranks or self.world_size)
-
-    @cached_property
-    def counted_range(self) -> tuple[int, int]:
-        """Elements `[first, stop)` of this rank's rows that no other rank counts. See [Note: copies]."""
-        if self.copy is None:
-            return 0, self.owned_numel
-        first = min(self.owned_numel, self.copy * self.grid.shard_numel)
-        return first, min(self.owned_numel, first + self.grid.shard_numel)
+    def over_ranks(self, shape: tuple[int, ...]) -> Grid:
+        """Return how an array of a stored shape of its own is cut over all ranks."""
+        return make_grid(shape, self.world_size)
 
     @property
     def owned_numel(self) -> int:
@@ -303,8 +291,6 @@ def make_record(
         state_grid=sharding.state_grid(shape),
         state_shard=sharding.state_shard(rank),
         world_size=sharding.world_size,
-        copy_ranks=sharding.copy_size,
-        copy=rank // sharding.copy_size if sharding.optimizer_state and sharding.num_copies > 1 else None,
         group=group,
         full=parameter.data.view(-1),
     )

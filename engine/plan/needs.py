@@ -7,14 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from zstore.format import Grid, make_grid, numpy_dtype, round_up, stored_shape
+from zstore.format import make_grid, numpy_dtype, round_up, stored_shape
 from zstore.io import PAGE_BYTES
 from zstore.store import StoreOptions
 
 from ..config.config import DTYPES, Config
 from ..params.sharding import D, GradientTypes, Sharding
 from .plan import DriveRates, Need, PlacementSettings, Slots, slots_at
-from .quantized import is_matrix
 from .schedule import PrefetchLimits, count_fetches
 
 
@@ -54,7 +53,7 @@ def find_needs(
     """Return the needs of the parameters on `rank`, by name; `slots` are those of the trained ones, by name; `units` the names
     of the parameters that each unit gathers, in the order in which units run. `local_world_size` ranks share a machine; None:
     all."""
-    sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
+    sharding = Sharding.of_stage(config.stage, world_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
     types = gradient_types(config, world_size, DTYPES)
     apart = _gathered_for_use(shapes, config) if rests_apart else {}
@@ -66,7 +65,7 @@ def find_needs(
     def of(shape: tuple[int, ...], dtype: str, kept: Slots | None, stays: bool, times: int) -> Need:
         on_disk = stored_shape(shape)
         over_all = make_grid(on_disk, world_size)
-        near_size = config.secondary_size or sharding.copy_size
+        near_size = config.secondary_size or world_size
         near = over_all.joined(world_size // near_size)
         second = config.secondary_size is not None and not stays
         return Need(
@@ -79,10 +78,9 @@ def find_needs(
             secondary_numel=near.shard_valid_numel(rank % near_size) if second else 0,
             reduced_numel=over_all.shard_numel * world_size,
             near_numel=near.shard_numel * near_size,
-            error_numel=_error_numel(over_all, config, world_size, local_world_size),
             fetches=times,
             whole_gradient=world_size > 1 and not sharding.gradients,
-            state_ranks=sharding.copy_size if sharding.optimizer_state else 1,
+            state_ranks=world_size if sharding.optimizer_state else 1,
             splits_master=config.own.split_master,
             moments=config.moments,
         )
@@ -106,17 +104,6 @@ def _gathered_for_use(shapes: Sequence[ParameterShape], config: Config) -> dict[
         elif one.is_called:
             kept_numel += numel
     return found
-
-
-def _error_numel(grid: Grid, config: Config, world_size: int, local_world_size: int | None) -> int:
-    """Return the elements that error feedback keeps of a parameter's gradient: as many as each hop sends."""
-    zero = config.zero
-    if zero.zeropp_loco_param is None or not zero.zero_quantized_gradients:
-        return 0
-    if config.stage < 2 or world_size == 1 or not is_matrix(grid):
-        return 0
-    group = config.quantized_group(world_size, local_world_size)
-    return grid.shard_numel * (world_size + (0 if group is None else world_size // group))
 
 
 def _fetches(

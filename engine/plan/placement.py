@@ -214,9 +214,6 @@ def _stored(need: Need, place: Places, settings: PlacementSettings) -> Iterator[
         yield _apart(need, "master", need.grid, "uint16", place)
         yield _apart(need, "master", need.grid.packed(), "uint8", place)
     yield from _slots(need, place)
-    if need.error_numel:
-        nbytes = need.error_numel * numpy_dtype(need.dtype).itemsize
-        yield replace(one("gradient errors", "device", need.dtype, field="gradient"), nbytes=nbytes)
     if settings.holds_gradients:
         # Each micro-batch but the first adds to the sum of those before; the update reads it.
         whole = need.whole_gradient

@@ -163,8 +163,6 @@ class Need:
     """Elements of the parameter as it is cut over all ranks, padding included."""
     near_numel: int = 0
     """Elements of the parameter as it is cut over the ranks of a group, padding included; with one group as over all."""
-    error_numel: int = 0
-    """Elements of its gradient's quantization errors that are kept (`zeropp_loco_param`), on the device."""
     splits_master: bool = False
     """The master is kept as the bf16 parameter and its missing bits; see [Note: the split]."""
     moments: Moments = "fp32"
@@ -259,8 +257,7 @@ class Plan:
     """Parameters of which every rank has all values on its device always."""
     held: Mapping[str, Held]
     """By kind: "parameters" (with fp32 masters that are the parameter), "secondary parameters" (of
-    `zero_hpz_partition_size`), "gradients" (none if they are used as they arrive), "gradient errors" (of
-    `zeropp_loco_param`), "master", each slot, "buffers"."""
+    `zero_hpz_partition_size`), "gradients" (none if they are used as they arrive), "master", each slot, "buffers"."""
     traffic: Mapping[str, Traffic]
     """Of a step, by kind: "parameters", "gradients", "optimizer state"."""
     files: tuple[tuple[Field, int], ...]
@@ -280,7 +277,7 @@ class Plan:
     sent: Mapping[str, Sent] = field(default_factory=dict)
     """Bytes that this rank sends to others in a step, by kind: "gradients", "parameters". Empty for a rank alone."""
     group_size: int | None = None
-    """Ranks of a group, if ranks are in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of
+    """Ranks of a group, if ranks are in groups (`zero_hpz_partition_size`, quantized gradients of
     several machines)."""
     tells_sent: bool = False
     """Whether the bytes sent are worth a line: they depend on keys of the config other than the stage."""

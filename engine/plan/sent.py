@@ -2,10 +2,8 @@
 
 [Note: bytes sent]
 Of P bytes, padding included, each of N ranks sends (N - 1) / N P in a reduce-scatter or an all-gather, and twice that in an
-all-reduce. With groups of k ranks, (k - 1) of the N - 1 others are within the group. Copies of the state in c = N / k
-groups (`mics_shard_size`): gathers are within the group, (k - 1) / k P; a reduction is as [Note: the mean of copies] has
-it. Second copies of the parameters (`zero_hpz_partition_size`): a step's first gather is over all ranks, the others within
-the group.
+all-reduce. With groups of k ranks, (k - 1) of the N - 1 others are within the group. Second copies of the
+parameters (`zero_hpz_partition_size`): a step's first gather is over all ranks, the others within the group.
 
 Two ranks on gloo that sum whole gradients in place send no padding; see [Note: the mean of two].
 
@@ -48,10 +46,6 @@ class _Ranks:
         """Return the bytes that a reduce-scatter or an all-gather of `nbytes` within the group sends."""
         return Sent(within=nbytes // self.group * (self.group - 1))
 
-    def between_copies(self, nbytes: int) -> Sent:
-        """Return the bytes that an all-gather between the groups of each rank's shard of `nbytes` sends."""
-        return Sent(between=nbytes // self.world_size * (self.world_size // self.group - 1))
-
     def in_two_hops(self, row_bytes: int) -> Sent:
         """Return the bytes that a quantized reduction of rows of so many bytes sends; all ranks are one hop."""
         num_groups = self.world_size // self.group
@@ -69,7 +63,7 @@ def with_sent(
 ) -> Plan:
     """Return `plan` with the bytes that a rank sends in a step; see `planned_sent`."""
     sent = planned_sent(needs, config, world_size, native=native, local_world_size=local_world_size)
-    group = config.secondary_size or config.copy_size or config.quantized_group(world_size, local_world_size)
+    group = config.secondary_size or config.quantized_group(world_size, local_world_size)
     quantizes = config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients
     return replace(
         plan,
@@ -89,13 +83,13 @@ def planned_sent(
     """
     if world_size == 1:
         return {}
-    sharding = Sharding.of_stage(config.stage, world_size, copy_size=config.copy_size)
+    sharding = Sharding.of_stage(config.stage, world_size)
     group = config.secondary_size or config.quantized_group(world_size, local_world_size)
     # Without groups those of a machine count as one.
     near_size = local_world_size if local_world_size and world_size % local_world_size == 0 else world_size
     ranks = _Ranks(
         world_size=world_size,
-        group=group or (sharding.copy_size if sharding.num_copies > 1 and sharding.optimizer_state else near_size),
+        group=group or near_size,
     )
     everywhere = not (sharding.optimizer_state and (config.zero.reduce_scatter or sharding.parameters))
     types, sent = gradient_types(config, world_size, DTYPES), {"gradients": Sent(), "parameters": Sent()}
@@ -113,37 +107,26 @@ def planned_sent(
             elif everywhere:
                 one = ranks.over_all((need.numel if in_place else need.reduced_numel) * reduced).times(2)
             else:
-                one = _scatter(need.reduced_numel * reduced, sharding, ranks, native=native)
+                one = ranks.over_all(need.reduced_numel * reduced)
             sent["gradients"] += one.times(count * (micro_batches if sharding.gradients else 1))
         sent["parameters"] += _gathers(need, config, sharding, ranks, micro_batches).times(count)
     return sent
 
 
-def _scatter(nbytes: int, sharding: Sharding, ranks: _Ranks, *, native: bool) -> Sent:
-    """Return the bytes that a reduce-scatter sends."""
-    if sharding.num_copies == 1:
-        return ranks.over_all(nbytes)
-    if native:
-        return ranks.in_group(nbytes) + ranks.between_copies(nbytes).times(2)
-    return ranks.over_all(nbytes) + ranks.between_copies(nbytes)
-
-
 def _gathers(need: Need, config: Config, sharding: Sharding, ranks: _Ranks, micro_batches: int) -> Sent:
     """Return the bytes that all-gathers of a parameter send in a step."""
-    itemsize, one_copy = numpy_dtype(need.dtype).itemsize, sharding.num_copies == 1
-    far = ranks.over_all if one_copy else ranks.in_group
-    near_bytes = need.near_numel * itemsize
-    far_bytes = need.reduced_numel * itemsize if one_copy else near_bytes
+    itemsize = numpy_dtype(need.dtype).itemsize
+    near_bytes, far_bytes = need.near_numel * itemsize, need.reduced_numel * itemsize
     if not sharding.parameters or need.stays_gathered:
         updated = sharding.optimizer_state and need.slots is not None and not config.frozen
-        return far(far_bytes) if updated else Sent()
+        return ranks.over_all(far_bytes) if updated else Sent()
     count = need.fetches * micro_batches
     if config.zero.zero_quantized_weights and _is_quantized(need):
-        far_bytes = encoded_bytes(need.grid.shard_numel, WEIGHT_BITS) * sharding.copy_size
+        far_bytes = encoded_bytes(need.grid.shard_numel, WEIGHT_BITS) * sharding.world_size
     if config.secondary_size is None:
-        return far(far_bytes).times(count)
+        return ranks.over_all(far_bytes).times(count)
     first = need.slots is not None and not config.frozen
-    return ranks.in_group(near_bytes).times(count - first) + (far(far_bytes) if first else Sent())
+    return ranks.in_group(near_bytes).times(count - first) + (ranks.over_all(far_bytes) if first else Sent())
 
 
 def _is_quantized(need: Need) -> bool:

@@ -5,7 +5,7 @@
 - `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `transfer`, `control`: collectives, in bytes sent to other ranks.
   On CUDA the times are the host's, which seldom waits there;
 - `within_group`, `between_groups`: how many of these bytes, `control` left out, went to ranks of this rank's group and of
-  others, if the config puts ranks in groups (`mics_shard_size`, `zero_hpz_partition_size`, quantized gradients of several
+  others, if the config puts ranks in groups (`zero_hpz_partition_size`, quantized gradients of several
   machines); they count every collective a second time;
 - `device_to_host`, `host_to_device`: copies between the memory of a device and that of the host; if the model computes on
   the CPU these are one memory and nothing is counted;

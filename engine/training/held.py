@@ -16,7 +16,7 @@ class HeldBytes:
     resting: int
     """Rows of offloaded parameters in the store, on whichever tier, with fp32 masters that are the parameter."""
     gradients: int
-    """With their quantization errors, if these are kept (`zeropp_loco_param`)."""
+    """Those that wait for the update."""
     optimizer_state: int
     """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter, and of
     a split master the bf16 part does."""

@@ -61,8 +61,7 @@ class Layout:
 
     def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | RowsInStore | None:
         """Move a parameter to its device, or return this rank's rows of one that is in shards and stays so (all ranks)."""
-        # A model is built in the shards of one copy over all ranks.
-        if self._is_released(name) and self._sharding.num_copies == 1:
+        if self._is_released(name):
             offloaded = self._plan.placements[name].parameter != "device"
             rows = self._built.rows(parameter, in_memory=not offloaded)
             if rows is not None:

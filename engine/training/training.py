@@ -46,10 +46,8 @@ class Training:
     """The parts of a run on this rank, wired by `initialize`."""
 
     world: World
-    copy_world: World
-    """The ranks that hold one copy of the shards: all, or those of a group."""
     groups: tuple[Groups, ...]
-    """Of ranks that hold one copy of the state, or of the parameters; none if each is for itself."""
+    """Of ranks that hold a second copy of the parameters; none without it."""
     config: Config
     accumulation: Accumulation
     sharding: Sharding
@@ -435,7 +433,7 @@ class Training:
         """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""
         if self.state.is_sharded:
             resident = [record for record in records if record.residency is Residency.RESIDENT]
-            all_gather_rows(self.copy_world, resident, self._gather_numel, lambda record: record.full)
+            all_gather_rows(self.world, resident, self._gather_numel, lambda record: record.full)
 
     def _count(self, overflow: bool) -> None:
         """Count the step and let loss scale and schedule follow."""

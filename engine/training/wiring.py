@@ -55,9 +55,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     `files` is the run's access to its disks, `streams` are those of copies between host and device.
     """
     offloads_parameters = config.offload_param.device != "none"
-    sharding = Sharding.of_stage(
-        config.stage, world.world_size, offloads_parameters=offloads_parameters, copy_size=config.copy_size
-    )
+    sharding = Sharding.of_stage(config.stage, world.world_size, offloads_parameters=offloads_parameters)
     groups = {} if config.frozen else group_of_parameters(optimizer, model)
     rule = rule_of(optimizer.kind, whole=config.stage == 0 and config.offload_optimizer.device == "none")
     if rule is CLIENT:
@@ -114,7 +112,6 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         pending = PendingUpdate(model, state, gradients, world, mode, copies=copies, fetcher=fetcher)
         return Training(
             world=world,
-            copy_world=exchanges.world,
             groups=exchanges.groups,
             config=config,
             accumulation=Accumulation(batch=config.batch, world_size=world.world_size),
@@ -168,7 +165,6 @@ def _gradients(
         spills=agree_any(world, [bool(state.spilled)])[0],
         keeps_rows=config.offload_optimizer.device == "none" and world.world_size > 1,
         squares_at_once=in_backward,
-        copies=sharding.num_copies,
         exchanges=exchanges,
     )
     if not by_unit:

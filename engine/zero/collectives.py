@@ -74,11 +74,6 @@ def over_all(record: ParameterRecord) -> Grid:
     return record.grid
 
 
-def over_copy(record: ParameterRecord) -> Grid:
-    """Return how the ranks that hold one copy of the state divide a parameter: all ranks, or those of a group."""
-    return record.state_grid
-
-
 def bucket_limit(world: World, limit_numel: int) -> int:
     """Return the most elements of a bucket if the config allows `limit_numel`. See [Note: buckets]."""
     return min(limit_numel, _GLOO_BUCKET_NUMEL) if world.backend == "gloo" else limit_numel
@@ -183,7 +178,7 @@ class Reducing(Protocol):
         """Return whether the reduction is done, so that `finish` would not block."""
 
     def finish(self) -> torch.Tensor:
-        """Wait, and return the mean of this rank's rows, [copies, cols]; see `put_rows`."""
+        """Wait, and return the mean of this rank's rows, [cols]."""
 
 
 Reduce = Callable[[World, Bucket, torch.Tensor, Kind], Reducing]
@@ -209,18 +204,16 @@ class Reduction(Reducing):
 
     def finish(self) -> torch.Tensor:
         self._work.wait()
-        return (self._out if self._native else mean_of_rows(self._out)).view(1, -1)
+        return self._out if self._native else mean_of_rows(self._out)
 
 
 def put_rows(bucket: Bucket, mean: torch.Tensor, put: Callable[[Segment, slice, torch.Tensor], None]) -> None:
-    """Call `put(segment, slice of this rank's rows, their mean)` for each segment of a reduced bucket and each row of
-    `mean` [copies, cols]: this rank's neighbouring shards on the grid over all ranks. See [Note: copies]."""
+    """Call `put(segment, slice of this rank's rows, their mean)` for each segment of a reduced bucket, whose mean is `mean`
+    [cols]."""
     for segment in bucket.segments:
         first, stop = segment.record.owned_range
-        for number, row in enumerate(mean):
-            base = number * segment.shard_numel
-            rows = slice(*(min(stop - first, base + at) for at in (segment.first, segment.stop)))
-            put(segment, rows, row[segment.offset : segment.offset + rows.stop - rows.start])
+        rows = slice(*(min(stop - first, at) for at in (segment.first, segment.stop)))
+        put(segment, rows, mean[segment.offset : segment.offset + rows.stop - rows.start])
 
 
 def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -242,10 +235,9 @@ def all_gather_rows(
     limit_numel: int,
     target: Callable[[ParameterRecord], torch.Tensor],
 ) -> None:
-    """Fill `target(record)`, 1-D [numel], of each record with every rank's rows, which `record.owned()` gives; `world` has
-    the ranks that hold one copy of the state."""
+    """Fill `target(record)`, 1-D [numel], of each record with every rank's rows, which `record.owned()` gives."""
     limit = bucket_limit(world, limit_numel)
-    for bucket in plan_buckets(records, world.world_size, limit, grid_of=over_copy):
+    for bucket in plan_buckets(records, world.world_size, limit):
         device = bucket.segments[0].record.full.device
         mine = torch.zeros(bucket.cols, dtype=bucket.dtype, device=device)
         for segment in bucket.segments:
@@ -355,7 +347,7 @@ def reduce_whole(
         reduction = under_way.popleft()
         mean = reduction.finish()
         if scatter is None:
-            _gather(world, reduction.bucket, mean[0], gradient, kind)
+            _gather(world, reduction.bucket, mean, gradient, kind)
         else:
             put_rows(reduction.bucket, mean, put)
 

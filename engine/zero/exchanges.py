@@ -78,13 +78,6 @@ class Reducer(Protocol):
     def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> Reducing:
         """Begin to reduce `matrix` [world, cols] (all ranks, in one order)."""
 
-    def begin_backward(self) -> None:
-        """Note that a backward begins."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of its state from step to step."""
-
     def release(self) -> None:
         """Destroy its process groups, once nothing is under way."""
 
@@ -124,7 +117,7 @@ class Exchanges:
     """The exchanges of a run. See [Note: exchanges]."""
 
     world: World
-    """The ranks that hold one copy of the shards."""
+    """All ranks, which hold the shards."""
     gathers: Gathers | None = None
     """Gathers of the parameters that it accepts; None: of none."""
     second_copy: SecondCopy | None = None
@@ -133,7 +126,7 @@ class Exchanges:
     reduce: Reduce = Reduction
     """Begins every other reduction of which each rank gets its rows."""
     groups: tuple[Groups, ...] = ()
-    """Groups of ranks that hold one copy of the state, or of the parameters; the last ones are for reductions."""
+    """Groups of ranks that hold a second copy of the parameters."""
 
 
 Maker = Callable[[Exchanges, Config, Sharding, World], Exchanges]
@@ -175,8 +168,6 @@ class GradientRules:
     keeps_rows: bool = True
     """Keep the rows' memory from step to step; else it is freed as soon as an update took it."""
     exchanges: Exchanges
-    copies: int = 1
-    """Number of shards of the grid over all ranks in a rank's rows: one of each copy of the state."""
     squares_at_once: bool = False
     """Take sums of squares as gradients become final: an update may take them before the norm is needed."""
 
@@ -224,10 +215,9 @@ class Reductions:
         reduction, put = self._under_way.popleft()
         mean = reduction.finish()
         if not self._rules.scatter:
-            everyone = mean.new_empty(self._world.world_size, mean.shape[1])
-            self._world.all_gather(everyone.view(-1), mean[0], kind="all_reduce")
-            first = reduction.bucket.segments[0].record.state_shard * self._rules.copies
-            mean = everyone[first : first + self._rules.copies]
+            everyone = mean.new_empty(self._world.world_size, mean.numel())
+            self._world.all_gather(everyone.view(-1), mean, kind="all_reduce")
+            mean = everyone[reduction.bucket.segments[0].record.state_shard]
         put_rows(reduction.bucket, mean, put)
 
     def drain(self) -> None:

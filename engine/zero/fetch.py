@@ -8,7 +8,7 @@ send    the collectives begin. On every rank in the same order, so only the main
         rank reaches alike. It waits for this rank's rows.
 finish  `full` of every record has its values.
 
-With copies of the state, or of the parameters (see `SecondCopy`), the ranks of a group alone take part.
+With second copies of the parameters (see `SecondCopy`), the ranks of a group alone take part.
 
 Each fetch begins with a header: which unit it is, and whether this rank has its rows. A rank that failed takes part, so
 that nobody waits for it, and all ranks raise. If a rank gathers another unit than the others, all raise. While
@@ -38,7 +38,7 @@ from zstore.store import TensorStore
 
 from ..params.record import ParameterRecord
 from ..runtime.device import Copy, Event, Transfers
-from .collectives import Bucket, over_copy, plan_buckets, unpack
+from .collectives import Bucket, over_all, plan_buckets, unpack
 from .exchanges import Exchanges, Gathering
 
 Ready = Callable[[Sequence[ParameterRecord]], None]
@@ -177,7 +177,7 @@ class Fetch:
 
 
 class Fetcher:
-    """Carries fetches out among the ranks that hold one copy of the parameters. `reader` is None if nothing is in the
+    """Carries fetches out among the ranks that hold the parameters. `reader` is None if nothing is in the
     store."""
 
     def __init__(self, reader: RowReader | None, limit_numel: int, exchanges: Exchanges, transfers: Transfers) -> None:
@@ -266,7 +266,7 @@ class Fetcher:
 
     def _send_rows(self, fetch: Fetch) -> None:
         world, small, others = self._world_of(fetch), [], []
-        grid_of = self.second_copy.grid if fetch.near and self.second_copy is not None else over_copy
+        grid_of = self.second_copy.grid if fetch.near and self.second_copy is not None else over_all
         # The values of a second copy were gathered so before.
         gathers = None if fetch.near else self._gathers
         for record in fetch.records:

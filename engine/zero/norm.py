@@ -157,12 +157,6 @@ def norm_of_sums(sums: Sequence[tuple[str, Sequence[float]]]) -> float:
     return math.sqrt(total) if total >= 0 else math.nan
 
 
-def counted(record: ParameterRecord, rows: torch.Tensor) -> torch.Tensor:
-    """Return those of this rank's rows whose squares it sums: all, or one shard of a copy's. See [Note: copies]."""
-    first, stop = record.counted_range
-    return rows if stop - first == rows.numel() else rows[first:stop]
-
-
 def sums_over_ranks(
     records: Sequence[ParameterRecord], gradients: Gradients, world: World, *, sharding: Sharding
 ) -> dict[ParameterRecord, Sequence[float]]:
@@ -179,8 +173,7 @@ def sums_over_ranks(
     mine = on_device([shards[0] for shards in found], torch.float64, world.device)
     everyone = torch.empty(world.world_size * len(here), dtype=torch.float64, device=world.device)
     world.all_gather(everyone, mine, kind="control")
-    # Of rank r of copy c: shard r copies + c.
-    columns = everyone.view(sharding.num_copies, sharding.copy_size, -1).permute(2, 1, 0).flatten(1).tolist()
+    columns = everyone.view(world.world_size, -1).t().tolist()
     return dict(zip(here, columns, strict=True))
 
 
@@ -201,7 +194,7 @@ def _known_or_rows(record: ParameterRecord, gradients: Gradients) -> float | tor
     if known is not None:
         return known
     rows = gradients.owned(record)
-    return 0.0 if rows is None else counted(record, rows)
+    return 0.0 if rows is None else rows
 
 
 def _shards(record: ParameterRecord, gradients: Gradients) -> list[float | torch.Tensor]:

@@ -44,7 +44,7 @@ from ..runtime.device import D2HQueue, Transfers, labelled
 from .collectives import Segment
 from .exchanges import GradientRules, Reductions
 from .gradients import INCOMPLETE, Gradients, agree_any, forget_gradients, take_gradient, watch_gradient
-from .norm import SumOfSquares, counted
+from .norm import SumOfSquares
 from .spill import GradientSpill
 
 
@@ -126,7 +126,7 @@ class ArrivingGradient:
     def begin_squares(self, rows: torch.Tensor) -> None:
         """Begin to take the sum of squares of this rank's `rows`, or of what they become."""
         one_by_one = self._rules.squares_at_once
-        self._squares = SumOfSquares(counted(self.record, rows), self._transfers, one_by_one=one_by_one)
+        self._squares = SumOfSquares(rows, self._transfers, one_by_one=one_by_one)
 
     def note_whole(self, total: torch.dtype) -> None:
         """Note that all that was sent is in the rows, a sum of the type `total`: take them to disk if they belong there."""
@@ -312,8 +312,6 @@ class UnitGradients(Gradients):
         super().start_backward(last=last)
         self._phase = BackwardPhase.RUNNING
         self.arrivals.start()
-        if self._reducer is not None:
-            self._reducer.begin_backward()
 
     def _arrived(self, record: ParameterRecord) -> None:
         if self._phase is BackwardPhase.OVER:
@@ -390,7 +388,7 @@ class UnitGradients(Gradients):
         with labelled("reduce"):
             for bucket in self._reductions.start(values, put):
                 for segment in bucket.segments:
-                    self._of[segment.record].segments_left += self._rules.copies
+                    self._of[segment.record].segments_left += 1
                 self.overlapped += self._rules.overlap and self._rules.scatter
 
     def _add(self, gradient: ArrivingGradient, values: torch.Tensor) -> None:
@@ -484,9 +482,8 @@ class UnitGradients(Gradients):
             gradient.rows = None
 
     def held_bytes(self) -> int:
-        lost = 0 if self._reducer is None else self._reducer.held_bytes
         held = [gradient.rows for gradient in self._of.values()]  # an update in the backward takes rows meanwhile
-        return sum(rows.nbytes for rows in held if rows is not None) + lost
+        return sum(rows.nbytes for rows in held if rows is not None)
 
     def close(self) -> None:
         super().close()

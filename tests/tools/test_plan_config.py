@@ -209,17 +209,6 @@ def test_the_plan_counts_what_lion_lamb_and_muon_keep(tmp_path: Path) -> None:
     assert 0 < planned_state(tmp_path, muon) == 4 * inner + 8 * (numel - inner)
 
 
-def test_errors_of_quantization_are_counted_for_both_hops(tmp_path: Path) -> None:
-    loco = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
-    config = BASE | {"train_batch_size": 16, "zero_optimization": {"stage": 3} | loco}
-
-    def errors(gpus: int, machines: int) -> int:
-        plan = weigh_given(make_job(options(tmp_path, config, gpus=gpus, machines=machines))).plan
-        return plan.held["gradient errors"].total
-
-    assert errors(2, 2) * 4 == errors(4, 1) * 6  # what each of 4 ranks gets, and each of 2 machines
-
-
 def test_options_that_contradict_the_config(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="gives the batch size"):
         make_job(options(tmp_path, BASE, micro_batch=3))

@@ -21,7 +21,7 @@ from zstore.engine.plan.sent import with_sent
 from zstore.errors import BudgetError
 from zstore.sizes import format_bytes
 
-from .job import Choice, GroupKey, PlannedJob
+from .job import Choice, PlannedJob
 from .machine import PlannedMachine
 from .model import slots_of
 
@@ -34,7 +34,7 @@ ASSUMED = {
 }  # fmt: skip
 """Rates a second to assume if not known: of a GPU in 16 bits, one NVMe drive, a link, updates in host and GPU memory."""
 
-_NO_STATE = ("parameters", "secondary parameters", "gradients", "gradient errors", "buffers")
+_NO_STATE = ("parameters", "secondary parameters", "gradients", "buffers")
 _FP32_BYTES = 4
 _UPDATED_BYTES = 28 / 12
 """Bytes that an update of AdamW moves in memory for each byte of its state."""
@@ -98,8 +98,7 @@ def all_choices(job: PlannedJob) -> list[Costs]:
     choices += [replace(choices[stage], optimizer=tier) for tier in tiers for stage in (1, 2, 3)]
     choices += [replace(choices[3], optimizer=one, parameters=other) for one in tiers for other in tiers]
     if job.machine.machines > 1 and job.machine.num_ranks > 1:
-        keys: tuple[GroupKey, ...] = ("mics_shard_size", "zero_hpz_partition_size")
-        choices += [replace(choices[3], groups=key) for key in keys]
+        choices.append(replace(choices[3], second_copy=True))
     return [weigh(job, choice) for choice in choices]
 
 
@@ -223,7 +222,9 @@ def _default_config(job: PlannedJob, choice: Choice) -> dict[str, Any]:
     precision: dict[str, Any] = {} if job.precision == "fp32" else {job.precision: {"enabled": True}}
     if job.precision_is_auto:
         precision = {"fp16" if job.precision == "fp16" else "bf16": {"enabled": "auto"}}
-    zero: dict[str, Any] = {"stage": 0} | ({} if choice.groups is None else {choice.groups: job.machine.num_ranks})
+    zero: dict[str, Any] = {"stage": 0} | (
+        {"zero_hpz_partition_size": job.machine.num_ranks} if choice.second_copy else {}
+    )
     if job.machine.world_size > 1:
         zero |= {"reduce_bucket_size": BUCKET_NUMEL, "allgather_bucket_size": BUCKET_NUMEL}
     return {
@@ -254,8 +255,6 @@ def changed_config(
     zero["stage"] = choice.stage
     if choice.stage < 3:
         zero.pop("zero_hpz_partition_size", None)
-    if choice.stage == 0:
-        zero.pop("mics_shard_size", None)
     for older in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
         zero.pop(older, None)
     for key, tier in (("offload_optimizer", choice.optimizer), ("offload_param", choice.parameters)):

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint import Moments
 from zstore.engine.config.config import DTYPES, Config, load_config, read_config
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from zstore.engine.plan.rates import MatmulRates
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
-GroupKey = Literal["mics_shard_size", "zero_hpz_partition_size"]
 
 _DEFAULT_NVME = PurePosixPath("/local_nvme")
 
@@ -80,8 +79,8 @@ class Choice:
     parameters: OffloadTier = "none"
     micro_batch: int
     checkpointing: bool = False
-    groups: GroupKey | None = None
-    """Key that makes the ranks of a machine a group; None: there are no groups."""
+    second_copy: bool = False
+    """Whether the ranks of a machine share a second copy of the parameters (`zero_hpz_partition_size`)."""
 
 
 def make_job(options: PlanOptions) -> PlannedJob:

@@ -69,7 +69,7 @@ def print_plan(job: PlannedJob, choices: Sequence[Costs], rungs: Sequence[Costs]
     console.print(headline(job), soft_wrap=True)
     table = make_outcome_table(job, "what fits where", ("stage", "optimizer", "parameters"))
     for one in choices:
-        stage = str(one.choice.stage) if one.choice.groups is None else f"{one.choice.stage}, {one.choice.groups}"
+        stage = str(one.choice.stage) if not one.choice.second_copy else f"{one.choice.stage}, zero_hpz_partition_size"
         table.add_row(stage, one.choice.optimizer, one.choice.parameters, *cells(job, one))
     console.print(table)
     table = make_outcome_table(job, "the ladder: each rung adds to the ones before", ("rung",))

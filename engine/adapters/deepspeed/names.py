@@ -39,7 +39,7 @@ SAFE = " ".join(
         "safe_update_full_grad_vectorized",
     ]
 )
-_INIT = "GatheredParameters Init MiCS_Init register_external_parameter unregister_external_parameter"
+_INIT = "GatheredParameters Init register_external_parameter unregister_external_parameter"
 _OFFLOADS = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
 _LOGGING = "log_dist log_dist_once logger set_log_level_from_string"
 

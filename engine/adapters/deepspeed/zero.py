@@ -85,8 +85,7 @@ class Init(PlainInit):
         groups = (data_parallel_group, zero_param_parallel_group, sequence_data_parallel_group)
         if any(group not in (None, torch.distributed.group.WORLD) for group in groups):
             raise UsageError(
-                "deepspeed.zero.Init: the config says which ranks share the parameters: leave the process groups out, and set "
-                "zero_optimization.mics_shard_size where groups of ranks have all of them"
+                "deepspeed.zero.Init: the config says which ranks share the parameters: leave the process groups out"
             )
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise UsageError(
@@ -130,10 +129,6 @@ class Init(PlainInit):
             self._marking = None
             Init._blocks -= 1
         super().__exit__(kind, value, tb)
-
-
-MiCS_Init = Init
-"""DeepSpeed's name of `Init` for a config with `mics_shard_size`; its arguments are given by name."""
 
 
 def _dtype_of(source: Any) -> torch.dtype | None:

@@ -43,7 +43,6 @@ class _OneBitParams(OptimizerParams):
                 zero.offload_optimizer.device != "none",
                 "its state is on the device",
             ),
-            "zero_optimization.mics_shard_size": (zero.mics_shard_size > 0, "all ranks exchange signs as one group"),
             "gradient_clipping": (
                 "gradient_clipping" in settings.model_fields_set and settings.gradient_clipping not in {0.0, "auto"},
                 "ranks keep their own gradients, of which there is no norm to clip by",

@@ -16,7 +16,7 @@ from zstore.ranks.world import World
 
 from ...params.record import ParameterRecord
 from ...plan.quantized import BLOCK_NUMEL, WEIGHT_BITS, is_matrix
-from ...zero.collectives import Bucket, over_copy, plan_buckets, unpack
+from ...zero.collectives import Bucket, plan_buckets, unpack
 from ...zero.exchanges import Rows
 from .block_code import BlockCode
 
@@ -63,7 +63,7 @@ class QuantizedGathers:
     def start(
         self, world: World, records: Sequence[ParameterRecord], limit_numel: int, rows: Rows
     ) -> Iterator[QuantizedGather]:
-        for bucket in plan_buckets(records, world.world_size, limit_numel, grid_of=over_copy, align_numel=BLOCK_NUMEL):
+        for bucket in plan_buckets(records, world.world_size, limit_numel, align_numel=BLOCK_NUMEL):
             code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), WEIGHT_BITS)
             parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
             sent = code.encode(torch.cat(parts)[None] if len(parts) > 1 else parts[0][None])

@@ -10,16 +10,11 @@ gets the rows of the ranks with its place in all groups, their mean over the gro
 groups. With g ranks in each of n groups a rank sends (g - 1) n rows within its group and n - 1 between groups, not
 g n - g: a g-th of the bytes leave it.
 
-With error feedback (LoCo) a rank adds to its values an average of earlier quantization errors, `error <- beta x error
-+ (1 - beta) x (values - decoded)`, an array for each parameter and hop; every `reset_steps` backwards they start from zero,
-and when a gradient is not finite. Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training
-(https://arxiv.org/abs/2407.04480).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -34,61 +29,12 @@ from ...zero.collectives import Bucket, TypeOf, plan_buckets
 from .block_code import BlockCode
 
 
-@dataclass(kw_only=True)
-class ErrorFeedback:
-    """The quantization errors of each parameter's gradient. See [Note: quantized reductions]."""
-
-    beta: float
-    """Weight of the former error, 0 to 1."""
-    reset_steps: int
-    """Backwards after which errors are forgotten."""
-    _errors: dict[tuple[int, ParameterRecord], torch.Tensor] = field(default_factory=dict)
-    """By hop, [rows, shard_numel] in the parameter's type."""
-    _backwards: int = 0
-
-    def begin_backward(self) -> None:
-        """Count a backward, and forget errors if it is time."""
-        if self._backwards == self.reset_steps:
-            self._backwards = 0
-            self._errors.clear()
-        self._backwards += 1
-
-    def encode(self, hop: int, bucket: Bucket, code: BlockCode, values: torch.Tensor) -> torch.Tensor:
-        """Return the code of `values` [rows, cols] with the earlier errors, and keep the new ones."""
-        values = values.float()
-        parts = [
-            self._of(hop, segment.record, values.shape[0])[:, segment.first : segment.stop]
-            for segment in bucket.segments
-        ]
-        errors = torch.cat(parts, 1)
-        values = values + errors
-        encoded = code.encode(values)
-        lost = values.sub_(code.decode(encoded, torch.empty_like(values)))
-        new = lost.mul_(1 - self.beta).add_(errors, alpha=self.beta).nan_to_num_(0.0, 0.0, 0.0)
-        for segment in bucket.segments:
-            self._errors[hop, segment.record][:, segment.first : segment.stop] = new[:, segment.columns]
-        return encoded
-
-    def _of(self, hop: int, record: ParameterRecord, num_rows: int) -> torch.Tensor:
-        found = self._errors.get((hop, record))
-        if found is None:
-            shape = (num_rows, record.grid.shard_numel)
-            found = self._errors[hop, record] = torch.zeros(shape, dtype=record.dtype, device=record.full.device)
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all errors."""
-        return sum(errors.nbytes for errors in self._errors.values())
-
-
 class QuantizedReducer:
     """Starts reductions of gradients sent as integers (all ranks make one). `group_size` ranks make a group; all of
     them is one hop, on the process group of `world`. See [Note: quantized reductions]."""
 
-    def __init__(self, world: World, bits: int, *, group_size: int, feedback: ErrorFeedback | None = None) -> None:
+    def __init__(self, world: World, bits: int, *, group_size: int) -> None:
         self.bits = bits
-        self.feedback = feedback
         self.hops: Sequence[World]
         if group_size < world.world_size:
             groups = make_groups(world, group_size)
@@ -109,19 +55,6 @@ class QuantizedReducer:
     def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> QuantizedReduction:
         """Begin to reduce `matrix` [world, cols] (all ranks, in one order)."""
         return QuantizedReduction(self, bucket, matrix, kind)
-
-    def encode(self, hop: int, bucket: Bucket, code: BlockCode, values: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a hop for `values` [rows, cols]."""
-        return code.encode(values) if self.feedback is None else self.feedback.encode(hop, bucket, code, values)
-
-    def begin_backward(self) -> None:
-        if self.feedback is not None:
-            self.feedback.begin_backward()
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the quantization errors."""
-        return 0 if self.feedback is None else self.feedback.nbytes
 
     def release(self) -> None:
         """Destroy the process groups, once nothing is under way."""
@@ -148,7 +81,7 @@ class QuantizedReduction:
     def _send(self, matrix: torch.Tensor) -> None:
         """Begin a hop of `matrix` [members x rows, cols]."""
         world = self._reducer.hops[self._hop]
-        sent = self._reducer.encode(self._hop, self.bucket, self._code, matrix)
+        sent = self._code.encode(matrix)
         self._sent = sent.view(world.world_size, -1)
         self._got = torch.empty_like(self._sent)
         self._work: Work = world.all_to_all(self._got, self._sent, kind=self._kind)
@@ -179,17 +112,14 @@ class QuantizedReduction:
         return True
 
     def finish(self) -> torch.Tensor:
-        """Wait, and return this rank's row of the mean, [1, cols]."""
+        """Wait, and return this rank's row of the mean, [cols]."""
         while True:
             self._work.wait()
             if not self._advance():
-                return self._mean().to(self.bucket.dtype)
+                return self._mean().to(self.bucket.dtype)[0]
 
 
 def quantized_reducer(config: Config, world: World) -> QuantizedReducer:
     """Return the reducer of gradients that the config asks for (all ranks)."""
     group_size = config.quantized_group(world.world_size, world.local_world_size) or world.world_size
-    loco, feedback = config.zero.zeropp_loco_param, None
-    if loco is not None:
-        feedback = ErrorFeedback(beta=loco.err_beta, reset_steps=loco.reset_T)
-    return QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size, feedback=feedback)
+    return QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size)

@@ -19,7 +19,6 @@ STAGES: dict[str, tuple[int, ...]] = {
     "leaf_module.classes": (3,),
     "leaf_module.name_suffixes": (3,),
     "leaf_module.names": (3,),
-    "mics_shard_size": (1, 2, 3),
     "offload_optimizer": (1, 2, 3),
     "offload_param": (3,),
     "reduce_scatter": (1, 2),
@@ -31,7 +30,6 @@ STAGES: dict[str, tuple[int, ...]] = {
     "zero_hpz_partition_size": (3,),
     "zero_quantized_gradients": (2, 3),
     "zero_quantized_weights": (3,),
-    "zeropp_loco_param": (2, 3),
 }
 VALUES: dict[str, Any] = {
     "leaf_module.classes": ["Moe"],
@@ -40,7 +38,6 @@ VALUES: dict[str, Any] = {
     "offload_optimizer.device": "cpu",
     "offload_optimizer.ratio": 0.5,
     "offload_param.device": "cpu",
-    "zeropp_loco_param.err_beta": 0.5,
 }
 """Values of keys that are neither true or false nor numbers."""
 SECTIONS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,142 @@
+"""Second copies of the parameters in groups of ranks (hpZ): the bits of full sharding, and bytes by formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zstore
+from tests.engine.bits import Case, compare
+from tests.engine.block_models import Base, ids_of
+from tests.engine.models import Block
+from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import ResolveContext
+from zstore.errors import ConfigError
+from zstore.testing.ranks import run_ranks
+
+HPZ = {"zero_hpz_partition_size": 2}
+RANKS, GROUP, COPIES, MICRO = 4, 2, 2, 2
+
+
+CASES = [Case(3, "none", "fp32", 1, 0.0, overlap="backward", keys=HPZ, seed=6)]
+MORE_CASES = [Case(3, "cpu", "bf16", 2, 0.25, parameters="nvme", overlap="forward", keys=HPZ, seed=5)]
+
+
+def _compare(rank: int, cases: list[Case]) -> list[str]:
+    return [f"{case}: {found}" for case in cases for found in compare(case, rank, RANKS, steps=2)]
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.soak)], ids=["some", "more"])
+def test_bits_are_those_of_the_plain_loop(cases: list[Case]) -> None:
+    for differences in run_ranks(_compare, RANKS, cases):
+        assert differences == []
+
+
+def _step_bytes(rank: int, folder: str, changes: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """Train two steps with each of `changes` to the ZeRO section; return what the second one sent and what is held, beside
+    the plan's numbers and those that formulas are made of."""
+    found = []
+    for keys in changes:
+        torch.manual_seed(0)
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 50} | keys
+        for key in [key for key in zero if key.startswith("offload")]:
+            zero[key] = {"device": "nvme", "nvme_path": folder}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": MICRO,
+            "optimizer": {"type": "AdamW"},
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "steps_per_print": 0,
+            "zstore": {"step_overlap": "none"},
+        }
+        with zstore.initialize(model=Base([Block(24) for _ in range(3)]), config=config)[0] as engine:
+            for step in range(2):
+                before = engine.statistics()
+                for _ in range(MICRO):
+                    engine.backward(engine(ids_of(step, rank)))
+                    engine.step()
+            now, plan = engine.statistics(), engine.training_state.plan
+            records = engine.training_state.state.records
+            links = {name: link["bytes"] for name, link in now.links_since(before).items()}
+            large = [record for record in records if record.numel >= 50]
+            over_all = {record: RANKS * record.grid.shard_numel for record in records}
+            # A group's shards have less padding where all rows are in a few of the shards over all ranks.
+            near = {record: GROUP * min(COPIES, record.grid.num_shards) * record.grid.shard_numel for record in records}
+            found.append(
+                {
+                    "within": links.get("within_group", 0),
+                    "between": links.get("between_groups", 0),
+                    "all": sum(links.get(kind, 0) for kind in ("all_gather", "reduce_scatter", "all_reduce")),
+                    "read": now.store.disk_read_bytes - before.store.disk_read_bytes,
+                    "planned within": plan.sent_total.within,
+                    "planned between": plan.sent_total.between,
+                    "planned read": plan.traffic_total.read,
+                    "state": now.held.optimizer_state,
+                    "second": now.held.secondary,
+                    "planned second": plan.held["secondary parameters"].total
+                    if "secondary parameters" in plan.held
+                    else 0,
+                    "own": sum(record.owned_numel for record in records),
+                    "all padded": 2 * sum(over_all.values()),
+                    "large padded": 2 * sum(over_all[record] for record in large),
+                    "all near": 2 * sum(near.values()),
+                    "large near": 2 * sum(near[record] for record in large),
+                    "turn near": 2 * sum(near[record] for record in large if record.name.startswith("head.")),
+                    # The head is the last unit of a forward and the first of the backward, and gathered once for both.
+                    "turn padded": 2 * sum(over_all[record] for record in large if record.name.startswith("head.")),
+                }
+            )
+    return found
+
+
+def test_bytes_are_those_of_the_formulas_and_of_the_plan(tmp_path: Path) -> None:
+    offloads = {"offload_optimizer": {}, "offload_param": {}}
+    changes = [{}, HPZ, HPZ | offloads]
+    near, far = GROUP - 1, RANKS - GROUP
+    by_rank = run_ranks(_step_bytes, RANKS, str(tmp_path), changes)
+    for full, hpz, offloaded in by_rank:
+        whole, large = full["all padded"], full["large padded"]
+        small = whole - large
+        gathers = MICRO * (2 * large - full["turn padded"])
+        gathers_near = MICRO * (2 * full["large near"] - full["turn near"])
+        # Full sharding: a reduce-scatter for each micro-batch, gathers for forward and backward, small ones after the update.
+        assert full["all"] == (MICRO * whole + gathers + small) * (RANKS - 1) // RANKS
+        # Second copies: the first gather of a step is from all ranks.
+        assert hpz["between"] == (MICRO * whole + large + small) * far // RANKS
+        later = gathers_near - full["large near"]
+        assert hpz["within"] == (MICRO * whole + large + small) * near // RANKS + later * near // GROUP
+        for one in (hpz, offloaded):
+            assert (one["within"], one["between"]) == (one["planned within"], one["planned between"])
+            assert one["within"] + one["between"] == one["all"]
+            assert one["second"] == one["planned second"]
+        assert full["planned within"] == full["all"]
+        assert (offloaded["between"], offloaded["read"]) == (hpz["between"], offloaded["planned read"])
+        assert hpz["state"] == full["state"] == 12 * full["own"]
+    numel = sum(by_rank[rank][0]["own"] for rank in range(RANKS))
+    for group in range(COPIES):
+        ranks = by_rank[GROUP * group :][:GROUP]
+        assert 2 * numel > sum(one[1]["second"] for one in ranks) == sum(one[2]["second"] for one in ranks) > 0
+
+
+@pytest.mark.parametrize(
+    ("zero", "world_size", "message"),
+    [
+        (
+            {"stage": 3, "zero_hpz_partition_size": 3},
+            8,
+            "size 3 does not divide the world size 8; take 2 or 4 or 8, or",
+        ),
+        ({"stage": 3, "zero_hpz_partition_size": 8}, 1, "8 does not divide the world size 1; leave it out"),
+        ({"stage": 3, "mics_shard_size": 2}, 4, "write zero_hpz_partition_size at stage 3"),
+        ({"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}, 4, "quantized_gradient_bits: 8"),
+        ({"stage": 2, "zero_hpz_partition_size": 2}, 2, "zero_hpz_partition_size.* needs stage 3, got stage 2"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(zero: dict[str, Any], world_size: int, message: str) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    with pytest.raises(ConfigError, match=message):
+        load_config(config).resolve(ResolveContext(world_size=world_size))
