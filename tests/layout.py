@@ -26,7 +26,7 @@ SHORT_MODULES = frozenset({
     f"zstore/{name}.py"
     for name in (
         "__init__", "__main__", "accelerate", "as_deepspeed/__init__", "as_deepspeed/__main__", "as_deepspeed/zero_to_fp32",
-        "attention", "checkpointing", "data", "elasticity", "hf", "lightning", "optim", "profiling", "zero",
+        "attention", "checkpointing", "elasticity", "hf", "lightning", "optim", "zero",
     )
 })  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from zstore import checkpointing, profiling, zero
+    from zstore import checkpointing, zero
     from zstore.engine.access.gather import gather
     from zstore.engine.api.initialize import initialize
     from zstore.engine.build.init import Init
@@ -40,7 +40,6 @@ __all__ = [
     "load_state_dict",
     "open_checkpoint",
     "open_store",
-    "profiling",
     "zero",
 ]
 
@@ -58,7 +57,6 @@ _HOMES = {
     "load_state_dict": "zstore.open.checkpoint",
     "open_checkpoint": "zstore.open.checkpoint",
     "open_store": "zstore.open.opening",
-    "profiling": "zstore.profiling",
     "zero": "zstore.zero",
 }
 """Public name -> the module that defines it, or is it."""

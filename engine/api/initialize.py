@@ -30,7 +30,6 @@ from ..optim.rules import rule_of
 from ..plan.activations import hidden_size
 from ..plan.rates import MatmulRates, find_rates, say_precision
 from ..plan.rungs import leave_advice
-from ..report.comms import open_comms_log
 from ..report.monitors import open_monitors
 from ..runtime.device import Streams
 from ..runtime.distributed import init_distributed
@@ -124,8 +123,6 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     chosen = list(_extras(resolved))
     for _, extra, section in chosen:
         extra.prepare(model, section)
-    comms = resolved.settings.comms_logger
-    world.log = open_comms_log(comms, world) if comms.enabled else None
     warn_of_doubles(model, resolved)
     if resolved.stage == 3:
         mark_leaves_of(resolved, model)

@@ -90,7 +90,6 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("CheckpointSection", "checkpoint_serialization", Bool, True, "nothing is pickled"),
     ("CheckpointSection", "writer", Unread, None, "saving does not stall training, with one writer"),
     ("DataTypesSection", "param_dtype", DataType | None, None, "it follows from fp16 and bf16"),
-    ("FlopsProfilerSection", "top_modules", Positive, 1, "the report has every module, and no summary by class"),
     ("ThroughputSection", "synchronized", Bool, True, "a line of progress waits for its loss, and so for the device"),
     ("ZstoreSection", "durability_path", Unread, None, "checkpoints are in the folder of save_checkpoint()"),
     ("ElasticitySection", "min_time", Count, 0,
@@ -98,6 +97,12 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
 ),
 "not built": (
     ("ConfigSections", "comet trackio", Unread, None, "no metrics go there; use tensorboard, wandb or csv_monitor"),
+    ("ConfigSections", "flops_profiler", Unread, None,
+     ("modules are not profiled: torch.profiler's trace has the engine's phases, torch.utils.flop_counter.FlopCounterMode "
+      "counts by module, and model FLOPs utilisation is in engine.statistics() and the monitors")),
+    ("ConfigSections", "comms_logger", Unread, None,
+     ("collectives are not timed one by one: engine.statistics().links has the bytes and the time of each kind, "
+      "torch.profiler single calls")),
     ("ConfigSections", "prescale_gradients", Bool, False, _MEAN),
     ("ConfigSections", "gradient_predivide_factor", Real, 1.0, _MEAN),
     ("ConfigSections", "sparse_gradients", Bool, False,

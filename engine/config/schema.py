@@ -20,7 +20,6 @@ from .sections import (
     AioSection,
     Bf16Section,
     CheckpointSection,
-    CommsLoggerSection,
     CsvMonitorSection,
     DataTypesSection,
     Fp16Section,
@@ -182,7 +181,6 @@ class ConfigSections(Section):
     """Type in which gradients are sent to other ranks; their mean is summed in fp32 and rounded to it once (on gloo).
     Unset or "none": the parameters' type."""
     timers: TimersSection = TimersSection()
-    comms_logger: CommsLoggerSection = CommsLoggerSection()
 
     def sections_on(self) -> Iterator[tuple[str, Section]]:
         """Yield the sections at the top that are on, by key."""

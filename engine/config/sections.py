@@ -1,11 +1,9 @@
 """The smaller sections of a config: precision, I/O, monitors, checkpoints, activations, profiles."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
-
-from zstore.ranks.comms_log import OPERATIONS, operation_named
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from .keys import Section, built
 from .values import Auto, Bool, Count, DataType, Name, Number, Positive, Real, Whole, Words, show
@@ -142,39 +140,6 @@ class ActivationCheckpointingSection(Section):
     profile: Bool = built(False)
     """Time the forward and the recomputation of these blocks: in `engine.statistics().activations`, with the device waited
     for, and in a line beside those of progress."""
-
-
-def _operations(value: Any) -> Any:
-    """Return the operations that a list names, by our names."""
-    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"expected a list of names of collectives, got {show(value)}")
-    found = [operation_named(name) for name in value]
-    unknown = [name for name, known in zip(value, found, strict=True) if known is None]
-    if unknown:
-        raise ValueError(f"{show(unknown[0])} is no collective; expected some of {', '.join(OPERATIONS)}")
-    return tuple(found)
-
-
-Operations = Annotated[tuple[Name, ...], BeforeValidator(_operations), Words("a list of names of collectives")]
-
-
-class CommsLoggerSection(Section):
-    """Time each collective of the engine, on every rank, and sum up by operation and size. See docs/metrics.md."""
-
-    switch = "enabled"
-
-    enabled: Bool = built(False)
-    """Time collectives. Rank 0 logs the table when the engine is closed; `zstore.profiling.comms_summary(engine)` and
-    `deepspeed.comm.log_summary()` give it before. Off, since a GPU's times take two events for each collective."""
-    verbose: Bool = built(False)
-    """Log each collective on rank 0 as it ends. On a GPU the host then waits for it."""
-    prof_all: Bool = built(True)
-    """Time all kinds; false: those in `prof_ops` alone."""
-    debug: Bool = built(False)
-    """Name the function that called, in the lines of `verbose` and in the table."""
-    prof_ops: Operations = built(())
-    """Kinds to time if `prof_all` is false: all_gather, all_to_all, reduce_scatter, broadcast, send, recv, by the names of
-    torch or DeepSpeed; or their purpose: all_reduce, which may be made of others, and control, agreement between ranks."""
 
 
 class ThroughputSection(Section):

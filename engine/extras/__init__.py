@@ -13,13 +13,11 @@ from ..config.optimizers import OPTIMIZERS
 from ..config.schema import add_section
 from .elasticity import ElasticitySection
 from .one_bit.section import OneBitAdamParams, OneBitLambParams, ZeroOneAdamParams
-from .profiling.section import FlopsProfilerSection
 from .sparse_attention.section import SparseAttentionSection
 from .whole_tensors.section import AdafactorParams, LambParams, MuonParams
 
 _EXTRAS: dict[str, tuple[str, type[Section] | None]] = {
     "zstore.journal": ("journal.journal:RunJournal", None),  # first: it notes a step before others take their time
-    "flops_profiler": ("profiling.step:StepProfile", FlopsProfilerSection),
     "sparse_attention": ("sparse_attention.models:SparseAttention", SparseAttentionSection),
 }
 

@@ -13,7 +13,6 @@ import torch
 
 from ..activations.checkpointing import block_times
 from ..config.keys import acting
-from .comms import log_comms_summary
 from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
 from .utilisation import ComputationWatch, PhaseTimes, StepUtilisation
@@ -221,10 +220,7 @@ class RunReport:
             _log.info("step %d: %s", step, memory_statistics(training.state.store, training.world.device).line())
 
     def close(self) -> None:
-        """Log the table of collectives, if they were timed; close the monitors."""
-        world = self._training.world
-        if world.log is not None and world.rank == 0 and world.log.times():
-            log_comms_summary(self._training)
+        """Close the monitors."""
         self.monitors.close()
 
 

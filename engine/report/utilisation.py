@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..plan.rates import measure_rates
-from .operations import CAN_LEAVE_COMPILED, OperationCounter, Operations, is_compiled
+from .operations import CAN_LEAVE_COMPILED, OperationCounter, is_compiled
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -120,7 +120,7 @@ class StepUtilisation:
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self._micro: Operations | None = None
+        self._micro: OperationCounter | None = None
         self._counted_tokens: int | None = None
         self._tokens: int | None = None
         self._peak: Peak | None = None
@@ -133,7 +133,7 @@ class StepUtilisation:
         """Utilisation of the last step, 0 to 1; None: not known."""
         self._numel: int | None = None
 
-    def counted(self, micro: Operations) -> None:
+    def counted(self, micro: OperationCounter) -> None:
         """Take the operations of the first micro-batch."""
         if micro.forward:
             self._micro, self._counted_tokens = micro, self._tokens
@@ -248,7 +248,7 @@ class ComputationWatch:
         counter, self._counter = self._counter, None
         if counter is not None:
             self.is_done = True
-            self.utilisation.counted(counter.counted)
+            self.utilisation.counted(counter)
 
     def step_ended(self) -> None:
         """Note that an optimizer step ended, perhaps after a backward that the engine did not start."""

@@ -217,7 +217,7 @@ def test_a_section_of_an_extra_is_checked_as_any_other() -> None:
 @pytest.mark.parametrize(
     ("key", "load", "section", "message"),
     [
-        ("flops_profiler", lambda: Toy, None, "another extra"),
+        ("sparse_attention", lambda: Toy, None, "another extra"),
         ("gradient_clipping", lambda: Toy, ToySection, "a key 'gradient_clipping' already"),
         ("no_such", lambda: Toy, None, "no such key; pass the class of its section"),
         ("mine.sub", lambda: Toy, ToySection, 'expected a name at the top, or "zstore." and a name'),
@@ -231,7 +231,7 @@ def test_an_extra_that_cannot_be_registered_is_refused_at_once(key: str, load: A
     zstore.initialize(model=torch.nn.Linear(1, 1), config=_config())[0].close()
 
 
-_NAMES = r"one_?bit|1-bit|sends signs|sparse_attention|flops_?profiler|elastic"
+_NAMES = r"one_?bit|1-bit|sends signs|sparse_attention|elastic"
 _OF_THE_CONFIG = rf"{_NAMES}|muon|adafactor"
 _OF_THE_CORE = (
     rf"{_NAMES}|zero\+\+|zeropp|hpz|mics|hybrid|second(ary)?_size|quantized|\bint8|\.moments|flops|journal"

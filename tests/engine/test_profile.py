@@ -23,9 +23,8 @@ from zstore.engine import Engine
 from zstore.engine.plan.rates import measure_rates
 from zstore.engine.report.operations import OperationCounter
 from zstore.engine.report.utilisation import listed_peak
-from zstore.errors import ConfigError, UsageError
+from zstore.errors import ConfigError
 from zstore.journal import read
-from zstore.profiling import FlopsProfiler, get_model_profile, see_memory_usage
 from zstore.testing.ranks import run_ranks
 
 ROWS, WIDE, NARROW = 6, 32, 8
@@ -73,10 +72,10 @@ def test_a_linear_layer_and_attention_count_as_by_hand() -> None:
     model, counter = Two(), OperationCounter()
     with counter:
         model(inputs()).backward()
-    assert (counter.counted.forward, counter.counted.backward) == (FORWARD, BACKWARD)
+    assert (counter.forward, counter.backward) == (FORWARD, BACKWARD)
     with FlopCounterMode(display=False) as torchs:
         model(inputs()).backward()
-    assert torchs.get_total_flops() == counter.counted.total
+    assert torchs.get_total_flops() == counter.total
     batch, heads, length, width = 2, 3, 16, 4
     query, key, value = (torch.randn(batch, heads, length, width, requires_grad=True) for _ in range(3))
     counter = OperationCounter()
@@ -84,123 +83,16 @@ def test_a_linear_layer_and_attention_count_as_by_hand() -> None:
         F.scaled_dot_product_attention(query, key, value).sum().backward()
     products = 2 * batch * heads * length * length * width
     # Scores and values; the backward repeats the scores, and has four products of its own.
-    assert (counter.counted.forward, counter.counted.backward) == (2 * products, 5 * products)
+    assert (counter.forward, counter.backward) == (2 * products, 5 * products)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_repeated_forwards_are_told_apart(reentrant: bool) -> None:
+def test_repeated_forwards_do_not_count(reentrant: bool) -> None:
     counter, layer = OperationCounter(), nn.Sequential(nn.Linear(NARROW, WIDE), nn.ReLU())
     with counter:
         checkpoint(layer, inputs().requires_grad_(), use_reentrant=reentrant).sum().backward()
     once = 2 * ROWS * NARROW * WIDE
-    assert (counter.counted.forward, counter.counted.recomputed, counter.counted.backward) == (once, once, 2 * once)
-
-
-def test_the_profile_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model, numel = Two(), 2 * NARROW * WIDE + NARROW + WIDE
-    assert get_model_profile(model, (ROWS, NARROW), as_string=False) == (FORWARD, FORWARD // 2, numel)
-    text = capsys.readouterr().out
-    for line in ("Two(", "  (layers): ModuleList(", "    (1): Linear(264, 47.83 %, 1.54 KMACs, 50.00 %"):
-        assert line in text
-    shown = get_model_profile(model, args=[inputs()], module_depth=1, output_file=tmp_path / "new" / "profile.txt")
-    assert shown == ("6.14 KFLOPS", "3.07 KMACs", "552")
-    text = (tmp_path / "new" / "profile.txt").read_text()
-    assert "(layers)" in text
-    assert "(1): Linear" not in text
-    get_model_profile(model, (ROWS, NARROW), detailed=False)
-    assert "(layers)" not in capsys.readouterr().out
-    with pytest.raises(UsageError, match="one of the two"):
-        get_model_profile(model)
-    with pytest.raises(UsageError, match="generate"):
-        get_model_profile(model, (1, NARROW), mode="train")
-    with pytest.raises(UsageError, match="at least 1"):
-        get_model_profile(model, (0, NARROW))
-    with pytest.raises(UsageError, match="cannot be written"):
-        get_model_profile(model, (1, NARROW), output_file=tmp_path / "new" / "profile.txt" / "more")
-
-
-def test_a_profiler_by_hand() -> None:
-    model = Two()
-    profiler = FlopsProfiler(model)
-    profiler.start_profile()
-    with pytest.raises(UsageError, match="under way"):
-        profiler.start_profile()
-    model(inputs()).backward()
-    profiler.stop_profile()
-    model(inputs())  # not counted
-    assert profiler.get_total_flops() == FORWARD
-    assert profiler.operations.backward == BACKWARD
-    assert profiler.get_total_duration() > 0
-    profiler.end_profile()
-    assert profiler.get_total_macs() == 0
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-# -- the config's section -----------------------------------------------------------------------------------------------
-
-
-def _profiled(rank: int, folder: str, stage: int) -> tuple[dict[str, str], int]:
-    torch.manual_seed(0)
-    model = Two()
-    profiler = {"enabled": True, "profile_step": 1, "output_file": f"{folder}/{rank}.txt"}
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    found = []
-    for keys in ({}, {"flops_profiler": profiler}):
-        torch.manual_seed(0)
-        with zstore.initialize(model=Two(), config=config(zero_optimization=zero, **keys))[0] as engine:
-            for _ in range(3):
-                take_step(engine)
-            found.append(engine_digests(engine))
-    assert found[0] == found[1]  # a profile changes no bit
-    return found[0], sum(parameter.numel() for parameter in model.parameters())
-
-
-def test_one_step_is_profiled_with_sharded_parameters(tmp_path: Path) -> None:
-    run_ranks(_profiled, 2, str(tmp_path), 3)
-    assert [path.name for path in tmp_path.iterdir()] == ["0.txt"]
-    text = (tmp_path / "0.txt").read_text()
-    values = dict(
-        line.split("  ", 1) for line in text.splitlines() if line.startswith(("operations", "param", "world"))
-    )
-    values = {name: value.strip() for name, value in values.items()}
-    assert values["world size"] == "2"
-    assert values["parameters of the model"] == "552"
-    # One micro-batch of one rank.
-    assert values["operations of the forward"] == f"{FORWARD / 1e3:.2f} KFLOPs"
-    assert values["operations of the backward"] == f"{BACKWARD / 1e3:.2f} KFLOPs"
-    assert "latency of the step" in text
-    assert "(0): Linear(288, 52.17 %, 1.54 KMACs, 50.00 %" in text
-
-
-def test_the_other_keys_of_the_section(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    keys = {"enabled": True, "profile_step": 2, "module_depth": 0, "recompute_fwd_factor": 2.0}
-    caplog.set_level(logging.INFO, "zstore")
-    with start(config(flops_profiler=keys), Two()) as engine:
-        for _ in range(3):
-            assert "Profile of step" not in caplog.text
-            take_step(engine, own=True)
-    assert "Profile of step 2" in caplog.text
-    assert "(not seen: twice the forward)" not in caplog.text  # nothing is said of a backward without its time
-    assert "Two(552, 100.00 %" in caplog.text
-    assert "(layers)" not in caplog.text
-    assert f"operations of the forward            {FORWARD / 1e3:.2f} KFLOPs" in caplog.text
-    assert f"operations of repeated forwards      {2 * FORWARD / 1e3:.2f} KFLOPs" in caplog.text
-
-
-def test_a_compiled_model_says_what_is_not_seen(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "zstore")
-    with start(config(flops_profiler={"enabled": True}), Two()) as engine:
-        engine.compile(backend="eager")
-        engine.journal.note(tokens=48)
-        for _ in range(2):
-            take_step(engine)
-        found = engine.statistics().utilisation
-        assert found is not None
-        assert (found.step_flops, found.source) == (6 * 552 * 48, "6 x parameters x tokens")
-    assert "compiled; modules within are not seen" in caplog.text
-
-
-# -- utilisation --------------------------------------------------------------------------------------------------------
+    assert (counter.forward, counter.backward) == (once, 2 * once)
 
 
 def test_utilisation_is_in_the_monitors_the_journal_and_the_statistics(tmp_path: Path) -> None:
@@ -269,19 +161,6 @@ def test_peaks_of_known_devices() -> None:
 
 
 # -- what is logged -----------------------------------------------------------------------------------------------------
-
-
-def test_memory_usage(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "zstore")
-    see_memory_usage("not forced")
-    assert not caplog.text
-    see_memory_usage("here", force=True)
-    (line,) = caplog.messages
-    assert line.startswith("here: process ")
-    resident = float(line.split("process ")[1].split(" GB")[0])
-    with open("/proc/self/statm", encoding="ascii") as file:
-        assert resident == pytest.approx(int(file.read().split()[1]) * 4096 / 1e9, abs=0.1)
-    assert "host available" in line
 
 
 def test_log_level_and_throughput(caplog: pytest.LogCaptureFixture) -> None:

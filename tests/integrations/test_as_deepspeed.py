@@ -38,7 +38,6 @@ from zstore.engine.adapters.deepspeed.names import (
 )
 from zstore.errors import ConfigError, UsageError
 from zstore.journal.names import run_of
-from zstore.profiling import see_memory_usage
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -443,7 +442,7 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
         assert torch.equal(weights["weight"], engine.get_full_parameter("weight"))
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "out"))
         assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], weights["weight"])
-        see_memory_usage("here", force=True)
+        utils.see_memory_usage("here", force=True)
         assert utils.clone_tensors_for_torch_save({"a": [weight]})["a"][0].shape == weight.shape
     batches = utils.RepeatingLoader([1, 2])
     assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]

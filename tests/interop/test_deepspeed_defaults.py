@@ -37,11 +37,9 @@ _MODELS = {
     "csv_monitor": "monitor.config:CSVConfig",
     "wandb": "monitor.config:WandbConfig",
     "timers.throughput": "utils.config:DeepSpeedThroughputTimerConfig",
-    "comms_logger": "comm.config:CommsLoggerConfig",
 }
 _OBJECTS = {
     "activation_checkpointing": "runtime.activation_checkpointing.config:DeepSpeedActivationCheckpointingConfig",
-    "flops_profiler": "profiling.config:DeepSpeedFlopsProfilerConfig",
 }
 """Sections that DeepSpeed reads into attributes of an object, one for each key."""
 _TOP = {

@@ -62,20 +62,3 @@ class Done:
     def is_completed(self) -> bool:
         """Return True."""
         return True
-
-
-class TimedWork:
-    """A collective under way that is timed until the first wait has ended."""
-
-    def __init__(self, work: Work, end: Callable[[], None]) -> None:
-        self._work = work
-        self._end: Callable[[], None] | None = end
-
-    def wait(self) -> None:
-        self._work.wait()
-        end, self._end = self._end, None
-        if end is not None:
-            end()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()

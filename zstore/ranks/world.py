@@ -39,8 +39,6 @@ from .work import CountedWork, Done, Kind, Work
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from .comms_log import CommsLog
-
 
 def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return values, 1-D, on the device, for which the host does not wait."""
@@ -88,8 +86,6 @@ class World:
     """Gives a number of this rank, which travels with the next `raise_together` alone."""
     told: list[float] = field(default_factory=list)
     """The numbers of all ranks that had one, as they travelled last: the same on all ranks after the same call."""
-    log: CommsLog | None = None
-    """Times each collective, if somebody wants to know; a second world shares it."""
     when_broken: list[Callable[[], None]] = field(default_factory=list)
     """Further things to give up if the run is broken; called from the watch's thread."""
     near_ranks: int | None = None
@@ -329,7 +325,7 @@ class World:
             # On the device of the backend's collectives; a model may be built on the host, and NCCL sends the device's alone.
             whole = plain_memory(tensor.to(self.device))
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
-            with self._moving("broadcast", "broadcast", sent_bytes, whole.nbytes), self._within("broadcast"):
+            with self._moving("broadcast", sent_bytes), self._within("broadcast"):
                 torch_dist.broadcast(whole.view(-1).view(torch.uint8), self.global_rank(source), group=self.group)
             if whole is not tensor:
                 tensor.copy_(whole)
@@ -340,8 +336,7 @@ class World:
             return
         flat = tensor.view(-1).view(torch.uint8)
         sent_bytes = tensor.nbytes if self.rank == source else 0
-        operation = "send" if self.rank == source else "recv"
-        moving = self._moving("transfer", operation, sent_bytes, tensor.nbytes, target)
+        moving = self._moving("transfer", sent_bytes, target)
         with moving, self._within("transfer", enters=False):
             if self.rank == source:
                 torch_dist.send(flat, self.global_rank(target), group=self.group)
@@ -356,7 +351,7 @@ class World:
             return
         if mine.numel():
             sent_bytes = (self.world_size - 1) * mine.nbytes
-            with self._moving(kind, "all_gather", sent_bytes, out.nbytes), self._within(kind):
+            with self._moving(kind, sent_bytes), self._within(kind):
                 torch_dist.all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
     def start_all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
@@ -369,27 +364,20 @@ class World:
         gather = partial(
             torch_dist.all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
         )
-        return self._start(kind, "all_gather", (self.world_size - 1) * mine.nbytes, out.nbytes, gather)
+        return self._start(kind, (self.world_size - 1) * mine.nbytes, gather)
 
-    def _moving(
-        self, kind: Kind, operation: str, sent_bytes: int, nbytes: int, target: int | None = None
-    ) -> AbstractContextManager[None]:
-        """Count a `with` block as a collective of `nbytes`, whose whole time the caller waits; one that sends to `target`
+    def _moving(self, kind: Kind, sent_bytes: int, target: int | None = None) -> AbstractContextManager[None]:
+        """Count a `with` block as a collective, whose whole time the caller waits; one that sends to `target`
         alone if it is given."""
         self._count_reach(kind, sent_bytes, target)
-        moving = self.links.moving(kind, sent_bytes)
-        return moving if self.log is None else self.log.timing(moving, operation, kind, nbytes)
+        return self.links.moving(kind, sent_bytes)
 
-    def _start(self, kind: Kind, operation: str, sent_bytes: int, nbytes: int, collective: Callable[[], Work]) -> Work:
+    def _start(self, kind: Kind, sent_bytes: int, collective: Callable[[], Work]) -> Work:
         self._count_reach(kind, sent_bytes)
-
-        def begin() -> Work:
-            self.links.begin(kind, sent_bytes)
-            with self._within(kind):
-                work = collective()
-            return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
-
-        return begin() if self.log is None else self.log.watch(begin, operation, kind, nbytes)
+        self.links.begin(kind, sent_bytes)
+        with self._within(kind):
+            work = collective()
+        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Send row r of `send` [world, n] to rank r, and receive its row in row r of `out`. Returns at once.
@@ -401,7 +389,7 @@ class World:
         flat_out, flat_send = out.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8)
         exchange = partial(torch_dist.all_to_all_single, flat_out, flat_send, group=self.group, async_op=True)
         sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
-        return self._start(kind, "all_to_all", sent_bytes, send.nbytes, exchange)
+        return self._start(kind, sent_bytes, exchange)
 
     def all_reduce(self, tensor: torch.Tensor, *, kind: Kind) -> Work:
         """Replace `tensor`, contiguous, by its sum over ranks, by the backend's own reduction. Returns at once.
@@ -412,7 +400,7 @@ class World:
             return Done()
         reduce = partial(torch_dist.all_reduce, tensor, group=self.group, async_op=True)
         sent_bytes = 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
-        return self._start(kind, "all_reduce", sent_bytes, tensor.nbytes, reduce)
+        return self._start(kind, sent_bytes, reduce)
 
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
@@ -428,7 +416,7 @@ class World:
             async_op=True,
         )
         sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
-        return self._start(kind, "reduce_scatter", sent_bytes, send.nbytes, reduce)
+        return self._start(kind, sent_bytes, reduce)
 
 
 def cuda_device(local_rank: int) -> torch.device:

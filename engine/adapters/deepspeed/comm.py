@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as torch_dist
 
-from zstore.engine.report.comms import HasWorld, log_comms_summary
-from zstore.errors import UsageError
+from zstore.sizes import format_bytes
 
+if TYPE_CHECKING:
+    from zstore.engine import Engine
+
+_log = logging.getLogger("zstore")
 inference_all_reduce = torch_dist.all_reduce
-_engines: list[weakref.ref[HasWorld]] = []
+_engines: list[weakref.ref[Engine]] = []
 """The engine that was made last."""
 
 
-def know(engine: HasWorld) -> None:
+def know(engine: Engine) -> None:
     """Let `log_summary` be of this engine's collectives."""
     _engines[:] = [weakref.ref(engine)]
 
 
 def log_summary(show_straggler: bool = False) -> None:
-    """Log, on rank 0, a table of the collectives of the engine that was made last, with `"comms_logger"` enabled (all ranks).
-
-    `show_straggler` adds the seconds beyond those of the rank that spent fewest. Collectives that the script itself starts
-    are torch's, and not in it. Raises UsageError if nothing is timed.
-    """
+    """Log, on rank 0, the bytes and the time of each kind of collective of the engine that was made last."""
     engine = _engines[0]() if _engines else None
-    if engine is None:
-        raise UsageError("deepspeed.comm.log_summary(): there is no engine; call it after deepspeed.initialize()")
-    log_comms_summary(engine, show_straggler=show_straggler)
+    if engine is not None and engine.global_rank == 0:
+        for name, link in engine.statistics().links.items():
+            _log.info("%s: %s in %.3f s", name, format_bytes(link.bytes), link.busy_s)
 
 
 def get_world_group() -> Any:

@@ -15,7 +15,6 @@ VERSION = f"{ANSWERS_FOR}+zstore.{__version__.replace('+', '.')}"
 
 _ENGINE = "zstore.engine"
 _ACCESS, _CHECKPOINTING = f"{_ENGINE}.access.safe_access", f"{_ENGINE}.activations.checkpointing"
-_PROFILER, _MEMORY = f"{_ENGINE}.extras.profiling.profiler", f"{_ENGINE}.extras.profiling.memory_needs"
 _TO_FP32, _LAUNCHER = "zstore.tools.zero_to_fp32", "zstore.tools.run.deepspeed"
 
 SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"
@@ -51,10 +50,6 @@ def _table(rows: Mapping[str, Mapping[str, str]]) -> Mapping[str, Mapping[str, t
         for modules, homes in rows.items()
         for module in modules.split()
     }
-
-
-def _estimators(stage: int) -> str:
-    return " ".join(f"estimate_zero{stage}_model_states_mem_needs{which}" for which in ("", "_all_cold", "_all_live"))
 
 
 MODULES = _table({
@@ -111,7 +106,6 @@ MODULES = _table({
             "SparsityConfig VariableSparsityConfig"
         ),
     },
-    "profiling.flops_profiler profiling.flops_profiler.profiler": {_PROFILER: "FlopsProfiler get_model_profile"},
     "runtime.config": {"config": "DeepSpeedConfig get_gradient_clipping"},
     "runtime.config_utils": {"config": "DeepSpeedConfigModel"},
     "runtime.constants": {"config": "GRADIENT_CLIPPING_DEFAULT"},
@@ -120,10 +114,9 @@ MODULES = _table({
     "runtime.lr_schedules": {"optimizers": f"{SCHEDULES} VALID_LR_SCHEDULES"},
     "runtime.precision_config": {"config": "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config"},
     "runtime.utils": {
-        f"{_ENGINE}.extras.profiling.memory_usage": "see_memory_usage",
         "utils": (
             "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm is_model_parallel_parameter "
-            "move_to_device partition_balanced partition_uniform prefix_sum_inc set_random_seed"
+            "move_to_device partition_balanced partition_uniform prefix_sum_inc see_memory_usage set_random_seed"
         ),
     },
     "runtime.zero": {"zero": f"{_INIT} unwrap_model_for_generation", "config": "ZeroParamStatus"},
@@ -135,8 +128,7 @@ MODULES = _table({
         "zero": f"{_INIT} zero_wrapper_for_fp_tensor_constructor", "config": "ZeroParamStatus",
         "accelerator": "get_accelerator",
     },
-    "runtime.zero.stage3": {_MEMORY: _estimators(3), "zero": "unwrap_model_for_generation"},
-    "runtime.zero.stage_1_and_2": {_MEMORY: _estimators(2)},
+    "runtime.zero.stage3": {"zero": "unwrap_model_for_generation"},
     "runtime.zero.tiling": {"zero": "TiledLinear"},
     "runtime.zero.utils": {"zero": "ZeRORuntimeException is_zero_param"},
     "utils": {
@@ -234,13 +226,13 @@ INSTEAD = {
         "pipe runtime.pipe PipelineEngine PipelineModule": (
             "there is no pipeline parallelism; use ZeRO stage 3, with offload_param for models larger than memory"
         ),
-        "profiling": "use profiling.flops_profiler, or torch.profiler",
+        "profiling": "use torch.profiler, and torch.utils.flop_counter.FlopCounterMode to count by module",
         "runtime.config": "a config is a dict or a path",
         "sequence runtime.sequence_parallel": (
             "there is no sequence parallelism; checkpointing takes activations off the device"
         ),
         "runtime.zero.stage_1_and_2 runtime.zero.stage3": (
-            "the memory estimators are there; the optimizer is engine.optimizer"
+            "`zstore plan` estimates memory; the optimizer is engine.optimizer"
         ),
         "zero.TiledLinearReturnBias runtime.zero.tiling.TiledLinearReturnBias": (
             "TiledLinear is there, for layers that add their bias themselves"
@@ -248,8 +240,8 @@ INSTEAD = {
         "tp_model_init": "there is no tensor parallelism; use ZeRO stage 3",
         "utils.groups": "there is one group, of all ranks",
         "utils.timer": 'set "wall_clock_breakdown": true, or read engine.statistics()',
-        "zero.estimate_zero2_model_states_mem_needs_all_live": "it is in runtime.zero.stage_1_and_2",
-        "zero.estimate_zero3_model_states_mem_needs_all_live": "it is in runtime.zero.stage3",
+        "zero.estimate_zero2_model_states_mem_needs_all_live": "`zstore plan` says what fits",
+        "zero.estimate_zero3_model_states_mem_needs_all_live": "`zstore plan` says what fits",
     }.items()
     for name in names.split()
 }
@@ -259,7 +251,7 @@ ENGINE_INSTEAD: Mapping[str, str] = {
     "allreduce_gradients": "engine.step() does it",
     "clip_fp32_gradients": 'engine.step() does it; set "gradient_clipping" in the config',
     "deepspeed_io": "pass training_data to initialize(), or use a loader of the script's own",
-    "flops_profiler": "make deepspeed.profiling.flops_profiler.FlopsProfiler(engine.module, engine)",
+    "flops_profiler": "use torch.profiler, and torch.utils.flop_counter.FlopCounterMode to count by module",
     "get_pld_theta": "layers are not dropped",
     "load_universal_checkpoint": "engine.load_checkpoint() loads it",
     "mpu": "there is no model parallelism",

@@ -21,6 +21,8 @@ from torch import nn
 from zstore.engine.params.units import is_leaf, mark_leaves, of_classes
 from zstore.engine.runtime.messages import show_messages
 from zstore.errors import UsageError
+from zstore.io import resident_bytes
+from zstore.sizes import format_bytes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -318,3 +320,12 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
                 longer[stop] = found
         best = longer
     return [*best[len(weights)][2], len(weights)]
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log on rank 0 the memory that the process uses, and its tensors on the CUDA device; nothing unless `force`, as in
+    DeepSpeed."""
+    if not force or (torch_dist.is_initialized() and torch_dist.get_rank() != 0):
+        return
+    device = f", CUDA {format_bytes(torch.cuda.memory_allocated())}" if torch.cuda.is_available() else ""
+    logger.info("%s: process %s%s", message, format_bytes(resident_bytes()), device)

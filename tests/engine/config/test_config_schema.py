@@ -117,7 +117,6 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
         "csv_monitor",
         "wandb",
         "throughput",
-        "flops_profiler",
     )
     switches |= {key: {"enabled": True} for key in sections}
     switches["elasticity"] = {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [1]}

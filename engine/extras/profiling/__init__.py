@@ -1,1 +1,0 @@
-"""A model's computation and memory: operations by module, utilisation, estimates."""
