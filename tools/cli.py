@@ -35,7 +35,6 @@ COMMANDS = {
     "reshard": "Write a copy for another number of ranks, compressed, or to a URL.",
     "convert": "Convert a checkpoint between zstore, DCP, safetensors and torch files; reads those of DeepSpeed too.",
     "prune": "Remove the checkpoints that no --keep option keeps, and show how much space that frees.",
-    "tag": "Move tags like best between checkpoints; hold some that prune must not remove, and note why; tag a run.",
     "serve": "Serve runs and checkpoints over HTTP, with a page that shows them; reads Zarr, weights and JSON.",
 }
 _MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command"}

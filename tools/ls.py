@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from zstore.checkpoint import Catalog, Folder, TagInfo, list_nested, list_tags, read_marks, shared_files, stored_files
+from zstore.checkpoint import Catalog, Folder, TagInfo, list_nested, list_tags, shared_files, stored_files
 from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.open.sources import folder_of
 from zstore.sizes import format_bytes
@@ -42,9 +42,6 @@ class Entry:
     freed_bytes: int
     """Bytes that removing it alone frees: of files that no other checkpoint or run links."""
     newest: bool
-    moving_tags: list[str]
-    held: bool
-    note: str | None
 
 
 def ls_command(folder: FolderLocation, common: Common = DEFAULTS) -> int:
@@ -89,7 +86,7 @@ def list_entries(infos: Sequence[TagInfo], now_ns: int, place: Folder) -> list[E
     found = [stored_files(info.folder) for info in infos]
     num_holders = shared_files(found).num_holders
     newest = max((info.record.committed_ns for info in infos), default=0)
-    names, marks = [_name(info, place) for info in infos], read_marks(place)
+    names = [_name(info, place) for info in infos]
     return [
         Entry(
             tag=name,
@@ -102,9 +99,6 @@ def list_entries(infos: Sequence[TagInfo], now_ns: int, place: Folder) -> list[E
             shared_bytes=int(files.sizes[holders > 1].sum()),
             freed_bytes=files.freed_bytes,
             newest=info.record.committed_ns == newest,
-            moving_tags=marks.tags_of(name),
-            held=name in marks.held,
-            note=marks.notes.get(name),
         )
         for name, info, files, holders in zip(names, infos, found, num_holders, strict=True)
     ]
@@ -140,15 +134,13 @@ def _table(entries: Sequence[Entry]) -> Table:
     table = make_table(("tag",), ("step", "world size", "on disk", "shared", "freed if removed", "age", ""))
     for entry in entries:
         sizes = (format_bytes(n) for n in (entry.size_bytes, entry.shared_bytes, entry.freed_bytes))
-        held = "held" if entry.held else ""
-        words = ["newest" if entry.newest else "", *(f"@{tag}" for tag in entry.moving_tags), held, entry.note or ""]
         table.add_row(
             cell(entry.tag),
             str(entry.step),
             str(entry.world_size),
             *sizes,
             _age(entry.age_s),
-            cell(" ".join(filter(None, words))),
+            "newest" if entry.newest else "",
         )
     return table
 

@@ -26,7 +26,6 @@ READING = {
     "verify": ["verify", "{last}"],
     "diff": ["diff", "{first}", "{last}", "--values"],
     "ls": ["ls", "{run}"],
-    "tag": ["tag", "{run}"],
 }
 WRITING = {
     "consolidate": ["consolidate", "{last}", "{out}", "--dtype", "fp32"],

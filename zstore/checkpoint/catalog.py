@@ -13,7 +13,6 @@ from pathlib import Path
 from ..errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
 from .folder import Entries, Folder, FolderLike, folder_at
 from .format import MAX_RECORD_BYTES, Record
-from .marks import read_marks
 from .names import LATEST_FILE, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, step_tag, tag_folder
 
 _MOST_LISTED = 10
@@ -234,7 +233,7 @@ def _set_aside(folder: Folder, name: str) -> TagInfo | None:
 def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
     """Return the checkpoint that `place` and `tag` mean: a tag's folder, or a folder of checkpoints and one of its tags.
 
-    A tag that no checkpoint has may be a moving tag, or the number of a step for `step-<number>`. Without one, or with
+    A tag that no checkpoint has may be the number of a step, for `step-<number>`. Without one, or with
     `latest`, it is the newest committed one, by the records, whatever the file `latest` says; only if there is no other, one
     that asks to be loaded by its tag. Raises CheckpointNotFoundError that lists the tags that are there.
     """
@@ -251,7 +250,7 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
         raise CheckpointNotFoundError(
             f"{folder} is the checkpoint {info.tag!r}, not {tag!r}: name the folder above it to choose by tag"
         )
-    if tag is not None and (named := find_tag(folder, tag) or _find_meant(folder, tag)) is not None:
+    if tag is not None and (named := find_tag(folder, tag) or _find_step(folder, tag)) is not None:
         return _pinned(named)
     try:
         catalog = scan(folder)
@@ -264,12 +263,9 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
     raise CheckpointNotFoundError(_nothing(folder, tag, catalog))
 
 
-def _find_meant(folder: Folder, tag: str) -> TagInfo | None:
-    """Return the checkpoint that a moving tag, or the number of a step, means; None if there is none."""
-    target = read_marks(folder).tags.get(tag)
-    if target is None and tag.isdecimal() and len(tag) < 19:
-        target = step_tag(int(tag))
-    return None if target is None else find_tag(folder, target)
+def _find_step(folder: Folder, tag: str) -> TagInfo | None:
+    """Return the checkpoint that the number of a step means; None if there is none."""
+    return find_tag(folder, step_tag(int(tag))) if tag.isdecimal() and len(tag) < 19 else None
 
 
 def _pinned(info: TagInfo) -> TagInfo:
@@ -327,12 +323,8 @@ def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
     what = "no committed checkpoint" if tag is None else f"no committed checkpoint with the tag {tag!r}"
     text = f"{folder} has {what}"
     entries = _entries(folder)
-    moving = {} if tag is None else read_marks(folder).tags
-    if tag is not None and tag in moving:
-        text += f": it is a moving tag that points at {moving[tag]!r}, which is gone; `zstore tag` moves or removes it"
     if catalog.tags:
         text += f"; it has {tags_text(catalog.tags)}"
-        text += f" and the moving tags {', '.join(map(repr, sorted(moving)))}" if moving else ""
     elif METADATA_FILE in entries.files:
         text += f": it has a {METADATA_FILE} but no {RECORD_FILE}, so it was never committed, or that file was lost"
     for refusal in catalog.refusals[:5]:

@@ -6,9 +6,6 @@ last     it is one of the newest, by the time of its commit
 every    its step is a multiple of a number
 best     its value of a metric is the least, or the greatest, of all; of equal ones the newest
 tag      its tag is one of the names, or matches one of the patterns (`*`, `?`, `[...]`)
-@best    the moving tag `best` points at it
-held     somebody holds it
-The last two need no rule: see [Note: marks] in `zstore.checkpoint.marks`.
 A metric is a finite number under `metrics` in the record's state, or otherwise in the client's state, by keys joined with `.`.
 """
 
@@ -20,11 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointNotFoundError, UsageError
+from ..errors import CheckpointNotFoundError, UsageError
 from ..sizes import format_bytes
 from .catalog import TagInfo, noting, scan
 from .folder import FolderLike
-from .marks import read_marks
 from .usage import stored_files
 
 _MODES = {"min": 1.0, "max": -1.0}
@@ -131,14 +127,8 @@ def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
         )
     return [
         Fate(info=info, reasons=tuple(reasons), size_bytes=stored_files(info.folder).size_bytes)
-        for info, reasons in _reasons(folder, keep, tags)
+        for info, reasons in zip(tags, keep.reasons(tags), strict=True)
     ]
-
-
-def _reasons(folder: FolderLike, keep: Keep, infos: Sequence[TagInfo]) -> list[tuple[TagInfo, list[str]]]:
-    """Return why each checkpoint of `infos`, the oldest first, stays, by the rules and by the marks in the folder."""
-    marks = read_marks(folder)
-    return [(info, why + marks.reasons(info.tag)) for info, why in zip(infos, keep.reasons(infos), strict=True)]
 
 
 def plan_lines(fates: Sequence[Fate], freed_bytes: int, *, dry_run: bool) -> list[str]:
@@ -162,13 +152,11 @@ def remove_each(
 ) -> list[str]:
     """Remove checkpoints in this order; `removed` is called for each. Returns a message for each that could not be removed.
 
-    One that was tagged or held meanwhile stays. Frees only files that no other checkpoint links.
+    Frees only files that no other checkpoint links.
     """
     messages: list[str] = []
     for info in infos:
         with noting(messages, f"checkpoint {info.tag!r} could not be removed"):
-            if why := read_marks(info.folder.parent).reasons(info.tag):
-                raise CheckpointError(f"it is marked by now: {', '.join(why)}")
             remove(info)
             removed(info)
     return messages
@@ -182,6 +170,6 @@ def retire(place: FolderLike, *, keep: Keep, run: str, remove: Callable[[TagInfo
     messages: list[str] = []
     with noting(messages, "checkpoints that are not needed any more could not be looked for"):
         own = [info for info in scan(place).tags if info.record.run == run]
-        doomed = [info for info, reasons in _reasons(place, keep, own) if not reasons]
+        doomed = [info for info, reasons in zip(own, keep.reasons(own), strict=True) if not reasons]
         messages += remove_each(doomed, remove)
     return messages
