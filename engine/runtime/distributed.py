@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from zstore.ranks.mpi import take_mpi_ranks
 from zstore.ranks.world import cuda_device
 
 _log = logging.getLogger("zstore")
@@ -36,7 +35,7 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     A collective in which a rank waits for longer than `timeout` fails; by default 30 minutes, or as many as the variable
     DEEPSPEED_TIMEOUT says. Ranks that fail, die or stop are noticed much earlier, by the engine's watch.
     `dist_backend` "nccl" on a machine without CUDA is gloo, with one warning, of rank 0. By default it is NCCL if there is
-    CUDA. Without `auto_mpi_discovery` mpirun's variables do not count. `verbose` and `config` are accepted for scripts that
+    CUDA. `auto_mpi_discovery`, `verbose` and `config` are accepted for scripts that
     pass them.
     """
     cuda = torch.cuda.is_available()
@@ -47,8 +46,6 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             _say_gloo()
     if torch_dist.is_initialized() or dist_init_required is False:
         return
-    if auto_mpi_discovery and rank < 0:
-        take_mpi_ranks(os.environ)
     if init_method is None and rank < 0 and not {"RANK", "WORLD_SIZE"} <= set(os.environ):
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -35,7 +35,6 @@ from zstore.engine.adapters.deepspeed.modules import KNOWN, AnsweredModule, abse
 from zstore.engine.adapters.deepspeed.names import ABSENT, MODULES
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
-from zstore.tools.run import deepspeed as launcher
 
 STEP = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
 
@@ -89,16 +88,6 @@ def test_numbers_are_cut_into_parts() -> None:
     with pytest.raises(ValueError, match="ascending"):
         utils.parse_range_list("0,2-6,5-9")
     assert utils.trim_mean([9.0, 1.0, 2.0, 3.0, -7.0], 0.2) == 2.0
-
-
-def test_slots_are_taken_and_left_out() -> None:
-    pool = {"a": [0, 1, 2], "b": [0, 1]}
-    assert launcher.parse_resource_filter(pool, include_str="b@a:2,0") == {"a": [0, 2], "b": [0, 1]}
-    assert launcher.parse_resource_filter(pool, exclude_str="b:1@a") == {"b": [0]}
-    assert launcher._parse_hostfile(["a slots=2", "# b slots=3"]) == {"a": 2}
-    for wrong in ("c", "a:3", "a:1@b:0:1"):
-        with pytest.raises(ValueError, match=r"expected|unknown|has no slot"):
-            launcher.parse_resource_filter(pool, include_str=wrong)
 
 
 def test_configs_are_read_by_attribute() -> None:
@@ -411,23 +400,6 @@ def test_fewer_ranks_get_the_parts_that_deepspeed_gives_them(target: tuple[int, 
     with pytest.raises(AssertionError, match="PP: 2 ---> 3"):
         source.reshape(reshape.model_3d_desc(pp_degree=3))
     assert source.is_valid(1, 2, 1) == (False, ["TP indexing error: index 2 >= degree 2"])
-
-
-def test_mpirun_starts_a_script_by_deepspeeds_runners() -> None:
-    args = launcher.parse_args(
-        ["--launcher_args", "--mca btl_tcp_if_include ib0", "--module", "pkg.train", "--lr", "1"]
-    )
-    pool = {"a": 4, "b": 4}
-    runner = launcher.OpenMPIRunner(args, launcher.encode_world_info(pool), pool)
-    runner.add_export("MINE", "1")
-    *words, start, module, script, name, value = runner.get_cmd({}, pool)
-    assert (start, module, script, name, value) == ("zstore.as_deepspeed", "-m", "pkg.train", "--lr", "1")
-    assert words[:5] == ["mpirun", "-n", "8", "--host", "a:4,b:4"]
-    assert {"ib0", "MINE=1", "MASTER_ADDR=a", "UCX_TLS=tcp"} <= set(words)
-    for kind in (launcher.MPICHRunner, launcher.IMPIRunner, launcher.MVAPICHRunner):
-        assert kind(args, "", pool).get_cmd({}, pool)[:7] == ["mpirun", "-n", "8", "-ppn", "4", "-hosts", "a,b"]
-    with pytest.raises(ValueError, match="all slots of the hostfile"):
-        launcher.OpenMPIRunner(launcher.parse_args(["--num_gpus", "1", "train.py"]), "", pool)
 
 
 def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:

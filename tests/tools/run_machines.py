@@ -1,4 +1,4 @@
-"""Machines for tests of `zstore run`: programs named ssh, srun and mpirun that start what they are asked to on this one."""
+"""Machines for tests of `zstore run`: a program named ssh that starts on this one what it is asked to."""
 
 from __future__ import annotations
 
@@ -37,50 +37,12 @@ os._exit(code if code >= 0 else 255)
 """
 """A connection: when it is killed, the far end sees its stdin end, and nothing else."""
 
-SRUN = """
-import os, subprocess, sys, threading
-words = [word for word in sys.argv[1:] if not word.startswith("--")]
-nodes = next(word for word in sys.argv if word.startswith("--nodelist=")).partition("=")[2].split(",")
-tasks = []
-for number, node in enumerate(nodes):
-    own = {"SLURM_NODEID": str(number), "SLURM_PROCID": str(number), "SLURMD_NODENAME": node}
-    tasks.append(subprocess.Popen(words, stdin=subprocess.PIPE, env=os.environ | own))
-def forward():
-    while chunk := os.read(0, 65536):
-        for task in tasks:
-            os.write(task.stdin.fileno(), chunk)
-    for task in tasks:
-        task.stdin.close()
-threading.Thread(target=forward, daemon=True).start()
-code = max(task.wait() for task in tasks)
-sys.stdout.flush()
-os._exit(code)
-"""
-
-
-MPIRUN = """
-import os, subprocess, sys
-words = sys.argv[1 : sys.argv.index(sys.executable)]
-exported = dict(word.split("=", 1) for before, word in zip(words, words[1:]) if before == "-x" and "=" in word)
-exported |= {words[at + 1]: words[at + 2] for at, word in enumerate(words) if word == "-genv"}
-count = words[words.index("-n") + 1]
-open_mpi = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")]
-names = ["PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"] if "-genv" in words else open_mpi
-ranks = []
-for rank in range(int(count)):
-    own = dict(zip(names, [str(rank), str(rank), count, count]))
-    ranks.append(subprocess.Popen(sys.argv[len(words) + 1 :], env=os.environ | exported | own))
-sys.exit(max(rank.wait() for rank in ranks))
-"""
-"""With the variables that Open MPI 5.0 and MPICH's Hydra give ranks."""
-
 
 def with_programs(folder: Path) -> dict[str, str]:
-    """Return variables with which `ssh`, `srun` and `mpirun` are found in `folder`."""
-    for name, text in (("ssh", SSH), ("srun", SRUN), ("mpirun", MPIRUN)):
-        path = folder / name
-        path.write_text(f"#!{sys.executable}\n{text}")
-        path.chmod(0o700)
+    """Return variables with which `ssh` is found in `folder`."""
+    path = folder / "ssh"
+    path.write_text(f"#!{sys.executable}\n{SSH}")
+    path.chmod(0o700)
     return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "TEST_FOLDER": str(folder), "OMP_NUM_THREADS": "1"}
 
 

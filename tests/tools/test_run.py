@@ -14,14 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from tests import warm
 from tests.tools.run_machines import two_namespaces, with_programs
-from zstore.tools.run.agent import agent
-from zstore.tools.run.guard import LauncherGuard
 
 RUN = [sys.executable, "-m", "zstore", "run", "--shutdown-timeout", "1"]
 
@@ -182,24 +177,6 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, environment:
         assert rest(process)[0] == -signal.SIGKILL
 
 
-def test_the_guard_knows_of_a_rank_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher may be killed at any time."""
-    events: list[str] = []
-    monkeypatch.setattr(LauncherGuard, "add", lambda _, pid: events.append(f"add {pid}"))
-    monkeypatch.setattr(LauncherGuard, "watch", lambda _, pids: events.append(f"watch {list(pids)}"))
-
-    def start(_: Any, group: Any) -> dict[int, int]:
-        made = [subprocess_handler.SubprocessHandler("true", (), {}, None, None, rank, None) for rank in range(2)]
-        events.append("started")
-        return {rank: handler.proc.wait() or handler.proc.pid for rank, handler in enumerate(made)}
-
-    monkeypatch.setattr(LocalElasticAgent, "_start_workers", start)
-    spec = WorkerSpec("role", 2, rdzv_handler=None, entrypoint="true")  # type: ignore[arg-type]
-    with agent(spec, 0) as one:
-        pids = one._start_workers(one.get_worker_group()).values()
-    assert events == [*(f"add {pid}" for pid in pids), "started", f"watch {list(pids)}"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -259,34 +236,6 @@ def test_no_host_keeps_ranks_that_nobody_watches(
         code, _, err = rest(process)
     assert code == (-signal.SIGKILL if lost == "launcher" else 128 + signal.SIGKILL)
     assert lost == "launcher" or "zstore: localhost was ended by SIGKILL" in err
-
-
-def test_nodes_of_a_job_of_slurm_are_one_run(tmp_path: Path, environment: dict[str, str], free_port: str) -> None:
-    slurm = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "7"}
-    more = ["--nnodes", "2", "--nproc", "1", "--master-addr", "127.0.0.1", "--master-port", free_port]
-    code, out, err = finish(tmp_path, environment | slurm, *more, "sums.py")
-    assert (code, err) == (0, "")
-    assert out == [f"{rank}/2 3 {['0', '1', None, None]} []" for rank in (0, 1)]
-
-
-@pytest.mark.parametrize(("launcher", "code"), [("openmpi", 0), pytest.param("mpich", 3, marks=pytest.mark.soak)])
-def test_mpirun_starts_ranks_that_zstore_numbers(
-    tmp_path: Path, environment: dict[str, str], free_port: str, launcher: str, code: int
-) -> None:
-    text = SUMS.replace('dist.init_process_group("gloo")', "import zstore; zstore.init_distributed()")
-    (tmp_path / "sums.py").write_text(text + f"sys.exit({code})\n")
-    more = ["--launcher", launcher, "--nproc", "2", "--master-port", free_port, "--export", "MINE=1"]
-    found, out, _ = finish(tmp_path, environment, *more, "sums.py", "a b")
-    assert found == code
-    assert out == [f"{rank}/2 3 {[str(rank), '2', None, '1']} ['a b']" for rank in (0, 1)]
-
-
-def test_machines_started_by_hand_meet(tmp_path: Path, environment: dict[str, str], free_port: str) -> None:
-    words = [*RUN, "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port}", "sums.py"]
-    runs = [warm.Popen(words, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path) for _ in range(2)]
-    told = [run.communicate(timeout=200)[0] for run in runs]
-    assert [run.wait() for run in runs] == [0, 0]
-    assert sorted(told) == [f"{rank}/2 3 {['0', '1', None, None]} []\n" for rank in (0, 1)]
 
 
 def test_two_machines_on_a_network_of_their_own(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""`zstore run`: what hostfiles, filters, Slurm's variables and options come to, before anything starts."""
+"""`zstore run`: what hostfiles, filters and options come to, before anything starts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.errors import UsageError
-from zstore.ranks.mpi import take_mpi_ranks
 from zstore.tools import cli
 from zstore.tools.run import plan as planning
 from zstore.tools.run.command import EPILOG
-from zstore.tools.run.hosts import Host, limit, parse_filter, parse_hostfile, parse_nodelist, select
+from zstore.tools.run.hosts import Host, limit, parse_filter, parse_hostfile, select
 from zstore.tools.run.job import RunJob
 from zstore.tools.run.options import RunOptions
 from zstore.tools.run.plan import LaunchPlan, make_plan
@@ -78,22 +77,6 @@ def test_any_text_is_a_filter_or_wrong_usage(text: str) -> None:
         parse_filter(text, option="--include")
     with contextlib.suppress(UsageError):
         parse_hostfile(text, name="hosts")
-    with contextlib.suppress(UsageError):
-        assert all(parse_nodelist(text))
-
-
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 999), min_size=1, max_size=6), st.integers(1, 4), NAMES)
-def test_a_list_of_nodes_is_what_slurm_means(numbers: list[int], width: int, head: str) -> None:
-    ranges = ",".join(str(number).zfill(width) for number in numbers)
-    assert parse_nodelist(f"{head}[{ranges}],x") == [*(f"{head}{str(n).zfill(width)}" for n in numbers), "x"]
-
-
-def test_ranges_of_nodes() -> None:
-    assert parse_nodelist("gpu[08-11,3],login,r[1-2]n[0-1]x") == [
-        *("gpu08", "gpu09", "gpu10", "gpu11", "gpu3", "login"),
-        *("r1n0x", "r1n1x", "r2n0x", "r2n1x"),
-    ]
 
 
 TWO = [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 1, 2, 3))]
@@ -183,10 +166,10 @@ def test_deepspeed_scripts_run_under_their_module() -> None:
 
 
 def test_slots_of_this_machine_are_its_gpus_or_what_is_named() -> None:
-    assert planned(gpus=4, include="localhost:1,3").job.hosts[0].slots == (1, 3)
-    assert planned(gpus=4, exclude="localhost:1,3").job.hosts[0].slots == (0, 2)
-    assert planned(gpus=4, include="localhost", nproc=2).job.hosts[0].slots == (0, 1)
-    assert planned(include="localhost:0,5").job.hosts[0].slots == (0, 5)
+    assert planned(gpus=4, include="localhost:1,3").job.slots == (1, 3)
+    assert planned(gpus=4, exclude="localhost:1,3").job.slots == (0, 2)
+    assert planned(gpus=4, include="localhost", nproc=2).job.slots == (0, 1)
+    assert planned(include="localhost:0,5").job.slots == (0, 5)
     with pytest.raises(UsageError, match="no slot 4"):
         planned(gpus=4, include="localhost:4")
     with pytest.raises(UsageError, match="has 2 slots"):
@@ -204,7 +187,7 @@ def test_hosts_are_reached_by_ssh(hostfile: Path) -> None:
     assert "PYTHONPATH='/a b'" in one.command[-1] or "'PYTHONPATH=/a b'" in one.command[-1]
     assert one.job.environment == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/a b", "MINE": "m", "X": "1=2"}
     assert (one.job.node_rank, one.job.num_nodes, one.job.master_addr, one.job.master_port) == (1, 2, "a", 29500)
-    assert [start.job.hosts[0].slots for start in plan.starts] == [(0, 1), (0, 1, 2, 3)]
+    assert [start.job.slots for start in plan.starts] == [(0, 1), (0, 1, 2, 3)]
     assert RunJob.from_json(one.job.to_json()) == one.job
     assert [start.name for start in planned(hostfile=hostfile, include="b:2").starts] == ["b"]
     assert [start.name for start in planned(hostfile=hostfile, nnodes=1).starts] == ["a"]
@@ -225,61 +208,15 @@ def test_the_shell_of_another_machine_finds_folder_and_program(
     assert done.stdout == f"{folder}\n/a b;c|-u|-m|zstore.tools.run.remote|"
 
 
-SLURM = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_ID": "123456"}
-
-
-def test_a_job_of_slurm_is_run_over_srun_where_several_nodes_are_asked_for() -> None:
-    plan = planned(SLURM, nnodes=2, nproc=8, launcher_args="--account x")
-    words = plan.starts[0].command
-    assert words[0] == "srun"
-    assert {"--nodes=2", "--ntasks-per-node=1", "--nodelist=n1,n2", "--account", "x"} <= set(words)
-    job = plan.starts[0].job
-    assert (job.master_addr, job.master_port, job.num_nodes, job.num_ranks) == ("n1", 13456, 2, 8)
-    assert [job.rank({"SLURM_NODEID": text}) for text in "01"] == [0, 1]
-    chosen = planned(SLURM, launcher="slurm", include="n2:0,1@n4:3").starts[0].job
-    assert chosen.host({"SLURMD_NODENAME": "n4", "SLURM_NODEID": "1"}).slots == (3,)
-    assert len(planned(SLURM, launcher="slurm").starts[0].job.hosts) == 4
-    assert "--nnodes 4 takes all" in planned(SLURM).note
-    assert planned(SLURM, standalone=True) == planned(standalone=True)
-
-
-def test_a_step_of_slurm_has_a_run_of_several_machines() -> None:
-    step = SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
-    job = planned(step | {"SLURM_STEP_NODELIST": "n[2-3]"}, nnodes=2).job
-    assert (job.node_rank, job.num_nodes, job.master_addr) == (1, 2, "n2")
-    with pytest.raises(UsageError, match="--ntasks-per-node 1"):
-        planned(step | {"SLURM_STEP_NUM_TASKS": "16"}, nnodes=2)
-
-
-def test_machines_started_by_hand(hostfile: Path) -> None:
-    job = planned(nnodes=3, node_rank=2, master_addr="a").job
-    assert (job.node_rank, job.num_nodes, job.master_addr, job.master_port) == (2, 3, "a", 29500)
-    job = planned(no_ssh=True, hostfile=hostfile, node_rank=1).job
-    assert (job.node_rank, job.num_nodes, job.master_addr, job.hosts[0].name) == (1, 2, "a", "b")
-    job = planned(nnodes=2, rdzv_endpoint="a:1").job
-    assert (job.rdzv_endpoint, job.num_nodes) == ("a:1", 2)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"include": "a"}, "unknown host 'a'; without a --hostfile there is only localhost"),
         ({"hostfile": Path("/nowhere")}, "--hostfile /nowhere: No such file"),
         ({"nnodes": 2}, "which machines"),
-        ({"launcher": "ssh"}, "which machines"),
-        ({"launcher": "slurm"}, "no job of Slurm"),
-        ({"launcher": "openmpi", "node_rank": 0}, "cannot both be given"),
-        ({"launcher": "openmpi", "include": "localhost:1"}, "first slots of localhost; choose whole hosts"),
-        ({"launcher": "cow"}, "expected one of auto, ssh, slurm, openmpi, mpich, impi, mvapich, none, got 'cow'"),
-        ({"launcher": "none", "nnodes": 2}, "--node-rank: expected 0 to 1"),
-        ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, "expected 0 to 1 for --nnodes 2, got 2"),
-        ({"nnodes": 2, "node_rank": 0}, "--master-addr: expected"),
         ({"include": "a", "exclude": "b"}, "cannot both be given"),
         ({"module": True, "no_python": True}, "cannot both be given"),
         ({"as_deepspeed": True, "no_python": True}, "cannot both be given"),
-        ({"standalone": True, "nnodes": 2}, "cannot both be given"),
-        ({"rdzv_endpoint": "a:1", "node_rank": 0}, "cannot both be given"),
-        ({"no_ssh": True, "launcher": "ssh"}, "cannot both be given"),
         ({"no_local_rank": True}, "belongs to --as-deepspeed"),
         ({"export": ["NOT_SET"]}, "--export NOT_SET: the variable is not set"),
         ({"export": ["1=2"]}, "expected NAME or NAME=VALUE"),
@@ -288,37 +225,6 @@ def test_machines_started_by_hand(hostfile: Path) -> None:
 def test_what_cannot_be_met_is_wrong_usage(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         planned(**options)
-
-
-def test_mpirun_gets_the_hosts_and_the_names_of_variables(hostfile: Path) -> None:
-    environment = {"AWS_SECRET_ACCESS_KEY": "secret"}
-    plan = planned(environment, hostfile=hostfile, launcher="openmpi", launcher_args="--mca btl_tcp_if_include ib0")
-    *words, python, _, script = plan.instead
-    assert (python, script) == (sys.executable, "train.py")
-    assert words[:5] == ["mpirun", "-n", "6", "--host", "a:2,b:4"]
-    assert ("eth0" in words, "ib0" in words) == (False, True)
-    assert {"AWS_SECRET_ACCESS_KEY", "MASTER_ADDR=a", "MASTER_PORT=29500"} <= set(words)
-    assert plan.job.environment == environment
-    with pytest.raises(UsageError, match=r"same number of slots on each host, got \{'a': 2, 'b': 4\}"):
-        planned(hostfile=hostfile, launcher="mpich")
-    words = list(planned(environment, hostfile=hostfile, launcher="mpich", nproc=2).instead)
-    assert words[:7] == ["mpirun", "-n", "4", "-ppn", "2", "-hosts", "a,b"]
-    assert words[words.index("-genvlist") + 1] == "AWS_SECRET_ACCESS_KEY"
-    assert "secret" not in " ".join(words)
-
-
-def test_ranks_of_mpirun_on_several_machines_are_told_where_they_meet() -> None:
-    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    environment = dict(zip(names, ("2", "4", "0", "2"), strict=True))
-    with pytest.raises(UsageError, match="MASTER_ADDR is not set"):
-        take_mpi_ranks(environment)
-    environment["MASTER_ADDR"] = "a"
-    take_mpi_ranks(environment)
-    ranks = [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    assert ranks == ["2", "4", "0", "2"]
-    alone = {"PMI_RANK": "1", "PMI_SIZE": "2"}  # of srun, which says nothing of ranks on a machine
-    take_mpi_ranks(alone)
-    assert "RANK" not in alone
 
 
 def test_several_machines_do_not_start_ranks_anew(hostfile: Path) -> None:
@@ -361,7 +267,7 @@ def parsed(line: str) -> RunOptions:
 def test_every_command_line_that_is_printed_is_understood() -> None:
     text = PAGE.read_text() + EPILOG
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("zstore run ")]
-    assert len(lines) > 25
+    assert len(lines) > 15
     for line in lines:
         options = parsed(line)
         assert options.script.endswith((".py", ".sh", ".train")), line
@@ -371,4 +277,5 @@ def test_options_of_torchrun_and_deepspeed_are_understood() -> None:
     options = parsed("zstore run --num_gpus 2 --master_port 1 --no_python -H hosts x --num_gpus 3 -- --help")
     assert (options.nproc, options.master_port, options.no_python, options.hostfile) == (2, 1, True, Path("hosts"))
     assert (options.script, options.args) == ("x", ["--num_gpus", "3", "--", "--help"])
-    assert parsed("zstore run --nproc-per-node 2 --num_nodes 3 --launcher PDSH x").launcher == "ssh"
+    options = parsed("zstore run --nproc-per-node 2 --num_nodes 3 x")
+    assert (options.nproc, options.nnodes) == (2, 3)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from zstore._version import __version__
 from zstore.errors import UsageError
-from zstore.ranks.mpi import take_mpi_ranks
 
 from .finder import AnswerFinder, installed_finder
 
@@ -55,7 +54,6 @@ def install() -> None:
 
 def put_in_place() -> None:
     """Do the same as `install`, in a process that has just begun."""
-    take_mpi_ranks(os.environ)
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ):
         os.environ.update(_ALONE)
     if installed_finder() is not None:

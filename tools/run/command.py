@@ -1,11 +1,9 @@
-"""`zstore run`: starts a script's ranks on this machine, or on several over ssh, srun or mpirun."""
+"""`zstore run`: starts a script's ranks on this machine, or on several over ssh."""
 
 from __future__ import annotations
 
 import os
 import sys
-
-from zstore.errors import UsageError
 
 from .ending import RunEnd, leave
 from .options import RunOptions
@@ -26,10 +24,6 @@ Examples:
   zstore run --hostfile hosts train.py               # all machines of a hostfile, over ssh
   zstore run --hostfile hosts --include a@b:0,1 train.py
   zstore run --hostfile hosts --exclude b:3 train.py
-  zstore run --nnodes 4 train.py                     # in a job of Slurm: four of its nodes, over srun
-  zstore run --launcher openmpi --hostfile hosts train.py            # over mpirun
-  zstore run --nnodes 2 --node-rank 1 --master-addr a train.py       # on each machine, with its rank
-  zstore run --nnodes 2 --rdzv-endpoint a:29500 train.py             # the same command on each
   zstore run --as-deepspeed train.py --deepspeed_config ds.json      # a script that imports deepspeed
   zstore run --module package.train --lr 1e-4        # a module
   zstore run --no-python ./train.sh                  # a program of any kind
@@ -45,11 +39,6 @@ def run_command(options: RunOptions) -> None:
     plan = make_plan(options, os.environ, _count_gpus)
     if plan.note:
         print(plan.note, file=sys.stderr)
-    if plan.instead:
-        try:
-            os.execvpe(plan.instead[0], plan.instead, {**os.environ, **plan.job.environment})
-        except FileNotFoundError:
-            raise UsageError(f"no program {plan.instead[0]!r} on PATH; install MPI, or take --launcher ssh") from None
     ended = _run(plan)
     ended.say()
     leave(ended.exit_code)

@@ -1,9 +1,9 @@
-"""Which machines and slots a run gets: hostfiles, `--include`, `--exclude` and Slurm's lists of nodes. Text in, data out."""
+"""Which machines and slots a run gets: hostfiles, `--include` and `--exclude`. Text in, data out."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zstore.errors import UsageError
@@ -136,37 +136,3 @@ def limit(hosts: Sequence[Host], *, num_hosts: int | None, ranks_per_host: int |
             slots = slots[:ranks_per_host]
         taken.append(Host(name=host.name, slots=slots))
     return taken
-
-
-def parse_nodelist(text: str) -> list[str]:
-    """Return the names in one of Slurm's lists of nodes: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login.
-
-    Raises UsageError for a text that is no such list.
-    """
-    names = [name for part in _split(text) for name in _expand(part, text)]
-    if not names:
-        raise UsageError(f"expected a list of Slurm nodes like gpu[01-04], got {text!r}")
-    return names
-
-
-def _split(text: str) -> list[str]:
-    """Cut at the commas that are not within brackets."""
-    return [part for part in re.split(r",(?![^\[]*\])", text.strip()) if part]
-
-
-def _expand(part: str, text: str) -> Iterator[str]:
-    match = re.fullmatch(r"([^\[\],\s]*)(?:\[([\d,-]+)\](.*))?", part)
-    if match is None or not part:
-        raise UsageError(f"expected a list of Slurm nodes like gpu[01-04], got {text!r}")
-    head, ranges, tail = match.groups()
-    if ranges is None:
-        yield head
-        return
-    for item in ranges.split(","):
-        first, dash, last = item.partition("-")
-        if not first.isdigit() or (dash and (not last.isdigit() or int(last) < int(first))):
-            raise UsageError(f"expected a range of Slurm nodes like 01-04, got {item!r} in {text!r}")
-        for number in range(int(first), int(last or first) + 1):
-            middle = str(number).zfill(len(first))
-            for rest in _expand(tail, text) if tail else ("",):
-                yield f"{head}{middle}{rest}"

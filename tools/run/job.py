@@ -18,8 +18,6 @@ from pydantic import TypeAdapter
 
 from zstore.errors import UsageError
 
-from .hosts import Host
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob:
@@ -31,19 +29,17 @@ class RunJob:
     """Path of the script that must exist before ranks start; "": no check."""
     is_program: bool = False
     """Whether `script` is a program to be found on PATH."""
-    hosts: tuple[Host, ...] = (Host(name="localhost", slots=None),)
-    """Machines that this job may be for: one, or under srun all of them."""
+    slots: tuple[int, ...] | None = None
+    """Indices of the GPUs that ranks get, one each; None: not chosen."""
     num_nodes: int = 1
-    node_rank: int | None = 0
-    """None: Slurm tells it."""
+    node_rank: int = 0
+    machine: str = ""
+    """Its name, for messages; "": this one."""
     num_ranks: int | None = None
-    """Ranks on this machine if its slots are not known; None: its GPUs, or one."""
+    """Ranks on this machine without slots; None: its GPUs, or one."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """0: any free port, if there is only one machine."""
-    rdzv_endpoint: str = ""
-    """HOST:PORT of a c10d rendezvous, which gives the machines their ranks; "": by `node_rank`."""
-    run_id: str = "zstore"
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     shutdown_timeout_s: float = 30.0
@@ -57,15 +53,6 @@ class RunJob:
     def from_json(cls, line: str) -> RunJob:
         """Return the job of such a line."""
         return TypeAdapter(cls).validate_json(line)
-
-    def host(self, environment: Mapping[str, str]) -> Host:
-        """Return this machine; of several, the one that Slurm's variables name."""
-        named = {host.name: host for host in self.hosts}
-        return named.get(environment.get("SLURMD_NODENAME", ""), self.hosts[self.rank(environment) % len(self.hosts)])
-
-    def rank(self, environment: Mapping[str, str]) -> int:
-        """Return the rank of this machine among the machines."""
-        return int(environment["SLURM_NODEID"]) if self.node_rank is None else self.node_rank
 
     def require_script(self) -> None:
         """Raise UsageError if the script, or the program, is not on this machine."""

@@ -1,4 +1,4 @@
-"""Ranks on several machines: starts ssh for each, or srun for all, passes signals on and turns their ends into one."""
+"""Ranks on several machines: starts ssh for each, passes signals on and turns their ends into one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_machines(starts: Sequence[Start]) -> RunEnd:
     """Run what `starts` say and return how their programs ended, by machine; call it in the main thread.
 
     When this process dies or loses a machine, the agents there end their ranks: their stdin ends. Raises UsageError if
-    ssh or srun is not installed.
+    ssh is not installed.
     """
     with Wakeups() as wakeups, contextlib.ExitStack() as stack:
         machines = Machines(stack)

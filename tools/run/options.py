@@ -10,11 +10,6 @@ import typer
 
 from zstore.errors import UsageError
 
-from .mpi import MPI
-
-LAUNCHERS = ("auto", "ssh", "slurm", *MPI, "none")
-_SAME = {"pdsh": "ssh"}
-
 _RANKS = "Ranks on each machine. Default: its slots, else its GPUs, or 1."
 _EXPORT = "Variable that ranks on other machines get too, NAME or NAME=VALUE; may be repeated."
 _DEEPSPEED = "Answer `import deepspeed` in the script with zstore, for this run alone."
@@ -56,42 +51,23 @@ class RunOptions:
     no_local_rank: Annotated[
         bool, typer.Option("--no-local-rank", help="With --as-deepspeed: do not pass --local_rank=N to the script.")
     ] = False
-    launcher: Annotated[
-        str,
-        typer.Option(help=f"How other machines are reached: {', '.join(LAUNCHERS)}.", metavar="NAME"),
-    ] = "auto"
     launcher_args: Annotated[
         str,
-        typer.Option(help="More arguments for ssh, srun or mpirun, as one word.", metavar="ARGS"),
+        typer.Option(help="More arguments for ssh, as one word.", metavar="ARGS"),
     ] = ""
     ssh_port: Annotated[int | None, typer.Option(help="Port of ssh.", min=1, max=65535)] = None
-    no_ssh: Annotated[bool, typer.Option("--no-ssh", help="As --launcher none: this starts one machine.")] = False
-    node_rank: Annotated[
-        int | None,
-        typer.Option(help="Rank of this machine, where each is started by hand.", min=0, metavar="N"),
-    ] = None
     master_addr: Annotated[
         str, typer.Option(help="Address of the first machine. Default: its name.", metavar="HOST")
     ] = ""
     master_port: Annotated[
         int | None,
         typer.Option(
-            help="Port on the first machine. Default: 29500, under Slurm by the job, on a machine alone one that is free.",
+            help="Port on the first machine. Default: 29500, on a machine alone one that is free.",
             min=1,
             max=65535,
             metavar="PORT",
         ),
     ] = None
-    rdzv_endpoint: Annotated[
-        str,
-        typer.Option(
-            help="Where machines that are started by hand meet and get their ranks (c10d).", metavar="HOST:PORT"
-        ),
-    ] = ""
-    rdzv_id: Annotated[str, typer.Option(help="Name of the run, the same on all machines.", metavar="NAME")] = "zstore"
-    standalone: Annotated[bool, typer.Option("--standalone", help="On this machine alone, whatever Slurm says.")] = (
-        False
-    )
     export: Annotated[list[str] | None, typer.Option(help=_EXPORT, metavar="NAME[=VALUE]")] = None
     max_restarts: Annotated[
         int, typer.Option(help="Start ranks anew so often after a failure; on one machine.", min=0)
@@ -106,41 +82,11 @@ class RunOptions:
     ] = 30.0
 
     def __post_init__(self) -> None:
-        launcher = _SAME.get(self.launcher.lower(), self.launcher.lower())
-        if launcher not in LAUNCHERS:
-            raise UsageError(f"--launcher: expected one of {', '.join(LAUNCHERS)}, got {self.launcher!r}")
-        if self.no_ssh:
-            if launcher not in ("auto", "none"):
-                raise UsageError(f"--no-ssh and --launcher {launcher} cannot both be given")
-            launcher = "none"
-        object.__setattr__(self, "launcher", launcher)
-        self._require_agreement()
-
-    def _require_agreement(self) -> None:
-        """Raise UsageError if two options that exclude each other are given."""
         together = [
             ("--module", self.module, "--no-python", self.no_python),
             ("--as-deepspeed", self.as_deepspeed, "--no-python", self.no_python),
-            ("--node-rank", self.node_rank is not None, "--rdzv-endpoint", bool(self.rdzv_endpoint)),
-            ("--master-addr", bool(self.master_addr), "--rdzv-endpoint", bool(self.rdzv_endpoint)),
-            ("--master-port", self.master_port is not None, "--rdzv-endpoint", bool(self.rdzv_endpoint)),
             ("--include", bool(self.include), "--exclude", bool(self.exclude)),
-            ("--standalone", self.standalone, "--hostfile", self.hostfile is not None),
-            ("--standalone", self.standalone, "--nnodes", (self.nnodes or 1) > 1),
-            ("--standalone", self.standalone, "--node-rank", self.node_rank is not None),
-            ("--standalone", self.standalone, "--rdzv-endpoint", bool(self.rdzv_endpoint)),
-            ("--rdzv-endpoint", bool(self.rdzv_endpoint), "--launcher ssh", self.launcher == "ssh"),
-            ("--rdzv-endpoint", bool(self.rdzv_endpoint), "--launcher slurm", self.launcher == "slurm"),
-            ("--node-rank", self.node_rank is not None, "--launcher ssh", self.launcher == "ssh"),
-            ("--node-rank", self.node_rank is not None, "--launcher slurm", self.launcher == "slurm"),
         ]
-        if self.launcher in MPI:
-            given = f"--launcher {self.launcher}"
-            together += [
-                (given, True, "--node-rank", self.node_rank is not None),
-                (given, True, "--rdzv-endpoint", bool(self.rdzv_endpoint)),
-                (given, True, "--standalone", self.standalone),
-            ]
         for one, has_one, other, has_other in together:
             if has_one and has_other:
                 raise UsageError(f"{one} and {other} cannot both be given; leave one out")

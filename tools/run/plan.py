@@ -14,9 +14,8 @@ from pathlib import Path
 
 from zstore.errors import UsageError
 
-from .hosts import Host, limit, parse_filter, parse_hostfile, parse_nodelist, select
+from .hosts import Host, limit, parse_filter, parse_hostfile, select
 from .job import RunJob
-from .mpi import MPI, mpi_command
 from .options import RunOptions
 
 _JOB_HOSTFILE = Path("/job/hostfile")
@@ -26,23 +25,20 @@ _PORT = 29500
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A program that starts the ranks of a machine, or of several: ssh or srun."""
+    """The ssh that starts the ranks of a machine."""
 
     name: str
-    """Of the machine, or of the program."""
     command: tuple[str, ...]
     job: RunJob
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What `zstore run` does: the ranks of this machine, or programs that start those of several."""
+    """The ranks of this machine, or the programs that start those of several."""
 
     job: RunJob
     starts: tuple[Start, ...] = ()
     """Empty: `job` runs here."""
-    instead: tuple[str, ...] = ()
-    """The program that this process becomes, with `job.environment`: mpirun."""
     note: str = ""
     """Said on stderr first."""
 
@@ -52,40 +48,14 @@ def make_plan(options: RunOptions, environment: Mapping[str, str], count_gpus: C
 
     Raises UsageError if they cannot be met.
     """
-    if options.launcher in MPI:
-        return _over_mpi(options, environment, count_gpus)
-    if _started_by_hand(options, environment):
-        return LaunchPlan(job=_one_of_several(options, environment))
-    if _under_slurm(options, environment):
-        return _over_srun(options, environment)
     hosts = _hosts(options, count_gpus)
     if not hosts:
-        return LaunchPlan(job=_alone(options, environment), note=_unused_nodes(options, environment))
+        return LaunchPlan(job=_alone(options, environment))
     hosts = limit(hosts, num_hosts=options.nnodes, ranks_per_host=options.nproc)
     if len(hosts) == 1 and is_here(hosts[0].name):
-        job = dataclasses.replace(_alone(options, environment), hosts=tuple(hosts))
+        job = dataclasses.replace(_alone(options, environment), slots=hosts[0].slots)
         return LaunchPlan(job=job, note=_replaced(environment))
     return _over_ssh(options, environment, hosts)
-
-
-# -- which way ------------------------------------------------------------------------------------------------------------
-
-
-def _started_by_hand(options: RunOptions, environment: Mapping[str, str]) -> bool:
-    if options.standalone or options.launcher in ("ssh", "slurm"):
-        return False
-    asked = options.launcher == "none" or options.node_rank is not None or bool(options.rdzv_endpoint)
-    return asked or (_is_step(environment) and (options.nnodes or 1) > 1 and options.hostfile is None)
-
-
-def _is_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this program on several nodes."""
-    return int(environment.get("SLURM_STEP_NUM_NODES", "1")) > 1
-
-
-def _under_slurm(options: RunOptions, environment: Mapping[str, str]) -> bool:
-    several = (options.nnodes or 1) > 1 and "SLURM_JOB_NODELIST" in environment and options.hostfile is None
-    return options.launcher == "slurm" or (options.launcher == "auto" and several)
 
 
 def is_here(name: str) -> bool:
@@ -96,7 +66,7 @@ def is_here(name: str) -> bool:
 def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> list[Host]:
     """The machines that files and filters name; empty if there is neither."""
     path = options.hostfile
-    if path is None and options.as_deepspeed and _JOB_HOSTFILE.is_file() and not options.standalone:
+    if path is None and options.as_deepspeed and _JOB_HOSTFILE.is_file():
         path = _JOB_HOSTFILE
     if path is not None:
         try:
@@ -108,11 +78,8 @@ def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> list[Host]:
         pool = [_this_machine(options, count_gpus)]
     elif (options.nnodes or 1) > 1:
         raise UsageError(
-            f"--nnodes {options.nnodes}: which machines? Give a --hostfile, or start each with --node-rank and --master-addr, "
-            "or with --rdzv-endpoint"
+            f"--nnodes {options.nnodes}: which machines? Give a --hostfile, or start each machine's ranks by torchrun"
         )
-    elif options.launcher == "ssh":
-        raise UsageError("--launcher ssh: which machines? Give a --hostfile with a line HOST slots=N for each")
     else:
         return []
     return select(pool, include=options.include, exclude=options.exclude)
@@ -149,65 +116,10 @@ def _alone(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
         is_program=options.no_python,
         num_ranks=options.nproc,
         master_port=options.master_port or 0,
-        run_id=options.rdzv_id,
         environment=own | ({"ZSTORE_AS_DEEPSPEED": "1"} if options.as_deepspeed else {}),
         max_restarts=options.max_restarts,
         shutdown_timeout_s=options.shutdown_timeout,
     )
-
-
-def _one_of_several(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
-    """The job of this machine, if the others are started by somebody else."""
-    job = _alone(options, environment)
-    if options.rdzv_endpoint:
-        if options.hostfile or options.include or options.exclude:
-            raise UsageError(
-                "--rdzv-endpoint: --hostfile, --include and --exclude do not go with it; set CUDA_VISIBLE_DEVICES"
-            )
-        return dataclasses.replace(job, rdzv_endpoint=options.rdzv_endpoint, num_nodes=options.nnodes or 1, node_rank=0)
-    num_nodes, rank, address = options.nnodes, options.node_rank, options.master_addr
-    hosts: list[Host] = []
-    if options.hostfile is not None:
-        hosts = limit(_hosts(options, lambda: 0), num_hosts=num_nodes, ranks_per_host=options.nproc)
-        num_nodes, address = len(hosts), address or hosts[0].name
-    elif options.include or options.exclude:
-        raise UsageError("--include and --exclude need a --hostfile here; or set CUDA_VISIBLE_DEVICES on each machine")
-    elif _is_step(environment):
-        _require_one_task(environment)
-        num_nodes = num_nodes or int(environment["SLURM_STEP_NUM_NODES"])
-        rank = int(environment["SLURM_NODEID"]) if rank is None else rank
-        nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-        address = address or parse_nodelist(nodes)[0]
-    num_nodes = num_nodes or 1
-    if num_nodes == 1 and rank is None:
-        return dataclasses.replace(job, hosts=tuple(hosts) or job.hosts)
-    if rank is None or rank >= num_nodes:
-        got = "none" if rank is None else str(rank)
-        raise UsageError(f"--node-rank: expected 0 to {num_nodes - 1} for --nnodes {num_nodes}, got {got}")
-    if not address and num_nodes > 1:
-        raise UsageError("--master-addr: expected the address of the machine with --node-rank 0, got none")
-    return dataclasses.replace(
-        job,
-        hosts=(hosts[rank],) if hosts else job.hosts,
-        num_nodes=num_nodes,
-        node_rank=rank,
-        master_addr=address or "127.0.0.1",
-        master_port=options.master_port or (_slurm_port(environment) if num_nodes > 1 else 0),
-    )
-
-
-def _require_one_task(environment: Mapping[str, str]) -> None:
-    if environment.get("SLURM_STEP_NUM_TASKS", "") not in ("", environment["SLURM_STEP_NUM_NODES"]):
-        raise UsageError(
-            f"srun started {environment['SLURM_STEP_NUM_TASKS']} tasks on {environment['SLURM_STEP_NUM_NODES']} nodes; "
-            "give it --ntasks-per-node 1: each `zstore run` starts the ranks of its node"
-        )
-
-
-def _slurm_port(environment: Mapping[str, str]) -> int:
-    """Jobs may share a node, so each has a port of its own, below those that systems give out."""
-    job = environment.get("SLURM_JOB_ID", "")
-    return 10000 + int(job) % 20000 if job.isdigit() else _PORT
 
 
 # -- other machines -------------------------------------------------------------------------------------------------------
@@ -244,7 +156,8 @@ def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: list[H
     jobs = [
         dataclasses.replace(
             job,
-            hosts=(host,),
+            slots=host.slots,
+            machine=host.name,
             num_nodes=len(hosts),
             node_rank=rank,
             master_addr=address,
@@ -258,67 +171,7 @@ def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: list[H
     return LaunchPlan(job=jobs[0], starts=tuple(starts))
 
 
-def _over_srun(options: RunOptions, environment: Mapping[str, str]) -> LaunchPlan:
-    nodelist = environment.get("SLURM_JOB_NODELIST")
-    if nodelist is None:
-        raise UsageError("--launcher slurm: there is no job of Slurm here; run this within sbatch or salloc")
-    if options.hostfile is not None:
-        raise UsageError("--launcher slurm: the nodes are the job's; leave --hostfile out, or give --launcher ssh")
-    pool = [Host(name=name, slots=None) for name in parse_nodelist(nodelist)]
-    hosts = limit(
-        select(pool, include=options.include, exclude=options.exclude),
-        num_hosts=options.nnodes,
-        ranks_per_host=options.nproc,
-    )
-    count = len(hosts)
-    job = dataclasses.replace(
-        _travelling(options, environment),
-        hosts=tuple(hosts),
-        num_nodes=count,
-        node_rank=None,
-        master_addr=options.master_addr or hosts[0].name,
-        master_port=options.master_port or _slurm_port(environment),
-    )
-    srun = [
-        "srun",
-        f"--nodes={count}",
-        f"--ntasks={count}",
-        "--ntasks-per-node=1",
-        f"--nodelist={','.join(host.name for host in hosts)}",
-        # One task starts all ranks of a node: it may use every core that the job has there.
-        "--cpu-bind=none",
-        "--kill-on-bad-exit=1",
-        *shlex.split(options.launcher_args),
-    ]
-    return LaunchPlan(job=job, starts=(Start(name="srun", command=(*srun, *_far_end({})), job=job),))
-
-
-def _over_mpi(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> LaunchPlan:
-    """mpirun places ranks by their number, so that slots are the first ones of each host."""
-    here = Host(name="localhost", slots=tuple(range(options.nproc or count_gpus() or 1)))
-    hosts = limit(_hosts(options, count_gpus) or [here], num_hosts=options.nnodes, ranks_per_host=options.nproc)
-    slots = {host.name: host.slots or () for host in hosts}
-    chosen = next((name for name, numbers in slots.items() if numbers != tuple(range(len(numbers)))), None)
-    if chosen is not None:
-        raise UsageError(
-            f"--launcher {options.launcher}: mpirun starts ranks on the first slots of {chosen}; choose whole hosts"
-        )
-    job = _travelling(options, environment)
-    exports: dict[str, str | None] = {**MPI[options.launcher].exports, **dict.fromkeys(job.environment)}
-    exports |= {"MASTER_ADDR": options.master_addr or hosts[0].name, "MASTER_PORT": str(options.master_port or _PORT)}
-    counts = {name: len(numbers) for name, numbers in slots.items()}
-    words = mpi_command(options.launcher, counts, job.command, exports, shlex.split(options.launcher_args))
-    return LaunchPlan(job=job, instead=tuple(words))
-
-
 # -- notes ----------------------------------------------------------------------------------------------------------------
-
-
-def _unused_nodes(options: RunOptions, environment: Mapping[str, str]) -> str:
-    nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
-    if nodes == "1" or options.nnodes is not None or options.standalone or _is_step(environment):
-        return ""
-    return f"zstore: this job of Slurm has {nodes} nodes, and the run is on this one alone; --nnodes {nodes} takes all"
 
 
 def _replaced(environment: Mapping[str, str]) -> str:

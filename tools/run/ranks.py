@@ -1,9 +1,10 @@
-"""Runs the ranks of this machine to their end, whoever started them: `zstore run`, `zstore train`, ssh or srun."""
+"""Runs the ranks of this machine to their end, whoever started them: `zstore run`, `zstore train`, or ssh."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,13 @@ from .job import Control, RunJob
 from .signals import Wakeups
 
 _LOOK_S = 0.1
+_WITH_THE_LAUNCHER = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""A rank's program before it becomes the script, which the kernel then kills when its launcher dies."""
 _MEET_S = 900
 """How long the machines wait for each other."""
 
@@ -35,7 +43,7 @@ def run_ranks(job: RunJob, control: Control | None = None) -> RunEnd:
     process. Raises UsageError if the script does not exist, ZstoreError if the machines did not meet.
     """
     job.require_script()
-    slots = job.host(os.environ).slots
+    slots = job.slots
     num_ranks = len(slots) if slots is not None else job.num_ranks or max(1, count_gpus())
     own = dict(job.environment)
     if slots is not None:
@@ -58,7 +66,7 @@ def run_ranks(job: RunJob, control: Control | None = None) -> RunEnd:
             if control is not None:
                 _obey(one, control, bool(ready), job.shutdown_timeout_s)
         if work.error is not None:
-            where = job.rdzv_endpoint or f"{spec.master_addr}:{spec.master_port}"
+            where = f"{spec.master_addr}:{spec.master_port}"
             raise ZstoreError(f"the machines of the run did not meet at {where}: {work.error}") from work.error
         ended = one.ended()
         return replace(ended, about_kill=memory.text()) if ended.was_killed else ended
@@ -134,36 +142,35 @@ def _spec(job: RunJob, num_ranks: int) -> Iterator[Any]:
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     port, taken = job.master_port, None
-    if not port and not job.rdzv_endpoint:
+    if not port:
         # Here and not in rank 0: the port is free, and torch's agent shares the store.
         taken = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
         port = taken.port
     address = f"[{job.master_addr}]" if ":" in job.master_addr else job.master_addr
-    static = not job.rdzv_endpoint
-    extra: dict[str, Any] = {"rank": job.rank(os.environ)} if static else {}
     handler = get_rendezvous_handler(
         RendezvousParameters(
-            backend="static" if static else "c10d",
-            endpoint=f"{address}:{port}" if static else job.rdzv_endpoint,
-            run_id=job.run_id,
+            backend="static",
+            endpoint=f"{address}:{port}",
+            run_id="zstore",
             min_nodes=job.num_nodes,
             max_nodes=job.num_nodes,
             timeout=_MEET_S,
-            **extra,
+            rank=job.node_rank,
         )
     )
-    program, *arguments = job.command
     yield WorkerSpec(
         role="default",
         local_world_size=num_ranks,
-        entrypoint=program,
+        entrypoint=sys.executable,
         # Torch replaces variables in them, and two dollar signs by one.
-        args=tuple(word.replace("$", "$$") for word in arguments),
+        args=tuple(
+            word.replace("$", "$$") for word in ("-I", "-S", "-c", _WITH_THE_LAUNCHER, str(os.getpid()), *job.command)
+        ),
         rdzv_handler=handler,
         max_restarts=job.max_restarts,
         monitor_interval=INTERVAL_S,
-        master_addr=job.master_addr if static else None,
-        master_port=port if static else None,
+        master_addr=job.master_addr,
+        master_port=port,
     )
     handler.shutdown()
     del taken

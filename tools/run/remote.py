@@ -1,4 +1,4 @@
-"""Program on each machine of a run, started by ssh or srun: runs the machine's ranks as its launcher says on stdin."""
+"""Program on each machine of a run, started by ssh: runs the machine's ranks as its launcher says on stdin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def main() -> int:
         os.dup2(nothing.fileno(), 0)
     try:
         job = control.job()
-        host = job.host(os.environ).name
     except EOFError:
         return 1
     try:
@@ -27,9 +26,9 @@ def main() -> int:
 
         ended = run_ranks(job, control)
     except (ZstoreError, OSError) as error:
-        print(f"zstore: {host}: {error}", file=sys.stderr)
+        print(f"zstore: {job.machine}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
-    ended.say(host)
+    ended.say(job.machine)
     return ended.exit_code
 
 

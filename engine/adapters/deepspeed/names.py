@@ -15,7 +15,7 @@ VERSION = f"{ANSWERS_FOR}+zstore.{__version__.replace('+', '.')}"
 
 _ENGINE = "zstore.engine"
 _ACCESS, _CHECKPOINTING = f"{_ENGINE}.access.safe_access", f"{_ENGINE}.activations.checkpointing"
-_TO_FP32, _LAUNCHER = "zstore.tools.zero_to_fp32", "zstore.tools.run.deepspeed"
+_TO_FP32 = "zstore.tools.zero_to_fp32"
 
 SCHEDULES = "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"
 LEAVES = (
@@ -75,15 +75,6 @@ MODULES = _table({
         "config": (
             "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize compute_elastic_config elasticity_enabled "
             "ensure_immutable_elastic_config"
-        ),
-    },
-    "launcher.multinode_runner": {
-        _LAUNCHER: "IMPIRunner MPICHRunner MVAPICHRunner MultiNodeRunner OpenMPIRunner",
-    },
-    "launcher.runner": {
-        _LAUNCHER: (
-            "DEEPSPEED_ENVIRONMENT_NAME _parse_hostfile encode_world_info fetch_hostfile parse_args "
-            "parse_inclusion_exclusion parse_resource_filter"
         ),
     },
     "moe.utils": {"utils": "is_moe_param split_params_into_different_moe_groups_for_optimizer"},
@@ -161,8 +152,6 @@ ABSENT = {
         "checkpoint.utils": "get_model_ckpt_name_for_rank",
         "compression.compress": "init_compression redundancy_clean",
         "inference.config": "DeepSpeedInferenceConfig",
-        "launcher.multinode_runner": "PDSHRunner SlurmRunner",
-        "launcher.runner": "main",
         "moe.layer": "MoE",
         "moe.sharded_moe": "MOELayer TopKGate",
         "moe.utils": (
