@@ -5,22 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as torch_dist
 
 from zstore.sizes import format_bytes
 
-if TYPE_CHECKING:
-    from zstore.engine import Engine
-
 _log = logging.getLogger("zstore")
 inference_all_reduce = torch_dist.all_reduce
-_engines: list[weakref.ref[Engine]] = []
+_engines: list[weakref.ref[Any]] = []
 """The engine that was made last."""
 
 
-def know(engine: Engine) -> None:
+def know(engine: Any) -> None:
     """Let `log_summary` be of this engine's collectives."""
     _engines[:] = [weakref.ref(engine)]
 
