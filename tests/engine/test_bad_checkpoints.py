@@ -55,7 +55,7 @@ UNSTORABLE: list[tuple[Any, str]] = [
     ({"net": nn.Linear(1, 1)}, r"\['net'\] is a torch.nn.modules.linear.Linear"),
     ({"by_epoch": {1: 0.5}}, r"key 1 is a int.* convert it"),
     (
-        {"z": torch.zeros(2, dtype=torch.complex64)},
+        {"z": torch.zeros(2, dtype=torch.complex128)},
         r"client_state: the tensor at 'z' cannot be stored",
     ),
     ({"s": torch.eye(2).to_sparse()}, r"client_state: the tensor at 's' cannot be stored"),
