@@ -18,13 +18,14 @@ from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.cast import Overflow
 from zstore.weights.choose import choose, frozen_weights
-from zstore.weights.companions import copy_companions
+from zstore.weights.companions import Companions
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
-from zstore.weights.layout import Weight, plan_files
+from zstore.weights.layout import Weight, plan_model
 from zstore.weights.writer import lost_text
 
 from .opening import DEFAULTS, Common, open_location, reporting
 from .options import Dtype, Location, Tag, require_choice, size_option
+from .progress import say_left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,24 +99,25 @@ def consolidate_command(
     target = user_path(out) if out else _beside(ckpt, which.tag, f"-{dtype}")
     with open_location(ckpt, common, which.tag) as source:
         weights, left_out = which.of(source, list_weights(source, DTYPES[dtype], ema=which.ema))
-        files = plan_files(weights, max_shard_size)
+        files = plan_model(weights, max_shard_size, source.record.state)
         size = f"{format_bytes(sum(file.file_bytes for file in files))} in {format_count(len(files), 'file')}"
         total_bytes = sum(source.arrays[weight.array].spec.nbytes for weight in weights)
         title = f"consolidate {source.location}"
         with reporting(title, common, source, total_bytes=total_bytes) as progress:
             plan = f"plan: {format_count(len(weights), 'tensor')} as {dtype}, {size}, to {target}"
             progress.say(plan + _left_out_text(left_out, source.record))
-            copied = ""
+            beside = Companions.of(source, beside=True)
             with new_folder(source.resources.files, target) as folder:
                 lost = write_weights(source, files, folder, overflow=overflow, advance=progress.advance)
                 if lost and overflow == "error":
                     advice = "Choose `--dtype bf16`, or `--overflow clamp` (or `inf`) to write them anyway"
                     raise CheckpointError(lost_text(lost, dtype, advice))
-                copied = copy_companions(source, folder, beside=True)
+                beside.copy(folder, source.resources.files)
             num_lost = sum(each.count for each in lost)
             became = "became infinite" if overflow == "inf" else "were clamped to the largest value"
             changed = f"; {num_lost} values did not fit and {became}" if lost else ""
-            progress.say(f"wrote {size} to {target}{changed}{copied}")
+            progress.say(f"wrote {size} to {target}{changed}{beside.text}")
+            say_left(progress, beside)
             progress.document |= {
                 "path": str(target),
                 "files": [file.name for file in files],

@@ -18,15 +18,15 @@ from zstore.checkpoint import ArraySource, new_folder, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
 from zstore.io import user_path
 from zstore.sizes import format_bytes, format_count
-from zstore.weights.companions import copy_companions
+from zstore.weights.companions import Companions
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
-from zstore.weights.layout import MAX_FILE_BYTES, plan_files
+from zstore.weights.layout import MAX_FILE_BYTES, plan_model
 from zstore.weights.writer import Lost, lost_text
 
 from .export import write_state_dict
 from .opening import DEFAULTS, Common, open_location, reporting
 from .options import Dtype, Tag, require_choice
-from .progress import ProgressBar
+from .progress import ProgressBar, say_left
 from .reshard import reshard_into
 
 OutputKind = Literal["zstore", "torch", "safetensors"]
@@ -126,8 +126,7 @@ def _require_new(out: Path) -> None:
 def _to_zstore(source: ArraySource, out: Path, options: ConvertOptions, progress: ProgressBar) -> dict[str, Any]:
     ranks = options.world_size or source.record.world_size
     path = reshard_into(source, out, ranks, progress)
-    copied = copy_companions(source, out, beside=False)
-    progress.say(f"wrote {path}{copied}")
+    progress.say(f"wrote {path}")
     return {"path": str(path), "world_size": ranks}
 
 
@@ -140,15 +139,20 @@ def _to_torch(source: ArraySource, out: Path, options: ConvertOptions, progress:
         files.rename(part, out)
         files.sync_folder(parent)
     progress.say(f"wrote {out}")
+    beside = Companions.of(source, beside=False)
+    beside.left = [*beside.files, *beside.left]
+    say_left(progress, beside)
     return {"path": str(out)}
 
 
 def _to_safetensors(source: ArraySource, out: Path, options: ConvertOptions, progress: ProgressBar) -> dict[str, Any]:
-    layouts = plan_files(list_weights(source, options.stored_dtype), MAX_FILE_BYTES)
+    layouts = plan_model(list_weights(source, options.stored_dtype), MAX_FILE_BYTES, source.record.state)
+    beside = Companions.of(source, beside=False)
     with new_folder(source.resources.files, out) as folder:
         _refuse(write_weights(source, layouts, folder, overflow="error", advance=progress.advance), options)
-        copied = copy_companions(source, folder, beside=False)
-    progress.say(f"wrote {format_count(len(layouts), 'file')} to {out}{copied}")
+        beside.copy(folder, source.resources.files)
+    progress.say(f"wrote {format_count(len(layouts), 'file')} to {out}{beside.text}")
+    say_left(progress, beside)
     return {"path": str(out), "files": [layout.name for layout in layouts]}
 
 

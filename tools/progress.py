@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from zstore.errors import listed
 from zstore.sizes import format_bytes
 
 from .printing import printable
@@ -16,8 +17,11 @@ from .printing import printable
 if TYPE_CHECKING:
     from rich import progress as rich_progress
 
+    from zstore.weights.companions import Companions
+
 PLAIN_LINE_S = 30.0
 """Seconds between plain lines: a log of an hour stays readable."""
+_MOST_NAMED = 12
 _FORCING = ("FORCE_COLOR", "TTY_COMPATIBLE")
 """Variables by which rich takes any stream for a terminal."""
 
@@ -124,6 +128,13 @@ class ProgressBar(Bar):
             done += f" of {format_bytes(self.total_bytes)} ({100 * self.done_bytes / self.total_bytes:.0f} %)"
         rate = f", {self.done_bytes / elapsed_s / 1e9:.2f} GB/s" if elapsed_s > 0 and self.done_bytes else ""
         return f"{self.title}: {done}{rate}"
+
+
+def say_left(progress: ProgressBar, beside: Companions) -> None:
+    """Say which files of a model were not copied beside its weights, and note for `--json` which were."""
+    progress.document |= {"companions": beside.copied, "left_behind": beside.left}
+    if beside.left:
+        progress.say(f"left behind: {listed(beside.left, _MOST_NAMED)}")
 
 
 def _make_bar(stream: TextIO, *, in_bytes: bool) -> rich_progress.Progress | None:

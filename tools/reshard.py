@@ -16,11 +16,12 @@ from zstore.io import is_url, user_path
 from zstore.remote.upload import upload_checkpoint
 from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
+from zstore.weights.companions import Companions
 
 from .opening import DEFAULTS, Common, array_bytes, open_location, read_of
 from .options import Location, Tag
 from .printing import print_json
-from .progress import ProgressBar
+from .progress import ProgressBar, say_left
 
 
 def reshard_command(  # noqa: PLR0913 - options of one thing, all but the first by name
@@ -96,7 +97,19 @@ def reshard_into(source: ArraySource, folder: Path, ranks: int, progress: Progre
     Raises CheckpointExistsError if its tag is there already.
     """
     try:
-        return reshard_checkpoint(source, folder, ranks, progress.advance, codec=codec)
+        beside = Companions.of(source, beside=False)
+        path = reshard_checkpoint(
+            source,
+            folder,
+            ranks,
+            progress.advance,
+            codec=codec,
+            before_commit=lambda tag: beside.copy_into_checkpoint(tag, source.resources.files),
+        )
+        if beside.copied:
+            progress.say(f"copied into {os.fspath(path)}: {', '.join(beside.copied)}")
+        say_left(progress, beside)
+        return path
     except CheckpointExistsError as error:
         raise CheckpointExistsError(
             f"{os.fspath(folder)} has a checkpoint {source.tag!r} already: name another folder, or remove that one first"

@@ -21,7 +21,7 @@ from zstore.format import buffer_array, model_array
 from zstore.io import Files
 from zstore.io.tensors import dtype_name, plain_memory
 from zstore.ranks.world import World
-from zstore.weights.companions import is_companion
+from zstore.weights.companions import Companions
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import MAX_FILE_BYTES, plan_files
 
@@ -206,16 +206,17 @@ def _save_companions(model: nn.Module, folder: Path) -> list[str]:
     except Exception as error:  # its values are the user's, and must not fail a checkpoint
         messages.append(f"the checkpoint has no config of the model, which could not be written: {error}")
     loaded_from = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "-"))
-    try:
-        for path in loaded_from.iterdir() if loaded_from.is_dir() else ():
-            if is_companion(path.name) and path.is_file() and not (folder / path.name).exists():
-                (folder / path.name).write_bytes(path.read_bytes())
-    except OSError as error:
-        messages.append(f"the checkpoint has not all files of the tokenizer in {loaded_from}: {error}")
-    files = Files()
+    files, own = Files(), Companions()
     for path in set(folder.iterdir()) - before:
         if path.is_file():
             files.sync_file(path)
+    own.add_named(loaded_from)
+    try:
+        own.copy_into_checkpoint(folder, files)
+    except OSError as error:
+        own.left.append(str(error))
+    if own.left:
+        messages.append(f"the checkpoint has not all files of the model in {loaded_from}: {', '.join(own.left)}")
     return messages
 
 

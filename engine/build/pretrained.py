@@ -13,7 +13,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,14 +69,13 @@ def from_pretrained(cls: Any, folder: UserPath, *, config: Any = None, dtype: to
     world = World.current()
     loaded = None if config is None else load_config(config)
     path = user_path(folder)
-    with ExitStack() as files:
-        with world.agreeing():
-            reader = files.enter_context(WeightsReader(path))
-        with world.agreeing():
-            model, found = _skeleton(cls, reader, dtype)
-        filling = _Filling(reader, dtype, builder_for(loaded, world)[0])
-        with world.agreeing():
-            filling.fill(model, found)
+    with world.agreeing():
+        reader = WeightsReader(path)
+    with world.agreeing():
+        model, found = _skeleton(cls, reader, dtype)
+    filling = _Filling(reader, dtype, builder_for(loaded, world)[0])
+    with world.agreeing():
+        filling.fill(model, found)
     _folders[model] = str(path)
     return model.eval()
 

@@ -161,18 +161,18 @@ def test_every_rank_has_its_rows(world_size: int, tmp_path: Path) -> None:
 
 
 def _bytes_read(rank: int, folder: str, swap: str) -> tuple[int, int]:
-    read: list[int] = []
-    close = WeightsReader.close
+    readers: list[WeightsReader] = []
+    begin = WeightsReader.__init__
 
-    def count(reader: WeightsReader) -> None:
-        read.append(reader.read_bytes)
-        close(reader)
+    def count(reader: WeightsReader, folder: Path) -> None:
+        readers.append(reader)
+        begin(reader, folder)
 
-    WeightsReader.close = count  # type: ignore[method-assign]
+    WeightsReader.__init__ = count  # type: ignore[method-assign]
     model = zstore.from_pretrained(
         lambda: nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)]), folder, config=config_of(swap)
     )
-    return read[-1], sum(p.numel() * 4 for p in model.parameters())
+    return readers[-1].read_bytes, sum(p.numel() * 4 for p in model.parameters())
 
 
 def test_a_rank_reads_its_rows_alone(tmp_path: Path) -> None:

@@ -41,13 +41,14 @@ def reshard_checkpoint(
     advance: Callable[[int], None] | None = None,
     *,
     codec: str = "none",
+    before_commit: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write `reader`'s checkpoint into `folder` under its tag, laid out for `world_size` ranks (default: as many as it has).
 
     `codec`, one of `zstore.format.codecs.CODECS`, makes it an archive: its chunks are compressed. The record stays as it
     was except for the layout; states of single ranks (RNG) are kept if the world size is, and left out otherwise.
     `advance` is called with the bytes that were written, before compression. Returns the tag's folder. Raises
-    CheckpointExistsError if `folder` has that tag.
+    CheckpointExistsError if `folder` has that tag. `before_commit` may put files into the tag's folder.
     """
     world_size = reader.record.world_size if world_size is None else world_size
     if world_size < 1:
@@ -56,7 +57,7 @@ def reshard_checkpoint(
         raise UsageError(f"expected one of {', '.join(CODECS)} as codec, got {codec!r}")
     with open_resources(files=reader.resources.files, pool_bytes=reader.resources.pool.nbytes) as resources:
         reshard = _Reshard(reader, resources, folder, (world_size, CODECS[codec]))
-        return reshard.run(advance or (lambda _: None))
+        return reshard.run(advance or (lambda _: None), before_commit or (lambda _: None))
 
 
 class _Reshard:
@@ -106,7 +107,7 @@ class _Reshard:
                     f"array {name!r} has chunks of over {MAX_BLOSC_BYTES} bytes, which blosc cannot have: use zstd"
                 )
 
-    def run(self, advance: Callable[[int], None]) -> Path:
+    def run(self, advance: Callable[[int], None], before_commit: Callable[[Path], None]) -> Path:
         """Write, commit and return the tag's folder."""
         plan, files, record = self._plan, self._resources.files, self._reader.record
         committer = Committer(files, self._folder, plan.tag, plan.save_id)
@@ -117,7 +118,9 @@ class _Reshard:
             if plan.codec is None:  # nobody knows how small an archive becomes
                 plan.require_room(files, self._folder)
             self._write_ranks(builder, advance)
-            committer.commit(builder.finish(record.state, training_world_size=record.training_world_size))
+            committed = builder.finish(record.state, training_world_size=record.training_world_size)
+            before_commit(builder.folder)
+            committer.commit(committed)
         except BaseException as error:
             committer.abort(str(error), alone=True)
             raise

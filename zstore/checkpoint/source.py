@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,8 @@ class ArraySource(Closing):
     """The software whose checkpoint it is, for people: "zstore", "DeepSpeed stage 2"."""
     notes: tuple[str, ...] = ()
     """State that other software's checkpoint has, or lacks, and that is not carried over: for one warning on use."""
+    weight_files: Collection[str] = ()
+    """Of a model's folder, all of which belongs to the model, the files that the arrays are in; of any other source none."""
 
     def __init__(
         self,

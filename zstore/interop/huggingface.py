@@ -6,9 +6,9 @@ A file is 8 bytes with the length of its header, the header in JSON, and the ten
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from ..errors import CheckpointNotFoundError, CorruptionError, UsageError, storage_error
 from ..format.arrays import MAX_NAME, SAFETENSORS_DTYPES, ArraySpec, Bytes, Shaped, model_array, numpy_dtype
-from ..io.closing import Closing
-from ..io.files import Files, OpenFile
+from ..io.files import Files
 from ..io.shards import IoResources
+from ..weights.layout import STEM, STEM_KEY, STEMS, SUFFIX
 from .source import ForeignSource, record_of
 
 _MAX_HEADER_BYTES = 100 * 1000 * 1000
@@ -44,9 +44,9 @@ class StoredWeight(Shaped):
     """Offset of its first byte in the file."""
 
 
-class WeightsReader(Closing):
+class WeightsReader:
     """The tensors of the safetensors files in `folder`: `model.safetensors`, or those that its index names, or the only
-    one there is. Close it, or use it in a `with` block.
+    one there is.
 
     Raises CheckpointNotFoundError if there are none, CorruptionError for files that are damaged, UsageError for
     pickled weights and for data types that cannot be trained.
@@ -55,23 +55,24 @@ class WeightsReader(Closing):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = Files(direct=False)
-        self._opened: dict[Path, OpenFile] = {}
-        self._ends = contextlib.ExitStack()
+        self._seen: dict[Path, tuple[int, ...]] = {}
+        """What tells a file from another one in its place."""
+        self.read_files: list[str] = []
+        """Names of the files that have the weights, the index first."""
+        self.kept_for: dict[str, str] = {}
+        """What the files say of themselves beside the format."""
         self.read_bytes = 0
         """Bytes of tensors read so far."""
-        try:
-            self.weights = self._find()
-        except BaseException:
-            self.close()
-            raise
+        self.weights = self._find()
 
     def _find(self) -> dict[str, StoredWeight]:
         if not self.folder.is_dir():
             raise CheckpointNotFoundError(f"expected a folder with safetensors files, found none at {self.folder}")
-        index = self.folder / "model.safetensors.index.json"
-        if not index.is_file():
+        index = self._index()
+        if index is None:
             return self._header(self._only_file())
         placed = _weight_map(index)
+        self.read_files.append(index.name)
         found: dict[str, StoredWeight] = {}
         for name in dict.fromkeys(placed.values()):
             if Path(name).name != name or "\0" in name:
@@ -82,15 +83,28 @@ class WeightsReader(Closing):
             raise CorruptionError(f"{index} lists {lost[0]!r}, but {placed[lost[0]]} does not have it")
         return found
 
+    def _index(self) -> Path | None:
+        """Return the index of numbered files: that of a model, of diffusers' or of the only variant."""
+        usual = [self.folder / f"{stem}{SUFFIX}.index.json" for stem in STEMS]
+        found = sorted(self.folder.glob(f"*{SUFFIX}.index*.json"))
+        if (known := [path for path in usual if path in found]) or len(found) == 1:
+            return (known or found)[0]
+        if len(found) > 1 and not any((self.folder / f"{stem}{SUFFIX}").exists() for stem in STEMS):
+            names = ", ".join(path.name for path in found)
+            raise UsageError(
+                f"{self.folder} has several variants of the weights, {names}: leave one index in a copy of it"
+            )
+        return None
+
     def _only_file(self) -> Path:
-        usual = self.folder / "model.safetensors"
-        found = sorted(self.folder.glob("*.safetensors"))
-        if usual in found or len(found) == 1:
-            return usual if usual in found else found[0]
+        found = sorted(self.folder.glob(f"*{SUFFIX}"))
+        usual = [path for stem in STEMS if (path := self.folder / f"{stem}{SUFFIX}") in found]
+        if usual or len(found) == 1:
+            return (usual or found)[0]
         if found:
             raise UsageError(
                 f"{self.folder} has {len(found)} safetensors files and no model.safetensors.index.json that says which "
-                "belong together: save the model again with transformers' save_pretrained()"
+                "belong together: save the model again with save_pretrained() of transformers or diffusers"
             )
         pickled = [path.name for pattern in _PICKLED for path in sorted(self.folder.glob(pattern))]
         if pickled:
@@ -102,21 +116,24 @@ class WeightsReader(Closing):
         raise CheckpointNotFoundError(f"{self.folder} has no safetensors files: expected model.safetensors or an index")
 
     def _header(self, path: Path) -> dict[str, StoredWeight]:
-        """Read the header of a file, which stays open."""
         try:
             file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would keep us waiting
-            self._ends.callback(os.close, file)
-            size = os.fstat(file).st_size
-            length = int.from_bytes(os.pread(file, 8, 0), "little")
-            text = os.pread(file, length, 8) if length <= min(size - 8, _MAX_HEADER_BYTES) else b""
+            try:
+                status = os.fstat(file)
+                size = status.st_size
+                length = int.from_bytes(os.pread(file, 8, 0), "little")
+                text = os.pread(file, length, 8) if length <= min(size - 8, _MAX_HEADER_BYTES) else b""
+            finally:
+                os.close(file)
         except OSError as error:
             raise storage_error(error, "the weights cannot be read", path=str(path)) from error
-        self._opened[path] = OpenFile(file, str(path), direct=False)
+        self._seen[path] = _identity(status)
+        self.read_files.append(path.name)
         try:
             if not text or len(text) != length:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             entries = _json(text)
-            entries.pop("__metadata__", None)
+            self.kept_for |= {key: str(text) for key, text in (entries.pop("__metadata__", None) or {}).items()}
             return {name: _weight(name, entry, path, 8 + length, size) for name, entry in entries.items()}
         except UsageError:
             raise
@@ -126,15 +143,15 @@ class WeightsReader(Closing):
     def read_into(self, weight: StoredWeight, first: int, out: npt.NDArray[Any]) -> None:
         """Fill `out` (1-D, contiguous, of the weight's data type) with its flat elements from `first` on.
 
-        Raises StorageError if the file cannot be read, or has become shorter.
+        Raises StorageError if the file cannot be read, CorruptionError if it was changed since its header was read.
         """
         data = out.view(np.uint8)
-        self._files.read_into(self._opened[weight.path], data, weight.offset + first * out.itemsize)
+        # Opened for each read: a model may have more files than a process may have open.
+        with self._files.opened(weight.path, direct=False) as file:
+            if _identity(os.fstat(file.fd)) != self._seen[weight.path]:
+                raise CorruptionError(f"{weight.path} was changed while it was read: read it again")
+            self._files.read_into(file, data, weight.offset + first * out.itemsize)
         self.read_bytes += data.size
-
-    def close(self) -> None:
-        """Close the files; a second call does nothing."""
-        self._ends.close()
 
 
 class HuggingFaceSource(ForeignSource):
@@ -152,17 +169,28 @@ class HuggingFaceSource(ForeignSource):
                 ArraySpec(name=model_array(weight.name), shape=weight.shape, dtype=weight.dtype)
                 for weight in self._weights.weights.values()
             ]
-            super().__init__(folder, record_of(folder), specs, resources, Files(direct=False))
-        except BaseException as error:
-            self._weights.close()
-            if isinstance(error, ValueError):
-                raise CorruptionError(f"{folder}: {error}") from error
-            raise
-        self._cleanup.callback(self._weights.close)
+            stem = _stem(self._weights.read_files[-1])
+            record = record_of(folder, state={} if stem == STEM else {STEM_KEY: stem})
+            super().__init__(folder, record, specs, resources, Files(direct=False))
+        except ValueError as error:
+            raise CorruptionError(f"{folder}: {error}") from error
+        self.weight_files = frozenset(self._weights.read_files)
+        if own := sorted(self._weights.kept_for.keys() - {"format"}):
+            self.notes = (f"what the files say of themselves: {', '.join(own):.200}",)
 
     def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
         target = out.view(numpy_dtype(self.array(name).spec.dtype))
         self._weights.read_into(self._weights.weights[name.partition("/")[2]], first, target)
+
+
+def _stem(name: str) -> str:
+    """Return the first part of a file's name, without its number and variant, if it is one that is known."""
+    stem = re.split(r"\.|-\d+-of-\d+", name)[0]
+    return stem if stem in STEMS else STEM
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _json(text: bytes) -> Any:

@@ -7,7 +7,8 @@ holes); of the numbering and the index: Hugging Face's sharded checkpoints.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,11 @@ from ..format.arrays import SAFETENSORS_DTYPES, Shaped
 SUFFIX = ".safetensors"
 STEM = "model"
 """First part of the names of a model's files, as `from_pretrained` looks for them."""
+_IN_ONE_FILE = ("adapter_model", "pytorch_lora_weights")
+STEMS = (STEM, "diffusion_pytorch_model", *_IN_ONE_FILE)
+"""Those that transformers, diffusers and PEFT look for, in this order."""
+STEM_KEY = "weights_stem"
+"""Key of a record's state: the one of `STEMS` that the weights' files had."""
 
 MAX_FILE_BYTES = 5 * 1000**3
 """Bytes of weights in one file unless asked otherwise, as in transformers."""
@@ -56,6 +62,14 @@ class FileLayout:
     def file_bytes(self) -> int:
         """Bytes of the file."""
         return len(self.header) + sum(weight.nbytes for weight in self.weights)
+
+
+def plan_model(weights: Iterable[Weight], max_file_bytes: int, state: Mapping[str, Any]) -> list[FileLayout]:
+    """Return the files as `plan_files` does, called as those that the checkpoint whose record has `state` was made from."""
+    stem = state.get(STEM_KEY)
+    stem = stem if stem in STEMS else STEM
+    most_bytes = sys.maxsize if stem in _IN_ONE_FILE else max_file_bytes  # no index of theirs is read
+    return plan_files(weights, most_bytes, stem)
 
 
 def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM) -> list[FileLayout]:

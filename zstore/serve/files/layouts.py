@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...checkpoint.reader import CheckpointReader
 from ...weights.from_checkpoint import DTYPES, list_weights
-from ...weights.layout import FileLayout, plan_files
+from ...weights.layout import FileLayout, plan_model
 from ..cache import Cache
 
 _MOST_LAYOUTS, _MOST_REFUSED = 8, 256
@@ -20,8 +20,10 @@ class Layouts:
     def files(self, reader: CheckpointReader, dtype: str, max_file_bytes: int) -> list[FileLayout]:
         """Return the files of the model, as `zstore consolidate` writes them."""
         key = (reader.record.id, dtype, max_file_bytes)
-        found = self._layouts.get(key)
-        return found or self._layouts.put(key, plan_files(list_weights(reader, DTYPES[dtype]), max_file_bytes))
+        if (found := self._layouts.get(key)) is not None:
+            return found
+        weights = list_weights(reader, DTYPES[dtype])
+        return self._layouts.put(key, plan_model(weights, max_file_bytes, reader.record.state))
 
     def refuse(self, reader: CheckpointReader, dtype: str, reason: str) -> None:
         """Remember why the weights cannot be written as `dtype`, which is found out on the way."""
