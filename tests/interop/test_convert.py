@@ -266,10 +266,10 @@ def test_a_hugging_face_folder_there_and_back(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path / "ours") as reader:
         assert (reader.tag, verify_checkpoint(reader)) == ("hf", [])
     (tmp_path / "tokenizer.json").write_text("another model's")
-    (tmp_path / "ours/generation_config.json").write_text('{"max_length": 7}')
+    (tmp_path / "ours/hf/generation_config.json").write_text('{"max_length": 7}')
     convert(tmp_path / "hf", tmp_path / "ours2")
-    assert not (tmp_path / "ours2/tokenizer.json").exists(), "what lies beside the source is not the model's"
-    assert (tmp_path / "ours2/config.json").read_bytes() == (tmp_path / "hf/config.json").read_bytes()
+    assert not list((tmp_path / "ours2").rglob("tokenizer.json")), "what lies beside the source is not the model's"
+    assert (tmp_path / "ours2/hf/config.json").read_bytes() == (tmp_path / "hf/config.json").read_bytes()
     convert(tmp_path / "ours", tmp_path / "back", "safetensors")
     assert "7" in (tmp_path / "back/generation_config.json").read_text()
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back")

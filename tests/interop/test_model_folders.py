@@ -124,7 +124,7 @@ def test_links_of_a_users_own_folder(way: Way, tmp_path: Path, capsys: pytest.Ca
 def test_an_adapter_of_peft(way: Way, tmp_path: Path) -> None:
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG)).save_pretrained(tmp_path / "base")
     base = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "base")
-    adapted = get_peft_model(base, LoraConfig(target_modules=["c_attn"]))
+    adapted = get_peft_model(base, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
