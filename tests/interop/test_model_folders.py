@@ -121,6 +121,7 @@ def test_links_of_a_users_own_folder(way: Way, tmp_path: Path, capsys: pytest.Ca
 
 
 @WAYS
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT by transformers
 def test_an_adapter_of_peft(way: Way, tmp_path: Path) -> None:
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG)).save_pretrained(tmp_path / "base")
     base = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "base")
