@@ -16,11 +16,11 @@ from torch import nn
 
 from zstore.checkpoint import new_folder, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
-from zstore.format import FLOATING, buffer_array, model_array
+from zstore.format import FLOATING, STEM, SUFFIX, buffer_array, model_array
 from zstore.io import Files
 from zstore.io.tensors import as_numpy, dtype_name, host_values
 from zstore.weights.from_checkpoint import DTYPES
-from zstore.weights.layout import MAX_FILE_BYTES, STEM, SUFFIX, FileLayout, Weight, index_file, plan_files
+from zstore.weights.layout import MAX_FILE_BYTES, FileLayout, Weight, index_file, plan_files
 from zstore.weights.writer import WeightsWriter, lost_text
 
 from ..build.model import save_config, stored_buffers

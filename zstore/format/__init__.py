@@ -7,6 +7,8 @@ from .arrays import (
     AVERAGES,
     FLOAT8,
     FLOATING,
+    STEM,
+    SUFFIX,
     Array,
     ArraySpec,
     Bytes,
@@ -33,7 +35,8 @@ from .pieces import ArrayLayout, lay_out
 from .shardfile import ShardLayout, layout_of
 
 __all__ = [
-    "ALIGN_NUMEL", "AVERAGES", "BITS", "FLOAT8", "FLOATING", "Array", "ArrayLayout", "ArraySpec", "Box", "Bytes", "Grid",
+    "ALIGN_NUMEL", "AVERAGES", "BITS", "FLOAT8", "FLOATING", "STEM", "SUFFIX", "Array", "ArrayLayout", "ArraySpec", "Box",
+    "Bytes", "Grid",
     "ShardLayout", "buffer_array", "client_array", "flat_ranges", "gather", "grid_in_checkpoint", "grid_of_blocks",
     "grid_of_rows", "lay_out", "layout_of", "make_grid", "model_array", "numpy_dtype", "optimizer_array",
     "plan_reads", "round_up", "stored_shape", "tiles",

@@ -61,6 +61,15 @@ SAFETENSORS_DTYPES = {
 }
 """Zarr's name of a data type -> safetensors'."""
 
+SUFFIX = ".safetensors"
+STEM = "model"
+"""First part of the names of a model's files, as `from_pretrained` looks for them."""
+STEMS_OF_ONE_FILE = ("adapter_model", "pytorch_lora_weights")
+STEMS = (STEM, "diffusion_pytorch_model", *STEMS_OF_ONE_FILE)
+"""Those that transformers, diffusers and PEFT look for, in this order."""
+STEM_KEY = "weights_stem"
+"""Key of a record's state: the one of `STEMS` that the weights' files had."""
+
 MAX_NAME = 4096
 """Characters of an array's name, at most."""
 FLOATING = ("float16", "bfloat16", "float32", "float64")

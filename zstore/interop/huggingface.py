@@ -17,10 +17,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointNotFoundError, CorruptionError, UsageError, storage_error
-from ..format.arrays import MAX_NAME, SAFETENSORS_DTYPES, ArraySpec, Bytes, Shaped, model_array, numpy_dtype
+from ..format.arrays import (
+    MAX_NAME,
+    SAFETENSORS_DTYPES,
+    STEM,
+    STEM_KEY,
+    STEMS,
+    SUFFIX,
+    ArraySpec,
+    Bytes,
+    Shaped,
+    model_array,
+    numpy_dtype,
+)
 from ..io.files import Files
 from ..io.shards import IoResources
-from ..weights.layout import STEM, STEM_KEY, STEMS, SUFFIX
 from .source import ForeignSource, record_of
 
 _MAX_HEADER_BYTES = 100 * 1000 * 1000

@@ -14,16 +14,7 @@ from typing import Any
 
 from ..checkpoint.names import natural_key
 from ..errors import CheckpointMismatchError
-from ..format.arrays import SAFETENSORS_DTYPES, Shaped
-
-SUFFIX = ".safetensors"
-STEM = "model"
-"""First part of the names of a model's files, as `from_pretrained` looks for them."""
-_IN_ONE_FILE = ("adapter_model", "pytorch_lora_weights")
-STEMS = (STEM, "diffusion_pytorch_model", *_IN_ONE_FILE)
-"""Those that transformers, diffusers and PEFT look for, in this order."""
-STEM_KEY = "weights_stem"
-"""Key of a record's state: the one of `STEMS` that the weights' files had."""
+from ..format.arrays import SAFETENSORS_DTYPES, STEM, STEM_KEY, STEMS, STEMS_OF_ONE_FILE, SUFFIX, Shaped
 
 MAX_FILE_BYTES = 5 * 1000**3
 """Bytes of weights in one file unless asked otherwise, as in transformers."""
@@ -68,7 +59,7 @@ def plan_model(weights: Iterable[Weight], max_file_bytes: int, state: Mapping[st
     """Return the files as `plan_files` does, called as those that the checkpoint whose record has `state` was made from."""
     stem = state.get(STEM_KEY)
     stem = stem if stem in STEMS else STEM
-    most_bytes = sys.maxsize if stem in _IN_ONE_FILE else max_file_bytes  # no index of theirs is read
+    most_bytes = sys.maxsize if stem in STEMS_OF_ONE_FILE else max_file_bytes  # no index of theirs is read
     return plan_files(weights, most_bytes, stem)
 
 

@@ -30,11 +30,12 @@ from ...checkpoint.catalog import TagInfo
 from ...checkpoint.folder import Folder
 from ...checkpoint.reader import CheckpointReader
 from ...errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError, ZstoreError
+from ...format.arrays import SUFFIX
 from ...sizes import parse_bytes
 from ...weights.cast import Overflow
 from ...weights.companions import companions, is_companion
 from ...weights.from_checkpoint import DTYPES
-from ...weights.layout import MAX_FILE_BYTES, SUFFIX, FileLayout, index_document, index_file
+from ...weights.layout import MAX_FILE_BYTES, FileLayout, index_document, index_file
 from ...weights.parts import cut_blocks, read_block
 from ..files.downloads import BusyError, Make
 from ..files.opened import Opened
