@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from tests import warm
 from tests.tools.run_machines import two_namespaces, with_programs
+from zstore.tools.run.agent import agent
+from zstore.tools.run.guard import LauncherGuard
 
 RUN = [sys.executable, "-m", "zstore", "run", "--shutdown-timeout", "1"]
 
@@ -175,6 +180,24 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, environment:
     with running(tmp_path, environment | {"STUBBORN": "1"}, "--nproc", "2") as process:
         process.kill()
         assert rest(process)[0] == -signal.SIGKILL
+
+
+def test_the_guard_knows_of_a_rank_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher may be killed at any time."""
+    events: list[str] = []
+    monkeypatch.setattr(LauncherGuard, "add", lambda _, pid: events.append(f"add {pid}"))
+    monkeypatch.setattr(LauncherGuard, "watch", lambda _, pids: events.append(f"watch {list(pids)}"))
+
+    def start(_: Any, group: Any) -> dict[int, int]:
+        made = [subprocess_handler.SubprocessHandler("true", (), {}, None, None, rank, None) for rank in range(2)]
+        events.append("started")
+        return {rank: handler.proc.wait() or handler.proc.pid for rank, handler in enumerate(made)}
+
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", start)
+    spec = WorkerSpec("role", 2, rdzv_handler=None, entrypoint="true")  # type: ignore[arg-type]
+    with agent(spec, 0) as one:
+        pids = one._start_workers(one.get_worker_group()).values()
+    assert events == [*(f"add {pid}" for pid in pids), "started", f"watch {list(pids)}"]
 
 
 @pytest.mark.parametrize(

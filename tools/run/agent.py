@@ -23,8 +23,10 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from .ending import STOPPED_EXIT_CODE, RunEnd
+from .guard import LauncherGuard
 
 INTERVAL_S = 0.05
 """Time between checks of the ranks."""
@@ -40,8 +42,9 @@ class Agent(LocalElasticAgent):
     See [Note: an agent that lets ranks end by themselves].
     """
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, patience_s: float) -> None:
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, guard: LauncherGuard, patience_s: float) -> None:
         super().__init__(spec, logs)
+        self._guard = guard
         self._patience_s = patience_s
         self._lock = threading.Lock()
         self._ending = False
@@ -104,7 +107,9 @@ class Agent(LocalElasticAgent):
             if self._ending:
                 raise NeverStarted
             self._first = self._end_at = None
-            pids: dict[int, Any] = super()._start_workers(worker_group)
+            with _told(self._guard):
+                pids: dict[int, Any] = super()._start_workers(worker_group)
+            self._guard.watch(pids.values())
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -137,15 +142,35 @@ class Agent(LocalElasticAgent):
 
 
 @contextlib.contextmanager
+def _told(guard: LauncherGuard) -> Iterator[None]:
+    """Tell the guard of each rank as it starts: this process may be killed before torch's agent has started the others."""
+    module: Any = subprocess_handler
+    popen = module.Popen
+
+    def start(*args: Any, **options: Any) -> Any:
+        process = popen(*args, **options)
+        guard.add(process.pid)
+        return process
+
+    module.Popen = start
+    try:
+        yield
+    finally:
+        module.Popen = popen
+
+
+@contextlib.contextmanager
 def agent(spec: WorkerSpec, patience_s: float) -> Iterator[Agent]:
     """Yield an agent for `spec`; at the end no rank of it runs any more, however the block ends."""
     if "LOGLEVEL" not in os.environ:
         # It would log that it sets no handlers, and how ranks ended: we say that ourselves.
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    guard = LauncherGuard(patience_s)
     with tempfile.TemporaryDirectory(prefix="zstore-run-", ignore_cleanup_errors=True) as logs:
-        one = Agent(spec, DefaultLogsSpecs(log_dir=logs), patience_s)
+        one = Agent(spec, DefaultLogsSpecs(log_dir=logs), guard, patience_s)
         try:
             yield one
         finally:
             one.end_within(0)
             one._kill(one._processes())
+            guard.close()

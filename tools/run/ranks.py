@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -24,13 +23,6 @@ from .job import Control, RunJob
 from .signals import Wakeups
 
 _LOOK_S = 0.1
-_WITH_THE_LAUNCHER = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
-"""A rank's program before it becomes the script, which the kernel then kills when its launcher dies."""
 _MEET_S = 900
 """How long the machines wait for each other."""
 
@@ -158,14 +150,13 @@ def _spec(job: RunJob, num_ranks: int) -> Iterator[Any]:
             rank=job.node_rank,
         )
     )
+    program, *arguments = job.command
     yield WorkerSpec(
         role="default",
         local_world_size=num_ranks,
-        entrypoint=sys.executable,
+        entrypoint=program,
         # Torch replaces variables in them, and two dollar signs by one.
-        args=tuple(
-            word.replace("$", "$$") for word in ("-I", "-S", "-c", _WITH_THE_LAUNCHER, str(os.getpid()), *job.command)
-        ),
+        args=tuple(word.replace("$", "$$") for word in arguments),
         rdzv_handler=handler,
         max_restarts=job.max_restarts,
         monitor_interval=INTERVAL_S,
