@@ -4,8 +4,7 @@
     python -m bench.dcp --pairs [--path FOLDER] [--sizes 1 11 64 264 1024] [--ranks 1 2 4] [--rounds 10]
         [--seconds 20] [--disk]
 
-Prints the bytes that a second save writes anew where 1 of 10 tensors changed, and how long asynchronous saves hold the
-caller up, by a thread and by a process.
+Prints how long asynchronous saves hold the caller up, by a thread and by a process.
 
 With `--pairs`: how long saves of 50 tensors of so many MB in all take at so many ranks, as a share of what torch's writer
 takes with its own fsync. The two run in turn, each save to a new folder; the ratio is the median of those of the pairs.
@@ -45,24 +44,6 @@ whenever it makes a file near them."""
 _LEAST_ROUNDS = 3
 _NUM_TENSORS = 50
 _COLUMNS = 512
-
-
-def new_bytes(folder: Path) -> int:
-    """Return the bytes on the drive of files that have no other name."""
-    found = (path.stat() for path in folder.rglob("*") if path.is_file())
-    return sum(each.st_blocks * 512 for each in found if each.st_nlink == 1)
-
-
-def save_twice(state: dict[str, Any], folder: Path, make: Callable[[Path], Any]) -> tuple[float, float, int]:
-    """Return the seconds of a first save, those of a second one with 1 of 10 tensors changed, and the bytes it wrote."""
-    seconds = []
-    for number in range(2):
-        state["model"]["w3"] += number
-        started = time.perf_counter()
-        save(state, storage_writer=make(folder / f"step-{number}"))
-        os.sync()
-        seconds.append(time.perf_counter() - started)
-    return seconds[0], seconds[1], new_bytes(folder / "step-1")
 
 
 def stalls(
@@ -205,18 +186,11 @@ def measure(folder: Path, mib: int) -> None:
         "torch": FileSystemWriter,
         "zstore": zstore.dcp.Writer,
     }
-    for name, make in writers.items():
-        first, second, nbytes = save_twice(state, folder / name, make)
-        share = 100 * nbytes / (mib * 2**20)
-        print(f"{name}: first save {first:.2f} s; 1 of 10 changed {second:.2f} s, {nbytes} bytes ({share:.1f} %) anew")
-        shutil.rmtree(folder / name)
     for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
         shared = kind is AsyncCheckpointerType.PROCESS
         for name, make in writers.items():
-            stager: Any = zstore.dcp.Stager(shared_memory=shared)
-            if name == "torch":
-                # By a thread, what `async_save` makes by itself; by a process, one whose memory is shared and kept, too.
-                stager = DefaultStager(StagingOptions(False, True, False, False)) if shared else None
+            # By a thread, what `async_save` makes by itself; by a process, one whose memory is shared and kept.
+            stager = DefaultStager(StagingOptions(False, True, False, False)) if shared else None
             held, done = stalls(state, folder / name, make, stager, kind)
             print(f"{name}, by a {kind.value}: {1000 * held:.0f} ms until training goes on, {done:.2f} s until saved")
             if stager is not None:

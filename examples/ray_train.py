@@ -1,4 +1,4 @@
-"""Ray Train that saves versions to a bucket, and goes on with as many workers as there are: python examples/ray_train.py URL"""
+"""Ray Train that saves to a bucket, and goes on with as many workers as there are: python examples/ray_train.py URL"""
 
 import argparse
 import json
@@ -17,7 +17,6 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "zero_optimization": {"stage": 2},
-    "zstore": {"versions": True},
 }
 
 
@@ -28,7 +27,7 @@ def train(settings: dict) -> None:
     rows = torch.utils.data.TensorDataset(torch.randn(1000, 16))
     engine, _, loader, _ = zstore.initialize(model=model, config=CONFIG, training_data=rows)
     with engine:
-        # The newest version, by however many workers it was saved; the data goes on at its position.
+        # The newest checkpoint, by however many workers it was saved; the data goes on at its position.
         engine.load_checkpoint(settings["url"])
         while engine.global_steps < settings["steps"]:
             for (batch,) in loader:
@@ -43,7 +42,7 @@ def train(settings: dict) -> None:
 
 
 def report(url: str, engine: Engine, loss: float) -> None:
-    """Tell Ray of a version (all workers): it is in the bucket already, so Ray's checkpoint only says where."""
+    """Tell Ray of a checkpoint (all workers): it is in the bucket already, so Ray's checkpoint only says where."""
     metrics = {"step": engine.global_steps, "workers": engine.world_size, "loss": loss, "version": url}
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "version.json").write_text(json.dumps(metrics))

@@ -118,7 +118,7 @@ def server() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def bucket(server: dict[str, Any], tmp_path: Path) -> Any:
-    """A new bucket of it, whose saves are versions."""
-    from tests.checkpoint.buckets import VersionedBucket
+    """A new bucket of it."""
+    from tests.checkpoint.buckets import Bucket
 
-    return VersionedBucket(server, tmp_path)
+    return Bucket(server, tmp_path)

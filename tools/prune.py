@@ -11,7 +11,7 @@ import typer
 from zstore.checkpoint import Fate, Folder, Keep, TagInfo, bytes_freed, plan_lines, remove_each, weigh
 from zstore.errors import CheckpointNotFoundError, UsageError
 from zstore.open.sources import folder_of, maker_of
-from zstore.remote.commit import remover, tidy
+from zstore.remote.commit import remover
 
 from .listing import check_listing, check_records
 from .opening import DEFAULTS, Common, reporting
@@ -80,8 +80,6 @@ def prune_folder(
             progress.advance(sizes[info.location])
 
         messages = [] if dry_run else remove_each([fate.info for fate in doomed], remover(place), gone)
-        for line in () if dry_run else tidy(place):
-            progress.say(line)
         for message in messages:
             progress.say(f"zstore: {message}")
         progress.document |= {

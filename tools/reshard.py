@@ -24,7 +24,7 @@ from .printing import print_json
 from .progress import ProgressBar, say_left
 
 
-def reshard_command(  # noqa: PLR0913 - options of one thing, all but the first by name
+def reshard_command(
     ckpt: Location,
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to write; not needed with --to.")] = None,
     world_size: Annotated[
@@ -40,9 +40,6 @@ def reshard_command(  # noqa: PLR0913 - options of one thing, all but the first 
     to: Annotated[
         str | None, typer.Option(help="Upload the result to the folder of checkpoints at this URL.", metavar="URL")
     ] = None,
-    versions: Annotated[
-        bool, typer.Option("--versions", help="Let --to become a repository of versions if it has no checkpoint yet.")
-    ] = False,
     common: Common = DEFAULTS,
 ) -> int:
     """Write the checkpoint `ckpt`, of a folder `tag` or the newest, laid out for `world_size` ranks (default: as many as it
@@ -84,7 +81,7 @@ def reshard_command(  # noqa: PLR0913 - options of one thing, all but the first 
                 document |= {"path": None if out is None else str(path), **facts}
                 plan = ""
         if to is not None:  # the source's buffers are free again
-            upload = _upload(path, to, common, plan, versions=versions)
+            upload = _upload(path, to, common, plan)
             document = {**upload["upload"], **document, **upload}
     if common.json:
         print_json(document)
@@ -143,7 +140,7 @@ def _file_bytes(path: Path) -> int:
         return sum(array.file_bytes for array in written.arrays.values())
 
 
-def _upload(path: Path, url: str, common: Common, plan: str, *, versions: bool) -> dict[str, Any]:
+def _upload(path: Path, url: str, common: Common, plan: str) -> dict[str, Any]:
     with ProgressBar(f"upload {path.name} to {shown(url)}", _file_bytes(path)) as progress:
         if plan:
             progress.say(plan)
@@ -151,7 +148,6 @@ def _upload(path: Path, url: str, common: Common, plan: str, *, versions: bool) 
             path,
             url,
             common.storage_options,
-            versions=versions,
             advance=progress.advance,
             memory_bytes=None if common.memory_bytes is None else common.free_bytes,
         )

@@ -58,7 +58,7 @@ class Listening:
     upload_folder: Annotated[
         Path | None,
         typer.Option(
-            help="Take uploads to runs behind URLs, too: they are put together in this folder, then sent there as versions.",
+            help="Take uploads to runs behind URLs, too: they are put together in this folder, then sent there.",
             metavar="DIR",
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""The destination of a save: a folder, or a URL by way of a local one."""
+"""The destination of a save: a folder, or a URL by way of a folder of each rank's own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from zstore.checkpoint import SaveHandle, SaveRequest, save_checkpoint
 from zstore.io import is_url
+from zstore.ranks.rendezvous import StoreBoard
 from zstore.remote.save import UploadOptions, save_to_url
-from zstore.remote.upload import place_of
-from zstore.remote.versions import VersionsFolder
+from zstore.remote.upload import UploadPlace, place_of
 
 from ..config.config import Config
 
@@ -21,35 +21,32 @@ _FOLDER = "zstore-uploads"
 
 @dataclass(frozen=True)
 class Destination:
-    """A folder that a save is committed in, and its upload from there, if any."""
+    """A folder that a save is committed in; of a URL, the folder that files are in on their way there."""
 
     folder: Path
-    upload: UploadOptions | None = None
-
-    @property
-    def needs_shared(self) -> bool:
-        """Whether all ranks have to see `folder`, however they were told to save."""
-        return self.upload is not None and not isinstance(self.upload.folder, VersionsFolder)
+    upload: UploadPlace | None = None
 
     def location_of(self, name: str) -> str:
         """Return path or URL of a folder in it."""
-        return str(self.folder / name) if self.upload is None else self.upload.folder.location_of(name)
+        return str(self.folder / name) if self.upload is None else self.upload.location_of(name)
 
     def begin(self, request: SaveRequest) -> SaveHandle:
         """Begin the save; `request.folder` is this folder. See `save_checkpoint`."""
-        return save_checkpoint(request) if self.upload is None else save_to_url(request, self.upload)
+        if self.upload is None:
+            return save_checkpoint(request)
+        board = StoreBoard(f"/{request.save_id}") if request.world_size > 1 else None
+        return save_to_url(request, UploadOptions(folder=self.upload, board=board))
 
 
 def destination_of(location: str, config: Config, drives: Sequence[Path]) -> Destination:
-    """Return the destination of a save to a path or URL; `drives` are the folders of the run's store. See `place_of` for
-    the requests that are made, and the errors."""
+    """Return the destination of a save to a path or URL; `drives` are the folders of the run's store. Raises as `place_of`."""
     if not is_url(location):
         return Destination(Path(location))
-    remote = place_of(location, config.storage_options, versions=config.own.versions)
+    remote = place_of(location, config.storage_options)
     # One folder for each URL: tags of different runs do not meet.
     name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
     above = config.own.upload_folder or _chosen_folder(drives)
-    return Destination(above / name, UploadOptions(folder=remote, keep_local=config.own.keep_local))
+    return Destination(above / name, remote)
 
 
 def _chosen_folder(drives: Sequence[Path]) -> Path:

@@ -22,11 +22,11 @@ from zstore.ranks.rendezvous import StoreBoard
 from zstore.ranks.world import World
 
 
-def parts_of(world: World, folder: Path, save_id: str, *, may_share: bool = False) -> Parts | None:
+def parts_of(world: World, folder: Path, save_id: str) -> Parts | None:
     """Return the division of a save into `folder`, which may be another one on each machine; None if all ranks share it
     (all ranks).
 
-    Raises UsageError if two machines have one folder, unless they may: their ranks would take it for their own.
+    Raises UsageError if two machines have one folder: their ranks would take it for their own.
     """
     with world.agreeing():
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,8 +42,6 @@ def parts_of(world: World, folder: Path, save_id: str, *, may_share: bool = Fals
         return None
     here = next(number for number, machine in enumerate(machines) if world.rank in machine.ranks)
     if _see_each_other(world, folder, save_id, here, machines):
-        if may_share:
-            return None
         raise UsageError(
             f"checkpoint.use_node_local_storage: several machines see {folder}, {machines[here].host!r} among them: leave the "
             "key out for a folder that is shared, or name one on each machine's own drive"

@@ -133,8 +133,8 @@ class Checkpoints:
         if world.rank > 0:
             small = Small.standing_in(small.state, described)
         parts = None
-        if world.world_size > 1 and not destination.needs_shared and (self._is_local or destination.upload is not None):
-            parts = parts_of(world, destination.folder, save_id, may_share=destination.upload is not None)
+        if self._is_local and destination.upload is None:
+            parts = parts_of(world, destination.folder, save_id)
             share_small(world, small.arrays)
         tell = self._teller(chosen, destination)
         with world.agreeing():

@@ -58,15 +58,8 @@ class ZstoreSection(Section):
     """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: from the environment; credentials
     belong there. See docs/remote.md."""
     upload_folder: Folder | None = built(None)
-    """Where a checkpoint for a URL is committed first, to be uploaded in the background. All ranks must see it, except for
-    versions. Unset: beside the first nvme_path, where state on disk is linked and not written again, else in the user's cache
-    folder."""
-    versions: Bool = built(False)
-    """Save to s3://, gs://, abfs:// and file:// URLs that have no checkpoint yet as versions of an icechunk repository: only
-    changes are sent, and ranks share no folder. Needs zstore[versions]. A URL that has versions goes on with them without the
-    key, one with checkpoints of the plain layout with that. See docs/remote.md."""
-    keep_local: Bool = built(False)
-    """Keep that local checkpoint once it is uploaded; `keep` applies to it too."""
+    """Where each rank's files for a URL are on their way, to be sent in the background; ranks need not share it. Unset: beside
+    the first nvme_path, where state on disk is linked and not written again, else in the user's cache folder."""
     journal: Annotated[Literal["auto", False], Words('"auto" or false')] | Folder = built("auto")
     """Where the run's journal goes: a line of JSON for each step, save and load, written by rank 0. "auto": beside the
     checkpoints, as `journal-<run id>.jsonl`. A path: into that folder. false: there is none. See docs/journal.md."""

@@ -169,3 +169,19 @@ def values(folder: Path, tag: str | None = None) -> dict[str, bytes]:
 def leavings(folder: Path) -> list[str]:
     """What a save that was killed or given up would leave behind."""
     return sorted(p.name for p in folder.iterdir() if any(k in p.name for k in (".tmp-", ".old-", ".lock-")))
+
+
+class ThreadBoard:
+    """A board for ranks that are threads of one process."""
+
+    def __init__(self) -> None:
+        self.posts: dict[str, bytes] = {}
+
+    def post(self, key: str, data: bytes) -> None:
+        self.posts[key] = data
+
+    def read(self, key: str) -> bytes | None:
+        return self.posts.get(key)
+
+    def remove(self, key: str) -> None:
+        del self.posts[key]

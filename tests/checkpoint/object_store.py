@@ -141,11 +141,13 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
             self.read_bytes += len(data)
         return data
 
-    def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
-        """Write a whole object."""
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        """Write a whole object, or refuse that if it is there and `mode` is "create"."""
         key = self._strip_protocol(path)
         with self.counted_write():
             lost = self.step("write", key)
+            if mode == "create" and self.object_path(key).exists():
+                raise FileExistsError(key)
             self.put(key, bytes(value)[: len(value) - lost])
 
     @contextlib.contextmanager

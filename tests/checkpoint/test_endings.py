@@ -84,9 +84,9 @@ def step():
     optimizer.step()
 
 step()
-state = {{"model": {{"w": next(iter(optimizer.state_dict()["state"].values()))["momentum_buffer"]}}}}
+state = {{"model": {{"w": weight.detach()}}}}
 writer = zstore.dcp.Writer(folder / "step-00000001", _files=CallingFiles(hold))
-dcp.async_save(state, storage_writer=writer, async_stager=zstore.dcp.Stager(), no_dist=True)
+dcp.async_save(state, storage_writer=writer, no_dist=True)
 for _ in range(3):
     step()
 reached.wait()

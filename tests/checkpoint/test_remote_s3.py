@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,14 @@ from tests.checkpoint.buckets import Bucket
 from tests.checkpoint.checkpoints import open_world, save_arrays
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint.lookahead import ReadAhead
+from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, refused, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import CheckpointExistsError
+from zstore.remote.commit import RemoteCommitter
 from zstore.remote.folder import open_folder
+from zstore.remote.fsspec_folder import RemoteFolder
 from zstore.remote.send import PART_BYTES
 from zstore.remote.upload import upload_checkpoint
 
@@ -67,7 +72,7 @@ def test_two_ranks_save_and_any_layout_reads(bucket: PlainBucket) -> None:
             assert verify_checkpoint(reader) == []
             for name, expected in ARRAYS.items():
                 assert reader.read_array(name).tobytes() == expected.tobytes()
-    assert list(bucket.local.iterdir()) == [bucket.local / "latest"]
+    assert list(bucket.local.iterdir()) == []
 
 
 def test_each_rank_of_another_layout_reads_little_more_than_its_rows(bucket: PlainBucket) -> None:
@@ -139,3 +144,28 @@ def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(bucket: PlainBuc
     with pytest.raises(OSError, match=r"cannot write|does not exist|not exist"):
         upload_checkpoint(path, "s3://no-such-bucket/run", bucket.options)
     assert not bucket.fs.exists("no-such-bucket")
+
+
+def test_of_two_saves_of_one_tag_one_is_committed(bucket: PlainBucket) -> None:
+    """One request decides it: a write of the record on condition that there is none."""
+    folder = open_folder(bucket.url, bucket.options)
+    assert isinstance(folder, RemoteFolder)
+    folder.write_small("record", b"one", is_new=True)
+    folder.write_small("record", b"one", is_new=True)  # of a request whose answer was lost
+    with pytest.raises(FileExistsError, match="record is there already"):
+        folder.write_small("record", b"two", is_new=True)
+    assert folder.read_small("record") == b"one"
+    path = save_arrays(bucket.local, ARRAYS)
+    with open_checkpoint(path) as reader:
+        first = RemoteCommitter(folder, reader.record.tag, reader.record.id, "one")
+        first.begin(overwrite=False)
+        with pytest.raises(CheckpointExistsError, match=r"another save of s3://.*/step-00000001 is under way"):
+            RemoteCommitter(folder, reader.record.tag, new_save_id(), "two").begin(overwrite=False)
+        # As of a machine whose clock or listing is behind: it commits without having seen the first.
+        second = RemoteCommitter(folder, reader.record.tag, new_save_id(), "two")
+        for each in (first, second):
+            folder.write_small(each._lock, b"{}")
+        first.commit(reader.record, b"{}", {})
+        with pytest.raises(CheckpointExistsError, match="was committed by another save meanwhile"):
+            second.commit(replace(reader.record, id=second.save_id), b"{}", {})
+        assert [info.record.id for info in tags(folder)] == [reader.record.id]

@@ -1,4 +1,4 @@
-"""Saves to a URL: a local commit, its upload with the record last, and what is left when something fails."""
+"""Saves to a URL: the record last, and what is left when something fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
+from tests.checkpoint.checkpoints import ThreadBoard, World, open_world, save_arrays, wait_all
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.handle import SaveHandle
@@ -43,7 +43,6 @@ from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.send import PART_BYTES, held_bytes, send_files
 from zstore.remote.target import files_at_a_time
 from zstore.remote.upload import upload_checkpoint
-from zstore.tools import cli
 
 Array = npt.NDArray[Any]
 
@@ -59,19 +58,19 @@ QUICK = Retries(first_pause_s=0.0)
 
 
 class Remote:
-    """An object store, and a folder where saves are committed first."""
+    """An object store, and a folder for files on their way."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.local = tmp_path / "local"
         self.options = {"folder": str(tmp_path / "objects")}
         self.fs: ObjectFileSystem = open_folder(URL, self.options).fs
 
-    def begin(self, world: World, *, step: int = 1, keep_local: bool = False, **fields: Any) -> list[SaveHandle]:
-        save_id = new_save_id()
+    def begin(self, world: World, *, step: int = 1, **fields: Any) -> list[SaveHandle]:
+        save_id, board = new_save_id(), ThreadBoard()
         return [
             save_to_url(
                 world.request(self.local, rank, save_id, step=step, **{"run_id": "run", "timeout_s": 60.0, **fields}),
-                UploadOptions(folder=open_folder(URL, self.options), keep_local=keep_local, retries=QUICK),
+                UploadOptions(folder=open_folder(URL, self.options), board=board, retries=QUICK),
             )
             for rank in range(len(world.stores))
         ]
@@ -115,7 +114,7 @@ def world() -> Iterator[World]:
         yield world
 
 
-def test_a_save_is_committed_here_uploaded_and_removed_here(remote: Remote, world: World) -> None:
+def test_a_save_is_sent_and_leaves_nothing_here(remote: Remote, world: World) -> None:
     first, second = remote.save(world)
     assert remote.arrays() == content(ARRAYS)
     with open_checkpoint(open_folder(URL, remote.options)) as reader:
@@ -124,7 +123,7 @@ def test_a_save_is_committed_here_uploaded_and_removed_here(remote: Remote, worl
     assert first.url == second.url == f"{URL}/step-00000001"
     assert (remote.fs.object_path("bucket/run/latest")).read_text() == "step-00000001\n"
     assert not any(parse_own_name(key.split("/")[2]) for key in remote.fs.objects())  # no locks, nothing set aside
-    assert [path.name for path in remote.local.iterdir()] == ["latest"]
+    assert list(remote.local.iterdir()) == []
     # Each rank uploads what it wrote.
     sizes = {key: size for key, size in remote.fs.objects().items() if key.startswith(TAG)}
     assert second.uploaded_bytes == sum(size for key, size in sizes.items() if "/c.1" in key)
@@ -137,14 +136,6 @@ def test_the_record_is_written_last(remote: Remote, world: World) -> None:
     writes = [key for kind, key in remote.fs.order if kind == "write"]
     assert parse_own_name(writes[0].split("/")[2]) is not None  # the lock
     assert writes[-3:] == [f"{TAG}/zarr.json", f"{TAG}/zstore.json", "bucket/run/latest"]
-
-
-def test_the_local_copy_stays_where_it_is_to_be_kept(remote: Remote, world: World) -> None:
-    for step in (1, 2, 3):
-        summary = remote.save(world, step=step, keep_local=True, keep=Keep(last=2))[0]
-    with open_checkpoint(summary.path) as reader:
-        assert verify_checkpoint(reader) == []
-    assert remote.tags() == [info.tag for info in tags(remote.local)] == ["step-00000002", "step-00000003"]
 
 
 def test_a_half_uploaded_checkpoint_is_not_seen(remote: Remote, world: World) -> None:
@@ -173,37 +164,18 @@ def test_requests_that_fail_for_a_while_are_tried_again(remote: Remote, world: W
 @pytest.mark.parametrize(
     "pattern", ["*/c.0.0", "*/c.1.0", "*/manifest/rank-00001.json", "*/zarr.json", "*/zstore.json"]
 )
-def test_an_upload_that_fails_is_an_error_of_every_rank_and_leaves_the_local_commit(
+def test_an_upload_that_fails_is_an_error_of_every_rank_and_leaves_nothing(
     pattern: str, remote: Remote, world: World
 ) -> None:
     remote.fs.faults.append(RequestFault(kind="write", pattern=pattern, times=None, error=unavailable))
     for message in remote.fail(world):
-        assert f"checkpoint 'step-00000001' was not uploaded to {URL}" in message
-        assert f"It is committed in {remote.local / 'step-00000001'}, and stays there" in message
+        assert f"{URL}/step-00000001" in message
         assert "503 Slow Down" in message
     assert remote.tags() == []
     assert remote.fs.objects() == {}  # what had been sent is removed
-    with open_checkpoint(remote.local) as reader:
-        assert verify_checkpoint(reader) == []
+    assert list(remote.local.iterdir()) == []
     remote.fs.faults.clear()
-    url, _ = upload_checkpoint(remote.local, URL, remote.options)  # as the message says
-    assert url == f"{URL}/step-00000001"
-    assert remote.arrays() == content(ARRAYS)
-
-
-def test_the_command_that_a_failed_upload_names_uploads_the_local_checkpoint(
-    remote: Remote, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    remote.fs.faults.append(RequestFault(kind="write", pattern="*/zarr.json", times=None, error=unavailable))
-    command = f"zstore reshard {remote.local / 'step-00000001'} --to {URL}"
-    for message in remote.fail(world):
-        assert f"upload it with `{command}`, or remove it" in message
-    remote.fs.faults.clear()
-    options = ["--storage-option", f"folder={remote.options['folder']}"]
-    monkeypatch.setattr("sys.argv", [*command.split(), *options])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
+    remote.save(world, step=2)
     assert remote.arrays() == content(ARRAYS)
 
 

@@ -25,11 +25,10 @@ from tests.reference import Reference
 from tests.waiting import GUARD_S, until
 from zstore.testing import ranks
 
-pytest.importorskip("icechunk", reason="extra versions")
 pytest.importorskip("moto", reason="extra test")
 pytest.importorskip("s3fs", reason="extra s3")
 
-ranks.PRELOADED += ["s3fs", "icechunk", "tests.engine.machine_runs"]
+ranks.PRELOADED += ["s3fs", "tests.engine.machine_runs"]
 PROGRAM = "import sys\nfrom tests.engine import machine_runs\ngetattr(machine_runs, sys.argv[1])(*sys.argv[2:])"
 
 
@@ -95,6 +94,8 @@ class Run:
         self.resumed: list[dict[str, Any]] = []
         self.losses: dict[tuple[int, int, int], list[float]] = {}
         self.port = 29500
+        self.timeout_s = GUARD_S
+        """How long ranks wait for each other: machines may be slow to start."""
         self._say("make")
 
     def _say(self, name: str, *words: str) -> dict[str, Any]:
@@ -119,22 +120,23 @@ class Run:
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_PORT": str(self.port),
+            "TEST_TIMEOUT_S": str(int(self.timeout_s)),
         }
         return [Rank(self.there.start(rank, *words, RANK=str(rank), **common)) for rank in range(world_size)]
 
     def look(self, ranks: list[Rank]) -> None:
-        """Note what the ranks of a start, which have ended, said, and which versions there are now."""
+        """Note what the ranks of a start, which have ended, said, and which checkpoints there are now."""
         world_size = len(ranks)
         for number, rank in enumerate(ranks):
             self.resumed += [line for line in rank.said if "resumed" in line]
             self.losses |= {(world_size, number, line["step"]): line["losses"] for line in rank.said if "step" in line}
         found = self._say("look")
         assert found["faults"] == []
-        steps = [step for step, _ in found["versions"]]
+        steps = [step for step, _ in found["saved"]]
         assert steps == list(range(steps[0], steps[-1] + 1)) if steps else not self.worlds
-        for step, size in found["versions"]:
-            assert self.worlds.setdefault(step, size) == size, "a version was replaced"
-        assert max(steps, default=0) == max(self.worlds, default=0), "the newest version is gone"
+        for step, size in found["saved"]:
+            assert self.worlds.setdefault(step, size) == size, "a checkpoint was replaced"
+        assert max(steps, default=0) == max(self.worlds, default=0), "the newest checkpoint is gone"
         self.newest = found["digests"]
 
     def check(self) -> None:
@@ -222,18 +224,19 @@ def test_a_hundred_kills_on_machines_with_slow_links(stage: int, tier: str, tmp_
             lost[lose(run, draw, 4 - number % 2)] += 1
             if number % 10 == 9:
                 run.check()
-                sys.stdout.write(f"{dict(lost)}, {len(run.worlds)} versions, {len(run.resumed)} resumed states\n")
+                sys.stdout.write(f"{dict(lost)}, {len(run.worlds)} checkpoints, {len(run.resumed)} resumed states\n")
         finish(run, 3, 2)
 
 
 @pytest.mark.parametrize("every", [1, 1_000_000], ids=["saving", "computing"])
-def test_a_machine_that_is_cut_off_leaves_no_version(every: int, tmp_path: Path) -> None:
+def test_a_machine_that_is_cut_off_leaves_no_checkpoint(every: int, tmp_path: Path) -> None:
     """Of a cable that is pulled nobody is told: ranks on both sides have to find out."""
     if why := why_no_namespaces():
         pytest.skip(why)
     with machines(3, tmp_path, network=True) as there:
         run = Run(there, 3, "none")
         finish(run, 3, 1)
+        run.timeout_s = 60
         ranks = run.start(3, 1_000_000, every)
         assert all(rank.heard("step", 2) for rank in ranks)
         there.tell_switch("cut", 1)
@@ -248,7 +251,7 @@ def test_a_machine_that_is_cut_off_leaves_no_version(every: int, tmp_path: Path)
         before = max(run.worlds)
         run.look(ranks)
         assert max(run.worlds) <= max(line["step"] for line in ranks[0].said[1:]), (
-            "a version of a step that was not whole"
+            "a checkpoint of a step that was not whole"
         )
         assert every == 1 or max(run.worlds) == before
         finish(run, 2, 1)

@@ -14,7 +14,6 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.remote.folder import open_folder
 
-pytest.importorskip("icechunk", reason="extra versions")
 pytest.importorskip("ray", reason="extra test")
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +34,7 @@ def test_workers_that_are_lost_and_replaced_lose_no_step(tmp_path: Path) -> None
     done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = json.loads((tmp_path / "result.json").read_text())
-    steps, workers = zip(*found["versions"], strict=True)
+    steps, workers = zip(*found["saved"], strict=True)
     assert steps == tuple(range(1, len(steps) + 1))
     assert [size for size, before in zip(workers, (0, *workers), strict=False) if size != before] == [2, 1, 2]
     assert found["pointer"]["version"] == found["reported"][-1]["version"] == f"{url}/step-{steps[-1]:08}"

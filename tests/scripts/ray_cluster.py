@@ -41,7 +41,7 @@ class Goal:
         return int(self.path.read_text()) > step
 
 
-def versions() -> list[tuple[int, int]]:
+def saved() -> list[tuple[int, int]]:
     """Step and number of workers of each version."""
     try:
         return [(one.record.step, one.record.training_world_size) for one in tags(open_folder(url))]
@@ -54,12 +54,12 @@ def come_and_go(fitting: Future[Any]) -> None:
         while not fitting.done() and not ready():
             time.sleep(0.2)
 
-    until(lambda: (3, 2) in versions())
+    until(lambda: (3, 2) in saved())
     cluster.remove_node(nodes[1], allow_graceful=False)
-    until(lambda: sum(workers == 1 for _, workers in versions()) >= 2)
+    until(lambda: sum(workers == 1 for _, workers in saved()) >= 2)
     cluster.add_node(num_cpus=1, **SMALL)
-    until(lambda: versions()[-1][1] == 2)
-    goal.set(versions()[-1][0] + 5)
+    until(lambda: saved()[-1][1] == 2)
+    goal.set(saved()[-1][0] + 5)
 
 
 goal = Goal(folder / "goal")
@@ -76,6 +76,6 @@ with ThreadPoolExecutor(1) as pool:  # nodes are started from the main thread al
 with result.checkpoint.as_directory() as path:
     pointer = json.loads(Path(path, "version.json").read_text())
 reported = [metrics for _, metrics in result.best_checkpoints]
-(folder / "result.json").write_text(json.dumps({"reported": reported, "pointer": pointer, "versions": versions()}))
+(folder / "result.json").write_text(json.dumps({"reported": reported, "pointer": pointer, "saved": saved()}))
 ray.shutdown()
 cluster.shutdown()

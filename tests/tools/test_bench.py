@@ -35,7 +35,6 @@ from bench import (
     step,
     store,
     trainer,
-    versions,
     waits,
 )
 from bench.checkpoint_figures import describe, goals, medians
@@ -124,22 +123,6 @@ def test_links_benchmark_measures_a_machine_without_a_device(tmp_path: Path, mon
     expected = [links.HOST, links.ADAMW, *products, "disk read", "disk write", "disk mixed"]
     assert list(rates) == expected
     assert all(rate > 0 for rate in rates.values())
-
-
-def test_versions_benchmark_sends_less_and_commits_what_nobody_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("icechunk", reason="extra versions")
-    shape = ["--mib", "8", "--ranks", "6", "--layers", "2", "--hidden", "512", "--rounds", "1"]
-    arguments = ["--url", f"file://{tmp_path}/bucket", "--path", str(tmp_path), *shape, "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", ["versions", *arguments])
-    versions.main()
-    figures = json.loads((tmp_path / "out").read_text())
-    assert figures["adapters"]["second_bytes"] < figures["adapters"]["first_bytes"] / 4
-    assert figures["rate"]["percent"] > 0
-    joined, apart = figures["plan"]
-    assert joined["references"] < apart["references"] <= 6 * len(Trillion(layers=2, hidden=512).specs())
-    assert 6 < joined["packs"] <= 6 * 5 + 1
 
 
 def test_waits_benchmark_counts_none_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

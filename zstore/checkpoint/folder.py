@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,11 +133,6 @@ class Folder(ABC):
 
         None for one that is not a regular file, such as a symbolic link. Empty if there is no such folder.
         """
-
-    def packs(self) -> Mapping[str, tuple[int, int]] | None:
-        """Return the objects that the files of this checkpoint are in, their bytes, and how many checkpoints have files in
-        each; None if each file is by itself."""
-        return None
 
     def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:
         """Return the bytes of those of `files` that exist; None for one that is not a regular file."""

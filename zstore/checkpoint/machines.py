@@ -156,7 +156,8 @@ class Parts:
         return found or ""
 
     def _post(self, key: str, text: str) -> None:
-        self.board.post(f"{self.save_id}/{key}", text)
+        self.board.post(f"{self.save_id}/{key}", text.encode())
 
     def _read(self, key: str) -> str | None:
-        return self.board.read(f"{self.save_id}/{key}")
+        found = self.board.read(f"{self.save_id}/{key}")
+        return None if found is None else found.decode()

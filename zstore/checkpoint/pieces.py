@@ -58,7 +58,7 @@ class Pieces:
                 nbytes = 0
             self._groups[-1].append(name)
             nbytes += size
-        self._awaited = [path for group in self._joined() for path in self._paths(group)]
+        self._awaited = self.awaited()
 
     def _ranks_of_shard(self, name: str) -> int:
         """Return how many ranks' pieces make a shard of an array; 0 for one that rank 0 stores whole."""
@@ -84,6 +84,21 @@ class Pieces:
         """Return whether the files are there that `joining_tasks` need."""
         self._awaited = [path for path in self._awaited if not path.exists()]
         return not self._awaited
+
+    def for_others(self) -> list[Path]:
+        """Return the files of rows that `tasks` left for other ranks."""
+        rank = self._request.rank
+        owners = [rank // ranks if ranks else 0 for ranks in self._ranks_per_shard]
+        groups = [group for group, owner in enumerate(owners) if owner != rank and self._num_bytes(group, rank)]
+        return [self._path(group, rank) for group in groups]
+
+    def awaited(self) -> list[Path]:
+        """Return the files that `joining_tasks` need."""
+        return [path for group in self._joined() for path in self._paths(group)]
+
+    def of_others(self) -> list[Path]:
+        """Return the files that `assembly_tasks` need."""
+        return [path for group, ranks in enumerate(self._ranks_per_shard) if not ranks for path in self._paths(group)]
 
     def missing_text(self) -> str:
         """Return a sentence about the missing files."""

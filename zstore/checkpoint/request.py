@@ -116,8 +116,8 @@ class SaveRequest(CheckpointPlan):
         known = {array_path(name): os.path.dirname(file.path) for name, file in self.known.items()}
         return {folder: os.path.join(earlier, METADATA_FILE) for folder, earlier in known.items()}
 
-    def check_room(self, path: Path) -> None:
-        """Raise DiskFullError if the file system of `path` lacks room for the files of all ranks together."""
+    def check_room(self, path: Path, num_ranks: int) -> None:
+        """Raise DiskFullError if the file system of `path` lacks room for the files of so many ranks together."""
         here = os.stat(path).st_dev
         folders = {folder for folder in (self.disk_folder, *self.disk_folders.values()) if folder is not None}
         elsewhere = {folder for folder in folders if os.stat(folder).st_dev != here}
@@ -128,7 +128,7 @@ class SaveRequest(CheckpointPlan):
             if (known := self.unchanged(name)) is None or known.device != here or not known.is_there()
         ]
         needed = sum(
-            min(self.grid(name).num_shards, self.num_here) * self.file_bytes(name, 0)
+            min(self.grid(name).num_shards, num_ranks) * self.file_bytes(name, 0)
             for name in written
             if name not in self.pieces
         )

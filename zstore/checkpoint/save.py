@@ -134,11 +134,11 @@ class _Save:
             if replaced is not None and not request.overwrite:
                 self._messages.append(replaced_text(replaced))
             try:
-                request.check_room(request.folder)
+                request.check_room(request.folder, request.num_here)
             except DiskFullError:
                 # What dead saves left takes room too; else it goes behind the caller.
                 self._messages += sweep(self._files, request.folder)
-                request.check_room(request.folder)
+                request.check_room(request.folder, request.num_here)
 
     def run(self) -> SaveSummary:
         """Carry the save out. Called once, by the save's thread."""

@@ -24,8 +24,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass
 class StoredFiles:
-    """The files of one checkpoint, each once; behind a URL, where files have one name each, all of them as one, and of a
-    version its packs, each of which has a name for every version that refers to it."""
+    """The files of one checkpoint, each once; behind a URL, where files have one name each, all of them as one."""
 
     keys: Numbers
     """The same for the same file of any checkpoint."""
@@ -66,14 +65,10 @@ def stored_files(place: FolderLike, listed: Mapping[str, int | None] | None = No
     """
     folder = folder_at(place)
     if not folder.is_local:
-        packs = folder.packs()
-        plain = list((folder.sizes("") if listed is None else listed).values()) if packs is None else []
-        objects = {folder.location: (sum(size or 0 for size in plain), 1)} if packs is None else packs
-        keys, nbytes, holders = (
-            np.array(column, np.int64)
-            for column in ([hash(name) & (2**63 - 1) for name in objects], *zip(*objects.values(), strict=True))
-        )
-        return StoredFiles(keys, nbytes, np.ones_like(keys), holders, "", len(plain) or len(objects))
+        plain = list((folder.sizes("") if listed is None else listed).values())
+        key, nbytes = hash(folder.location) & (2**63 - 1), sum(size or 0 for size in plain)
+        ones = np.ones(1, np.int64)
+        return StoredFiles(np.array([key]), np.array([nbytes], np.int64), ones, ones.copy(), "", len(plain))
     found: dict[int, list[Any]] = {}
     num_files = 0
     waiting = [str(folder.path)]

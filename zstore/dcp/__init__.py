@@ -3,11 +3,10 @@
     torch.distributed.checkpoint.save(state_dict, storage_writer=zstore.dcp.Writer("ckpt/step-100"))
     torch.distributed.checkpoint.load(state_dict, storage_reader=zstore.dcp.Reader("ckpt/step-100"))
 
-`docs/dcp.md` describes the mapping of names. Read in this order: layout, work, save, writer, reader.
+`docs/dcp.md` describes the mapping of names. Read in this order: work, save, writer, reader.
 """
 
 from .reader import Reader
-from .stager import Stager
 from .writer import Writer
 
-__all__ = ["Reader", "Stager", "Writer"]
+__all__ = ["Reader", "Writer"]

@@ -6,22 +6,21 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData
 
-from zstore.checkpoint import COMPLETE, CheckpointBuilder, CheckpointPlan, TagInfo, new_save_id
-from zstore.errors import UsageError
+from zstore.checkpoint import COMPLETE, CheckpointBuilder, CheckpointPlan, Committer, new_save_id, sweep
+from zstore.errors import CheckpointError, UsageError
 from zstore.format import ArrayLayout, ArraySpec, client_array, lay_out, make_grid, tiles
 from zstore.interop.dcp_names import STATE, Names, name_arrays
 from zstore.interop.dcp_names import Path as KeyPath
 from zstore.interop.dcp_values import make_document
-from zstore.io import Files, ShardSummary
+from zstore.io import Files, Flush, ShardSummary, make_read_only
 from zstore.io.tensors import dtype_name
 
-from .destination import CheckpointPlace
-from .resting import box_of, resting_grid
-from .work import RankWork, Wrote, assemble
+from .work import PIECES_FOLDER, RankWork, Wrote, assemble, box_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +42,24 @@ class Save:
 
     def __init__(
         self,
-        place: CheckpointPlace,
+        path: Path,
         step: int,
         plans: Sequence[SavePlan],
         timeout_s: float,
-        *,
-        link_unchanged: bool = True,
         files: Files | None = None,
     ) -> None:
         self._plans = whole_plans(plans)
-        self._link_unchanged = link_unchanged
         self._step = step
         self._timeout_s = timeout_s
         self._files = files or Files()
         self.id = new_save_id()
-        self._destination = place.destination(self._files, self.id)
+        self._committer = Committer(self._files, path.parent, path.name, self.id)
+        self._folder = self._committer.temporary
+        self._flush: Flush | None = None
+        """Makes durable all that ranks write, so that they do not; None: each rank does so, file by file."""
+        self._tag = path.name
         self._paths = _paths(self._plans)
         self._tensors = _tensors(self._plans)
-        self._previous: TagInfo | None = None
         self._names = self._name()
         self._layouts = self._lay_out()
 
@@ -92,19 +91,16 @@ class Save:
                     f"{key!r} has {spec.numel} elements, but the ranks hold {held}, or some twice: it is sharded in a way that "
                     "torch.distributed.checkpoint does not describe; redistribute it to Shard or Replicate"
                 )
-            grid = resting_grid(spec, pieces)
-            if grid is None:
-                layouts[key] = lay_out(spec, boxes, len(self._plans), whole_shards=bool(self._destination.url))
-            else:
-                layouts[key] = ArrayLayout(spec=spec, grid=grid)
+            layouts[key] = lay_out(spec, boxes, len(self._plans))
         return layouts
 
     def begin(self, *, overwrite: bool) -> list[SavePlan]:
-        """Make the temporary folder and return the plan of each rank. Raises CheckpointExistsError."""
-        self._destination.check(overwrite=overwrite)
-        if self._link_unchanged:
-            self._previous = self._destination.newest()
-        self._destination.begin()
+        """Make the temporary folder, remove those of dead saves, and return the plan of each rank. Raises
+        CheckpointExistsError."""
+        self._committer.check(overwrite=overwrite)
+        self._committer.begin()
+        sweep(self._files, self._committer.folder)
+        self._flush = Flush.of(self._files, self._folder)
         return [
             dataclasses.replace(plan, storage_data=self._share(rank, plan)) for rank, plan in enumerate(self._plans)
         ]
@@ -113,9 +109,7 @@ class Save:
         mine = {item.index.fqn for item in plan.items}
         return RankWork(
             save_id=self.id,
-            folder=str(self._destination.folder),
-            url=self._destination.url,
-            version=self._destination.version,
+            folder=str(self._folder),
             rank=rank,
             world_size=len(self._plans),
             arrays={
@@ -125,8 +119,7 @@ class Save:
             },
             names={key: self._names.arrays[key] for key in mine if key not in self._layouts},
             timeout_s=self._timeout_s,
-            previous="" if self._previous is None else str(self._previous.path),
-            sync=not self._destination.flushes,
+            sync=self._flush is None,
         )
 
     # -- committing --------------------------------------------------------------------------------------------------
@@ -136,19 +129,18 @@ class Save:
         entries = list(stored)
         state = {STATE: self._document(entries)}
         plan = self._plan([entry.opaque for entry in entries if entry.opaque is not None])
-        self._destination.remove_pieces()
-        with self._destination.documents() as folder:
-            builder = CheckpointBuilder(plan, folder, self._files)
-            for rank, summaries in enumerate(self._summaries(plan, entries)):
-                builder.write_manifest(rank, COMPLETE, summaries, {}, sync=False)
-            self._destination.commit(builder.finish(state, sync=not self._destination.flushes))
+        self._files.remove_tree(self._folder / PIECES_FOLDER)
+        builder = CheckpointBuilder(plan, self._folder, self._files)
+        for rank, summaries in enumerate(self._summaries(plan, entries)):
+            builder.write_manifest(rank, COMPLETE, summaries, {}, sync=False)
+        self._committer.commit(builder.finish(state, sync=self._flush is None), self._flush)
 
     def _plan(self, opaque: Sequence[ArraySpec] = ()) -> CheckpointPlan:
         """Return the plan of a checkpoint of all tensors, and of arrays of bytes."""
         specs = {layout.spec.name: layout.spec for layout in self._layouts.values()}
         grids = {layout.spec.name: layout.grid for layout in self._layouts.values()}
         return CheckpointPlan(
-            tag=self._destination.tag,
+            tag=self._tag,
             step=self._step,
             world_size=len(self._plans),
             save_id=self.id,
@@ -179,15 +171,30 @@ class Save:
             for shard in range(grid.num_shards):
                 written = parts.get((name, shard), [])
                 crcs = assemble(grid, shard, name, written)
-                linked = all(each.linked for each in written)
                 file_bytes = plan.file_bytes(name, shard)
-                self._destination.take(name, plan.shard_path(name, shard), file_bytes, written)
-                summaries[shard].append(ShardSummary(name, shard, file_bytes, crcs, linked))
+                self._take(name, self._folder / plan.shard_path(name, shard), file_bytes)
+                summaries[shard].append(ShardSummary(name, shard, file_bytes, crcs))
         return summaries
+
+    def _take(self, name: str, path: Path, file_bytes: int) -> None:
+        """Check a shard file of array `name`, and make it read-only."""
+        try:
+            found = self._files.size(path)
+        except FileNotFoundError:
+            found = -1
+        if found != file_bytes:
+            raise CheckpointError(
+                f"array {name!r}: a rank wrote {path.name} of {file_bytes} bytes, but rank 0 finds "
+                + (f"{found}" if found >= 0 else "no such file")
+                + f" in {path.parent}: the folder is not the same one for all ranks"
+            )
+        make_read_only(path)
 
     def abandon(self) -> None:
         """Remove all files written, unless they were committed. Never raises."""
-        self._destination.abandon()
+        self._committer.abort("the save was given up", alone=True)
+        if self._flush is not None:
+            self._flush.close()
 
 
 def whole_plans(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:

@@ -14,11 +14,8 @@ import contextlib
 import io
 import math
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,59 +27,47 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zstore.checkpoint import temporary_folder
+from zstore.checkpoint import tag_text
 from zstore.errors import UsageError
-from zstore.format import ArrayLayout, ArraySpec, Box, make_grid
+from zstore.format import ArraySpec, Box, make_grid
 from zstore.interop.dcp_names import step_of
 from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
-from zstore.io import Files, IoResources, UserPath, Workers, helpful_threads, is_url, open_resources
+from zstore.io import Files, UserPath, Workers, helpful_threads, open_resources, user_path
 from zstore.io.closing import closing_with
 from zstore.io.tensors import bytes_of, dtype_name
+from zstore.remote.url import shown
 
-from .destination import SCRATCH_NAME, CheckpointPlace
 from .ending import complete_at_the_end, told_at_the_end
-from .resting import box_of, is_resting
 from .save import EntryReport, Save
-from .work import RankWork, RankWriter, Wrote
+from .work import RankWork, RankWriter, Wrote, box_of
 
 
 class Writer(StorageWriter):
-    """Writes the checkpoint `path`, a folder that is made, in a folder of checkpoints that all ranks share, or at a URL.
+    """Writes the checkpoint `path`, a folder that is made, in a folder of checkpoints that all ranks share.
 
     `step` is that of the record; by default the number that `path` ends with, as in `step-100`, else 0. An existing
-    checkpoint is refused unless `overwrite`. With `link_unchanged`, shards whose values are those in the newest checkpoint
-    of the folder are hard links to its files. If pieces pass between ranks, one waits `timeout_s` for another.
-
-    To a URL each shard file is uploaded as soon as it is written, and removed from the system's folder for temporary files
-    (the variable TMPDIR), which holds a few at a time; of a version it holds this rank's. `storage_options` are those of the
-    fsspec file system. With `versions`, a URL without checkpoints becomes a repository of versions; if it is one, the
-    checkpoint is a version in any case.
+    checkpoint is refused unless `overwrite`. If pieces pass between ranks, one waits `timeout_s` for another. Raises UsageError
+    for a URL.
     """
 
-    def __init__(  # noqa: PLR0913 - options of one thing, all but the first by name
+    def __init__(
         self,
         path: UserPath,
         *,
         step: int | None = None,
         overwrite: bool = False,
-        link_unchanged: bool = True,
         num_threads: int = 4,
         timeout_s: float = 1800.0,
-        storage_options: Mapping[str, Any] | None = None,
-        versions: bool = False,
         _files: Files | None = None,
     ) -> None:
         self._files = _files
         self._step = step
         self._overwrite = overwrite
-        self._link_unchanged = link_unchanged
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._save: Save | None = None
         self._forget: Callable[[], None] | None = None
-        self._storage_options = storage_options
-        self._versions = versions
-        self._place = CheckpointPlace.of(path, storage_options, versions=versions)
+        self._path = _folder_of(path)
         self.save_id = ""
         """On rank 0 the id of the checkpoint that is written, or was last, as its record has it."""
 
@@ -92,7 +77,7 @@ class Writer(StorageWriter):
         """Begin another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
         self._give_up()
         if checkpoint_id is not None:
-            self._place = CheckpointPlace.of(checkpoint_id, self._storage_options, versions=self._versions)
+            self._path = _folder_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Give up a save that did not end, and complete this one if the program ends (all ranks)."""
@@ -110,10 +95,8 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose names and layouts, and begin the checkpoint (rank 0)."""
-        step = step_of(self._place.tag) if self._step is None else self._step
-        self._save = Save(
-            self._place, step, plans, self._timeout_s, link_unchanged=self._link_unchanged, files=self._files
-        )
+        step = step_of(self._path.name) if self._step is None else self._step
+        self._save = Save(self._path, step, plans, self._timeout_s, self._files)
         self.save_id = self._save.id
         self._forget = closing_with(self, self._save.abandon)
         return self._save.begin(overwrite=self._overwrite)
@@ -128,11 +111,10 @@ class Writer(StorageWriter):
 
     def _write_data(self, plan: SavePlan, planner: SavePlanner, share: RankWork) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
-        num_threads = self._num_threads
-        if not share.url:
-            num_threads = min(num_threads, helpful_threads(_num_bytes(plan), len(plan.items) if share.sync else 0))
-        opened = open_resources(num_threads=max(1, num_threads), files=self._files)
-        with opened as resources, self._rank_writer(share, resources) as writer:
+        num_files = len(plan.items) if share.sync else 0
+        num_threads = min(self._num_threads, helpful_threads(_num_bytes(plan), num_files))
+        with open_resources(num_threads=max(1, num_threads), files=self._files) as resources:
+            writer = RankWriter(share, resources)
             try:
                 writer.check_folder()
                 with Workers(num_threads, f"zstore-dcp-{share.rank}") as workers:
@@ -140,8 +122,6 @@ class Writer(StorageWriter):
             except BaseException as error:
                 writer.give_up(error)
                 raise
-            finally:
-                writer.close()
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -158,16 +138,7 @@ class Writer(StorageWriter):
 
     @property
     def _title(self) -> str:
-        return f"the save of {self._place.shown}"
-
-    @contextlib.contextmanager
-    def _rank_writer(self, share: RankWork, resources: IoResources) -> Iterator[RankWriter]:
-        if not share.url:
-            yield RankWriter(share, resources)
-            return
-        # Ranks of one machine have folders of their own.
-        with temporary_folder(resources.files, Path(tempfile.gettempdir()), f"{SCRATCH_NAME}-{share.rank}") as scratch:
-            yield self._place.rank_writer(share, resources, scratch)
+        return f"the save of {self._path}"
 
     def __getstate__(self) -> dict[str, Any]:
         # For a copy in another process: a save under way stays here.
@@ -182,51 +153,46 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: UserPath) -> bool:
         """Tell whether checkpoints can be written there."""
-        return "://" not in os.fspath(checkpoint_id) or is_url(os.fspath(checkpoint_id))
+        return "://" not in os.fspath(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
-        """Path or URL of the checkpoint's folder."""
-        return self._place.shown
+        """Path of the checkpoint's folder."""
+        return str(self._path)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the checkpoint's metadata for planners."""
-        return StorageMeta(checkpoint_id=self._place.shown)
+        return StorageMeta(checkpoint_id=str(self._path))
+
+
+def _folder_of(path: UserPath) -> Path:
+    """Return the checkpoint's own folder. Raises UsageError if `path` cannot be one."""
+    text = os.fspath(path)
+    if "://" in text:
+        raise UsageError(
+            f"{shown(text)}: DCP saves to a folder that all ranks share; send what it saved there to a URL with "
+            "`zstore reshard FOLDER --to URL`"
+        )
+    folder = user_path(path)
+    tag_text(folder.name)
+    return folder
 
 
 def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Workers) -> list[WriteResult]:
     # Pieces first: other ranks wait for them. Each batch holds a few tensors' CPU memory at a time.
-    writer.require_room(_written(writer, plan, planner))
+    tensors = ((writer.share.arrays[item.index.fqn], item.tensor_data) for item in plan.items if item.tensor_data)
+    writer.require_room((layout, box_of(piece)) for layout, piece in tensors)
     items = sorted(plan.items, key=lambda item: not _passes(writer, item))
     results = workers.run([partial(_write_item, writer, item, planner) for item in items], here=True)
     for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in writer.owned()], here=True):
         results.append(WriteResult(MetadataIndex(wrote[0].array), 0, EntryReport(wrote=tuple(wrote))))
-    reports: list[EntryReport] = [result.storage_data for result in results]
-    opaque = [report.opaque for report in reports if report.opaque is not None]
-    parts = iter(writer.complete([part for report in reports for part in report.wrote], opaque, workers))
-    return [
-        replace(result, storage_data=replace(report, wrote=tuple(islice(parts, len(report.wrote)))))
-        for result, report in zip(results, reports, strict=True)
-    ]
+    workers.run(writer.syncs(), here=True)
+    return results
 
 
 def _num_bytes(plan: SavePlan) -> int:
     items = (item.tensor_data for item in plan.items if item.tensor_data is not None)
     return sum(math.prod(each.chunk.sizes) * each.properties.dtype.itemsize for each in items)
-
-
-# A DTensor gives its local part as it is if gradients are not followed.
-@torch.no_grad()
-def _written(writer: RankWriter, plan: SavePlan, planner: SavePlanner) -> list[tuple[ArrayLayout, Box]]:
-    """Return the tensors of a plan that are not in files."""
-    found: list[tuple[ArrayLayout, Box]] = []
-    for item in plan.items:
-        written = item.tensor_data
-        if written is not None:
-            value = planner.lookup_object(item.index) if isinstance(planner, DefaultSavePlanner) else None
-            if not is_resting(value):
-                found.append((writer.share.arrays[item.index.fqn], box_of(written)))
-    return found
 
 
 def _passes(writer: RankWriter, item: WriteItem) -> bool:
@@ -243,18 +209,8 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
     layout = writer.share.arrays[item.index.fqn]
     box = box_of(written)
     found: Any = planner.resolve_data(item)
-    pin = found.pin_shard() if box.numel and is_resting(found) else None
     wrote: list[Wrote] = []
-    if pin is None:
-        data = _bytes(item, found, layout.spec, box)
-    else:
-        try:
-            published = writer.publish(layout.spec, layout.grid, box, pin)
-            if published is not None:
-                return WriteResult(item.index, pin.local.nbytes, EntryReport(wrote=(published,)))
-            data = writer.values_of(pin)
-        finally:
-            pin.release()
+    data = _bytes(item, found, layout.spec, box)
     if not layout.passes_through_files:
         wrote = writer.write_box(layout.spec, layout.grid, box, data)
     elif box.numel:

@@ -47,26 +47,15 @@ class ArrayLayout:
         return bool(self.boxes)
 
 
-def lay_out(spec: ArraySpec, boxes: Sequence[Box], world_size: int, *, whole_shards: bool = False) -> ArrayLayout:
-    """Return how an array in `boxes`, which tile it, is written. See [Note: pieces and chunks].
-
-    With `whole_shards` no shard file is written by two ranks, as for uploads.
-    """
+def lay_out(spec: ArraySpec, boxes: Sequence[Box], world_size: int) -> ArrayLayout:
+    """Return how an array in `boxes`, which tile it, is written. See [Note: pieces and chunks]."""
     pieces = [box for box in boxes if box.numel]
     if len(pieces) <= 1:
         return ArrayLayout(spec=spec, grid=make_grid(spec.stored_shape, 1))
     grid = _grid_of_pieces(spec, pieces, world_size) or _fitting_grid(spec, pieces, world_size)
-    if grid is not None and whole_shards and not all(_is_whole_shards(box, grid) for box in pieces):
-        grid = None
     if grid is not None and _is_worth_it(grid, spec, pieces):
         return ArrayLayout(spec=spec, grid=grid)
     return ArrayLayout(spec=spec, grid=make_grid(spec.stored_shape, world_size), boxes=tuple(pieces))
-
-
-def _is_whole_shards(box: Box, grid: Grid) -> bool:
-    numel = grid.rows * grid.row_numel
-    runs = ((run.at, run.at + run.numel) for run in box.overlap(0, numel))
-    return all(at % grid.shard_numel == 0 and (stop % grid.shard_numel == 0 or stop == numel) for at, stop in runs)
 
 
 def _grid_of_pieces(spec: ArraySpec, pieces: Sequence[Box], world_size: int) -> Grid | None:

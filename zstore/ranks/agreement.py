@@ -90,11 +90,11 @@ class Agreement:
         return f"of-{rank}"
 
     def _post(self, key: str, text: Mapping[str, Any]) -> None:
-        self._board.post(key, json.dumps(text))
+        self._board.post(key, json.dumps(text).encode())
 
     def _read(self, key: str, expected: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the post, if it is as `expected`."""
-        found: dict[str, Any] = json.loads(self._board.read(key) or "{}")
+        found: dict[str, Any] = json.loads(self._board.read(key) or b"{}")
         return found if found.items() >= expected.items() else None
 
     def _wait(self, look: Callable[[], T | None], missing: Callable[[], list[int]]) -> T:

@@ -4,7 +4,7 @@
     1  <tag>.lock-<id>      written: an upload is under way; names its run, its process and the time
     2  the files of <tag>/  except zarr.json at its top and the record; then their sizes are compared with a listing
     3  <tag>/zarr.json
-    4  <tag>/zstore.json    the commit
+    4  <tag>/zstore.json    the commit, written on condition that there is none
     5  `latest` replaced; checkpoints that retention does not keep removed; the lock removed
 If a checkpoint of that tag is replaced, its folder stays until the new one is whole: the files go to <tag>.old-<id>/, which
 counts for the tag if <tag>/ has no record (see `scan`), and after its record is written the other's is removed: that is
@@ -52,10 +52,9 @@ from ..checkpoint.names import (
     parse_own_name,
     tag_folder,
 )
-from ..errors import CheckpointError, ZstoreError
+from ..errors import CheckpointError, CheckpointExistsError, ZstoreError
 from ..io.files import Files
 from .fsspec_folder import RemoteFolder
-from .versions import VersionsFolder
 
 
 class RemoteCommitter:
@@ -94,7 +93,20 @@ class RemoteCommitter:
             self.slot = own_name(self._name, SET_ASIDE, self.save_id)
         self._begun = True
         self.folder.write_small(self._lock, _lock_document(self._run_id))
+        self._require_alone()
         return messages
+
+    def _require_alone(self) -> None:
+        """Raise CheckpointExistsError if another upload of the tag is under way: of two that begin at once each sees the
+        other's lock."""
+        owns = {name: parse_own_name(name) for name in self.folder.entries().files if name != self._lock}
+        others = [name for name, own in owns.items() if own is not None and own[:2] == (self._name, LOCK)]
+        if others:
+            self._begun = False
+            self.folder.remove(self._lock)
+            raise CheckpointExistsError(
+                f"another save of {self.location} is under way: wait for its end, or save under another tag"
+            )
 
     def commit(self, record: Record, metadata: bytes, sizes: Mapping[str, int]) -> list[str]:
         """Publish the uploaded files; returns a message for each failure after that.
@@ -107,7 +119,12 @@ class RemoteCommitter:
         self.target.write_small(METADATA_FILE, metadata)
         if not self.folder.has(self._lock):
             raise CheckpointError(f"another save considered the upload of {self.target} dead and removed its lock")
-        self.target.write_small(RECORD_FILE, record.encode())
+        try:
+            self.target.write_small(RECORD_FILE, record.encode(), is_new=True)
+        except FileExistsError:
+            raise CheckpointExistsError(
+                f"{self.location} was committed by another save meanwhile: save under another tag"
+            ) from None
         if self.slot != self._name:
             self.folder.child(self._name).remove(RECORD_FILE)
         return self._tidy(moves_latest=record.is_latest)
@@ -206,19 +223,10 @@ def _remove_set_aside(folder: RemoteFolder, name: str) -> None:
 def remover(place: Folder) -> Callable[[TagInfo], None]:
     """Return a function that removes a committed checkpoint in the folder `place`, here or behind a URL: half of it never
     looks like a checkpoint."""
-    if isinstance(place, VersionsFolder):
-        return place.remove_version
     if isinstance(place, RemoteFolder):
         return partial(remove_checkpoint, place)
     files = Files()
     return lambda info: discard(files, info.path)
-
-
-def tidy(place: Folder) -> list[str]:
-    """Remove what saves that ended left in a folder, if no later save does; return a line for people about it."""
-    if not isinstance(place, VersionsFolder):
-        return []
-    return [f"packs that killed saves left a day ago or before, now removed: {place.tidy()}"]
 
 
 def remove_checkpoint(folder: RemoteFolder, info: TagInfo) -> None:

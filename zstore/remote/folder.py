@@ -8,14 +8,13 @@ from typing import Any
 from .fsspec_folder import open_fsspec_folder
 from .retries import Retries
 from .url_folder import UrlFolder
-from .versions import with_versions
 
 
 def open_folder(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
 ) -> UrlFolder:
-    """Return the folder at `url`: that of a service if `zstore serve` answers there, which an HTTP server is asked; one of
-    versions, or a version, if storage that can have these has them; otherwise see `open_fsspec_folder`. For a service
+    """Return the folder at `url`: that of a service if `zstore serve` answers there, which an HTTP server is asked;
+    otherwise see `open_fsspec_folder`. For a service
     `storage_options` are `token` and `ca_certs`; see `ServiceConnection`.
 
     Raises UsageError if nothing opens the URL or the options make no sense, StorageError if no server answers.
@@ -26,4 +25,4 @@ def open_folder(
         found = open_service_folder(url, storage_options, retries=retries)
         if found is not None:
             return found
-    return with_versions(open_fsspec_folder(url, storage_options, retries=retries), storage_options or {})
+    return open_fsspec_folder(url, storage_options, retries=retries)

@@ -106,15 +106,23 @@ class RemoteFolder(UrlFolder):
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    def write_small(self, file: str, data: bytes) -> None:
-        """Write a file that is whole or not there."""
+    def write_small(self, file: str, data: bytes, *, is_new: bool = False) -> None:
+        """Write a file that is whole or not there. Raises FileExistsError if it is there and has other bytes, with `is_new`:
+        one request decides that, where the storage has conditional writes."""
         inner = self._inner(file)
 
         def write() -> None:
             self._make_parent(inner)
-            self.fs.pipe_file(inner, data)
+            self.fs.pipe_file(inner, data, **({"mode": "create"} if is_new else {}))
 
-        self._run(write, "write", file)
+        try:
+            self._run(write, "write", file)
+        except OSError:
+            # A request whose answer was lost may have written it: only the bytes tell.
+            if not is_new or not self.has(file):
+                raise
+            if self.read_range(file, 0, len(data) + 1) != data:
+                raise FileExistsError(f"{self.location_of(file)} is there already") from None
         self.traffic.count(written_bytes=len(data))
 
     def send(self, sources: Source | Sequence[Source], file: str, advance: Callable[[int], None]) -> int:

@@ -1,20 +1,13 @@
-"""Saving to a URL: a local commit first, then its upload, both behind training.
+"""Saving to a URL, behind training: ranks share the URL and a board for messages, and no folder.
 
-[Note: who uploads what]
-The save into the local folder is the usual one, and so are its errors. Then every rank uploads the shard files that it wrote,
-rank 0 the others too, and rank 0 commits. As in a local save there are no collectives; ranks see each other through
-`<tag>.tmp-<upload id>/` in the local folder, which rank 0 holds a lock for:
-
-    begin.json              by rank 0, once the local checkpoint is committed: the facts about the upload that the others need
-    rank-00001.json         by each other rank, last: that its files are there and the facts that rank 0 needs, or why not
-    abort.json              by rank 0: that the upload was given up, and why
-    end.json                by rank 0: that it is committed
-
-Once it is committed, rank 0 removes that folder; the others see the record at the URL. Then the local checkpoint is removed,
-unless it is to be kept. If anything fails, it stays, and the error of each rank names its folder.
-
-If machines have no folder in common (`request.parts`), the local checkpoint is in parts, and ranks leave these messages for
-each other in the store of the process group; the first rank of each machine removes its part.
+[Note: a save to a URL]
+On every rank, in one background thread and without collectives:
+    1  its shard files come into a folder of its own: links of the run's files, or written from memory; each pin is released
+    2  it posts its rows of the arrays that other ranks store (see [Note: pieces]), and its manifest
+    3  once rank 0 has begun the upload, it sends its files, and posts `sent-<rank>`
+Rank 0 asks first whether the tag is free; it gathers the manifests, writes metadata and record, and posts `begin`. Once all
+have sent it commits, and posts `end`. A rank that fails posts `failed`, and rank 0 then `abort`, with the reason. Whatever
+happens, each rank removes its folder; those of killed processes go with the next save.
 """
 
 from __future__ import annotations
@@ -23,286 +16,312 @@ import contextlib
 import hashlib
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
-from ..checkpoint.catalog import noting
-from ..checkpoint.commit import discard
+from ..checkpoint.build import CheckpointBuilder
+from ..checkpoint.catalog import TagInfo
+from ..checkpoint.commit import Committer, sweep
+from ..checkpoint.folder import LocalFolder
+from ..checkpoint.format import COMPLETE, decode_state, encode_state
 from ..checkpoint.handle import SaveHandle
-from ..checkpoint.lock import SaveLock, owner_is_dead
-from ..checkpoint.names import ABORT_FILE, LOCK, TEMPORARY, own_name, tag_folder
-from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..checkpoint.names import RECORD_FILE, manifest_file
+from ..checkpoint.pieces import Pieces
+from ..checkpoint.publish import Publisher
+from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.request import SaveRequest, SaveSummary
-from ..checkpoint.save import save_checkpoint
 from ..errors import CheckpointError
 from ..io.pool import Workers
-from ..ranks.rendezvous import MOST_PAUSE_S, Board, Rendezvous, StoreBoard
+from ..io.shards import ShardSummary
+from ..ranks.rendezvous import MOST_PAUSE_S, Board, Rendezvous
 from .retries import PATIENT, Retries
 from .target import NUM_THREADS
 from .upload import UploadPlace, target_for
+from .uploaded import common_files
 
-_BEGIN_FILE = "begin.json"
-_END_FILE = "end.json"
-_COMPLETE = "complete"
-_SEE_FOLDER_S = 60.0
 _END_S = 30.0
 """How long rank 0 waits for the other ranks to stop sending, once it gave up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UploadOptions:
-    """The target of a save's upload, and the fate of the local copy."""
+    """The target of a save, and the board of its ranks."""
 
     folder: UploadPlace
-    keep_local: bool = False
-    """Keep the local checkpoint after the upload."""
+    board: Board | None = None
+    """None: there is one rank."""
     retries: Retries = PATIENT
     num_threads: int = NUM_THREADS
     """Files that a rank uploads at a time."""
 
 
 def save_to_url(request: SaveRequest, options: UploadOptions) -> SaveHandle:
-    """Begin to save into the local folder of `request` and to upload that; return the handle.
+    """Begin to save to a URL in the background; return the handle. `request.folder` is for this rank's files on their way.
 
-    See `save_checkpoint` for the errors that are raised at once, and for the pins. `request.keep` holds for the URL as well;
-    whether the tag is free is asked there, behind the call.
+    The pins belong to the save from now on, even if this raises: it releases them. Raises UsageError for a bad request or
+    state that is not JSON, StorageError for a folder that cannot be written, DiskFullError if it has no room for this rank's
+    files. Whether the tag is free is asked at the URL, behind the call.
     """
-    # The local folder is only a stop on the way: a checkpoint that a failed upload left there may be replaced.
-    local = save_checkpoint(replace(request, overwrite=request.overwrite or not options.keep_local))
-    return SaveHandle(_Upload(request, options, local)).start()
+    job: _RemoteSave | None = None
+    handle: SaveHandle | None = None
+    try:
+        job = _RemoteSave(request, options)
+        job.check()
+        handle = SaveHandle(job)
+        return handle.start()
+    except BaseException as error:
+        if handle is not None and handle.begun:
+            raise  # interrupted as it began: the end of the program completes it
+        if job is not None:
+            job.tell_others(error)
+            job.workers.close()
+        for pin in request.pins.values():
+            pin.release()
+        raise
 
 
-class _Upload:
-    """The save and upload of one rank."""
+class _RemoteSave:
+    """One rank's part in a save. See [Note: a save to a URL]."""
 
-    def __init__(self, request: SaveRequest, options: UploadOptions, local: SaveHandle) -> None:
+    def __init__(self, request: SaveRequest, options: UploadOptions) -> None:
+        request.check()
         self._request = request
-        self._options = options
-        self._local = local
-        self._cancelled = threading.Event()
-        self._folder = options.folder
         self._files = request.resources.files
-        upload_id = hashlib.sha256(f"upload {request.save_id}".encode()).hexdigest()[:32]
-        name = tag_folder(request.tag)
-        folder = request.folder / own_name(name, TEMPORARY, upload_id)
-        self._board: Board | None = None
-        if request.parts is not None:
-            self._board = StoreBoard("/uploads")
+        # Copying also finds values that are not JSON before anything is written.
+        self._rank_state = decode_state(encode_state(request.rank_state, "rank_state"))
+        self._state = decode_state(encode_state(request.record, "record"))
+        own = hashlib.sha256(f"{request.save_id} {request.rank}".encode()).hexdigest()[:32]
+        self._place = Committer(self._files, request.folder, request.tag, own)
+        self._folder = self._place.temporary
+        self._cancelled = threading.Event()
+        self._board = options.board
         self._rendezvous = Rendezvous(
-            folder, self._files, self._check_alive, pause=self._cancelled.wait, board=self._board
+            Path(request.save_id), self._files, self._check_alive, pause=self._cancelled.wait, board=options.board
         )
-        self._sent: set[int] = set()
-        """Other ranks whose files are there (rank 0)."""
-        self._others_bytes = 0
-        """Bytes that they uploaded."""
-        self._lock_path = request.folder / own_name(name, LOCK, upload_id)
+        self._builder = CheckpointBuilder(request, self._folder, self._files)
+        self._publisher = Publisher(request, self._builder, self._check_alive)
+        self._pieces = Pieces(request, self._folder)
         retries = replace(options.retries, cancelled=self._cancelled)
         self._target = target_for(
-            self._folder, retries, tag=request.tag, save_id=request.save_id, run_id=request.run_id
+            options.folder, retries, tag=request.tag, save_id=request.save_id, run_id=request.run_id
         )
         self._messages: list[str] = []
+        self._others_bytes = 0
+        """Bytes that the other ranks sent (rank 0)."""
         self._started = time.monotonic()
-        self.location = self._target.location
-        self._workers = Workers(options.num_threads, f"zstore-upload-{request.rank}")
+        self.workers = Workers(options.num_threads, f"zstore-upload-{request.rank}")
 
     @property
     def title(self) -> str:
-        return f"the upload to {self.location}"
+        return f"the save to {self._target.location}"
 
     def cancel(self) -> None:
         self._cancelled.set()
-        self._local.cancel()
+
+    def check(self) -> None:
+        """Check all that can be checked at once."""
+        request = self._request
+        if request.world_size > 1 and self._board is None:
+            raise CheckpointError("a save of several ranks to a URL needs a board for their messages")
+        self._builder.check_names()
+        self._files.make_folder(request.folder)
+        sweep(self._files, request.folder)
+        request.check_room(request.folder, num_ranks=1)
 
     def run(self) -> SaveSummary:
-        """Carry the save and the upload out. Called once, by the upload's thread."""
+        """Carry the save out. Called once, by the save's thread."""
         told = self._request.told
         try:
-            with self._workers as workers:
-                summary = self._lead(workers) if self._request.rank == 0 else self._follow(workers)
+            with self.workers as workers:
+                summary = self._run(workers)
         except BaseException as error:
-            self._local.cancel()
-            failure = self._failure(error)
-            if told is not None and failure is not error:  # otherwise the local save told of it
+            failure = error
+            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+                where = self._target.location
+                failure = CheckpointError(f"checkpoint {self._request.tag!r} was not saved to {where}: {error}")
+            if told is not None:
                 told(failure)
+            if failure is error:
+                raise
             raise failure from error
         if told is not None:
             told(summary)
         return summary
 
-    def _failure(self, error: BaseException) -> BaseException:
-        """Return `error`, or one that also names the local checkpoint, if there is one."""
+    def _run(self, workers: Workers) -> SaveSummary:
+        request = self._request
         try:
-            path = self._local.wait().path
-        except BaseException:
-            return error  # the local save failed, and nothing was uploaded
-        return CheckpointError(
-            f"checkpoint {self._request.tag!r} was not uploaded to {self._folder}: {error}. It is committed in {path}, "
-            f"and stays there: upload it with `zstore reshard {path} --to {self._folder}`, or remove it"
-        )
-
-    # -- rank 0 -----------------------------------------------------------------------------------------------------
-
-    def _lead(self, workers: Workers) -> SaveSummary:
-        with SaveLock(self._lock_path):
-            try:
-                if self._board is None:
-                    self._files.make_folder(self._rendezvous.folder)
-                # While the local save runs.
-                self._messages += self._target.begin(
-                    overwrite=self._request.overwrite, replaces_own=True, keep=self._request.keep
-                )
-                summary = self._local.wait()
-                with open_checkpoint(summary.path) as reader:
-                    self._target.offer(reader)
-                    self._rendezvous.post(_BEGIN_FILE, self._target.ticket())
-                    nbytes = self._send(workers, reader)
-                    self._rendezvous.wait_until(self._all_sent, self._request.timeout_s, self._ranks_missing)
-                    self._messages += self._target.commit(reader)
-                if self._board is not None:
-                    self._rendezvous.post(_END_FILE, {})
-                self._clean_up(summary)
-                self._messages += self._target.retire()
-                return self._summarise(summary, nbytes, nbytes + self._others_bytes)
-            except BaseException as error:
-                self._give_up(error)
-                raise
-
-    def _all_sent(self) -> bool:
-        """Return whether every other rank's files are there; raises CheckpointError if one says that they are not."""
-        for rank, outcome in self._outcomes().items():
-            if outcome != _COMPLETE:
-                raise CheckpointError(f"rank {rank} could not upload its part: {outcome}")
-        return not self._missing()
-
-    def _outcomes(self) -> dict[int, str]:
-        """Return how the parts of other ranks ended that did since the last call."""
-        found: dict[int, str] = {}
-        for rank in self._missing():
-            if (told := self._rendezvous.posted(_rank_file(rank))) is not None:
-                found[rank] = str(told.get("outcome"))
-                self._sent.add(rank)
-                if found[rank] == _COMPLETE:
-                    self._others_bytes += int(told["uploaded_bytes"])
-                    self._target.accept(told["receipt"])
-                    self._rendezvous.post(_rank_file(rank), {})  # of thousands, it may be large
-        return found
-
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(1, self._request.world_size) if rank not in self._sent]
-
-    def _ranks_missing(self) -> str:
-        return f"ranks {self._missing()[:20]} did not upload their part within {self._request.timeout_s} s"
-
-    def _clean_up(self, summary: SaveSummary) -> None:
-        """Do the work that may fail without harm to the checkpoint, which is committed at the URL."""
-        with noting(self._messages, "the checkpoint is uploaded, but its local copy could not be removed"):
-            if self._board is None:
-                self._files.remove_tree(self._rendezvous.folder)
-            if not self._options.keep_local:
-                discard(self._files, summary.path)
-
-    def _give_up(self, error: BaseException) -> None:
-        """Tell the other ranks why the upload ended, and remove its files once none of them writes any more.
-
-        Never raises; the next save removes the leftovers.
-        """
-        with contextlib.suppress(OSError, RuntimeError):
-            self._rendezvous.post(ABORT_FILE, {"reason": f"{type(error).__name__}: {error}"})
-        self._local.cancel()
-        patient = self._target.waits_for_ranks or not self._cancelled.is_set()
-        deadline = time.monotonic() + (_END_S if patient else 0)
-        with contextlib.suppress(RuntimeError):  # of a board: nobody is there
-            while self._missing() and time.monotonic() < deadline:
-                self._outcomes()
-                time.sleep(MOST_PAUSE_S)
-        ended = not self._missing()
-        self._target.abort(ended=ended, cancelled=self._cancelled.is_set())
-        if self._request.world_size == 1:
-            with contextlib.suppress(OSError):
-                self._files.remove_tree(self._rendezvous.folder)
-
-    # -- the other ranks --------------------------------------------------------------------------------------------
-
-    def _follow(self, workers: Workers) -> SaveSummary:
-        rank = self._request.rank
-        try:
-            summary = self._wait_for_local()
-            if self._board is None:
-                self._rendezvous.wait_until(
-                    self._rendezvous.folder.is_dir, min(_SEE_FOLDER_S, self._request.timeout_s), self._not_begun
-                )
-            self._rendezvous.wait_until(
-                lambda: self._rendezvous.posted(_BEGIN_FILE) is not None, self._request.timeout_s, self._not_begun
-            )
-            self._target.join(self._rendezvous.posted(_BEGIN_FILE) or {})
-            with open_checkpoint(summary.path) as reader:
-                nbytes = self._send(workers, reader)
+            self._place.begin()
+            if request.rank == 0:
+                self._messages += self._target.begin(overwrite=request.overwrite, replaces_own=True, keep=request.keep)
+            summaries = self._write(workers)
+            part = self._lead if request.rank == 0 else self._follow
+            nbytes = part(workers, {request.shard_path(s.array, s.shard): s.file_bytes for s in summaries})
         except BaseException as error:
-            with contextlib.suppress(OSError, RuntimeError):
-                self._rendezvous.post(_rank_file(rank), {"outcome": f"{type(error).__name__}: {error}"})
+            self.tell_others(error)
             raise
-        told = {"outcome": _COMPLETE, "uploaded_bytes": nbytes, "receipt": self._target.receipt()}
-        self._rendezvous.post(_rank_file(rank), told)
-        timeout_s = self._request.timeout_s
-        self._rendezvous.wait_until(self._is_over, timeout_s, lambda: f"rank 0 did not commit within {timeout_s} s")
-        if self._board is not None and self._request.leads:
-            self._clean_up(summary)
-        return self._summarise(summary, nbytes)
+        finally:
+            for pin in request.pins.values():
+                pin.release()
+            self._place.abort("", alone=True)
+        return self._summarise(summaries, nbytes)
 
-    def _wait_for_local(self) -> SaveSummary:
-        try:
-            return self._local.wait()
-        except CheckpointError:
-            self._check_alive()  # rank 0 may have cancelled it because of the upload: it knows why
-            raise
+    # -- each rank --------------------------------------------------------------------------------------------------
 
-    def _is_over(self) -> bool:
-        """Return whether rank 0 committed; raises CheckpointError if it ended without doing so."""
+    def _write(self, workers: Workers) -> list[ShardSummary]:
+        """Write this rank's files into its folder, and post what others need of them."""
+        request, pieces, publisher = self._request, self._pieces, self._publisher
+        found = workers.run(chain(pieces.tasks(), publisher.tasks()), here=True)
+        summaries = [summary for summary in found if summary is not None]
         if self._board is not None:
-            return self._rendezvous.posted(_END_FILE) is not None
-        if self._rendezvous.folder.is_dir():
-            return False
-        if not self._target.is_committed():
-            raise CheckpointError("rank 0 ended without committing it")
-        return True
+            for path in pieces.for_others():
+                self._board.post(self._key(path.name), path.read_bytes())
+                self._files.unlink(path)
+        for tasks, wanted in (
+            (pieces.joining_tasks(publisher.store_joined), pieces.awaited),
+            (pieces.assembly_tasks(publisher.store_joined) if request.rank == 0 else [], pieces.of_others),
+        ):
+            if tasks:
+                self._fetch(wanted())
+                summaries += chain.from_iterable(workers.run(tasks, here=True))
+        self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state, sync=False)
+        if self._board is not None and request.rank:
+            path = self._folder / manifest_file(request.rank)
+            self._board.post(self._key(path.name), path.read_bytes())
+        return summaries
 
-    def _not_begun(self) -> str:
-        return f"rank 0 did not begin the upload: {self._rendezvous.folder} is not seen"
+    def _key(self, name: str) -> str:
+        return f"{self._request.save_id}/{name}"
 
-    # -- all ranks --------------------------------------------------------------------------------------------------
+    def _fetch(self, paths: Iterable[Path]) -> None:
+        """Write files that other ranks post into this rank's folder, those that are not there."""
+        for path in paths:
+            if self._board is not None and not path.exists():
+                self._files.write_small(path, self._receive(self._board, path.name), sync=False)
 
-    def _send(self, workers: Workers, reader: CheckpointReader) -> int:
+    def _receive(self, board: Board, name: str) -> bytes:
+        """Return what another rank posts under a name, and remove it."""
+        key, found = self._key(name), list[bytes]()
+
+        def came() -> bool:
+            found.extend(data for data in [board.read(key)] if data is not None)
+            return bool(found)
+
+        timeout_s = self._request.timeout_s
+        self._rendezvous.wait_until(came, timeout_s, lambda: f"no rank posted {name} within {timeout_s} s")
+        board.remove(key)
+        return found[0]
+
+    def _send(self, workers: Workers, files: Mapping[str, int]) -> int:
         def advance(nbytes: int) -> None:
             if nbytes > 0:
                 self._check_alive()
 
-        return self._target.send(workers, reader, [self._request.rank], advance)
+        return self._target.send(workers, self._folder, files, advance, rank=self._request.rank)
 
-    def _summarise(self, summary: SaveSummary, uploaded_bytes: int, all_uploaded_bytes: int = 0) -> SaveSummary:
-        return replace(
-            summary,
-            url=self.location,
-            uploaded_bytes=uploaded_bytes,
-            all_uploaded_bytes=all_uploaded_bytes,
-            elapsed_s=time.monotonic() - self._started,
-            messages=(*summary.messages, *self._messages),
+    def _wait_for(self, name: str, what: str) -> dict[str, Any]:
+        timeout_s = self._request.timeout_s
+        self._rendezvous.wait_until(
+            lambda: self._rendezvous.posted(name) is not None, timeout_s, lambda: f"{what} within {timeout_s} s"
         )
+        return self._rendezvous.posted(name) or {}
+
+    def _follow(self, workers: Workers, files: Mapping[str, int]) -> int:
+        rank = self._request.rank
+        self._target.join(self._wait_for("begin", "rank 0 did not begin the upload"))
+        nbytes = self._send(workers, files)
+        self._rendezvous.post(_sent(rank), {"bytes": nbytes})
+        self._wait_for("end", "rank 0 did not commit")
+        return nbytes
+
+    # -- rank 0 -----------------------------------------------------------------------------------------------------
+
+    def _lead(self, workers: Workers, files: Mapping[str, int]) -> int:
+        request, builder, target = self._request, self._builder, self._target
+        self._fetch(self._folder / manifest_file(rank) for rank in self._others)
+        builder.collect()
+        builder.check_complete()
+        workers.run(builder.metadata_tasks(), here=True)
+        record = replace(builder.record(self._state), committed_ns=time.time_ns())
+        with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
+            if request.before_commit is not None:
+                self._messages += request.before_commit(reader)
+            self._files.write_small(self._folder / RECORD_FILE, record.encode(), sync=False)
+            target.offer(reader)
+            self._post("begin", target.ticket())
+            nbytes = self._send(workers, {**common_files(reader), **files})
+            for rank in self._others:
+                self._others_bytes += int(self._wait_for(_sent(rank), f"rank {rank} did not send its part")["bytes"])
+            self._check_alive()  # one that failed has posted that first
+            self._messages += target.commit(reader)
+        self._post("end", {})
+        self._messages += target.retire()
+        return nbytes
+
+    @property
+    def _others(self) -> range:
+        return range(1, self._request.world_size)
+
+    def _post(self, name: str, message: Mapping[str, Any]) -> None:
+        if self._board is not None:
+            self._rendezvous.post(name, message)
+
+    # -- giving up --------------------------------------------------------------------------------------------------
+
+    def tell_others(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, and why; rank 0 removes what was sent. Never raises."""
+        reason = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError, RuntimeError):  # nobody is there to be told
+            if self._request.rank:
+                self._post("failed", {"reason": f"rank {self._request.rank} could not save its part: {reason}"})
+                self._post(_sent(self._request.rank), {"bytes": 0})
+                return
+            self._post("abort", {"reason": reason})
+        if self._request.rank:
+            return
+        deadline = time.monotonic() + (0 if self._cancelled.is_set() else _END_S)
+        while not (ended := self._all_ended()) and time.monotonic() < deadline:
+            time.sleep(MOST_PAUSE_S)
+        self._target.abort(ended=ended, cancelled=self._cancelled.is_set())
+
+    def _all_ended(self) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return all(self._rendezvous.posted(_sent(rank)) is not None for rank in self._others)
+        return False
 
     def _check_alive(self) -> None:
-        """Raise CheckpointError if the upload was given up here or by rank 0, or rank 0 is gone."""
+        """Raise CheckpointError if the save was given up here or by another rank."""
         if self._cancelled.is_set():
-            raise CheckpointError("it was cancelled")
-        if self._request.rank == 0 or (self._board is None and not self._rendezvous.folder.is_dir()):
+            raise CheckpointError(f"{self.title} was cancelled")
+        if self._board is None:
             return
-        if (told := self._rendezvous.posted(ABORT_FILE)) is not None:
-            raise CheckpointError(f"rank 0 gave it up: {told.get('reason')}")
-        if self._board is not None:
-            return
-        with owner_is_dead(self._lock_path) as dead:
-            ended = dead
-        if ended and self._rendezvous.folder.is_dir():
-            told = self._rendezvous.posted(ABORT_FILE) or {"reason": "it ended"}
-            raise CheckpointError(f"rank 0 gave it up: {told.get('reason')}")
+        if self._request.rank == 0:
+            if (told := self._rendezvous.posted("failed")) is not None:
+                raise CheckpointError(str(told["reason"]))
+        elif (told := self._rendezvous.posted("abort")) is not None:
+            raise CheckpointError(f"rank 0 gave up {self.title}: {told['reason']}")
+
+    def _summarise(self, summaries: list[ShardSummary], nbytes: int) -> SaveSummary:
+        linked = [s for s in summaries if s.linked]
+        return SaveSummary(
+            path=self._place.target,
+            num_files=len(summaries),
+            num_linked=len(linked),
+            linked_bytes=sum(s.file_bytes for s in linked),
+            written_bytes=sum(s.file_bytes for s in summaries if not s.linked),
+            all_linked_bytes=self._builder.linked_bytes,
+            all_written_bytes=self._builder.written_bytes,
+            elapsed_s=time.monotonic() - self._started,
+            known={},
+            messages=tuple(self._messages),
+            url=self._target.location,
+            uploaded_bytes=nbytes,
+            all_uploaded_bytes=nbytes + self._others_bytes if self._request.rank == 0 else 0,
+        )
 
 
-def _rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
+def _sent(rank: int) -> str:
+    return f"sent-{rank:05d}"

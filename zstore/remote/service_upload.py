@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..checkpoint.names import RECORD_FILE, tag_folder
+from ..checkpoint.names import METADATA_FILE, RECORD_FILE, tag_folder
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep
 from ..errors import (
@@ -32,7 +32,7 @@ from .service import ServiceBusyError, ServiceConnection
 from .service_folder import ServiceFolder
 from .service_url import ServiceUrl, quote_path
 from .target import NUM_THREADS, Advance, UploadTarget
-from .uploaded import document_files, extra_files, shard_files
+from .uploaded import document_files, extra_files
 
 _PIECE_BYTES = 256 * 1024
 _COMMIT_S = 1800.0
@@ -163,20 +163,20 @@ class ServiceTarget(UploadTarget):
     def join(self, ticket: Mapping[str, Any]) -> None:
         self._upload, self._committed = str(ticket["upload"]), bool(ticket["committed"])
 
-    def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
+    def send(
+        self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
+    ) -> int:
         """Files that the service has, or links, are not sent."""
         wanted: dict[str, Any] = {}
         if not self._committed:
             # One answer for one rank, and one for all.
-            query = f"?rank={ranks[0]}" if len(ranks) == 1 and 0 not in ranks else ""
+            query = f"?rank={rank}" if rank else ""
             wanted = {each["path"]: each for each in self._ask("GET", f"{self._path}{query}")["files"]}
-        files = (extra_files(reader) if 0 in ranks else {}) | shard_files(reader, ranks)
+        documents = self._offered.get("documents", {})
         for file, size in files.items():
-            if file not in wanted:
+            if not (file in wanted or file in documents or file.endswith(f"/{METADATA_FILE}")):
                 advance(size)
-        tasks = [
-            partial(self._deliver, reader.path / file, each, advance) for file, each in wanted.items() if file in files
-        ]
+        tasks = [partial(self._deliver, top / file, each, advance) for file, each in wanted.items() if file in files]
         return sum(workers.run(tasks))
 
     def _deliver(self, source: Path, wanted: dict[str, Any], advance: Advance) -> int:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from ..checkpoint.catalog import find_tag
-from ..checkpoint.folder import Folder
 from ..checkpoint.names import METADATA_FILE
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep, retire
-from ..errors import BudgetError, ZstoreError
+from ..errors import BudgetError
 from ..io.pool import Workers
 from .commit import RemoteCommitter, remove_checkpoint
 from .fsspec_folder import RemoteFolder
@@ -29,10 +27,9 @@ Advance = Callable[[int], None]
 class UploadTarget(ABC):
     """One checkpoint on its way. Calls:
 
-    (rank 0)       `begin`, which may come before the local checkpoint is committed; `offer`, once it is
+    (rank 0)       `begin`; `offer`, once metadata and manifests are there
     (other ranks)  `join` with rank 0's `ticket`
     (each rank)    `send`
-    (rank 0)       `accept` with every other rank's `receipt`
     (rank 0)       `commit` and `retire`, or `abort` if anything fails
     """
 
@@ -41,13 +38,6 @@ class UploadTarget(ABC):
         """URL of the tag, as people name it."""
         self._tag = tag
         self._save_id = save_id
-        self.known: Mapping[str, str] = {}
-        """SHA-256 of shard files, by path, that are not here: the version before has them."""
-
-    @property
-    @abstractmethod
-    def _folder(self) -> Folder:
-        """The folder of checkpoints."""
 
     @abstractmethod
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
@@ -70,15 +60,11 @@ class UploadTarget(ABC):
         """Take part in rank 0's upload."""
 
     @abstractmethod
-    def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
-        """Send the shard files that `ranks` wrote, and with those of rank 0 all others; return the bytes that went."""
-
-    def receipt(self) -> Mapping[str, Any]:
-        """Return the facts that rank 0 needs of what this rank sent, as JSON."""
-        return {}
-
-    def accept(self, receipt: Mapping[str, Any]) -> None:  # noqa: B027 - most need none
-        """Take another rank's facts."""
+    def send(
+        self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
+    ) -> int:
+        """Send `files`, their bytes by path, from the folder `top`; return the bytes that went. They are those of `rank`, None:
+        of all ranks."""
 
     @abstractmethod
     def commit(self, reader: CheckpointReader) -> list[str]:
@@ -91,20 +77,9 @@ class UploadTarget(ABC):
         """
         return []
 
-    waits_for_ranks: ClassVar[bool] = True
-    """Whether `abort` is to be called only once no rank sends any more, if that comes soon."""
-
     @abstractmethod
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
         """Give up. Never raises. `ended`: no rank sends any more; `cancelled`: nobody will resume it."""
-
-    def is_committed(self) -> bool:
-        """Return whether the tag's checkpoint is this upload's."""
-        try:
-            info = find_tag(self._folder, self._tag)
-        except ZstoreError:
-            return False
-        return info is not None and info.record.id == self._save_id
 
     @abstractmethod
     def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
@@ -123,10 +98,6 @@ class FileSystemTarget(UploadTarget):
         self._run_id = run_id
         self._keep: Keep | None = None
 
-    @property
-    def _folder(self) -> RemoteFolder:
-        return self._committer.folder
-
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
         self._keep = keep
         return self._committer.begin(overwrite=overwrite, replaces_own=replaces_own)
@@ -140,9 +111,11 @@ class FileSystemTarget(UploadTarget):
     def join(self, ticket: Mapping[str, Any]) -> None:
         self._committer.slot = str(ticket["slot"])
 
-    def send(self, workers: Workers, reader: CheckpointReader, ranks: Sequence[int], advance: Advance) -> int:
-        files = (common_files(reader) if 0 in ranks else {}) | shard_files(reader, ranks)
-        return send_all(workers, reader.path, self._committer.target, files, advance)
+    def send(
+        self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
+    ) -> int:
+        send = self._committer.target.send
+        return sum(workers.run([partial(send, top / file, file, advance) for file in files]))
 
     def commit(self, reader: CheckpointReader) -> list[str]:
         """That all files arrived is checked by a listing."""
@@ -152,7 +125,8 @@ class FileSystemTarget(UploadTarget):
     def retire(self) -> list[str]:
         if self._keep is None:
             return []
-        return retire(self._folder, keep=self._keep, run=self._run_id, remove=partial(remove_checkpoint, self._folder))
+        folder = self._committer.folder
+        return retire(folder, keep=self._keep, run=self._run_id, remove=partial(remove_checkpoint, folder))
 
     def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
         """The sent files are removed."""
@@ -160,11 +134,6 @@ class FileSystemTarget(UploadTarget):
 
     def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
         return files_at_a_time(largest_bytes, memory_bytes)
-
-
-def send_all(workers: Workers, source: Path, target: RemoteFolder, files: Iterable[str], advance: Advance) -> int:
-    """Copy `files` from the folder `source` to `target`, several at a time; return their bytes. See `RemoteFolder.send`."""
-    return sum(workers.run([partial(target.send, source / file, file, advance) for file in files]))
 
 
 def files_at_a_time(largest_bytes: int, memory_bytes: int | None) -> int:

@@ -10,36 +10,31 @@ from ..checkpoint.catalog import TagInfo
 from ..checkpoint.folder import FolderLike
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..io.pool import Workers
-from .fsspec_folder import RemoteFolder
+from .fsspec_folder import RemoteFolder, open_fsspec_folder
 from .retries import PATIENT, Retries
 from .service_upload import ServicePlace, ServiceTarget
 from .target import Advance, FileSystemTarget, UploadTarget
 from .uploaded import common_files, shard_files
-from .version_target import VersionTarget
-from .versions import VersionsFolder, folder_for
 
 UploadPlace = RemoteFolder | ServicePlace
-"""A folder of checkpoints on a file system, with versions or not, or a run in a service."""
+"""A folder of checkpoints on a file system, or a run in a service."""
 
 
-def place_of(url: str, storage_options: Mapping[str, Any] | None = None, *, versions: bool = False) -> UploadPlace:
-    """Return the place at a URL: a folder of versions if it has some, or if with `versions` it has no checkpoint yet and can
-    have them. One request tells that; whether the server of an `http://` URL is a service of zstore shows when something is
-    uploaded.
+def place_of(url: str, storage_options: Mapping[str, Any] | None = None) -> UploadPlace:
+    """Return the place at a URL, without a request: whether the server of an `http://` URL is a service of zstore shows when
+    something is uploaded.
 
-    Raises UsageError for a URL that nothing opens, or that names no run of a service, StorageError if storage does not answer.
+    Raises UsageError for a URL that nothing opens, or that names no run of a service.
     """
     if url.startswith(("http://", "https://")):
         return ServicePlace.of(url, storage_options)
-    return folder_for(url, storage_options, versions=versions)
+    return open_fsspec_folder(url, storage_options)
 
 
 def target_for(place: UploadPlace, retries: Retries, *, tag: str, save_id: str, run_id: str) -> UploadTarget:
     """Return the target of a save of training run `run_id` under `tag` at `place`. No request is made."""
     if isinstance(place, ServicePlace):
         return ServiceTarget(place, retries, tag, save_id)
-    if isinstance(place, VersionsFolder):
-        return VersionTarget(place.with_retries(retries), tag, save_id, run_id)
     return FileSystemTarget(place.with_retries(retries), tag, save_id, run_id)
 
 
@@ -60,20 +55,18 @@ def upload_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     *,
     overwrite: bool = False,
-    versions: bool = False,
     advance: Advance | None = None,
     memory_bytes: int | None = None,
 ) -> tuple[str, list[str]]:
     """Copy a committed checkpoint from a local folder into the folder of checkpoints at `url`, under its tag.
 
-    The URL may be that of a run in a service of zstore. Where there are versions, or with `versions` no checkpoint yet, it
-    becomes a version. `source` is the checkpoint's folder, or the folder above (then the
+    The URL may be that of a run in a service of zstore. `source` is the checkpoint's folder, or the folder above (then the
     newest). Returns the URL of the tag's folder, and messages for the user. Blocks until it is committed there.
     `memory_bytes` bounds the parts in memory (None: those of `NUM_THREADS` files) by sending fewer files at a time. Raises
     CheckpointExistsError for a tag that is there (unless `overwrite`), BudgetError if one file's parts are too much,
     StorageError if the upload fails; nothing of it is visible then.
     """
-    place = place_of(url, storage_options, versions=versions)
+    place = place_of(url, storage_options)
     with CheckpointReader(source) if isinstance(source, TagInfo) else open_checkpoint(source) as reader:
         record = reader.record
         target = target_for(place, PATIENT, tag=record.tag, save_id=record.id, run_id=record.run)
@@ -94,10 +87,9 @@ def send_checkpoint(
     try:
         messages = target.begin(overwrite=overwrite, replaces_own=replaces_own)
         target.offer(reader)
-        ranks = range(reader.record.world_size)
-        files = common_files(reader) | shard_files(reader, ranks)
+        files = common_files(reader) | shard_files(reader, range(reader.record.world_size))
         with Workers(target.files_at_a_time(max(files.values()), memory_bytes), "zstore-upload") as workers:
-            target.send(workers, reader, ranks, advance or (lambda _: None))
+            target.send(workers, reader.path, files, advance or (lambda _: None))
         return messages + target.commit(reader)
     except BaseException:
         target.abort()

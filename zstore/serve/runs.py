@@ -23,7 +23,6 @@ from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..io.files import is_url
 from ..journal.names import run_of
 from ..open.sources import folder_of
-from ..remote.versions import VersionsFolder, folder_for
 from .cache import Renewed
 from .kept import KeptFiles
 from .settings import Root, Settings
@@ -66,8 +65,6 @@ class Runs:
 
             self._upstreams = [Upstream(url, settings.storage_options, self.kept) for url in settings.upstreams]
         self._found = Renewed(self._look, _FRESH_S)
-        self._versions: dict[str, Folder] = {}
-        """Folders of versions, by their URL."""
         self._sees: Callable[[str], bool] = lambda _: True
         self.all = self._found.get
         """Returns the runs by name, in the order of the roots."""
@@ -171,22 +168,13 @@ class Runs:
         )
 
     def folder_of(self, name: str) -> Folder:
-        """Return the folder that uploads of a run are committed to: one of versions, if a URL has no checkpoints yet."""
+        """Return the folder that uploads of a run are committed to."""
         place = self.place_for_uploads(name)
-        if isinstance(place, Path):
-            return LocalFolder(place)
-        if isinstance(found := self._folder(place), VersionsFolder):
-            return found
-        return folder_for(place, self._settings.storage_options, versions=True)
+        return LocalFolder(place) if isinstance(place, Path) else self._folder(place)
 
     def _folder(self, location: str) -> Folder:
-        """Return the folder at a path or URL; one of versions stays the same, for it keeps what it has read."""
-        if location not in self._versions:
-            found = folder_of(location, self._settings.storage_options)
-            if not isinstance(found, VersionsFolder):
-                return found
-            self._versions[location] = found
-        return self._versions[location]
+        """Return the folder at a path or URL."""
+        return folder_of(location, self._settings.storage_options)
 
     def _look(self) -> dict[str, Run]:
         found: dict[str, Run] = {}
@@ -245,8 +233,6 @@ def _may_name_a_run(name: str) -> bool:
 def _is_run(folder: Folder) -> bool:
     """Return whether a folder has checkpoints or a journal."""
     try:
-        if isinstance(folder, VersionsFolder) and folder.newest() is not None:
-            return True
         entries = folder.entries()
         if any(run_of(name) is not None for name in entries.files):
             return True

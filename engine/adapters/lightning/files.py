@@ -135,8 +135,7 @@ def whole_weights(engine: Engine) -> dict[str, Any]:
 
 
 def remove(place: LightningCheckpoint, storage_options: Mapping[str, Any]) -> None:
-    """Remove a checkpoint so that at no instant half of it looks like one; do nothing if it is not there. Raises
-    NewestVersionError."""
+    """Remove a checkpoint so that at no instant half of it looks like one; do nothing if it is not there."""
     if is_url(place.folder):
         from zstore.remote.commit import remover
 

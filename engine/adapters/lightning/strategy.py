@@ -123,7 +123,6 @@ class EngineStrategy:
         self._trainable: list[torch.nn.Parameter] = []
         """Parameters whose gradients a frozen engine turned off."""
         self._generators: dict[str, Any] | None = None
-        self._left: set[LightningCheckpoint] = set()
         """Those to remove once another is saved."""
         """Random number generators that a load brought back, until training starts."""
         super().__init__(**options)
@@ -366,9 +365,6 @@ class EngineStrategy:
         with engine.world.agreeing():
             if self.is_global_zero:
                 place.finish()
-                left, self._left = self._left - {place}, set()
-                for other in left:
-                    self.remove_checkpoint(other.path)
 
     def _save_weights(self, checkpoint: dict[str, Any], place: LightningCheckpoint) -> None:
         """Write the file that Lightning's own strategies write for `weights_only` (all ranks)."""
@@ -430,17 +426,11 @@ class EngineStrategy:
         """Do nothing: the engine loaded it."""
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, the newest version of a bucket once another is saved (rank 0)."""
+        """Remove a checkpoint (rank 0)."""
         if self.is_global_zero:
-            from zstore.remote.versions import NewestVersionError
-
             place = LightningCheckpoint.of(os.fspath(filepath))
             keep_journal(self.engine, place.stored)
-            try:
-                remove(place, self.engine.training_state.config.storage_options)
-            except NewestVersionError as error:
-                _log.warning("%s; it is removed after that", error)
-                self._left.add(place)
+            remove(place, self.engine.training_state.config.storage_options)
 
 
 def _numbers(trainer: Any) -> dict[str, float]:

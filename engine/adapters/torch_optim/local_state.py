@@ -19,7 +19,7 @@ from zstore.io.tensors import as_torch
 
 from .block_kernel import BlockKernel, parts_of
 from .records import LocalRecord, local_part, make_local_record, memory_of
-from .stored_tensor import OptimizerArray, RestingTensor, StoredTensor, require_float, with_own_copies
+from .stored_tensor import OptimizerArray, StoredTensor, require_float, with_own_copies
 from .whole_tensors import WholeTensors
 
 MASTER = "master"
@@ -194,7 +194,7 @@ class LocalState:
             dtype=slot.dtype,
             block=slot.block,
         )
-        return RestingTensor(array) if slot.block == 1 and record.is_contiguous else StoredTensor(array)
+        return StoredTensor(array)
 
     def _laid_out(self, record: LocalRecord, stored: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the local part's shape as one with the parameter's layout."""

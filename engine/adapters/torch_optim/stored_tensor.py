@@ -6,7 +6,6 @@ one tensor after the other.
 read    a computation with it, a copy or a pickle reads the values of that moment, into a new plain tensor.
 write   `copy_` and other changes in place go to the store, of a part of it (`narrow`, a slice) too. Any other view is a
         copy.
-save    through `zstore.dcp.Writer` a `RestingTensor` is not read: its shard file is linked, or pinned for a save behind.
 It is valid until the optimizer is closed.
 """
 
@@ -22,12 +21,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map
 
-from zstore.dcp.resting import RestingWrite
 from zstore.engine.optim.state import OptimizerState
 from zstore.errors import UsageError
 from zstore.format import Box
 from zstore.io.tensors import as_torch
-from zstore.store import PinnedShard
 
 from .block_kernel import made_of, parts_of
 from .records import LocalRecord
@@ -158,10 +155,6 @@ class StoredTensor(torch.Tensor):
             properties=TensorProperties(dtype=self.dtype),
             size=record.shape,
         )
-        if record.is_of_whole:
-            written = RestingWrite(
-                written.chunk, written.properties, written.size, record.state_grid, record.state_shard
-            )
         return [WriteItem(MetadataIndex(fqn, place), WriteItemType.SHARD, tensor_data=written)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -194,16 +187,6 @@ class StoredTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.array.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class RestingTensor(StoredTensor):
-    """A stored tensor whose array has its elements in their order, so that a save may take its file as it is."""
-
-    def pin_shard(self) -> PinnedShard:
-        """Return the present version, which no later update changes; the caller releases it."""
-        array = self.array
-        array.wait([array.record])
-        return array.state.store.snapshot([array.name]).copied_when_changed().pins[array.name]
 
 
 def with_own_copies(shown: torch.Tensor) -> torch.Tensor:

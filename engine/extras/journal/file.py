@@ -89,7 +89,7 @@ class RunFile:
             if run.is_dir() and not path.exists() and (former := run / journal_of(run, run_id)).exists():
                 os.replace(former, path)  # of a run that was resumed, in one of its checkpoints
             sink, tail = FileSink(path), None
-            remote = None if place.upload is None else place.upload.folder
+            remote = None if place.upload is None else place.upload
             if isinstance(remote, ServicePlace):
                 asked = partial(request, place.folder, run_id)
                 tail = JournalTail(path, remote, run_id, sink.begin_bytes, failed=self.failed, asked=asked)
@@ -134,9 +134,9 @@ class RunFile:
     def send(self) -> None:
         """Send the file as it is to the URL that the run saves to, if to one that takes files."""
         opened = self.current
-        if opened is None or opened.place.upload is None or isinstance(opened.place.upload.folder, ServicePlace):
+        if opened is None or opened.place.upload is None or isinstance(opened.place.upload, ServicePlace):
             return
-        remote, path = opened.place.upload.folder, opened.sink.path
+        remote, path = opened.place.upload, opened.sink.path
         self.writer.flush()
         try:
             remote.send(path, path.name, lambda _: None)

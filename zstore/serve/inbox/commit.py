@@ -11,7 +11,7 @@ from ...checkpoint.folder import LocalFolder
 from ...checkpoint.format import dump_metadata
 from ...checkpoint.names import METADATA_FILE
 from ...checkpoint.reader import CheckpointReader
-from ...errors import CheckpointMismatchError, UsageError
+from ...errors import UsageError
 from ...io.files import Files, make_read_only
 from ...io.pool import Workers
 from ...journal.names import run_of
@@ -46,13 +46,8 @@ def send_on(upload: Upload) -> list[str]:
     if not isinstance(place, RemoteFolder):
         raise UsageError(f"{place} takes no uploads")
     target = target_for(place, PATIENT, tag=record.tag, save_id=record.id, run_id=record.run)
-    target.known = upload.references()
-    try:
-        with CheckpointReader(TagInfo(folder=LocalFolder(upload.checkpoint), record=record)) as reader:
-            send_checkpoint(target, reader, overwrite=upload.offer.overwrite, replaces_own=upload.offer.replaces_own)
-    except CheckpointMismatchError:
-        upload.forget_references()
-        raise
+    with CheckpointReader(TagInfo(folder=LocalFolder(upload.checkpoint), record=record)) as reader:
+        send_checkpoint(target, reader, overwrite=upload.offer.overwrite, replaces_own=upload.offer.replaces_own)
     messages: list[str] = []
     with noting(messages, "journal and companions could not be sent on"):
         there = {name: place.size(name) for name in place.entries().files}

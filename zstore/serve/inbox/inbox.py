@@ -37,7 +37,8 @@ from ...errors import (
     UsageError,
     ZstoreError,
 )
-from ...remote.commit import remover
+from ...remote.commit import remover, sweep
+from ...remote.fsspec_folder import RemoteFolder
 from ..auth import OWN_NAME
 from ..cache import Cache
 from ..jobs import Jobs, RunningJob
@@ -344,6 +345,8 @@ def _check_free(upload: Upload) -> TagInfo | None:
     Raises CheckpointExistsError if tag or name belong to another training run. See [Note: whose name it is].
     """
     record, offer = upload.record, upload.offer
+    if isinstance(upload.place, RemoteFolder):
+        sweep(upload.place, record.run)  # a service that was killed may have left files of this very save
     try:
         runs = {info.record.run for info in scan(upload.place).tags}
     except CheckpointNotFoundError:

@@ -19,7 +19,6 @@ from ...checkpoint.catalog import scan
 from ...checkpoint.folder import Folder
 from ...errors import DiskFullError, ZstoreError
 from ...io.files import Files
-from ...remote.versions import VersionsFolder, has_versions
 from ...sizes import format_bytes
 
 UPLOADED_FILE = ".uploaded.json"
@@ -56,12 +55,6 @@ def _sent(folder: Path, place: Folder) -> dict[str, SentCheckpoint]:
 
 def held_by_run(place: Folder) -> int:
     """Return the bytes of the files in a run's folder, which need not be there yet."""
-    if isinstance(place, VersionsFolder):
-        if not has_versions(place):
-            return 0
-        return sum(
-            {pack: nbytes for version in place.all().values() for pack, nbytes in version.packs.items()}.values()
-        )
     if not place.is_local:
         with contextlib.suppress(FileNotFoundError):
             return sum(size or 0 for size in place.sizes("").values())

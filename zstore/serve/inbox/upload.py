@@ -45,7 +45,6 @@ from ...errors import (
     ZstoreError,
 )
 from ...io.files import Files, OpenFile, make_read_only
-from ...remote.versions import VersionsFolder
 from ..verify import file_sha256, verify_shard
 from .models import OFFER_FILE, UPLOADS_FOLDER, UploadFile, UploadOffer, UploadState
 from .plan import Content, KnownContent, ShardContent, UploadPlan, check_extras, documents_of, make_plan
@@ -88,8 +87,8 @@ class Upload:
         }
         check_extras(self._extras)
         self._plan: UploadPlan | None = None
-        self._candidates: dict[str, Path | str] = {}
-        """Files that are there already seemingly: paths, or SHA-256 of those in the newest version."""
+        self._candidates: dict[str, Path] = {}
+        """Files that are there already seemingly."""
         self._arrivals: dict[str, Arrival] = {}
         self.neighbours: Sequence[Path] = ()
         """Folders of other runs that its client may read, whose newest checkpoint is searched too."""
@@ -169,21 +168,14 @@ class Upload:
                 self.total_bytes = sum(content.num_bytes for content in self._to_come().values())
             return self._plan
 
-    def _find_candidates(self, plan: UploadPlan) -> dict[str, Path | str]:
+    def _find_candidates(self, plan: UploadPlan) -> dict[str, Path]:
         """Return files of committed checkpoints that have the layout, the size and the checksums of files that are to come."""
         left = {
             file: content
             for file, content in plan.shards.items()
             if content.array.codec is None and not self.is_whole(file)
         }
-        found: dict[str, Path | str] = {}
-        if isinstance(self.place, VersionsFolder):
-            with contextlib.suppress(ZstoreError, OSError):  # before the first version there is no repository
-                newest = self.place.newest()
-                shards = [(each.array, each.summary) for each in left.values()]
-                alike = {} if newest is None else newest.alike(shards)
-                found |= {file: digest for file, (_, digest) in alike.items()}
-                left = {file: content for file, content in left.items() if file not in found}
+        found: dict[str, Path] = {}
         for info in self._searched():
             if not left:
                 break
@@ -309,12 +301,6 @@ class Upload:
             return False
         target = self.checkpoint / file
         try:
-            if isinstance(source, str):
-                if source != sha256:
-                    raise CorruptionError(f"the newest version has another {file} than the client")
-                self._files.make_folder(target.parent)
-                os.symlink(sha256, target)
-                return True
             before = os.lstat(source)
             if before.st_size != content.num_bytes or file_sha256(source) != sha256:
                 raise CorruptionError(f"{source} is another file than the client's")
@@ -407,20 +393,8 @@ class Upload:
         return sum(
             content.num_bytes
             for file, content in self.plan().shards.items()
-            if (self.checkpoint / file).is_symlink() or os.stat(self.checkpoint / file).st_nlink > 1
+            if os.stat(self.checkpoint / file).st_nlink > 1
         )
-
-    def references(self) -> dict[str, str]:
-        """Return the SHA-256 of shard files that were not sent, since the version before has them."""
-        paths = {file: self.checkpoint / file for file in self.plan().shards}
-        return {file: os.readlink(path) for file, path in paths.items() if path.is_symlink()}
-
-    def forget_references(self) -> None:
-        """Let the files of `references` be sent."""
-        with self.lock:
-            for file in self.references():
-                self._files.unlink(self.checkpoint / file)
-            self._plan = None
 
 
 class Arrival:

@@ -13,7 +13,7 @@ from ...checkpoint.usage import bytes_freed
 from ...checkpoint.verify import VerifyFault, verify_checkpoint
 from ...errors import CorruptionError, StorageError, UsageError
 from ...io.shards import open_resources
-from ...remote.commit import remover, tidy
+from ...remote.commit import remover
 from .. import models
 from ..jobs import RunningJob
 from ..models import Job, PruneResult, PruneRules
@@ -128,8 +128,6 @@ def _start(service: Service, run: Run, fates: Sequence[Fate], freed_bytes: int) 
             messages = remove_each(
                 [fate.info for fate in doomed], _remover_of_same(place), lambda info: job.advance(sizes[info.location])
             )
-            for line in tidy(place):
-                job.say(line)
         finally:
             service.timeline(run).forget()
         for message in messages:
