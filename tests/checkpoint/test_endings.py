@@ -80,7 +80,7 @@ weight = torch.nn.Parameter(torch.zeros(300000))
 optimizer = Offloaded(torch.optim.SGD, [weight], lr=1.0, momentum=0.5, path=folder.parent)
 
 def step():
-    weight.grad = torch.ones(300000)
+    weight.grad = -torch.ones(300000)
     optimizer.step()
 
 step()

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from tests.engine.fake_device import FakeDevice
-from tests.waiting import until
 from zstore.errors import BudgetError, RunFolderError, UsageError
 from zstore.optim import Offloaded, StoredTensor, register
 
@@ -59,13 +58,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = ran
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("device", "overlap", "free_grads"),
-    [("cpu", "none", False), ("nvme", "none", True), ("nvme", "forward", False), ("nvme", "backward", True)],
-)
-def test_all_that_a_loop_does_has_the_bits_of_torch(
-    device: Any, overlap: Any, free_grads: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_all_that_a_loop_does_has_the_bits_of_torch(device: Any, tmp_path: Path) -> None:
     def run(make: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer, list[Any]]:
         model = make_model()
         decayed, plain = [m.weight for m in model if isinstance(m, nn.Linear)], [model[0].bias]
@@ -86,11 +80,10 @@ def test_all_that_a_loop_does_has_the_bits_of_torch(
         return model, optimizer, seen + [group["betas"] for group in optimizer.param_groups]
 
     theirs, torchs, expected = run(lambda params, **settings: AdamW(params, fused=True, **settings))
-    kept: dict[str, Any] = {"device": device, "path": tmp_path, "overlap": overlap, "free_grads": free_grads}
+    kept: dict[str, Any] = {"device": device, "path": tmp_path}
     ours, optimizer, seen = run(lambda params, **settings: Offloaded(AdamW, params, **kept, **settings))
     assert isinstance(optimizer, Offloaded)
     with optimizer:
-        optimizer.wait()
         assert seen == expected
         assert same(ours, theirs)
         assert same_state(optimizer.state_dict()["state"], torchs.state_dict()["state"])
@@ -206,7 +199,7 @@ def test_parameters_of_any_layout_and_memory(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_clipping_and_freed_gradients_have_the_bits_of_clip_grad_norm(tmp_path: Path) -> None:
+def test_clipping_has_the_bits_of_clip_grad_norm(tmp_path: Path) -> None:
     theirs = make_model()
     torchs = AdamW(theirs.parameters(), lr=1e-2, fused=True)
     norms = []
@@ -216,20 +209,17 @@ def test_clipping_and_freed_gradients_have_the_bits_of_clip_grad_norm(tmp_path: 
         norms.append(nn.utils.clip_grad_norm_(theirs.parameters(), 0.01))
         torchs.step()
         torchs.zero_grad()
-    for free_grads, overlap in ((True, "none"), (False, "forward")):
-        ours = make_model()
-        kept: dict[str, Any] = {"path": tmp_path, "max_grad_norm": 0.01, "free_grads": free_grads, "overlap": overlap}
-        with Offloaded(AdamW, ours.parameters(), lr=1e-2, **kept) as optimizer:
-            found = []
-            for step in range(3):
-                for micro in range(2):
-                    backward(ours, 2 * step + micro)
-                    assert all((p.grad is None) == free_grads for p in ours.parameters())
-                optimizer.step()
-                found.append(optimizer.grad_norm)
-                optimizer.zero_grad()
-            assert found == norms
-            assert same_weights(ours.state_dict(), theirs)
+    ours = make_model()
+    with Offloaded(AdamW, ours.parameters(), lr=1e-2, path=tmp_path, max_grad_norm=0.01) as optimizer:
+        found = []
+        for step in range(3):
+            for micro in range(2):
+                backward(ours, 2 * step + micro)
+            optimizer.step()
+            found.append(optimizer.grad_norm)
+            optimizer.zero_grad()
+        assert found == norms
+        assert same(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -243,18 +233,13 @@ def test_a_device_of_its_own_memory_gives_the_same_bits(dtype: torch.dtype, tmp_
                     backward(model, 2 * step + micro)
                 optimizer.step()
                 optimizer.zero_grad()
-            optimizer.wait()
             return [p.detach().clone() for p in model.parameters()]
 
     expected = run()
-    for given in ({}, {"device": "cpu"}, {"free_grads": True}, {"overlap": "forward"}):
+    for given in ({}, {"device": "cpu"}):
         with FakeDevice() as device:
             found = run(_streams=device, **given)
         assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True)), given
-
-
-def same_weights(weights: dict[str, torch.Tensor], model: nn.Module) -> bool:
-    return all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 class Lion(torch.optim.Optimizer):
@@ -333,90 +318,6 @@ def test_every_element_wise_optimizer_has_its_bits(name: str, tmp_path: Path) ->
         again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-Muon = torch.optim.Muon
-MUONS: list[dict[str, Any]] = [
-    {},
-    {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
-    {"ns_steps": 3, "momentum": 0.8},
-]
-
-
-@pytest.mark.parametrize("settings", MUONS, ids=str)
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_muon_has_the_bits_of_torch_and_goes_on_from_torchs_state(
-    device: Any, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    def weights(model: nn.Module) -> list[torch.Tensor]:
-        return [p for p in model.parameters() if p.dim() == 2]
-
-    def run(make: Callable[..., torch.optim.Optimizer], model: nn.Module, steps: range, **before: Any) -> Any:
-        optimizer = make(weights(model), lr=0.02, weight_decay=0.1, **settings)
-        if before:
-            optimizer.load_state_dict(before)
-        for step in steps:
-            backward(model, step)
-            if step == 1:
-                optimizer.param_groups[0]["lr"] = 0.01
-            optimizer.step()
-            model.zero_grad()
-        return optimizer
-
-    def offloaded(params: Any, **given: Any) -> Offloaded:
-        return Offloaded(Muon, params, device=device, path=tmp_path, **given)
-
-    theirs, ours = make_model(), make_model()
-    torchs, optimizer = run(Muon, theirs, range(3)), run(offloaded, ours, range(3))
-    assert same(ours, theirs)
-    assert same_state(optimizer.state_dict()["state"], torchs.state_dict()["state"])
-    saved = copy.deepcopy(optimizer.state_dict())
-    optimizer.close()
-    # Each goes on from what the other one saved.
-    once_more, other = copy.deepcopy(ours), copy.deepcopy(ours)
-    run(Muon, once_more, range(3, 6), **saved)
-    optimizer = run(offloaded, other, range(3, 6), **torchs.state_dict())
-    run(Muon, theirs, range(3, 6), **torchs.state_dict())
-    assert same(other, theirs)
-    assert same(once_more, theirs)
-    optimizer.close()
-
-
-def test_muon_clips_takes_gradients_away_and_keeps_masters_of_16_bits(tmp_path: Path) -> None:
-    plain = make_model(torch.bfloat16)
-    masters = [nn.Parameter(p.detach().float()) for p in plain.parameters() if p.dim() == 2]
-    torchs = Muon(masters, lr=0.02)
-    ours = make_model(torch.bfloat16)
-    matrices = [p for p in ours.parameters() if p.dim() == 2]
-    kept: dict[str, Any] = {"device": "nvme", "path": tmp_path, "free_grads": True, "host_budget_bytes": 2_000_000}
-    with Offloaded(Muon, matrices, lr=0.02, **kept) as optimizer:
-        for step in range(3):
-            train(ours, optimizer, range(step, step + 1))
-            backward(plain, step)
-            weights = [p for p in plain.parameters() if p.dim() == 2]
-            for master, weight in zip(masters, weights, strict=True):
-                master.grad = None if weight.grad is None else weight.grad.float()
-            torchs.step()
-            plain.zero_grad()
-            with torch.no_grad():
-                for master, weight in zip(masters, weights, strict=True):
-                    weight.copy_(master)
-            assert all(torch.equal(p, q) for p, q in zip(matrices, weights, strict=True))
-        assert optimizer.statistics().disk_bytes > 0
-    clipped, ours = make_model(), make_model()
-    matrices, theirs = ([p for p in m.parameters() if p.dim() == 2] for m in (ours, clipped))
-    torchs = Muon(theirs, lr=0.02)
-    with Offloaded(Muon, matrices, lr=0.02, max_grad_norm=0.1, device="cpu") as optimizer:
-        for step in range(3):
-            backward(ours, step)
-            optimizer.step()
-            ours.zero_grad()
-            backward(clipped, step)
-            nn.utils.clip_grad_norm_(theirs, 0.1)
-            torchs.step()
-            clipped.zero_grad()
-    # Norms are summed in another order, and the iteration is in bf16.
-    assert all(torch.allclose(p, q, rtol=1e-2, atol=1e-4) for p, q in zip(matrices, theirs, strict=True))
-
-
 def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
     register(Normed)
     weights = list(make_model().parameters())
@@ -426,33 +327,16 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
             Offloaded(kind, params, **{"device": "cpu", "lr": 0.1, **given})
 
     refused("not known to update each element", kind=torch.optim.LBFGS)
-    refused("'parameter-1' has shape .301., and Muon is for matrices", kind=torch.optim.Muon)
-    refused(r"exchange in step\(\): leave it out", kind=torch.optim.Muon, overlap="forward")
-    refused("steps whole matrices: leave it out", kind=torch.optim.Muon, ema=0.9, params=weights[:1])
-    refused("rows one after another", kind=torch.optim.Muon, params=[nn.Parameter(torch.zeros(4, 3).t())])
-    refused(
-        "a step over the whole matrix",
-        kind=torch.optim.Muon,
-        params=weights[:1],
-        error=BudgetError,
-        host_budget_bytes=100_000,
-    )
+    refused("not known to update each element", kind=torch.optim.Muon)
     refused("expected a class derived from .*, got 'AdamW'", kind="AdamW")
     refused("got an optimizer of class AdamW", kind=AdamW(weights))
     refused("give model.parameters", params=make_model())
     refused("expected a positive number of bytes", host_budget_bytes="4GiB")
     refused("expected a positive number of bytes", host_budget_bytes=-1)
     refused("looks at more than one element", kind=Normed)
-    refused("two values in a byte", kind=type("Adam4bit", (AdamW,), {"__module__": "torchao.optim.adam"}))
-    refused(
-        "cannot be offloaded: of bitsandbytes",
-        kind=type("PagedAdam32bit", (AdamW,), {"__module__": "bitsandbytes.optim.adam"}),
-    )
     refused("needs a path", device="nvme")
     refused("expected an existing folder", device="nvme", path=tmp_path / "none")
     refused('expected "nvme" or "cpu"', device="disk")
-    refused('expected "none", "forward" or "backward"', overlap="both")
-    refused("needs the norm of all gradients", overlap="backward", max_grad_norm=1.0)
     refused("expected a positive number", max_grad_norm=0.0)
     refused("capturable=True", capturable=True)
     refused("float64", params=[nn.Parameter(torch.zeros(3, dtype=torch.float64))])
@@ -474,7 +358,7 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="expected shape"):
             optimizer.load_state_dict({**state, "state": {0: entry}})
     group = {"params": [nn.Parameter(torch.zeros(2))]}
-    for closed in (optimizer.step, optimizer.state_dict, optimizer.wait, lambda: optimizer.add_param_group(group)):
+    for closed in (optimizer.step, optimizer.state_dict, lambda: optimizer.add_param_group(group)):
         with pytest.raises(UsageError, match="is closed"):
             closed()
 
@@ -496,21 +380,6 @@ def test_a_budget_spills_to_disk_and_leftovers_are_swept(tmp_path: Path) -> None
         assert held.host_bytes + held.pool_bytes <= 400_000
 
 
-def test_an_update_in_the_backward_takes_one_backward_a_step(tmp_path: Path) -> None:
-    model = make_model()
-    with Offloaded(AdamW, model.parameters(), path=tmp_path, overlap="backward") as optimizer:
-        backward(model, 0)
-        with pytest.raises(UsageError, match="call step\\(\\) after each backward"):
-            backward(model, 1)
-    model = make_model()
-    optimizer = Offloaded(AdamW, model.parameters(), device="cpu", overlap="backward")
-    hidden = model(inputs(0))
-    backward(model, 0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        hidden.sum().backward()
-    optimizer.close()
-
-
 class Failing(Lion):
     """Fails on the second step, at its second tile."""
 
@@ -523,53 +392,25 @@ class Failing(Lion):
         super().step(closure)
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-def test_a_step_that_failed_half_way_is_told_until_a_state_is_loaded(overlap: Any, tmp_path: Path) -> None:
+def test_a_step_that_failed_half_way_is_told_until_a_state_is_loaded(tmp_path: Path) -> None:
     register(Failing)
     ours, theirs = make_model(), make_model()
     torchs = Lion(theirs.parameters())
     train(theirs, torchs)
-    with Offloaded(Failing, ours.parameters(), path=tmp_path, overlap=overlap) as optimizer:
+    with Offloaded(Failing, ours.parameters(), path=tmp_path) as optimizer:
         train(ours, optimizer, range(2))
-        optimizer.wait()
         saved = copy.deepcopy([ours.state_dict(), optimizer.state_dict()])
         Failing.left = 3
         with pytest.raises(OSError, match="the drive is gone"):
-            train(ours, optimizer, range(2, 4))  # behind a step it is told by what comes next
+            train(ours, optimizer, range(2, 4))
         Failing.left = 1_000_000
         optimizer.zero_grad()
-        # Behind a step whoever reads the parameters is told of the update itself.
-        told = (OSError, "was applied in part") if overlap == "forward" else (UsageError, "a mixture of two steps")
-        with pytest.raises(told[0], match=told[1]):
+        with pytest.raises(UsageError, match="inconsistent: load both before"):
             train(ours, optimizer, range(2, 3))
         optimizer.zero_grad()
         ours.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
         train(ours, optimizer, range(2, 4))
-        optimizer.wait()
-        assert same(ours, theirs)
-
-
-def test_a_step_that_failed_before_the_end_of_the_backward_is_told_until_a_state_is_loaded(tmp_path: Path) -> None:
-    register(Failing)
-    ours, theirs = make_model(), make_model()
-    with Offloaded(Failing, ours.parameters(), path=tmp_path, overlap="backward") as optimizer:
-        saved = copy.deepcopy([ours.state_dict(), optimizer.state_dict()])
-        updater = optimizer._stepping._updater
-        last = ours[0].weight.register_hook(lambda _: until(lambda: updater.error is not None))
-        Failing.left = 1
-        with pytest.raises(OSError, match="the drive is gone"):
-            backward(ours, 0)
-        Failing.left = 1_000_000
-        last.remove()
-        optimizer.zero_grad()
-        with pytest.raises(UsageError, match="a mixture of two steps"):
-            backward(ours, 0)
-        optimizer.zero_grad()
-        ours.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-        train(ours, optimizer)
-        train(theirs, Lion(theirs.parameters()))
         assert same(ours, theirs)
 
 
@@ -605,10 +446,9 @@ def test_a_stored_tensor_reads_and_writes_the_store(tmp_path: Path) -> None:
         assert "StoredTensor" in repr(average)
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward"])
-def test_an_assigned_state_begins_anew_as_in_torch(overlap: Any, tmp_path: Path) -> None:
+def test_an_assigned_state_begins_anew_as_in_torch(tmp_path: Path) -> None:
     ours, theirs = make_model(), make_model()
-    with Offloaded(AdamW, ours.parameters(), lr=1e-2, path=tmp_path, overlap=overlap) as optimizer:
+    with Offloaded(AdamW, ours.parameters(), lr=1e-2, path=tmp_path) as optimizer:
         plain = AdamW(theirs.parameters(), lr=1e-2, fused=True)
         for model, one in ((ours, optimizer), (theirs, plain)):
             train(model, one)
@@ -617,5 +457,4 @@ def test_an_assigned_state_begins_anew_as_in_torch(overlap: Any, tmp_path: Path)
             train(model, one, range(4, 6))
             one.state = defaultdict(dict, kept)
             train(model, one, range(6, 8))
-        optimizer.wait()
         assert same(ours, theirs)

@@ -2,7 +2,7 @@
 
     optimizer = zstore.optim.Offloaded(torch.optim.AdamW, model.parameters(), lr=1e-4, device="nvme", path="/fast/run")
 
-Read in this order: offloaded, records, local_state, stored_tensor, gradients, stepping.
+Read in this order: offloaded, records, local_state, stored_tensor, gradients.
 """
 
 from .offloaded import Offloaded

@@ -12,32 +12,26 @@ import torch
 from zstore.errors import UsageError
 from zstore.io import user_path
 
-from .registry import OF_MATRICES, require_known
+from .registry import require_known
 
 
-def check_kind(kind: Any, overlap: str) -> None:
-    """Raise UsageError for anything but a class of optimizers that can be offloaded, with this overlap."""
+def check_kind(kind: Any) -> None:
+    """Raise UsageError for anything but a class of optimizers that can be offloaded."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         got = f"an optimizer of class {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
         raise UsageError(f"kind: expected a class derived from torch.optim.Optimizer, as torch.optim.AdamW, got {got}")
     require_known(kind)
-    if kind in OF_MATRICES and overlap != "none":
-        raise UsageError(
-            f'overlap="{overlap}": {kind.__name__} steps whole matrices, which ranks exchange in step(): leave it out'
-        )
 
 
-def check_numbers(nbytes: Any, ema: Any) -> None:
-    """Raise UsageError for an invalid host budget, or decay of an average."""
+def check_budget(nbytes: Any) -> None:
+    """Raise UsageError for an invalid host budget."""
     if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0):
         raise UsageError(
             f"host_budget_bytes: expected a positive number of bytes, or None for no limit, got {nbytes!r}"
         )
-    if ema is not None and not (isinstance(ema, float | int) and 0 <= ema < 1):
-        raise UsageError(f"ema: expected the decay of an average, from 0 to below 1, or None for none, got {ema!r}")
 
 
-def check_settings(device: str, path: Any, overlap: str, max_grad_norm: float | None) -> None:
+def check_settings(device: str, path: Any, max_grad_norm: float | None) -> None:
     """Raise UsageError for invalid settings, alone or together."""
     if device not in ("nvme", "cpu"):
         raise UsageError(f'device: expected "nvme" or "cpu", where the state is kept, got {device!r}')
@@ -45,16 +39,9 @@ def check_settings(device: str, path: Any, overlap: str, max_grad_norm: float | 
         raise UsageError('device="nvme" needs a path: give an existing folder on the drive to use')
     if path is not None and not user_path(path).is_dir():
         raise UsageError(f"path: expected an existing folder, got {os.fspath(path)!r}; make it on the drive to use")
-    if overlap not in ("none", "forward", "backward"):
-        raise UsageError(f'overlap: expected "none", "forward" or "backward", got {overlap!r}')
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise UsageError(
             f"max_grad_norm: expected a positive number, or None to leave gradients as they are, got {max_grad_norm}"
-        )
-    if max_grad_norm is not None and overlap == "backward":
-        raise UsageError(
-            'max_grad_norm needs the norm of all gradients before the first update, which overlap="backward" does not wait '
-            'for: use overlap "forward" or "none"'
         )
 
 

@@ -1,89 +1,16 @@
-"""Gradients on their way from the backward to the update, left in `.grad` or taken away as they arrive, and their norm."""
+"""Gradients as the update takes them, and their norm."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from zstore.engine.runtime.device import D2HQueue, Transfers
 from zstore.errors import UsageError
 
 from .records import LocalRecord, local_part
-
-Final = Callable[[LocalRecord, torch.Tensor], None]
-"""Called with each gradient of a backward, 1-D in the order of the parameter's memory, once it is final."""
-
-
-class LocalGradients:
-    """Gradients of the parameters of `watch`. With `frees` they go to host memory as the backward makes them, and are summed
-    there over micro-batches; `on_final` takes them instead, if it is set."""
-
-    def __init__(self, transfers: Transfers, *, frees: bool, on_final: Final | None) -> None:
-        self._transfers = transfers
-        self._frees = frees
-        self._on_final = on_final
-        self._held: dict[LocalRecord, torch.Tensor] = {}
-        self._queue = D2HQueue(transfers)
-        self._handles: list[Any] = []
-
-    def watch(self, record: LocalRecord) -> None:
-        """Take the parameter's gradients as they arrive, if that was requested."""
-        if not self._frees and self._on_final is None:
-            return
-        this = weakref.ref(self)
-
-        def final(parameter: torch.Tensor) -> None:
-            gradients = this()
-            if gradients is not None and parameter.grad is not None:
-                gradients._note_final(record, parameter)
-
-        parameter: Any = record.parameter
-        self._handles.append(parameter.register_post_accumulate_grad_hook(final))
-
-    def _note_final(self, record: LocalRecord, parameter: torch.Tensor) -> None:
-        rows = rows_of(record, parameter.grad)
-        if self._frees:
-            parameter.grad = None
-        if self._on_final is not None:
-            self._on_final(record, rows)
-            return
-        held = self._held.get(record)
-        if self._transfers.streams.device_is_host:
-            self._held[record] = rows if held is None else held.add_(rows)
-            return
-        if held is None:
-            self._held[record] = self._transfers.empty_host(rows.numel(), rows.dtype)
-        add = None if held is None else torch.Tensor.add_
-        self._queue.put(self._held[record], rows, add=add, arrived=_nothing)
-
-    def collect(self, records: Mapping[torch.Tensor, LocalRecord]) -> dict[LocalRecord, torch.Tensor]:
-        """Return this rank's rows of each gradient of the step, 1-D, and hold them no longer."""
-        self._queue.drain()
-        found, self._held = self._held, {}
-        for parameter, record in records.items():
-            if parameter.grad is None:
-                continue
-            if record in found:
-                raise UsageError(
-                    f"parameter {record.name!r} has a gradient again after it was freed: DistributedDataParallel reduces "
-                    "gradients after they are handed over; use free_grads=False there"
-                )
-            found[record] = rows_of(record, parameter.grad)
-        return {record: found[record] for record in records.values() if record in found}
-
-    def close(self) -> None:
-        """Remove the hooks from the parameters."""
-        self._queue.drop()
-        for handle in self._handles:
-            handle.remove()
-
-
-def _nothing() -> None:
-    """Nobody waits for it."""
 
 
 def rows_of(record: LocalRecord, gradient: torch.Tensor | None) -> torch.Tensor:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from zstore.engine.extras.whole_tensors.kernel import TensorKernel
-from zstore.engine.optim.kernel import AVERAGED, Averaging, FusedAdam, Scalars, SlotArray, TorchKernel
+from zstore.engine.optim.kernel import FusedAdam, Scalars, SlotArray, TorchKernel
 from zstore.engine.optim.state import OptimizerState
-from zstore.engine.plan.plan import EMA, Places
+from zstore.engine.plan.plan import Places
 from zstore.errors import BudgetError, UsageError
 from zstore.format import Box, model_array, optimizer_array
 from zstore.io.tensors import as_torch
 
-from .block_kernel import BlockKernel, parts_of
 from .records import LocalRecord, local_part, make_local_record, memory_of
-from .stored_tensor import OptimizerArray, StoredTensor, require_float, with_own_copies
-from .whole_tensors import WholeTensors
+from .stored_tensor import OptimizerArray, StoredTensor
 
 MASTER = "master"
 """Name of a 16-bit parameter's fp32 master among its state."""
 _MASTER_SLOT = SlotArray(MASTER)
 Tier = Literal["host", "disk"]
-OffloadedKernel = FusedAdam | TorchKernel | BlockKernel | TensorKernel | Averaging
-Wait = Callable[[Iterable[LocalRecord]], None]
+OffloadedKernel = FusedAdam | TorchKernel
 
 
 class LocalState:
@@ -37,11 +33,7 @@ class LocalState:
         self.arrays = arrays
         self.records: dict[torch.Tensor, LocalRecord] = {}
         """By parameter, in order."""
-        self.whole = WholeTensors(arrays)
-        """Takes the steps that need whole matrices."""
         self._tier = tier
-        self.wait: Wait
-        """Waits until no update of some parameters runs."""
         self.kernels: list[OffloadedKernel] = []
         """Of the parameter groups."""
         arrays.kernels = self.kernels
@@ -76,18 +68,7 @@ class LocalState:
         name = name or f"parameter-{number}"
         if name in self._names:
             name = f"{name}-{number}"
-        kernel = self.kernels[group]
-        if isinstance(kernel, BlockKernel):
-            if isinstance(parameter, DTensor) and not kernel.takes_shards:
-                raise UsageError(
-                    f"parameter {name!r} is a DTensor, whose state this class keeps in blocks as plain tensors that no mesh "
-                    "describes: use torchao.optim's class with FSDP2"
-                )
-            record = make_local_record(name, parameter, group=group, block_of=kernel.block_of)
-        else:
-            record = make_local_record(name, parameter, group=group)
-        if self.whole.takes(record):
-            self.whole.admit(record)
+        record = make_local_record(name, parameter, group=group)
         self._add_arrays(record, self._rest(record))
         self.records[parameter] = record
         self._names.add(name)
@@ -96,8 +77,7 @@ class LocalState:
     def _rest(self, record: LocalRecord) -> Tier:
         """Return the tier of the state: state for host memory that exceeds the budget goes to disk if there is one."""
         store = self.arrays.store
-        each = sum(slot.dtype.itemsize / slot.block for slot in self.arrays.slots_of(record))
-        each += 0 if record.dtype == torch.float32 else 4
+        each = 4 * (len(self.arrays.slots_of(record)) + (record.dtype != torch.float32))
         nbytes, free = each * record.owned_numel, store.budget.free_bytes
         spills = self._tier == "host" and store.options.run_path is not None and free is not None and nbytes > free
         return "disk" if spills else self._tier
@@ -162,18 +142,8 @@ class LocalState:
 
     def entry(self, record: LocalRecord) -> dict[str, Any]:
         """Return a parameter's state as torch's class has it; 16-bit parameters have their master besides."""
-        kernel = self.kernels[record.group or 0]
-        self.wait([record])
-        slots = self.arrays.slots_of(record)
-        if isinstance(kernel, BlockKernel):
-            stored = {slot.name: self._stored(record, slot) for slot in slots}
-            values = kernel.form(record.owned_numel).state(self.arrays.scalars[record], stored)
-            for name in {slot.entry for slot in slots if slot.block == 1}:
-                made = values[name] if isinstance(values[name], StoredTensor) else with_own_copies(values[name])
-                values[name] = self._laid_out(record, made)
-        else:
-            values = kernel.present(self.arrays.scalars[record])
-            values |= {slot.name: self._shown(record, slot) for slot in slots}
+        values = self.kernels[record.group or 0].present(self.arrays.scalars[record])
+        values |= {slot.name: self._shown(record, slot) for slot in self.arrays.slots_of(record)}
         if not self.arrays.is_master(record):
             values[MASTER] = self._shown(record, _MASTER_SLOT)
         return values
@@ -189,10 +159,7 @@ class LocalState:
             name=model_array(record.name) if is_master else optimizer_array(slot.name, record.name),
             record=record,
             state=self.arrays,
-            wait=self.wait,
             changed=self._doubt_master if is_master else None,
-            dtype=slot.dtype,
-            block=slot.block,
         )
         return StoredTensor(array)
 
@@ -217,14 +184,10 @@ class LocalState:
         Raises UsageError if shapes do not fit.
         """
         kernel, slots = self.kernels[record.group or 0], self.arrays.slots_of(record)
-        # bitsandbytes puts state that FSDP cannot gather into a dict of its own.
-        entry = dict(entry) | {k: v for value in entry.values() if isinstance(value, Mapping) for k, v in value.items()}
-        averages = entry.get(EMA) is not None  # else they begin with the next step
-        loaded = [slot for slot in slots if slot.name != EMA or averages]
-        if not entry or any(entry.get(slot.entry) is None for slot in loaded):
+        if not entry or any(entry.get(slot.entry) is None for slot in slots):
             self.reset(record)
             return
-        for slot in loaded:
+        for slot in slots:
             self._put(record, slot, entry[slot.entry])
         self.arrays.scalars[record] = _scalars(kernel, entry)
         if not self.arrays.is_master(record):
@@ -234,32 +197,14 @@ class LocalState:
 
     def _put(self, record: LocalRecord, slot: SlotArray, value: Any) -> None:
         target, what = self._stored(record, slot), f"{slot.name} of {record.name}"
-        if slot.dtype == torch.float32 and slot.block == 1 and slot.part is None:
-            local = self._local_value(record, what, require_float(what, value))
-        else:
-            local = self._local_part(record, slot, what, value)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            raise UsageError(f"state {what!r}: expected a floating tensor, got {type(value).__name__}")
+        local = self._local_value(record, what, value)
         if isinstance(local, StoredTensor):
             if local.array.state is self.arrays and local.array.name == target.array.name:
                 return  # it was loaded in place
             local = local.read()
         target.array.write(Box.whole(target.array.shape), local)
-
-    def _local_part(self, record: LocalRecord, slot: SlotArray, what: str, value: Any) -> torch.Tensor:
-        """Return this rank's part of an array that the class keeps in a type, or in blocks, of its own."""
-        parameter: torch.Tensor = record.parameter
-        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
-            is_alike = isinstance(value, DTensor) and value.placements == parameter.placements
-            value = local_part(value) if is_alike else _rows_of(record, what, value)
-        parts = parts_of(value) if isinstance(value, torch.Tensor) else {}
-        part = parts.get(slot.part)
-        expected = self._stored(record, slot).array.shape
-        if part is None or part.dtype != slot.dtype or tuple(part.shape) != expected:
-            got = type(value).__name__ if part is None else f"{part.dtype} {list(part.shape)}"
-            raise UsageError(
-                f"state {what!r}: expected {slot.dtype} {list(expected)}, got {got}: the loaded state is of another model, or "
-                "of an optimizer class that keeps its state in another form"
-            )
-        return part
 
     def _local_value(self, record: LocalRecord, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a value that is whole, or laid out over the parameter's mesh."""
@@ -277,7 +222,6 @@ class LocalState:
 
     def reset(self, record: LocalRecord) -> None:
         """Let a parameter's state be that of one that was never updated."""
-        self.wait([record])
         kernel = self.kernels[record.group or 0]
         slots = self.arrays.slots_of(record) if record.owned_numel else ()
         groups = [[optimizer_array(slot.name, record.name)] for slot in slots]
@@ -287,31 +231,12 @@ class LocalState:
         self.arrays.scalars[record] = kernel.initial()
 
 
-def _rows_of(record: LocalRecord, what: str, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of `whole`, a tensor of a class of its own, for the parameter."""
-    first, rows = record.offsets[0], record.local_shape[0]
-    if isinstance(whole, DTensor) or tuple(whole.shape[1:]) != tuple(record.local_shape[1:]):
-        raise UsageError(
-            f"state {what!r}: expected a whole tensor of a parameter that is cut by rows, or one laid out as the parameter is "
-            f"({list(record.parameter.shape)}), got {getattr(whole, 'placements', list(whole.shape))}"
-        )
-    try:
-        return whole[first : first + rows]
-    except ValueError as error:
-        raise UsageError(f"state {what!r}: the rows of this rank do not begin and end with blocks ({error})") from error
-
-
 def _scalars(kernel: OffloadedKernel, entry: Mapping[str, Any]) -> Scalars:
-    if isinstance(kernel, Averaging):
-        averaged = float(entry.get(AVERAGED, 0.0)) if entry.get(EMA) is not None else 0.0
-        return {**_scalars(kernel.kernel, entry), AVERAGED: averaged}
     names = list(kernel.present(kernel.initial()))
     missing = [name for name in names if name not in entry]
     if missing:
         raise UsageError(f"the loaded state has no {missing[0]!r}: it is of another optimizer class")
     found = {name: float(entry[name]) for name in names}
-    if isinstance(kernel, TensorKernel):
-        return {**kernel.initial(), "updates": 1.0}
     if not isinstance(kernel, TorchKernel):
         return found
     if found.get("step") == 0.0:

@@ -10,7 +10,6 @@ the part's first element.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
-from zstore.format import ArraySpec, Grid, grid_of_blocks, grid_of_rows, make_grid, stored_shape
+from zstore.format import ArraySpec, Grid, grid_of_rows, make_grid, stored_shape
 from zstore.io.tensors import dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -84,13 +83,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def make_local_record(
-    name: str, parameter: torch.Tensor, *, group: int, block_of: Callable[[int], int | None] = lambda _: None
-) -> LocalRecord:
-    """Return the record of `parameter`, whose state is in blocks of `block_of(elements)`, None for one value an element.
-
-    Raises UsageError for one that cannot be updated off the device.
-    """
+def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> LocalRecord:
+    """Return the record of `parameter`. Raises UsageError for one that cannot be updated off the device."""
     if parameter.dtype not in DTYPES:
         raise UsageError(
             f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}; an offloaded optimizer updates float32, "
@@ -108,17 +102,9 @@ def make_local_record(
         raise UsageError(
             f"parameter {name!r} is a view of strides {strides} into other memory: make it contiguous before the optimizer"
         )
-    block = block_of(local.numel()) if local.numel() else None
-    if block is not None and strides != _contiguous(shape):
-        raise UsageError(
-            f"parameter {name!r} has strides {strides}, but an optimizer that keeps its state in blocks counts them along the "
-            "elements in their order: make it contiguous before the optimizer"
-        )
-    rows = _rows_of_ranks(parameter, local) if block is None and strides == _contiguous(shape) else None
+    rows = _rows_of_ranks(parameter, local) if strides == _contiguous(shape) else None
     array_shape: tuple[int, ...]
-    if block is not None:
-        array_shape, grid, shard = (local.numel(),), grid_of_blocks(local.numel(), block), 0
-    elif rows is not None:
+    if rows is not None:
         array_shape, (grid, shard) = tuple(parameter.shape), rows
     else:
         array_shape, grid, shard = tuple(shape), make_grid(stored_shape(tuple(shape)), 1), 0

@@ -12,7 +12,7 @@ It is valid until the optimizer is closed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -22,11 +22,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.utils._pytree import tree_map
 
 from zstore.engine.optim.state import OptimizerState
-from zstore.errors import UsageError
 from zstore.format import Box
 from zstore.io.tensors import as_torch
 
-from .block_kernel import made_of, parts_of
 from .records import LocalRecord
 
 _aten: Any = torch.ops.aten
@@ -35,45 +33,38 @@ _SAME = (_aten.detach.default, _aten.alias.default)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OptimizerArray:
-    """An array of the store that has a value for each element of a parameter's local part, or for each block of them."""
+    """An array of the store, in fp32, that has a value for each element of a parameter's local part."""
 
     name: str
     record: LocalRecord
     state: OptimizerState
-    wait: Callable[[Iterable[LocalRecord]], None]
-    """Waits until no update of a record is under way."""
     changed: Callable[[LocalRecord], None] | None
     """Called before a write to the array."""
-    dtype: torch.dtype = torch.float32
-    block: int = 1
-    """Elements for each value."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the local part, or its number of blocks."""
-        return tuple(self.record.local_shape) if self.block == 1 else (-(-self.record.owned_numel // self.block),)
+        """Shape of the local part."""
+        return tuple(self.record.local_shape)
 
     def read(self) -> torch.Tensor:
         """Return the values, in new host memory."""
-        self.wait([self.record])
-        flat = torch.empty(math.prod(self.shape), dtype=self.dtype)
+        flat = torch.empty(math.prod(self.shape))
         if flat.numel():
             with self.state.passing([[self.name]], "read") as tiles:
                 for tile in tiles:
                     self.state.transfers.copy_into(flat[tile.first : tile.stop], as_torch(tile.views[0]))
-        return self.record.in_shape(flat) if self.block == 1 else flat
+        return self.record.in_shape(flat)
 
     def write(self, box: Box, values: torch.Tensor) -> None:
-        """Set the elements of `box` to `values`, of its shape; an fp32 array takes any floating type."""
-        self.wait([self.record])
+        """Set the elements of `box` to `values`, of its shape; it takes any floating type."""
         if self.changed is not None:
             self.changed(self.record)
         whole = box == Box.whole(box.shape)
-        if not (whole or self.block > 1 or self.record.is_contiguous):
+        if not (whole or self.record.is_contiguous):
             part, values = values, self.read()
             values[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] = part
             whole = True
-        flat = self.record.flat(values) if whole and self.block == 1 else values.reshape(-1)
+        flat = self.record.flat(values) if whole else values.reshape(-1)
         if not flat.numel():
             return
         with self.state.passing([[self.name]], "fill" if whole else "update") as tiles:
@@ -97,7 +88,7 @@ class StoredTensor(torch.Tensor):
         """Return the tensor of `box` of the array, all of it by default, without memory of its own."""
         box = Box.whole(array.shape) if box is None else box
         make: Any = torch.Tensor._make_wrapper_subclass
-        made: Self = make(cls, box.sizes, dtype=array.dtype, device="cpu", requires_grad=False)
+        made: Self = make(cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False)
         made.array, made.box = array, box
         return made
 
@@ -143,10 +134,6 @@ class StoredTensor(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, shown: object) -> list[WriteItem]:
         record = self.array.record
-        if self.array.block > 1:  # of a parameter that this rank has all of: else the class's own tensor wraps it
-            chunk = ChunkStorageMetadata(torch.Size((0,)), self.shape)
-            own = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape)
-            return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=own)]
         if not self.numel() and record.shape.numel():
             return []  # others have the tensor's elements
         place = torch.Size(record.offsets)
@@ -158,8 +145,7 @@ class StoredTensor(torch.Tensor):
         return [WriteItem(MetadataIndex(fqn, place), WriteItemType.SHARD, tensor_data=written)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        offsets = self.array.record.offsets if self.array.block == 1 else (0,)
-        return [ChunkStorageMetadata(torch.Size(offsets), self.shape)]
+        return [ChunkStorageMetadata(torch.Size(self.array.record.offsets), self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> StoredTensor:
         return self
@@ -187,20 +173,6 @@ class StoredTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.array.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def with_own_copies(shown: torch.Tensor) -> torch.Tensor:
-    """Return `shown`, a tensor of a class of its own around stored ones, whose `to`, copies and pickles are of values in
-    memory: without that, a move to its own device would give the stored tensors."""
-
-    def plain() -> Any:
-        return made_of(shown, {part: _plain(tensor) for part, tensor in parts_of(shown).items()})
-
-    wrapper: Any = shown
-    wrapper.to = lambda *args, **kwargs: plain().to(*args, **kwargs)
-    wrapper.__deepcopy__ = lambda memo: plain()
-    wrapper.__reduce_ex__ = lambda protocol: plain().__reduce_ex__(protocol)
-    return shown
 
 
 def _slice(whole: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None) -> StoredTensor:
@@ -234,10 +206,3 @@ def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     value.write(copies[id(value)][1])
     originals = {id(copy): value for value, copy in copies.values()}
     return tree_map(lambda value: originals.get(id(value), value), result)
-
-
-def require_float(name: str, value: Any) -> torch.Tensor:
-    """Return `value`, a floating tensor. Raises UsageError that names the entry of the state for anything else."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        raise UsageError(f"state {name!r}: expected a floating tensor, got {type(value).__name__}")
-    return value
