@@ -82,8 +82,6 @@ class SlotArray:
     """Elements of the parameter for each value."""
     entry: str = ""
     """Entry of the class's state that it belongs to."""
-    part: str | None = None
-    """Its part of the entry's value, if that is a tensor made of several."""
     shape: tuple[int, ...] | None = None
     """Its shape, if that is not the parameter's and it is cut over the ranks by its own rows."""
 

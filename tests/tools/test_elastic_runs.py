@@ -58,7 +58,8 @@ def steps_of(folder: Path) -> list[tuple[int, list[int], float]]:
 
 
 def wait_for(what: Callable[[], bool], why: str) -> None:
-    deadline = time.monotonic() + 200  # a guard: what is awaited is progress
+    # A guard: what is awaited is progress. On a busy machine agents miss heartbeats, and meet again after some rounds.
+    deadline = time.monotonic() + 800
     while not what():
         assert time.monotonic() < deadline, why
         time.sleep(0.1)
@@ -94,9 +95,10 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+@pytest.mark.timeout(1200)
 def test_a_run_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
     whole, run = prepare(tmp_path / "whole", STEPS), prepare(tmp_path / "run", 0)
-    alone = warm.run([sys.executable, str(SCRIPT), str(whole), str(STEPS)], check=False, env=ENVIRONMENT, timeout=100)
+    alone = warm.run([sys.executable, str(SCRIPT), str(whole), str(STEPS)], check=False, env=ENVIRONMENT, timeout=800)
     assert alone.returncode == 0
     port = free_port()
     command = torchrun(tmp_path, port, str(SCRIPT), str(run), str(STEPS))
@@ -122,7 +124,7 @@ def test_a_run_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
         third = starts()
         wait_for(lambda: set(run.glob("steps-2-*")) > of_two, "no rank joined")
         (run / "gate").write_text(str(STEPS))
-        assert [agent.wait(100) for agent in (first, third)] == [0, 0]
+        assert [agent.wait(800) for agent in (first, third)] == [0, 0]
     assert [sorted(worlds(step)) for step in (0, 4, STEPS - 1)] == [[2], [1], [2]]
     for (batch, numbers, loss), (_, same, expected) in zip(steps_of(run), steps_of(whole), strict=True):
         assert batch == 4

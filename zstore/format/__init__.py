@@ -25,7 +25,6 @@ from .partition import (
     BITS,
     Grid,
     grid_in_checkpoint,
-    grid_of_blocks,
     grid_of_rows,
     make_grid,
     plan_reads,
@@ -37,7 +36,7 @@ from .shardfile import ShardLayout, layout_of
 __all__ = [
     "ALIGN_NUMEL", "AVERAGES", "BITS", "FLOAT8", "FLOATING", "STEM", "SUFFIX", "Array", "ArrayLayout", "ArraySpec", "Box",
     "Bytes", "Grid",
-    "ShardLayout", "buffer_array", "client_array", "flat_ranges", "gather", "grid_in_checkpoint", "grid_of_blocks",
+    "ShardLayout", "buffer_array", "client_array", "flat_ranges", "gather", "grid_in_checkpoint",
     "grid_of_rows", "lay_out", "layout_of", "make_grid", "model_array", "numpy_dtype", "optimizer_array",
     "plan_reads", "round_up", "stored_shape", "tiles",
 ]  # fmt: skip

@@ -132,12 +132,6 @@ class Grid:
         return next((numel for numel in found if numel and other == self.packed(numel)), None)
 
 
-def grid_of_blocks(numel: int, block: int) -> Grid:
-    """Return the grid of `numel` elements in a row on one rank, whose chunks are whole blocks of `block` elements."""
-    blocks = make_grid((-(-numel // block), block), 1)
-    return Grid(rows=numel, row_numel=1, shard_rows=blocks.shard_numel, chunk_rows=blocks.chunk_numel, chunk_cols=1)
-
-
 @dataclass(frozen=True)
 class ChunkRange:
     """Global flat elements `[first, stop)`, all of shard `shard`, and its chunks `[first_chunk, stop_chunk)` that hold them."""
