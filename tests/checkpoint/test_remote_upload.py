@@ -40,7 +40,7 @@ from zstore.remote.commit import RemoteCommitter, has_ended
 from zstore.remote.folder import open_folder
 from zstore.remote.retries import Retries
 from zstore.remote.save import UploadOptions, save_to_url
-from zstore.remote.send import PART_BYTES, held_bytes, send_files
+from zstore.remote.send import PART_BYTES, held_bytes, send_file
 from zstore.remote.target import files_at_a_time
 from zstore.remote.upload import upload_checkpoint
 
@@ -365,7 +365,7 @@ def test_a_large_file_goes_part_by_part_in_bounded_memory(remote: Remote, tmp_pa
     sent: list[int] = []
     tracemalloc.start()
     try:
-        send_files(remote.fs, [big], "bucket/big", sent.append)
+        send_file(remote.fs, big, "bucket/big", sent.append)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.folder import Entries, NetworkTraffic
 from ..errors import UsageError
 from ..io.pool import LastingExecutor
 from .retries import Retries
-from .send import Source, send_files
+from .send import send_file
 from .url import shown
 from .url_folder import UrlFolder
 
@@ -125,19 +126,18 @@ class RemoteFolder(UrlFolder):
                 raise FileExistsError(f"{self.location_of(file)} is there already") from None
         self.traffic.count(written_bytes=len(data))
 
-    def send(self, sources: Source | Sequence[Source], file: str, advance: Callable[[int], None]) -> int:
-        """Copy a local file or bytes, or several one behind the other, to `file` in bounded memory and return the bytes.
+    def send(self, source: Path, file: str, advance: Callable[[int], None]) -> int:
+        """Copy a local file to `file` in bounded memory and return its bytes.
 
         `advance` is told bytes as they are sent, less than none if a try begins anew; an error that it raises ends the copy.
         """
         inner = self._inner(file)
-        files = [sources] if isinstance(sources, Source) else sources
 
         def send() -> int:
             self._make_parent(inner)
-            return send_files(self.fs, files, inner, advance)
+            return send_file(self.fs, source, inner, advance)
 
-        nbytes: int = self._run(send, f"upload {files[0]!s}" + " and others" * (len(files) > 1), file)
+        nbytes: int = self._run(send, f"upload {source}", file)
         self.traffic.count(written_bytes=nbytes)
         return nbytes
 

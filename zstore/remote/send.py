@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +27,22 @@ def held_bytes(size: int) -> int:
     return _MOST_PARTS_HELD * part_bytes(size)
 
 
-Source = Path | bytes
-"""A file, or some bytes themselves."""
-
-
-def send_files(fs: Any, sources: Sequence[Source], target: str, advance: Callable[[int], None]) -> int:
-    """Copy `sources`, one behind the other, to the path `target` of `fs`, and return their bytes; holds about three parts
-    of files in memory.
+def send_file(fs: Any, source: Path, target: str, advance: Callable[[int], None]) -> int:
+    """Copy a file to the path `target` of `fs`, and return its bytes; holds about three parts of it in memory.
 
     `advance` is called with the bytes of each part, and all of them again, negative, if the copy fails.
     """
     done = 0
-    size = sum(len(source) if isinstance(source, bytes) else os.stat(source).st_size for source in sources)
+    size = os.stat(source).st_size
     nbytes = part_bytes(size)
     try:
         if size <= PART_BYTES:
-            fs.pipe_file(target, b"".join(_parts(sources, nbytes)))
+            fs.pipe_file(target, b"".join(_parts(source, nbytes)))
             done = size
             advance(size)
         else:
             with _whole_or_nothing(fs.open(target, "wb", block_size=nbytes)) as out:
-                for part in _parts(sources, nbytes):
+                for part in _parts(source, nbytes):
                     out.write(part)
                     done += len(part)
                     advance(len(part))
@@ -57,21 +52,17 @@ def send_files(fs: Any, sources: Sequence[Source], target: str, advance: Callabl
     return size
 
 
-def _parts(sources: Sequence[Source], nbytes: int) -> Iterator[bytes]:
-    """Yield the bytes of the sources, of files `nbytes` at most at a time."""
-    for source in sources:
-        if isinstance(source, bytes):
-            yield source
-            continue
-        done = 0
-        with source.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            while part := file.read(nbytes):
-                done += len(part)
-                yield part
-            if done != size:
-                raise OSError(f"{source} had {size} bytes and gave {done}: it was changed meanwhile")
-            _forget(file.fileno())
+def _parts(source: Path, nbytes: int) -> Iterator[bytes]:
+    """Yield the bytes of a file, `nbytes` at most at a time."""
+    done = 0
+    with source.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        while part := file.read(nbytes):
+            done += len(part)
+            yield part
+        if done != size:
+            raise OSError(f"{source} had {size} bytes and gave {done}: it was changed meanwhile")
+        _forget(file.fileno())
 
 
 @contextlib.contextmanager
