@@ -22,6 +22,7 @@ import pytest
 
 from tests.checkpoint.checkpoints import ThreadBoard, World, open_world, save_arrays, wait_all
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
+from tests.waiting import until
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.handle import SaveHandle
 from zstore.checkpoint.names import new_save_id, parse_own_name
@@ -36,6 +37,8 @@ from zstore.errors import (
     RankError,
     StorageError,
 )
+from zstore.format import partition
+from zstore.ranks.rendezvous import StoreBoard
 from zstore.remote.commit import RemoteCommitter, has_ended
 from zstore.remote.folder import open_folder
 from zstore.remote.retries import Retries
@@ -43,6 +46,7 @@ from zstore.remote.save import UploadOptions, save_to_url
 from zstore.remote.send import PART_BYTES, held_bytes, send_file
 from zstore.remote.target import files_at_a_time
 from zstore.remote.upload import upload_checkpoint
+from zstore.testing.ranks import run_ranks
 
 Array = npt.NDArray[Any]
 
@@ -450,3 +454,47 @@ def test_a_file_whose_parts_do_not_fit_is_refused_before_it_is_sent() -> None:
     with pytest.raises(BudgetError, match=r"uploaded in parts of \d+, .* but 100000000 are available"):
         files_at_a_time(10**12, 10**8)
     assert files_at_a_time(10**12, None) == 4
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 7])
+def test_rows_of_small_arrays_come_together_without_a_folder(
+    world_size: int, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all ranks at rank 0, and in a huge world of neighbours: the files are those of a save into a folder."""
+    monkeypatch.setattr(partition, "GROUPED_WORLD", 5)
+    monkeypatch.setattr(partition, "RANKS_PER_FILE", 2)
+    arrays: dict[str, Array] = {
+        "model/weight": RNG.standard_normal((300, 100)).astype(np.float32),
+        "model/bias": RNG.standard_normal(9).astype(np.float32),
+    }
+    with open_world(arrays, world_size=world_size) as world:
+        remote.save(world, few_files=True)
+        world.save(tmp_path / "folder", few_files=True, run_id="run")
+    expected = {
+        f"bucket/run/{path.relative_to(tmp_path / 'folder')}": path.read_bytes()
+        for path in (tmp_path / "folder").rglob("c.*")
+    }
+    found = {key for key in remote.fs.objects() if key.rpartition("/")[2].startswith("c.")}
+    assert {key: remote.fs.object_path(key).read_bytes() for key in found} == expected
+    with open_checkpoint(open_folder(URL, remote.options)) as reader:
+        assert verify_checkpoint(reader) == []
+        assert {name: reader.read_array(name).tobytes() for name in arrays} == content(arrays)
+    assert list(remote.local.iterdir()) == []
+
+
+def _pass_on(rank: int) -> bool:
+    board, data = StoreBoard("/test"), bytes(range(256)) * 40_000  # more than the store takes in one value
+    if rank == 0:
+        board.post("large", data)
+        board.post("empty", b"")
+        until(lambda: board.read("done") is not None)
+        return board.read("large") is None
+    until(lambda: board.read("empty") == b"")
+    same = board.read("large") == data
+    board.remove("large")
+    board.post("done", b"1")
+    return same
+
+
+def test_ranks_pass_bytes_of_any_size_through_the_store_of_their_group() -> None:
+    assert run_ranks(_pass_on, 2) == [True, True]
