@@ -9,11 +9,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zstore.errors import UsageError, listed
 from zstore.io.tensors import plain_memory
@@ -54,7 +55,7 @@ class Gradients(ABC):
         """Backwards of this step, the one under way included."""
         self._last = False
         """Whether the last backward of this step has begun."""
-        self._handles: list[RemovableHandle] = []
+        self._watches: list[Callable[[], object]] = []
         self.waits = False
         """Whether backwards leave each rank's own sums in `.grad`, to be reduced as those of one backward."""
         self.acts: GradientActs | None = None
@@ -227,8 +228,8 @@ class Gradients(ABC):
 
     def close(self) -> None:
         """Remove the hooks from the parameters, and forget all gradients."""
-        for handle in self._handles:
-            handle.remove()
+        while self._watches:
+            self._watches.pop()()
         self.drop()
 
 
@@ -262,9 +263,9 @@ class WholeGradients(Gradients):
         self._is_reduced = False
         self._fired.clear()
         self._folded = {record for record in self._records if self._is_folded(record)}
-        if self._folded and not self._handles:
+        if self._folded and not self._watches:
             trained = [record for record in self._records if record.parameter.requires_grad]
-            self._handles = [watch_gradient(record, self._arrived) for record in trained]
+            self._watches = [watch_gradient(record, self._arrived) for record in trained]
         for record in self._records:
             record.parameter.grad = None if record in self._folded else self._held.get(record)
 
@@ -403,20 +404,39 @@ class WholeGradients(Gradients):
         return sum(gradient.nbytes for gradient in self._held.values())
 
 
-def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> RemovableHandle:
+class _Hooks(dict[int, Callable[[torch.Tensor], object]]):
+    """The post-accumulate hooks of a parameter, of which the engine's is the last whenever others are registered: they see the
+    gradient before it is taken."""
+
+    OURS = -1
+
+    def __setitem__(self, key: int, hook: Callable[[torch.Tensor], object]) -> None:
+        ours = self.pop(self.OURS, None)
+        super().__setitem__(key, hook)
+        if ours is not None and key != self.OURS:
+            super().__setitem__(self.OURS, ours)
+
+
+def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> Callable[[], object]:
     """Call `arrived`, a method, with the record each time that autograd added to its gradient, as long as its object
-    exists: autograd holds the hook out of the collector's sight."""
-    method = weakref.WeakMethod(arrived)
+    exists: autograd holds the hook out of the collector's sight. Return the function that ends this."""
+    method, parameter = weakref.WeakMethod(arrived), cast("Any", record.parameter)
 
     def accumulated(_: torch.Tensor) -> None:
         tell = method()
         if tell is not None:
             tell(record)
 
-    handle: RemovableHandle = record.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-        accumulated
-    )
-    return handle
+    def call_former(tensor: torch.Tensor) -> None:
+        for hook in list(former.values()):  # their handles remove them from there
+            hook(tensor)
+
+    former, hooks = parameter._post_accumulate_grad_hooks, _Hooks()
+    if former:
+        hooks[0] = call_former
+    hooks[_Hooks.OURS] = accumulated
+    parameter._post_accumulate_grad_hooks = hooks
+    return partial(hooks.pop, _Hooks.OURS, None)
 
 
 def take_gradient(record: ParameterRecord) -> torch.Tensor | None:

@@ -281,7 +281,7 @@ class UnitGradients(Gradients):
         self.comes_in_parts = True
         """Whether a gradient may come in several parts in the first backward, before it is known how often each comes."""
         self._phase = BackwardPhase.OVER
-        self._handles = [watch_gradient(record, self._arrived) for record in records]
+        self._watches = [watch_gradient(record, self._arrived) for record in records]
 
     # -- for the update in the backward -----------------------------------------------------------------------------
 
