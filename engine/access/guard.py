@@ -14,8 +14,8 @@ parameter given other memory, the updates would go on in the old one and the mod
 [Note: changed in place]
 A script may write to parameters between steps (`clamp_`, `nn.init`, `copy_` under `no_grad`). Their version counters tell,
 at the next forward, step, save or call that reads the state. A resident parameter has the values that were written; its
-master, if that is another array, takes them over. A sharded one has them in memory that is gone by then, or in the view of
-one NaN: that is refused. A write through `.data` changes no counter. The memory of a parameter that is its own
+master, if that is another array, takes them over. A sharded one, which a forward changed, has them in memory that is gone
+by then: that is refused. A write through `.data` changes no counter. The memory of a parameter that is its own
 master keeps it; elsewhere the next update would overwrite it. So each step notes the first values of one parameter, in
 turn, and the next one refuses to begin if they have changed, and are not the master's. Only the step checks, since a script
 may swap weights through `.data` for an evaluation, and back.
@@ -123,10 +123,11 @@ class ParameterGuard:
         Without gradients, frozen parameters may be thawed, as adapters are that serve as a reference.
         """
         trains = torch.is_grad_enabled()
-        for record, parameter, dtype, frozen in self._laid_out:
-            moved = parameter.data_ptr() != record.address or parameter.dtype is not dtype
-            if moved or (frozen and trains and parameter.requires_grad):
-                self._refuse(record)
+        with torch._C.DisableTorchFunctionSubclass():  # a fifth of the time for released ones
+            for record, parameter, dtype, frozen in self._laid_out:
+                moved = parameter.data_ptr() != record.address or parameter.dtype is not dtype
+                if moved or (frozen and trains and parameter.requires_grad):
+                    self._refuse(record)
         self.check_values()
         for parameter, name in self._later.items():
             if trains and parameter.requires_grad:
@@ -138,7 +139,8 @@ class ParameterGuard:
     def check_values(self) -> None:
         """Take over values written to parameters in place. Raises UsageError, and forgets them, if the parameters are
         sharded. See [Note: changed in place]."""
-        written = [record for record, parameter in self._counting if parameter._version != record.version]
+        with torch._C.DisableTorchFunctionSubclass():
+            written = [record for record, parameter in self._counting if parameter._version != record.version]
         if not written:
             return
         if self._pending.is_in_backward:
@@ -277,7 +279,8 @@ class _Shadow:
         module = self._living()
         self._check(module, fn)
         usual = self._own or MethodType(type(module)._apply, module)
-        result: nn.Module = usual(fn, *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # which lets released parameters be as they are
+            result: nn.Module = usual(fn, *args, **kwargs)
         return result
 
     def _living(self) -> nn.Module:

@@ -55,7 +55,7 @@ def _whole_state_dict(access: Access) -> dict[str, Any]:
     if not leader:
         return {}
     with access.guard.suspended():
-        found: dict[str, Any] = access.model.state_dict()
+        found: dict[str, Any] = access.model.state_dict(keep_vars=True)  # of sharded ones the names
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
             record = access.find(name)
@@ -74,7 +74,7 @@ def hand_back(access: Access, config: Any, end: Callable[[], None]) -> None:
         for record in records:
             parameter = record.parameter
             if not (record.residency is Residency.RESIDENT and state.is_master(record)):
-                parameter.data = access.whole(access.master(record)).to(device)
+                record.point_at(access.whole(access.master(record)).to(device))
             parameter.grad = None
             path, _, name = record.name.rpartition(".")
             init.enter(access.model.get_submodule(path), name)

@@ -7,7 +7,7 @@ lp_params                 the parameters that the model computes with, on any ti
 lp_grads,                 the memory that collects gradients: between two steps it is empty, so it is freed, and
 contiguous_grad_buffer    allocated again by the next backward
 Arrays of the store move to the other tier and back. The memory of a parameter is copied to an array of the store and freed;
-the parameter is a view of one NaN meanwhile, as a released one is. State that is on that tier already, or lower, stays.
+the parameter is a released one meanwhile. State that is on that tier already, or lower, stays.
 """
 
 from __future__ import annotations

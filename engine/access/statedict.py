@@ -38,9 +38,9 @@ class StateDictGuard:
     ) -> None:
         self._record_of = record_of
         self._loses = loses
-        self._is_suspended = self._told = False
-        self.lets_state_dicts_pass = False
-        """Whether sharded parameters may be in a state dict, as NaN."""
+        self._is_suspended = False
+        self._gives_empties = False
+        """Whether a state dict has empty tensors for sharded parameters."""
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             self._handles += [
@@ -48,9 +48,9 @@ class StateDictGuard:
                 module.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
             ]
 
-    def give_empties(self, model: nn.Module) -> None:
-        """Let sharded parameters be empty tensors in a state dict, and log that once."""
-        self.lets_state_dicts_pass = True
+    def give_empties(self, model: nn.Module, *, logs: bool) -> None:
+        """Let sharded parameters be empty tensors in a state dict, and log that once if `logs` is set."""
+        self._gives_empties, self._told = True, not logs
         for module in model.modules():
             # An object of its own, on which torch leaves a mark.
             hook = partial(self._after)
@@ -62,18 +62,20 @@ class StateDictGuard:
             if record is not None:
                 yield name, record
 
-    def _released(self, module: nn.Module) -> list[tuple[str, ParameterRecord]]:
-        return [(name, record) for name, record in self._records(module) if record.residency is Residency.RELEASED]
+    def _released(self, module: nn.Module) -> list[ParameterRecord]:
+        return [record for _, record in self._records(module) if record.residency is Residency.RELEASED]
 
     def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self.lets_state_dicts_pass and self._released(module):
+        released = self._released(module)
+        if released and not self._gives_empties:
             raise UsageError(f"state_dict() of a model whose parameters are sharded: {_INSTEAD}")
+        for record in released:
+            record.detaches_empty = True
 
     def _after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         released = self._released(module)
-        for name, record in released:
-            if prefix + name in state:
-                state[prefix + name] = record.parameter.new_empty(0)
+        for record in released:
+            record.detaches_empty = False
         if released and not self._told:
             self._told = True
             _log.warning(

@@ -132,7 +132,8 @@ class Engine(nn.Module):
         if not (training.config.frozen or (training.stepper is not None and training.stepper.needs_saved)):
             training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
         if training.hooks is not None and training.world.world_size == 1:
-            training.hooks.gathers = gather  # with more ranks a copy that one of them makes would wait for the others
+            for record in training.state.records:
+                record.gathers = gather  # with more ranks a copy that one of them makes would wait for the others
         self._loss_backward = LossBackward(
             training,
             self.access,

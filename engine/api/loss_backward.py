@@ -110,10 +110,10 @@ class LossBackward:
         """Return whether the backward under way brings a gradient to a trained parameter."""
         with torch.enable_grad():
             for record in self._training.state.scalars:
-                view = record.parameter.view_as(record.parameter).grad_fn
-                node = None if view is None else view.next_functions[0][0]
+                if not record.parameter.requires_grad:
+                    continue
                 try:
-                    if node is not None and torch._C._will_engine_execute_node(node):
+                    if torch._C._will_engine_execute_node(record.gradient_edge().node):
                         return True
                 except RuntimeError:  # torch.autograd.grad of a parameter
                     return False

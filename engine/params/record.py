@@ -3,11 +3,13 @@
 [Note: the memory of a parameter]
 `full` is a 1-D tensor over the gathered memory. It is an alias: writing through it does not count as a change of the
 parameter, so autograd accepts its earlier saved tensors. A sharded parameter (stage 3) is RESIDENT never;
-released, its gathered storage is resized to zero and the parameter is a stride-0 view of one NaN of the same shape
-and type: a stray read gives NaN, a stray write raises. Replacing the storage would free nothing, for saved tensors
-alias it; gathering fills that very storage again. A parameter that is prefetched, or kept, has its memory and points at
-the placeholder. If all rows are stored in memory that the device computes in, that memory is `full`: gathering and
-releasing move nothing and free nothing (`is_in_place`).
+released, its gathered storage is resized to zero. Replacing the storage would free nothing, for saved tensors
+alias it; gathering fills that very storage again. If all rows are stored in memory that the device computes in, that
+memory is `full`: gathering and releasing move nothing and free nothing (`is_in_place`).
+
+A released parameter is a `ReleasedParameter`, also while it is prefetched or kept: torch hands it every operation on the
+parameter, which gathers first (`on_read`) or raises. Its memory is a stride-0 view of one NaN of its shape and type, for
+C++ that never asks Python: empty storage would end the process.
 
 Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in the array `rest` of the store.
 Gathered memory and `shard` have room for the padding of the grid, so that rows are sent without a copy.
@@ -15,10 +17,14 @@ Gathered memory and `shard` have room for the padding of the grid, so that rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
+from types import GetSetDescriptorType, new_class
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +38,9 @@ from .sharding import Sharding
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a precision in a config -> torch data type."""
+
+
+EndRead = Callable[[Any], None]
 
 
 class Residency(Enum):
@@ -56,7 +65,7 @@ class RowsInStore:
 
 @dataclass(eq=False, kw_only=True)
 class ParameterRecord:
-    """The engine's data about one parameter. Nothing is attached to the parameter itself."""
+    """The engine's data about one parameter. Nothing is attached to the parameter itself while it has its values."""
 
     name: str
     """Fully qualified name; of a tied parameter, the first in module order."""
@@ -83,6 +92,13 @@ class ParameterRecord:
     is_in_place: bool = False
     """Whether `full` is the memory of the rows in the store."""
     residency: Residency = Residency.RESIDENT
+    on_read: Callable[[ParameterRecord, Any], EndRead | None] | None = None
+    """Gathers the released parameter for an operation, a function of torch, or raises UsageError; may return what is to be
+    called with the operation's output. None: it cannot be gathered."""
+    gathers: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
+    """Gathers released parameters for a copy of them; None: a rank cannot do so by itself."""
+    detaches_empty: bool = False
+    """Whether `detach()` of the released parameter gives an empty tensor: its module's state dict is being made so."""
     is_rounded: bool = False
     """Whether the values were gathered as small integers, so that this rank's rows of them differ from the stored ones."""
     address: int = field(init=False)
@@ -93,6 +109,7 @@ class ParameterRecord:
     """The parameter's version counter, as long as nobody else writes to it."""
 
     def __post_init__(self) -> None:
+        self._kind = type(self.parameter)
         self.address, self.shape = self.full.data_ptr(), self.parameter.shape
         self.note_version()
 
@@ -186,15 +203,18 @@ class ParameterRecord:
 
     def point_at_full(self) -> None:
         """Make the gathered values the parameter's own."""
-        self._point_at(self.full.view(self.shape))
+        self.point_at(self.full.view(self.shape))
         self.residency = Residency.GATHERED
 
-    def _point_at(self, values: torch.Tensor) -> None:
+    def point_at(self, values: torch.Tensor) -> None:
+        """Make `values` the parameter's own."""
+        if self.parameter.__dict__.pop("record", None) is not None:
+            self.parameter.__class__ = self._kind
         self.parameter.data = values
         self.address = values.data_ptr()
 
     def drop_memory(self) -> None:
-        """Free the parameter's own memory; it becomes a view of one NaN until `make_memory`."""
+        """Free the parameter's own memory; it is a `ReleasedParameter` until `make_memory`."""
         self.point_at_placeholder()
         if self.shard is None:
             self.full = view_of_one_nan(self.full.shape, self.dtype, self.full.device)
@@ -205,7 +225,7 @@ class ParameterRecord:
         """Undo `drop_memory`, with undefined values: a `resident` parameter has its memory in `full`, any other in `shard`."""
         if resident:
             self.full = torch.empty(self.full.numel(), dtype=self.dtype, device=self.full.device)
-            self._point_at(self.full.view(self.shape))
+            self.point_at(self.full.view(self.shape))
             self.residency = Residency.RESIDENT
         elif self.shard is not None:
             self.shard = self.full.new_zeros(self.state_grid.shard_numel)[: self.shard.numel()]
@@ -215,7 +235,7 @@ class ParameterRecord:
         if self.residency is Residency.RELEASED:
             self.point_at_placeholder()
         else:
-            self._point_at(self.full.view(self.shape))
+            self.point_at(self.full.view(self.shape))
 
     def lend(self) -> torch.Tensor:
         """Make `full` memory of a caller's own, with undefined values; return the memory that `take_back` needs."""
@@ -234,16 +254,150 @@ class ParameterRecord:
         self.point_at_full()
 
     def release(self) -> None:
-        """Free the gathered memory; the parameter becomes a view of one NaN."""
+        """Free the gathered memory; the parameter becomes a `ReleasedParameter`."""
         self.point_at_placeholder()
         self.is_rounded = False
         if not self.is_in_place:
             self.full.untyped_storage().resize_(0)
 
     def point_at_placeholder(self) -> None:
-        """Let the parameter become a view of one NaN, and keep the gathered memory."""
-        self._point_at(view_of_one_nan(self.shape, self.dtype, self.full.device))
+        """Let the parameter become a `ReleasedParameter`, and keep the gathered memory."""
+        self.point_at(self._placeholder)
+        self.parameter.__dict__["record"] = self
+        self.parameter.__class__ = _released_kind(self._kind)
         self.residency = Residency.RELEASED
+
+    @cached_property
+    def _placeholder(self) -> torch.Tensor:
+        return view_of_one_nan(self.shape, self.dtype, self.full.device)
+
+    def gradient_edge(self) -> torch.autograd.graph.GradientEdge:
+        """Return the parameter's place in graphs, which needs no values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.graph.get_gradient_edge(self.parameter)
+
+    def no_values(self, func: Any) -> UsageError:
+        """Return the error of an operation that needs the values of the released parameter."""
+        operation = torch.overrides.resolve_name(func) or func.__name__
+        if self.on_read is None:
+            return UsageError(
+                f"{operation} of parameter {self.name!r}, which has no values: its engine was closed, or offload_states() "
+                "moved them away (engine.reload_states() brings them back)"
+            )
+        return UsageError(
+            f"{operation} of parameter {self.name!r} outside of a forward: it is sharded or offloaded, and has its values in "
+            "the model's forward and backward alone. Compute such terms within the forward; to look at values write `with "
+            "zstore.gather(parameter):` on all ranks, and to change them `with zstore.gather(parameter, modifier_rank=0):`"
+        )
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter while its values are away. See [Note: the memory of a parameter].
+
+    An operation that needs them gathers it by its record's `on_read`, and finds an ordinary parameter. Shape, type, gradient,
+    hooks and everything else that is known without them are its own. A copy is an ordinary parameter with the values.
+    """
+
+    record: ParameterRecord
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Carry out an operation on released parameters, and perhaps others. Raises UsageError if they cannot be gathered."""
+        kwargs = kwargs or {}
+        others = (*args[1:], *kwargs.values())
+        is_known = func in _WITHOUT_VALUES and not (others and func is torch.Tensor.type)
+        if is_known and not any(isinstance(other, ReleasedParameter) for other in others):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.Tensor.detach and args[0].record.detaches_empty:
+            return args[0].new_empty(0)
+        if func is torch.autograd.grad:
+            edges = _replaced((args, kwargs), lambda parameter: parameter.record.gradient_edge())
+            return func(*edges[0], **edges[1])
+        ends: list[EndRead] = []
+
+        def gather(parameter: ReleasedParameter) -> nn.Parameter:
+            if isinstance(parameter, ReleasedParameter):  # it is not if one before it is of the same unit
+                record = parameter.record
+                if record.on_read is None:
+                    raise record.no_values(func)
+                end = record.on_read(record, func)
+                ends.extend(() if end is None else (end,))
+            return parameter
+
+        output = None
+        try:
+            _replaced((args, kwargs), gather)
+            output = func(*args, **kwargs)
+        finally:
+            for end in ends:
+                end(output)
+        return output
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shape, dtype = tuple(self.record.shape), self.record.dtype
+        return f"Parameter({self.record.name!r}, shape={shape}, dtype={dtype}, its values are sharded or offloaded)"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(repr(self), format_spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return self._copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copy().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _copy(self) -> nn.Parameter:
+        if self.record.gathers is None:
+            raise UsageError(
+                f"a copy of a module whose parameter {self.record.name!r} is sharded: make it within `with "
+                "zstore.gather(module):` on all ranks, or take engine.module_state_dict()"
+            )
+        with self.record.gathers([self]):
+            return copy.deepcopy(self)
+
+
+@cache
+def _released_kind(kind: type[nn.Parameter]) -> type[ReleasedParameter]:
+    """Return the class of a released parameter of this class."""
+    return ReleasedParameter if kind is nn.Parameter else new_class(kind.__name__, (ReleasedParameter, kind))
+
+
+def _replaced(value: Any, change: Callable[[ReleasedParameter], Any]) -> Any:
+    """Return arguments with released parameters replaced by what `change` returns for them."""
+    if isinstance(value, ReleasedParameter):
+        return change(value)
+    if isinstance(value, list | tuple):
+        items = [_replaced(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return {key: _replaced(item, change) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _without_values() -> Iterator[Any]:
+    """Yield the operations that need no values: attributes, sizes, hooks, new tensors of the same kind."""
+    sizes = "size dim ndimension numel nelement element_size stride storage_offset dim_order __len__"
+    others = "get_device type data_ptr untyped_storage requires_grad_ retain_grad register_hook"
+    names = {*sizes.split(), *others.split(), "register_post_accumulate_grad_hook"}
+    for name in dir(torch.Tensor):
+        attribute = getattr(torch.Tensor, name)
+        if isinstance(attribute, GetSetDescriptorType | property):
+            if name not in ("data", "T", "mT", "H", "mH", "real", "imag"):
+                yield from (attribute.__get__, attribute.__delete__)
+            if name not in ("real", "imag"):
+                yield attribute.__set__
+        elif name.startswith(("new_", "is_")) or name in names:
+            yield attribute
+    for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros"):
+        yield getattr(torch, f"{name}_like")
+    yield from (torch.numel, torch.is_complex, torch.is_floating_point, torch.is_same_size, torch.result_type)
+
+
+_WITHOUT_VALUES = frozenset(_without_values()) - {torch.Tensor.is_nonzero, torch.Tensor.is_set_to}
 
 
 def view_of_one_nan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -6,9 +6,8 @@ place of the module's own. So no graph spans a gather. Values come and go in one
 parameter]), of which a graph's saved tensors are aliases, and a graph depends on a parameter's type and shape alone: new
 values and new addresses compile nothing anew.
 
-Within a compiled forward the unit's parameters are all there, so the hooks on the modules inside, and those on reads of a
-parameter, are off for its length. They would be traced, and they differ from block to block. Blocks whose forward is the
-same function share its graphs.
+Within a compiled forward the unit's parameters are all there, so the hooks on the modules inside are off for its length.
+They would be traced, and they differ from block to block. Blocks whose forward is the same function share its graphs.
 
 A unit that holds another unit is not compiled, for that one's gather would be in its graph; nor is a layer of torch.nn
 by itself, which is one operator.
@@ -167,20 +166,19 @@ class _CompiledForward:
 
 @contextmanager
 def _alone(modules: Sequence[nn.Module], hook_ids: frozenset[int]) -> Iterator[None]:
-    """Take the engine's hooks off the modules for the length of a `with` block, and let them not report reads."""
+    """Take the engine's hooks off the modules for the length of a `with` block."""
     former = []
     for module in modules:
         own = module.__dict__
-        before, after, parameters = own["_forward_pre_hooks"], own["_forward_hooks"], own["_parameters"]
-        former.append((own, before, after, parameters))
+        before, after = own["_forward_pre_hooks"], own["_forward_hooks"]
+        former.append((own, before, after))
         own["_forward_pre_hooks"] = _others(before, hook_ids)
         own["_forward_hooks"] = _others(after, hook_ids)
-        own["_parameters"] = parameters if type(parameters) is dict else dict(parameters.items())
     try:
         yield
     finally:
-        for own, before, after, parameters in former:
-            own["_forward_pre_hooks"], own["_forward_hooks"], own["_parameters"] = before, after, parameters
+        for own, before, after in former:
+            own["_forward_pre_hooks"], own["_forward_hooks"] = before, after
 
 
 def _others(hooks: OrderedDict[int, Any], hook_ids: frozenset[int]) -> OrderedDict[int, Any]:

@@ -8,19 +8,22 @@ backward  a hook on the output tensors of that call gathers it again, before any
           it (unless one of them is within the other, or was called there), or at the end of the backward.
 
 A call during the backward (activation checkpointing) gathers, which changes nothing if that is done already, and never
-releases. A parameter that is read while its unit is released, as in `F.linear(x, self.embed.weight)`, in a forward of the
-model or of a module that holds units, is gathered until the end of that forward and again for the whole backward: modules
-with sharded parameters look theirs up in a dictionary that reports the read. If no tensor is found in a module's
-output, the unit stays gathered until the end of the backward. A parameter that several units use is released
-when none of them is gathered. Gathering is a collective: every rank runs the same modules in the same order.
+releases. If no tensor is found in a module's output, the unit stays gathered until the end of the backward. A parameter
+that several units use is released when none of them is gathered. Gathering is a collective: every rank runs the same
+modules in the same order.
+
+[Note: stray reads]
+A forward, and recomputation in a backward, may read a parameter while its unit is released, as in `F.linear(x,
+self.embed.weight)` or a penalty over `self.parameters()`: its class reports the operation (`ReleasedParameter`). The unit is
+gathered until the end of that forward and again for the whole backward, as far as all such units and one more have room in
+the budget of live parameters. Beyond that it is gathered for the operation alone, and in the backward ahead of the
+operation's nodes, unless the output shares its memory.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -29,10 +32,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zstore.errors import UsageError
-
-from ..params.record import ParameterRecord, Residency
-from .unshard import Elsewhere, ShardedUnit, ShardedUnits
+from ..params.record import EndRead, ParameterRecord, Residency
+from .unshard import ShardedUnit, ShardedUnits, StrayRead
 
 _Given = dict[int, Any]
 _NOT_GIVEN = object()
@@ -55,7 +56,6 @@ class UnitHooks:
     def __init__(self, model: nn.Module, sharded: ShardedUnits) -> None:
         self.units = sharded
         self._units_of: dict[ParameterRecord, list[ShardedUnit]] = {}
-        self._record_of: dict[nn.Parameter, ParameterRecord] = {}
         self._given: dict[nn.Module, _Given] = {}
         """Tensors that a module under way was called with, by id, and the nodes that made them."""
         self._entered: list[nn.Module] = []
@@ -67,12 +67,6 @@ class UnitHooks:
         for unit in sharded.all:
             if unit.records:
                 self._add(unit)
-        self._watched = [m for m in model.modules() if any(p in self._record_of for p in m.parameters(recurse=False))]
-        self.gathers: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
-        """Gives parameters their values for a copy of the model; None: there are no copies while they are released."""
-        for module in self._watched:
-            if not isinstance(module._parameters, _WatchedParameters):
-                module._parameters = _WatchedParameters(module._parameters, self._read, self._whole)
         for module in self._callers(model):
             self._handles += [
                 module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True),
@@ -91,22 +85,17 @@ class UnitHooks:
         return frozenset(handle.id for handle in self._handles)
 
     def stay_out_of_graphs(self, modules: Iterable[nn.Module]) -> None:
-        """Let torch.compile break its graphs at these hooks, and at the reads of a parameter that has to be gathered first:
-        the state that they look at must not be traced, nor guarded."""
+        """Let torch.compile break its graphs at these hooks: the state that they look at must not be traced, nor guarded."""
         ids = self.hook_ids
         for hooks in (hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)):
             for number in ids.intersection(hooks):
                 if isinstance(hook := hooks[number], ModuleHook):  # else it is out of graphs already
                     hooks[number] = torch.compiler.disable(hook.__call__)  # type: ignore[no-untyped-call]
-        on_read = torch.compiler.disable(self._read)  # type: ignore[no-untyped-call]
-        for module in self._watched:
-            if isinstance(module._parameters, _WatchedParameters):
-                module._parameters.on_read = on_read
 
     def _add(self, unit: ShardedUnit) -> None:
         for record in unit.records:
             self._units_of.setdefault(record, []).append(unit)
-            self._record_of[record.parameter] = record
+            record.on_read = self._read
         for module in unit.unit.modules:
             self._handles += [
                 module.register_forward_pre_hook(
@@ -122,7 +111,7 @@ class UnitHooks:
         if len(self._entered) == 1 and self._phase is not Phase.BACKWARD:
             self._former, trains = list(self.units.in_use), torch.is_grad_enabled()
             if trains:
-                self._change_reads({Elsewhere.OLD: Elsewhere.NO})
+                self._change_reads({StrayRead.OLD: StrayRead.NO})
             kind = "training" if trains else "inference"
             if self.units.begin(f"{kind} of {type(module).__name__} {id(module)}") and not trains:
                 self._phase = Phase.INFERENCE
@@ -132,10 +121,7 @@ class UnitHooks:
             return
         self._entered.remove(module)
         if not self._entered and self._phase is not Phase.BACKWARD:
-            for unit in self.units.all:
-                if unit.is_in_use and unit.read is not Elsewhere.NO:
-                    self.units.reshard(unit)
-            self._change_reads({Elsewhere.NOW: Elsewhere.BEFORE if torch.is_grad_enabled() else Elsewhere.NO})
+            self._end_reads()
             phase, self._phase = self._phase, Phase.FORWARD
             if output is None:
                 # A forward that raised has no output; its order is not recorded, and the other ranks may be elsewhere.
@@ -145,13 +131,20 @@ class UnitHooks:
             elif phase is Phase.INFERENCE:
                 self.units.end()
 
+    def _end_reads(self) -> None:
+        """End a forward's stray reads."""
+        for unit in self.units.all:
+            if unit.is_in_use and unit.read is not StrayRead.NO:
+                self.units.reshard(unit)
+        self._change_reads({StrayRead.NOW: StrayRead.BEFORE if torch.is_grad_enabled() else StrayRead.NO})
+
     def end_interrupted(self) -> None:
         """End a forward that Ctrl-C interrupted as one that raised (the engine's call)."""
         del self._entered[1:]
         for module in list(self._entered):
             self._leave(module, None, None)
 
-    def _change_reads(self, changes: Mapping[Elsewhere, Elsewhere]) -> None:
+    def _change_reads(self, changes: Mapping[StrayRead, StrayRead]) -> None:
         for unit in self.units.all:
             unit.read = changes.get(unit.read, unit.read)
 
@@ -161,7 +154,7 @@ class UnitHooks:
             self.units.unshard(unit)
             unit.holder = None if in_backward else module
         if unit.holder is None or unit.holder is module:
-            unit.called_within.update(other for other in self.units.in_use if other.holder is not None)
+            unit.called_within.update(self._held())
         if torch.is_grad_enabled() and (in_backward or unit.holder is module):
             self._given[module] = {id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs))}
 
@@ -176,30 +169,42 @@ class UnitHooks:
             self.units.reshard(unit)
         else:
             unit.holder = None
+        if not self._entered and not self._held():
+            self._end_reads()
 
-    def _read(self, parameter: nn.Parameter) -> None:
-        """Gather the unit of a parameter that is read from elsewhere, until the end of the outermost forward."""
-        record = self._record_of.get(parameter)
-        if record is not None and self._entered and record.residency is Residency.RELEASED:
-            unit = self._units_of[record][0]
-            if unit.read is Elsewhere.NO:
-                unit.read = Elsewhere.BEFORE if self._phase is Phase.BACKWARD else Elsewhere.NOW
-            self.units.unshard(unit)
+    def _held(self) -> list[ShardedUnit]:
+        """Return the units whose forward is under way."""
+        return [unit for unit in self.units.in_use if unit.holder is not None]
 
-    @contextmanager
-    def _whole(self, parameters: list[nn.Parameter], *, gathers: bool) -> Iterator[None]:
-        """Let parameters have their values for a copy of their module, by gathering if `gathers` is set. Raises UsageError if
-        they have none."""
-        released = [
-            p for p in parameters if p in self._record_of and self._record_of[p].residency is Residency.RELEASED
-        ]
-        if released and (self.gathers is None or not gathers):
-            raise UsageError(
-                f"a copy of a module whose parameter {self._record_of[released[0]].name!r} is sharded: make it within `with "
-                "zstore.gather(module):` on all ranks, or take engine.module_state_dict()"
-            )
-        with self.gathers(released) if released and self.gathers is not None else nullcontext():
-            yield
+    def _read(self, record: ParameterRecord, func: Any) -> EndRead | None:
+        """Gather the unit of a released parameter for an operation. See [Note: stray reads]."""
+        held = self._held()
+        if not (held or self._entered or self._phase is Phase.BACKWARD):
+            raise record.no_values(func)
+        unit = self._units_of[record][0]
+        stays = self.units.have_room_for_stray(unit)
+        unit.called_within.update(held)
+        self.units.unshard(unit)
+        if not stays:
+            return partial(self._end_read, unit)
+        self._stay(unit)
+        return None
+
+    def _stay(self, unit: ShardedUnit) -> None:
+        if unit.read is StrayRead.NO:
+            unit.read = StrayRead.BEFORE if self._phase is Phase.BACKWARD else StrayRead.NOW
+
+    def _end_read(self, unit: ShardedUnit, output: Any) -> None:
+        """Release a unit that was gathered for one operation; its backward gathers it again."""
+        memory = {record.full.untyped_storage()._cdata for record in unit.records}
+        if any(
+            tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memory
+            for tensor in tensors_in(output)
+        ):
+            self._stay(unit)
+            return
+        self._watch(unit, output, {})
+        self.units.reshard(unit)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -254,13 +259,13 @@ class UnitHooks:
         ahead."""
         self._release_all()
         if not more:
-            self._change_reads({Elsewhere.BEFORE: Elsewhere.OLD})
+            self._change_reads({StrayRead.BEFORE: StrayRead.OLD})
         self.units.end()
 
     def abandon(self) -> None:
         """Release whatever is gathered after a backward that failed (the engine's call)."""
         self._release_all()
-        self._change_reads(dict.fromkeys(Elsewhere, Elsewhere.NO))
+        self._change_reads(dict.fromkeys(StrayRead, StrayRead.NO))
         self.units.abandon()
 
     def _release_all(self) -> None:
@@ -272,9 +277,8 @@ class UnitHooks:
     def remove(self) -> None:
         """Remove the hooks from the modules, and end gathers ahead of use."""
         self.units.close()
-        for module in self._watched:
-            if isinstance(module._parameters, _WatchedParameters):
-                module._parameters = dict(module._parameters.items())
+        for record in self._units_of:
+            record.on_read = record.gathers = None
         for handle in self._handles:
             handle.remove()
 
@@ -329,35 +333,3 @@ class ModuleHook:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Do nothing."""
-
-
-class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's own parameters by name; calls `on_read` before one is handed out as an attribute. In `whole` they have their
-    values."""
-
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter | None],
-        on_read: Callable[[nn.Parameter], None],
-        whole: Callable[..., AbstractContextManager[None]],
-    ) -> None:
-        super().__init__(parameters)
-        self.on_read = on_read
-        self._whole = whole
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        """Return the parameter, gathered if possible."""
-        parameter = super().__getitem__(name)
-        if parameter is not None:
-            self.on_read(parameter)
-        return parameter
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copies are plain dictionaries."""
-        with self._whole([p for p in self.values() if p is not None], gathers=True):
-            return copy.deepcopy(dict(self.items()), memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles are plain dictionaries."""
-        with self._whole([p for p in self.values() if p is not None], gathers=False):
-            return dict, (dict(self.items()),)

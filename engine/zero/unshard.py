@@ -58,7 +58,7 @@ class UnitStatistics:
 
 
 class UnitState(Enum):
-    """State of a unit's gathered values. Parameters point at them only while the unit is in use, so that a read of them is
+    """State of a unit's gathered values. Parameters have them only while the unit is in use, so that a read of them is
     reported otherwise."""
 
     RELEASED = "released"
@@ -77,8 +77,8 @@ _COUNTED = {UnitState.AHEAD: "gathered_ahead", UnitState.KEPT: "kept", UnitState
 """Counter of a unit that is needed, by its state before."""
 
 
-class Elsewhere(Enum):
-    """Whether a parameter of a unit was read from elsewhere than the unit's modules."""
+class StrayRead(Enum):
+    """Whether a parameter of a unit was read while the unit was released. See [Note: stray reads]."""
 
     NO = "no"
     NOW = "now"
@@ -108,7 +108,7 @@ class ShardedUnit:
     """Units in whose forwards its module was called."""
     due: set[ParameterRecord] | None = None
     """Gathered for the backward: its parameters whose gradients are still missing."""
-    read: Elsewhere = Elsewhere.NO
+    read: StrayRead = StrayRead.NO
 
     @property
     def numel(self) -> int:
@@ -123,7 +123,7 @@ class ShardedUnit:
     @property
     def is_stray(self) -> bool:
         """Whether whole backwards need it."""
-        return self.read in (Elsewhere.BEFORE, Elsewhere.OLD)
+        return self.read in (StrayRead.BEFORE, StrayRead.OLD)
 
 
 @dataclass(eq=False)
@@ -305,6 +305,11 @@ class ShardedUnits:
             record.release()
             values.are_there, values.coming = False, None
             self._live_numel -= record.numel
+
+    def have_room_for_stray(self, unit: ShardedUnit) -> bool:
+        """Return whether a unit may stay gathered until the backward is over, so that any other has room beside it."""
+        strays = sum(other.numel for other in self.all if other.read is not StrayRead.NO and other is not unit)
+        return strays + unit.numel + max(other.numel for other in self.all) <= self._limits.live_numel
 
     # -- callers ----------------------------------------------------------------------------------------------------
 

@@ -137,19 +137,32 @@ def test_unchanged_elements_keep_their_masters(tmp_path: Path) -> None:
             assert torch.equal(saved["0.weight"].float(), wanted)
 
 
+def _zero_bias(module: nn.Linear, _: Any) -> None:
+    nn.init.zeros_(module.bias)
+
+
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_a_change_of_sharded_weights_is_refused(device: str, tmp_path: Path) -> None:
     offload = {"device": device}
     zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload, "stage3_param_persistence_threshold": 0}
     with _engine(zero, tmp_path) as engine:
         before = engine.get_full_parameter("2.bias")
+        for change in (
+            nn.init.zeros_,
+            nn.init.normal_,
+            lambda bias: bias.detach().mul_(2),
+            lambda bias: bias.data.add_(1),
+        ):
+            with pytest.raises(UsageError, match=r"'2\.bias' outside of a forward.*modifier_rank"):
+                change(engine.module[2].bias)
         for call in (
             lambda: engine(_batch(0, 0)),
             lambda: engine.save_checkpoint(str(tmp_path / "saves")),
             lambda: engine.get_full_parameter("0.weight"),
         ):
-            nn.init.zeros_(engine.module[2].bias)
-            with pytest.raises(UsageError, match=r"'2\.bias' changed in place, but is sharded.*modifier_rank"):
+            with engine.module[0].register_forward_pre_hook(_zero_bias):
+                engine(_batch(0, 0))
+            with pytest.raises(UsageError, match=r"'0\.bias' changed in place, but is sharded.*modifier_rank"):
                 call()
             assert torch.equal(engine.get_full_parameter("2.bias"), before)
         with zstore.gather(engine.module[2].bias, modifier_rank=0):

@@ -220,9 +220,7 @@ class DeepSpeedEngine(Engine):
             if optimizer.scaler is not None:
                 optimizer.loss_scaler = optimizer.loss_scale_config = LossScaleView(optimizer.scaler)
         # Scripts ask on every rank, and save rank 0's: DeepSpeed's values there, which nothing takes for weights.
-        self.access.guard.lets_state_dicts_pass = True
-        if self.global_rank == 0:
-            self.access.guard.give_empties(self.module)
+        self.access.guard.give_empties(self.module, logs=self.global_rank == 0)
         if training.config.stage == 3:
             for record in training.state.records:
                 whole = record.residency is Residency.RESIDENT
