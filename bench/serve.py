@@ -1,7 +1,6 @@
 """`zstore serve` beside nginx and Python's own server: the same files, over loopback, interleaved in one run.
 
 python -m bench.serve [--path FOLDER] [--gib 1] [--rounds 5] [--json FILE]
-python -m bench.serve --load [--seconds 60] [--json FILE]      many clients at once: see bench/serve_load.py
 
 Rates are medians over the rounds; ratios are of pairs in one round. Processor time is the server's alone.
 """
@@ -23,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import serve_load
 from bench.serve_clients import Connection, at_once, ranges
 from bench.serve_process import free_port, started
 from tests.checkpoint.checkpoints import save_arrays
@@ -64,7 +62,7 @@ class Server:
 
 @contextlib.contextmanager
 def servers(root: Path, scratch: Path) -> Iterator[list[Server]]:
-    """Yield servers of the runs in `root`: ours, nginx where it is installed, and Python's."""
+    """Yield servers of the runs in `root`: ours, nginx if it is installed, and Python's."""
     with contextlib.ExitStack() as stack:
         port = free_port()
         ours = [sys.executable, "-m", "zstore", "serve", str(root), "--port", str(port)]
@@ -183,26 +181,20 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0, help="GiB of the large file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    serve_load.add_options(parser)
     options = parser.parse_args()
     nbytes = max(1, int(options.gib * 1024)) * _MIB
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
         root, scratch = Path(name) / "root", Path(name) / "scratch"
         scratch.mkdir()
-        figures: dict[str, object]
-        if options.load:
-            figures = serve_load.measure(root, options, nbytes // 16)
-        else:
-            make_run(root, nbytes)
-            compared = compare(root, scratch, nbytes, options.rounds)
-            figures = {**compared}
-            for pattern, rows in compared.items():
-                for server, row in rows.items():
-                    print(
-                        f"{pattern:34} {server:12} {row['gb_per_s']:6.2f} GB/s {row['requests_per_s']:8.0f} requests/s "
-                        f"{row['cpu_s_per_gb']:6.2f} s of CPU a GB {row['cpu_ms_per_request']:7.2f} ms a request"
-                        + ("" if server == "zstore" else f"   zstore is {row['ratio']:.2f} of it")
-                    )
+        make_run(root, nbytes)
+        figures = compare(root, scratch, nbytes, options.rounds)
+    for pattern, rows in figures.items():
+        for server, row in rows.items():
+            print(
+                f"{pattern:34} {server:12} {row['gb_per_s']:6.2f} GB/s {row['requests_per_s']:8.0f} requests/s "
+                f"{row['cpu_s_per_gb']:6.2f} s of CPU a GB {row['cpu_ms_per_request']:7.2f} ms a request"
+                + ("" if server == "zstore" else f"   zstore is {row['ratio']:.2f} of it")
+            )
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 _BUFFER_BYTES = 1024 * 1024
 
@@ -47,47 +46,9 @@ class Connection:
             left -= received
         return length
 
-    def events(self, path: str, until: float) -> int:
-        """Return how many server-sent events come from a URL until the time `until` (`time.monotonic`)."""
-        self._socket.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{self._headers}\r\n".encode())
-        count = 0
-        while (left := until - time.monotonic()) > 0:
-            self._socket.settimeout(left)
-            try:
-                data = self._socket.recv(65536)
-            except TimeoutError:
-                break
-            if not data:
-                raise ConnectionError("the server closed the connection of a live page")
-            count += data.count(b"\ndata:") + data.count(b"\nevent:")
-        return count
-
     def close(self) -> None:
         """Close it."""
         self._socket.close()
-
-
-@dataclass
-class Count:
-    """What clients of one kind did."""
-
-    requests: int = 0
-    nbytes: int = 0
-    errors: list[str] = field(default_factory=list)
-    longest_s: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, nbytes: int, seconds: float) -> None:
-        """Count a request."""
-        with self.lock:
-            self.requests += 1
-            self.nbytes += nbytes
-            self.longest_s = max(self.longest_s, seconds)
-
-    def fail(self, error: BaseException) -> None:
-        """Count an error."""
-        with self.lock:
-            self.errors.append(f"{type(error).__name__}: {error}")
 
 
 def at_once(works: list[Callable[[], None]]) -> float:

@@ -50,10 +50,6 @@ class Commands(TyperGroup):
         from .options import for_typer
 
         name, _, rest = super().resolve_command(ctx, args)
-        if name == "serve" and rest[:1] == ["token"]:
-            from .serve_token import app
-
-            return "serve token", typer.main.get_command(app), rest[1:]
         module = importlib.import_module(_MODULES.get(str(name), f".{name}"), __package__)
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         told: dict[str, Any] = {key: getattr(module, key.upper(), None) for key in ("epilog", "context_settings")}

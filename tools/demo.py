@@ -196,7 +196,7 @@ def next_commands(folder: str, model: str, steps: int) -> list[tuple[str, str]]:
     run, config = f"{folder}/run", f"{folder}/zero1-memory.json"
     before, last = f"{run}/step-{steps - SAVE_EVERY:08d}", f"{run}/step-{steps:08d}"
     on = f"--steps {steps + SAVE_EVERY} --save {run}-1 --resume auto"
-    extra = "" if find_spec("starlette") else f"; first: {shlex.quote(sys.executable)} -m pip install 'zstore[serve]'"
+    extra = "" if find_spec("fastapi") else f"; first: {shlex.quote(sys.executable)} -m pip install 'zstore[serve]'"
     return [
         (f"{zstore} serve {folder}", f"a page that shows the runs, their checkpoints and arrays{extra}"),
         (f"{zstore} ls {run}", "the checkpoints, and what they share"),

@@ -79,8 +79,6 @@ Tag = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-AUDIT_VARIABLE = "ZSTORE_AUDIT"
-"""Names the audit log if no option does: of a service, and of the commands that change its tokens."""
 StorageOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -38,7 +38,6 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1)
         ("latest", "%6Catest"),
         ("Latest", "%4Catest"),
         ("zarr.json", "%7Aarr.json"),
-        ("tags.json", "%74ags.json"),
         ("x.tmp-0123456789abcdef0123456789abcdef", "x%2Etmp-0123456789abcdef0123456789abcdef"),
         (float("nan"), "nan"),
     ],
@@ -65,7 +64,7 @@ def test_an_encoded_name_is_one_harmless_path_component(name: str) -> None:
     assert len(encoded) <= 180
     assert not encoded.startswith("__")
     assert parse_own_name(encoded) is None
-    assert encoded.lower() not in {"zarr.json", "zstore.json", "latest", "tags.json", "manifest"}
+    assert encoded.lower() not in {"zarr.json", "zstore.json", "latest", "manifest"}
 
 
 @given(st.lists(TEXT, unique=True, max_size=20))

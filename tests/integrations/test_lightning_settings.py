@@ -35,9 +35,8 @@ from zstore.journal.names import run_of
 from zstore.journal.reader import journals
 from zstore.lightning import ZstoreStrategy, load_checkpoint
 from zstore.optim import Offloaded
-from zstore.serve.runs import Runs
+from zstore.serve.runs import RunTable
 from zstore.serve.settings import Root, Settings
-from zstore.serve.views.journals import journals_in
 from zstore.testing.ranks import run_ranks
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.ls import ls_command
@@ -483,8 +482,8 @@ def _folder_of_checkpoints(rank: int, folder: str) -> None:
 def test_the_folder_of_checkpoints_has_nothing_else(tmp_path: Path) -> None:
     run_ranks(_folder_of_checkpoints, 1, str(tmp_path))
     options = Settings(roots=(Root(name="runs", location=str(tmp_path)),))
-    (run,) = Runs(options).all().values()
-    assert [run_of(name) for name in journals_in(run.folder)] == [run_of(name) for name in journals(tmp_path)]
+    (run,) = RunTable(options).all().values()
+    assert [run_of(name) for name in journals(run.folder)] == [run_of(name) for name in journals(tmp_path)]
 
 
 def _weights_alone(rank: int, folder: str) -> None:

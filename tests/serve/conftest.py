@@ -18,7 +18,7 @@ Serve = Callable[..., str]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """`serve(folder, ..., token="...", allow_actions=True)` returns the base URL of a service over these folders."""
+    """`serve(folder, ..., token="...")` returns the base URL of a service over these folders."""
     with contextlib.ExitStack() as running:
 
         def start(*places: Path | str, **settings: Any) -> str:

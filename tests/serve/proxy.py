@@ -1,12 +1,18 @@
-"""A TCP proxy that does something once so many bytes went from the client to the server: a fault at a moment that is known."""
+"""Proxies: of TCP, which does something once so many bytes went from the client to the server, a fault at a known moment;
+and of HTTP, as nginx is one: below a path, with TLS."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import selectors
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
 
 
 class Proxy:
@@ -90,3 +96,54 @@ def proxy_to(port: int) -> Iterator[Proxy]:
         yield proxy
     finally:
         proxy.close()
+
+
+class _Forwards(BaseHTTPRequestHandler):
+    """What `location /above/ { proxy_pass http://host:port/; proxy_set_header Host $http_host; }` of nginx does."""
+
+    target: tuple[str, int]
+    above: str
+    protocol_version = "HTTP/1.1"
+
+    def forward(self) -> None:
+        if not self.path.startswith(f"{self.above}/"):
+            self.send_error(404)
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
+        with contextlib.closing(http.client.HTTPConnection(*self.target, timeout=100)) as connection:
+            connection.request(self.command, self.path.removeprefix(self.above), body=body, headers=headers)
+            answer = connection.getresponse()
+            data = answer.read()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "date", "server", "content-length"):
+                self.send_header(name, value)
+        self.send_header(
+            "Content-Length", answer.headers["Content-Length"] if self.command == "HEAD" else str(len(data))
+        )
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(b"" if self.command == "HEAD" else data)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = forward
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def reverse_proxy(target: str, *, above: str = "", certificate: tuple[Path, Path] | None = None) -> Iterator[str]:
+    """Yield the URL of a proxy that serves the URL `target` below the path `above`, with TLS if it has a certificate."""
+    place = urlsplit(target)
+    handler = type("Handler", (_Forwards,), {"target": (place.hostname, place.port), "above": above})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            proxy.socket = context.wrap_socket(proxy.socket, server_side=True)
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        yield f"{'http' if certificate is None else 'https'}://127.0.0.1:{proxy.server_port}{above}"
+        proxy.shutdown()
+        thread.join()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import re
 import shutil
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
 
 import numpy as np
 import pytest
@@ -19,69 +15,33 @@ import zarr
 
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
-from tests.serve.browser import needs_chromium, new_context, open_browser, watch
+from tests.serve.browser import needs_chromium, open_browser, watch
 from tests.serve.conftest import Serve
+from tests.serve.proxy import reverse_proxy
 from zstore.remote.upload import upload_checkpoint
 
 ABOVE = "/tools/store"
 TOKEN = "0123456789abcdef"
 
 
-class _StripsThePath(BaseHTTPRequestHandler):
-    """What `location /tools/store/ { proxy_pass http://host:port/; }` of nginx does; anything else is 404 without our JSON."""
-
-    target: tuple[str, int]
-    protocol_version = "HTTP/1.1"
-
-    def forward(self) -> None:
-        if not self.path.startswith(f"{ABOVE}/"):
-            self.send_error(404)
-            return
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
-        with contextlib.closing(http.client.HTTPConnection(*self.target, timeout=100)) as connection:
-            connection.request(self.command, self.path.removeprefix(ABOVE), body=body, headers=headers)
-            answer = connection.getresponse()
-            data = answer.read()
-        self.send_response(answer.status)
-        for name, value in answer.getheaders():
-            if name.lower() not in ("transfer-encoding", "connection", "date", "server", "content-length"):
-                self.send_header(name, value)
-        self.send_header(
-            "Content-Length", answer.headers["Content-Length"] if self.command == "HEAD" else str(len(data))
-        )
-        self.end_headers()
-        with contextlib.suppress(ConnectionError):
-            self.wfile.write(b"" if self.command == "HEAD" else data)
-
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = forward
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def below(tmp_path: Path, serve: Serve) -> Iterator[str]:
     """The URL of a service of one run, below a path."""
     save_arrays(tmp_path / "runs/one", {"model/a": np.arange(1000.0)})
-    base = urlsplit(serve(tmp_path / "runs", token=TOKEN, allow_actions=True))
-    handler = type("Handler", (_StripsThePath,), {"target": (base.hostname, base.port)})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
-        thread = threading.Thread(target=proxy.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{proxy.server_port}{ABOVE}"
-        proxy.shutdown()
-        thread.join()
+    base = serve(tmp_path / "runs", token=TOKEN)
+    with reverse_proxy(base, above=ABOVE) as url:
+        yield url
 
 
 def test_the_page_finds_all_that_it_loads(below: str, http: urllib3.PoolManager) -> None:
-    shell = http.request("GET", f"{below}/").data.decode()
+    shown = {"Authorization": f"Bearer {TOKEN}"}
+    shell = http.request("GET", f"{below}/", headers=shown).data.decode()
     loaded = re.findall(r'(?:src|href)="([^"#]+)"', shell)
     assert len(loaded) > 3
     for name in loaded:
-        assert http.request("GET", urljoin(f"{below}/", name)).status == 200, name
+        assert http.request("GET", urljoin(f"{below}/", name), headers=shown).status == 200, name
     for path in ("run/one/checkpoints", "one"):
-        answer = http.request("GET", f"{below}/{path}", headers={"Authorization": f"Bearer {TOKEN}"}, redirect=False)
+        answer = http.request("GET", f"{below}/{path}", headers=shown, redirect=False)
         assert urljoin(f"{below}/{path}", answer.headers["location"]).partition("#")[0] == f"{below}/", path
 
 
@@ -107,11 +67,9 @@ def test_our_client_reads_and_uploads(below: str, tmp_path: Path, monkeypatch: p
 @needs_chromium
 def test_a_browser_shows_it(below: str) -> None:
     with open_browser() as browser:
-        watched = watch(new_context(browser), below.removesuffix(ABOVE))
-        page = watched.page
+        context = browser.new_context(http_credentials={"username": "me", "password": TOKEN})
+        page = watch(context, below.removesuffix(ABOVE)).page
         page.goto(f"{below}/run/one/checkpoints")
-        page.fill("[data-test=token]", TOKEN)
-        page.click("[data-test=sign-in]")
         page.wait_for_selector("[data-test=checkpoint-link]")
         page.locator("[data-test=checkpoint-link]").first.click()
         page.wait_for_selector("[data-test=tree-array], [data-test=tree-group]")

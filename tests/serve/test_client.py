@@ -23,6 +23,7 @@ import zstore
 from tests.checkpoint.checkpoints import open_world, save_arrays
 from tests.engine.runs import make_config, start, state_of, step
 from tests.serve.conftest import Serve
+from tests.serve.proxy import reverse_proxy
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import (
@@ -296,11 +297,8 @@ def test_a_certificate_is_checked(run: Path, tmp_path: Path) -> None:
          "-keyout", key, "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
         check=True, capture_output=True,
     )  # fmt: skip
-    settings = Settings(
-        roots=(Root.parse(str(run.parent)),), port=0, token=TOKEN, tls_certificate=certificate, tls_key=key
-    )
-    with serving(settings) as base:
-        assert base.startswith("https://")
+    settings = Settings(roots=(Root.parse(str(run.parent)),), port=0, token=TOKEN)
+    with serving(settings) as plain, reverse_proxy(plain, certificate=(certificate, key)) as base:
         with pytest.raises(UsageError, match=r"cannot be trusted: .*ca_certs"):
             zstore.open_checkpoint(f"{base}/a%20run", storage_options=OPTIONS)
         options = {**OPTIONS, "ca_certs": str(certificate)}

@@ -21,7 +21,7 @@ TOKEN = "secret-of-the-tests"
 @pytest.fixture
 def url(tmp_path: Path, serve: Serve) -> str:
     (tmp_path / "runs").mkdir()
-    return serve(tmp_path / "runs", token=TOKEN, allow_actions=True) + "/run"
+    return serve(tmp_path / "runs", token=TOKEN) + "/run"
 
 
 def make(tmp_path: Path, stage: int = 1, token: str = TOKEN, **own: Any) -> dict[str, Any]:

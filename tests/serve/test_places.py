@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 from pathlib import Path
@@ -14,11 +13,8 @@ import urllib3
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.conftest import Serve
-from zstore.checkpoint.folder import LocalFolder
-from zstore.errors import CheckpointNotFoundError, UsageError
-from zstore.serve.files.opened import open_local
-from zstore.serve.files.visible import VisibleCheckpoints
-from zstore.tools.serve import Listening, serve_command
+from zstore.errors import UsageError
+from zstore.tools.serve import serve_command
 
 ARRAYS = {"model/a": np.arange(8.0)}
 
@@ -36,32 +32,32 @@ def test_links_that_lead_out_and_names_that_no_url_has_are_no_runs(
     (runs / "out").symlink_to(runs.parent / "outside/secret")
     (runs / "newest").symlink_to("one")
     (runs / "empty").symlink_to(runs.parent / "outside")
-    shutil.copytree(runs / "one", runs / "evil\r\nX-Evil: 1")
-    base = serve(runs, token="secret-of-the-tests", allow_actions=True)
+    base = serve(runs, token="secret-of-the-tests")
     token = {"Authorization": "Bearer secret-of-the-tests"}
     listed = http.request("GET", f"{base}/api/runs", headers=token).json()["runs"]
     assert [run["name"] for run in listed] == ["newest", "one"]
     for path in ("zarr/out/", "zarr/out/latest/zarr.json", "weights/out/latest/", "api/runs/out/checkpoints"):
         assert http.request("GET", f"{base}/{path}", headers=token).status == 404, path
     for name in ("out", "empty"):
-        url = f"{base}/api/uploads/companions/{name}/config.json"
+        url = f"{base}/api/runs/{name}/companions/config.json"
         answer = http.request("PUT", url, body=b"{}", headers=token)
         assert (answer.status, "a link in the folder of runs" in answer.json()["error"]) == (400, True)
     assert not list((runs.parent / "outside").rglob("config.json"))
 
 
-def test_a_checkpoint_that_a_link_replaces_is_not_followed(runs: Path) -> None:
-    folder = LocalFolder(runs / "one")
+def test_a_checkpoint_that_a_link_replaces_is_not_followed(runs: Path, serve: Serve, http: urllib3.PoolManager) -> None:
     (runs / "one/alias").symlink_to("step-00000001")
-    places = [VisibleCheckpoints().place(folder, (name, "zarr.json")) for name in ("alias", "step-00000001")]
-    for place in places:
-        open_local(place).close()
-    shutil.rmtree(runs / "one/step-00000001")  # between finding and opening it
+    base = serve(runs)
+    for name in ("alias", "step-00000001"):
+        assert http.request("GET", f"{base}/zarr/one/{name}/zarr.json").status == 200
+    (runs / "one/out").symlink_to(runs.parent / "outside/secret/step-00000001")
+    (runs / "one/step-00000001/secret.json").symlink_to(runs.parent / "outside/secret/step-00000001/zarr.json")
+    for path in ("out/zarr.json", "out/", "step-00000001/secret.json"):
+        assert http.request("GET", f"{base}/zarr/one/{path}").status == 404, path
+    shutil.rmtree(runs / "one/step-00000001")
     (runs / "one/step-00000001").symlink_to(runs.parent / "outside/secret/step-00000001")
-    for place in places:
-        assert os.path.isfile(place.folder.path / "zarr.json")
-        with pytest.raises(CheckpointNotFoundError):
-            open_local(place)
+    for name in ("alias", "step-00000001", "latest"):
+        assert http.request("GET", f"{base}/zarr/one/{name}/zarr.json").status == 404, name
 
 
 def test_a_url_that_means_nothing_is_answered_with_what_does(
@@ -71,7 +67,7 @@ def test_a_url_that_means_nothing_is_answered_with_what_does(
     for path in ("/one/latest", "/api/nothing"):
         answer = http.request("GET", base + path)
         assert answer.status == 404
-        assert answer.json()["error"].startswith(f"Not Found: the service has nothing for GET '{path}'; runs are at ")
+        assert answer.json()["error"].startswith(f"Not Found: the service has nothing for GET '{path}'; see /api/docs")
 
 
 def test_https_to_a_service_without_a_certificate_says_so(runs: Path, serve: Serve) -> None:
@@ -82,7 +78,7 @@ def test_https_to_a_service_without_a_certificate_says_so(runs: Path, serve: Ser
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot listen"):
-        serve_command([str(tmp_path), f"{tmp_path}/rusn"], Listening(port=taken.getsockname()[1]))
+        serve_command([str(tmp_path), f"{tmp_path}/rusn"], port=taken.getsockname()[1])
     assert (
         capsys.readouterr().err == f"warning: there is no folder {tmp_path}/rusn: what is made there later is served\n"
     )

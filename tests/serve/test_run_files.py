@@ -14,10 +14,8 @@ import urllib3
 from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
-from tests.waiting import until
 from zstore.errors import UsageError
-from zstore.journal.names import journal_file, request_file
-from zstore.journal.requests import request
+from zstore.journal.names import journal_file
 from zstore.remote.folder import open_folder
 from zstore.remote.journal_tail import JournalTail
 from zstore.remote.service_upload import ServicePlace
@@ -33,20 +31,20 @@ def _lines(*numbers: int) -> bytes:
 @pytest.fixture
 def base(tmp_path: Path, serve: Serve) -> str:
     (tmp_path / "runs").mkdir()
-    return serve(tmp_path / "runs", token="secret-of-the-tests", allow_actions=True)
+    return serve(tmp_path / "runs", token="secret-of-the-tests")
 
 
 def test_lines_are_appended_once_at_their_place(tmp_path: Path, base: str, http: urllib3.PoolManager) -> None:
     stored = tmp_path / "runs/one" / journal_file("abc")
 
     def post(lines: bytes, offset: Any, run: str = "one", run_id: str = "abc") -> tuple[int, Any]:
-        url = f"{base}/api/uploads/journals/{run}/{run_id}?offset={offset}"
+        url = f"{base}/api/runs/{run}/journals/{run_id}?offset={offset}"
         answer = http.request("POST", url, body=lines, headers=TOKEN)
         return answer.status, answer.json()
 
     first, second = _lines(1, 2), _lines(3)
-    assert post(first, 0) == (200, {"bytes": len(first), "request": None})
-    assert post(second, len(first)) == (200, {"bytes": len(first) + len(second), "request": None})
+    assert post(first, 0) == (200, {"bytes": len(first)})
+    assert post(second, len(first)) == (200, {"bytes": len(first) + len(second)})
     assert post(second, len(first))[0] == 200  # the answer was lost
     assert post(first + second + _lines(4), 0)[0] == 200
     assert stored.read_bytes() == _lines(1, 2, 3, 4)
@@ -70,32 +68,15 @@ def test_lines_are_appended_once_at_their_place(tmp_path: Path, base: str, http:
     assert stored.read_bytes() == _lines(1, 2, 3, 4, 5)
     save_arrays(tmp_path / "runs/other", {"model/a": np.zeros(3)}, run_id="other")
     assert post(first, 0, run="other")[0] == 409
-    assert http.request("POST", f"{base}/api/uploads/journals/one/abc?offset=0", body=first).status == 401
+    assert http.request("POST", f"{base}/api/runs/one/journals/abc?offset=0", body=first).status == 401
 
 
-def test_a_request_that_a_dead_process_left_does_not_reach_the_next_one(
-    tmp_path: Path, base: str, http: urllib3.PoolManager
-) -> None:
-    url = f"{base}/api/uploads/journals/one/abc?offset="
-    begins = json.dumps({"kind": "start", "run": "abc", "step": 2}).encode() + b"\n"
-    first, second = begins + _lines(1, 2), begins + _lines(3)
-    http.request("POST", f"{url}0", body=first, headers=TOKEN)
-    request(tmp_path / "runs/one", "abc", "stop")
-    assert http.request("POST", f"{url}{len(first)}", body=second, headers=TOKEN).json()["request"] is None
-    made = request(tmp_path / "runs/one", "abc", "save")
-    # The answer was lost: what was there already says nothing about the request.
-    again = http.request("POST", f"{url}{len(first)}", body=second + _lines(4), headers=TOKEN)
-    assert again.json()["request"] == {"id": made.id, "action": "save"}
-
-
-def test_lines_and_requests_of_deep_json_are_passed_over(tmp_path: Path, base: str, http: urllib3.PoolManager) -> None:
+def test_lines_of_deep_json_are_passed_over(tmp_path: Path, base: str, http: urllib3.PoolManager) -> None:
     deep = b'{"kind":"start","config":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
-    url = f"{base}/api/uploads/journals/one/abc?offset=0"
+    url = f"{base}/api/runs/one/journals/abc?offset=0"
     assert http.request("POST", url, body=deep + _lines(7), headers=TOKEN).status == 200
     runs = http.request("GET", f"{base}/api/runs", headers=TOKEN)
     assert (runs.status, runs.json()["runs"][0]["step"]) == (200, 7)
-    (tmp_path / "runs/one" / request_file("abc")).write_bytes(b'{"id":' + b"[" * 2000 + b"]" * 2000 + b"}")
-    assert http.request("POST", url, body=deep, headers=TOKEN).json()["request"] is None
 
 
 def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(
@@ -104,10 +85,9 @@ def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(
     monkeypatch.setattr("zstore.remote.journal_tail._PAUSE_S", 0.01)
     stored = tmp_path / "runs/one" / journal_file("abc")
     problems: list[str] = []
-    asked: list[str] = []
 
     def tail(path: Path, place: ServicePlace, start: int) -> JournalTail:
-        return JournalTail(path, place, "abc", start, failed=problems.append, asked=asked.append)
+        return JournalTail(path, place, "abc", start, failed=problems.append)
 
     with proxy_to(int(base.rpartition(":")[2])) as proxy:
         place = ServicePlace.of(f"http://127.0.0.1:{proxy.port}/one", OPTIONS)
@@ -127,18 +107,11 @@ def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(
         # On another machine, whose folder has nothing of it; then there again.
         elsewhere = tmp_path / "second.jsonl"
         elsewhere.write_bytes(_lines(40))
-        request(stored.parent, "abc", "save")
-        with tail(elsewhere, place, 0):
-            until(lambda: asked)
-            with elsewhere.open("ab") as file:
-                file.write(_lines(41))
+        with tail(elsewhere, place, 0), elsewhere.open("ab") as file:
+            file.write(_lines(41))
     assert stored.read_bytes() == _lines(*range(1, 42))
     assert problems == []
-    assert asked == ["save"]
-    assert not (stored.parent / request_file("abc")).exists()
-    JournalTail(
-        elsewhere, ServicePlace.of(f"{base}/one", {"token": "x"}), "abc", 0, failed=problems.append, asked=asked.append
-    ).close()
+    JournalTail(elsewhere, ServicePlace.of(f"{base}/one", {"token": "x"}), "abc", 0, failed=problems.append).close()
     assert len(problems) == 1
     assert "does not accept the token" in problems[0]
 

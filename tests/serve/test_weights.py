@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -24,12 +21,7 @@ from safetensors.numpy import load_file
 
 from tests.checkpoint.checkpoints import Array, open_world, save_arrays
 from tests.serve.conftest import Serve
-from tests.serve.raw import connect
-from tests.waiting import GUARD_S, until
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.serve.files.castings import Castings
-from zstore.serve.files.downloads import BLOCK_BYTES
-from zstore.serve.routes import weights as routes
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 from zstore.tools.consolidate import consolidate_command
@@ -67,10 +59,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["made", "kept"])
-def base(run: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    cache = tmp_path_factory.mktemp("cache") if request.param else None
-    with serving(Settings(roots=(Root.parse(str(run.parent)),), port=0, cache=cache)) as url:
+@pytest.fixture(scope="module")
+def base(run: Path) -> Iterator[str]:
+    with serving(Settings(roots=(Root.parse(str(run.parent)),), port=0)) as url:
         yield f"{url}/weights/one"
 
 
@@ -141,7 +132,10 @@ def test_numbered_files_their_index_and_what_lies_beside(base: str, truth: dict[
     folder = get(f"{base}/latest/?{query}").json()
     assert (folder["checkpoint"], folder["dtype"]) == ("checkpoint-2/step-00000002", "bf16")
     folder = get(f"{base}/step-00000001/?{query}").json()
-    assert {file["name"] for file in folder["files"]} == {path.name for path in truth["sharded"].iterdir()}
+    names = {path.name for path in truth["sharded"].iterdir()} - {
+        "tokenizer.json"
+    }  # a link, which a service does not follow
+    assert {file["name"] for file in folder["files"]} == names
     assert len(folder["files"]) > 3
     for file in folder["files"]:
         answer = get(f"{base}/step-00000001/{file['name']}?{query}")
@@ -157,10 +151,10 @@ def test_numbered_files_their_index_and_what_lies_beside(base: str, truth: dict[
         ("step-00000001/tokenizer.json", 404, "tokenizer.json"),  # a link
         ("step-00000001/secret.txt", 404, ""),
         ("step-00000001/../config.json", 404, ""),
-        (f"latest/{FILE}?dtype=int8", 400, "fp16, bf16, fp32"),
+        (f"latest/{FILE}?dtype=int8", 400, "'bf16', 'fp16' or 'fp32'"),
         (f"latest/{FILE}?max_shard_size=-1", 400, "size like 5GB"),
-        (f"latest/{FILE}?overflow=wrap", 400, "error, inf, clamp"),
-        (f"latest/{FILE}?quality=9", 400, "'quality'"),
+        (f"latest/{FILE}?overflow=wrap", 400, "'error', 'inf' or 'clamp'"),
+        (f"latest/{FILE}?quality=9", 400, "quality"),
     ],
 )
 def test_what_is_not_there_is_said(path: str, status: int, text: str, base: str) -> None:
@@ -178,16 +172,12 @@ def test_latest_gives_ranges_of_the_file_that_was_begun_alone(base: str) -> None
     assert (part.status, part.data) == (206, whole.data[9:12])
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_values_that_do_not_fit_end_the_download_and_are_named_at_the_next(
-    keeps: bool, tmp_path: Path, serve: Serve
-) -> None:
-    large = np.zeros((600, 4096), np.float32)
+def test_values_that_do_not_fit_end_the_download_and_are_named_at_the_next(tmp_path: Path, serve: Serve) -> None:
+    large = np.zeros((1200, 4096), np.float32)
     large[-1, -1], large[-1, -2] = 1e6, -np.inf
     save_arrays(tmp_path / "one", {"model/a": np.ones((1024, 1024), np.float32), "model/large": large})
-    # 1 MiB in all: blocks of 1 MiB, so that the first ones are sent before the last is made.
-    cache = tmp_path / ".cache" if keeps else None
-    url = f"{serve(tmp_path, memory_bytes=4 * BLOCK_BYTES, cache=cache)}/weights/one/latest/{FILE}"
+    # More than a block, so that the first is sent before the last is made.
+    url = f"{serve(tmp_path)}/weights/one/latest/{FILE}"
     with pytest.raises(urllib3.exceptions.ProtocolError, match="IncompleteRead"):
         get(url)
     answer = get(url)
@@ -203,7 +193,7 @@ def test_values_that_do_not_fit_end_the_download_and_are_named_at_the_next(
 def test_a_damaged_or_replaced_checkpoint_gives_no_wrong_byte(tmp_path: Path, serve: Serve) -> None:
     values = np.ones((1024, 1500), np.float32)
     save_arrays(tmp_path / "one", {"model/a": values, "model/b": values})
-    url = f"{serve(tmp_path, memory_bytes=4 * BLOCK_BYTES)}/weights/one/step-00000001/{FILE}?dtype=fp32"
+    url = f"{serve(tmp_path)}/weights/one/step-00000001/{FILE}?dtype=fp32"
     whole = get(url)
     shard = tmp_path / "one/step-00000001/model/b/c.0.0"
     data = bytearray(shard.read_bytes())
@@ -217,84 +207,6 @@ def test_a_damaged_or_replaced_checkpoint_gives_no_wrong_byte(tmp_path: Path, se
     again = get(url, Range="bytes=4096-9999", If_Range=whole.headers["ETag"])
     assert (again.status, len(again.data)) == (200, len(whole.data))
     assert again.headers["ETag"] != whole.headers["ETag"]
-
-
-def kept(cache: Path) -> list[int]:
-    """The sizes of all files that are kept or being made."""
-    return [path.stat().st_size for path in cache.rglob("*") if path.is_file()]
-
-
-def test_a_file_is_made_once_for_all_who_download_it_and_then_kept(
-    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_arrays(tmp_path / "one", {f"model/{i}": RNG.standard_normal(2**20).astype(np.float32) for i in range(8)})
-    consolidate_command(tmp_path / "one", tmp_path / "truth", "bf16")
-    expected = (tmp_path / "truth" / FILE).read_bytes()
-    made: list[int] = []
-    go_on = threading.Event()
-
-    def read(*given: Any) -> memoryview:
-        block = read_block(*given)
-        made.append(len(block))
-        assert len(made) < 3 or go_on.wait(GUARD_S)
-        return block
-
-    monkeypatch.setattr(routes, "read_block", read)
-    joined: list[object] = []
-    original = Castings.join
-
-    def join(*given: Any) -> Any:
-        joined.append(original(*given))
-        return joined[-1]
-
-    monkeypatch.setattr(Castings, "join", join)
-    cache = tmp_path / "cache"
-    url = f"{serve(tmp_path, cache=cache)}/weights/one/step-00000001/{FILE}?dtype=bf16"
-    with ThreadPoolExecutor(5) as threads:
-        answers = [threads.submit(get, url) for _ in range(4)]
-        part = threads.submit(get, url, Range="bytes=1000000-9000000")
-        until(lambda: len(made) > 2 and len(joined) == 5)  # one that came as it ended would have it made again
-        go_on.set()
-        assert {answer.result().data for answer in answers} == {expected}
-        assert part.result().data == expected[1000000:9000001]
-    assert sum(made) == len(expected)
-    assert len(set(joined)) == 1
-    until(lambda: kept(cache) == [len(expected)])
-    assert get(url).data == expected
-    assert get(url, Range="bytes=5-9").data == expected[5:10]
-    assert sum(made) == len(expected)
-
-
-def test_a_file_that_nobody_downloads_any_more_is_given_up(tmp_path: Path, serve: Serve) -> None:
-    save_arrays(tmp_path / "one", {"model/a": np.zeros((2048, 8192), np.float32)})
-    cache = tmp_path / "cache"
-    base = serve(tmp_path, cache=cache, memory_bytes=8 * BLOCK_BYTES)
-    shard = tmp_path / "one/step-00000001/model/a/c.0.0"
-    data = bytearray(shard.read_bytes())
-    data[-5000] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(urllib3.exceptions.ProtocolError, match="IncompleteRead"):
-        get(f"{base}/weights/one/latest/{FILE}?dtype=fp32")
-    until(lambda: kept(cache) == [])
-    with connect(base) as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.sendall(f"GET /weights/one/latest/{FILE}?dtype=bf16 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        assert client.recv(12) == b"HTTP/1.1 200"
-    until(lambda: kept(cache) == [])
-
-
-def test_what_does_not_fit_or_cannot_be_kept_is_sent_all_the_same(tmp_path: Path, serve: Serve) -> None:
-    for name in ("one", "two"):
-        save_arrays(tmp_path / name, {"model/a": np.full((1024, 1024), len(name), np.float32)})
-    for cache, cache_bytes, expected in (("small", 2**20, 0), ("enough", 3 * 2**20, 1), ("file", None, 0)):
-        if cache == "file":
-            (tmp_path / cache).write_text("where the folder would be")
-        base = serve(tmp_path, cache=tmp_path / cache, cache_bytes=cache_bytes)
-        for name in ("one", "two", "one"):
-            answer = get(f"{base}/weights/{name}/latest/{FILE}?dtype=bf16")
-            assert answer.status == 200
-            assert len(answer.data) == int(answer.headers["Content-Length"])
-        until(lambda expected=expected, cache=cache: len(kept(tmp_path / cache)) == expected)
 
 
 def test_from_pretrained_after_a_download_that_went_on(tmp_path: Path, serve: Serve) -> None:

@@ -37,7 +37,7 @@ def _serve(runs: str, port: int, fail_at: int | None) -> None:
     from zstore.serve.settings import Root, Settings
 
     files: FaultyFiles = DeadlyFiles(fail_at)
-    settings = Settings(roots=(Root.parse(runs),), port=port, token=TOKEN, allow_actions=True, keep_last=6, files=files)
+    settings = Settings(roots=(Root.parse(runs),), port=port, token=TOKEN, files=files)
     with contextlib.suppress(KeyboardInterrupt):
         run(settings)
     (Path(runs).parent / _PORT_FILE).write_text(str(len(files.operations)))

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.engine.runs import make_config, start, step
-from zstore.serve.runs import Runs
+from zstore.serve.runs import RunTable
 from zstore.serve.settings import Root, Settings
 from zstore.tools import cli
 from zstore.tools.demo import SAVE_EVERY, Demo, next_commands
@@ -69,7 +69,7 @@ def test_what_the_demo_says_to_type_next_works(tmp_path: Path) -> None:
         names.append(words[0])
         if words[0] == "serve":
             roots = tuple(Root.parse(place) for place in words[1:])
-            assert list(Runs(Settings(roots=roots)).all()) == ["run", "run-1"]
+            assert list(RunTable(Settings(roots=roots)).all()) == ["run", "run-1"]
             continue
         if words[0] == "train":
             assert words[words.index("--steps") + 1] == str(3 * SAVE_EVERY)

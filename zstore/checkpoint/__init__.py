@@ -1,7 +1,7 @@
 """Checkpoints: the format, saving and committing, reading and verifying, retention. Imports no torch.
 
 Read `docs/format.md` for the bytes, and in this order: names, format, metadata; request, reuse, publish, pieces, gather,
-commit, handle, save; folder, marks, catalog, source, reader, lookahead, verify, reshard, usage, keep, retention.
+commit, handle, save; folder, catalog, source, reader, lookahead, verify, reshard, usage, keep, retention.
 
 The names below are for code that builds on the store. Those that only some readers need are imported on first use.
 """
@@ -13,7 +13,6 @@ from .catalog import LOOPS_FOLDER, Catalog, Refusal, TagInfo, find_tag, list_nes
 from .folder import Folder, LocalFolder
 from .format import ABSENT_KEY, BASE_KEY, COMPLETE, LATEST_KEY, Record, encode_state, plain_value
 from .machines import Machine, Parts
-from .marks import Marks, RunMarks, change_marks, change_run_marks, read_marks
 from .names import (
     MANIFEST_FOLDER,
     METADATA_FILE,
@@ -63,12 +62,12 @@ __all__ = [
     "ABSENT_KEY", "BASE_KEY", "COMPLETE", "LARGEST_POSITIVE", "LARGEST_SIGNED", "LATEST_KEY", "LEAST_POSITIVE",
     "LEAST_SIGNED", "LOOPS_FOLDER", "LOW", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE", "NUM_THREADS",
     "RECORD_FILE", "STEP_BITS", "TIE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan",
-    "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Machine", "Marks", "Moments",
-    "Parts", "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "RunMarks", "SaveHandle", "SaveRequest",
+    "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Machine", "Moments",
+    "Parts", "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "SaveHandle", "SaveRequest",
     "SaveSummary", "SharedFiles", "Span", "StoredArray", "StoredFiles", "StoredSlot", "TagInfo", "VerifyFault",
-    "array_path", "bytes_freed", "change_marks", "change_run_marks", "codes_of_scales", "complete_master", "discard",
+    "array_path", "bytes_freed", "codes_of_scales", "complete_master", "discard",
     "encode_state", "find_tag", "list_nested", "list_tags", "natural_key", "new_folder", "new_save_id",
-    "open_checkpoint", "plain_value", "plan_lines", "read_into", "read_marks", "refused", "remove_each",
+    "open_checkpoint", "plain_value", "plan_lines", "read_into", "refused", "remove_each",
     "reshard_checkpoint", "resolve",
     "rest_of_master", "retire", "save_checkpoint", "scale_slot", "scales_of", "scan", "shard_file", "shared_files",
     "step_tag", "stored_files", "stored_slots", "sweep", "tag_folder", "tag_text", "tags", "tags_text",

@@ -21,8 +21,6 @@ from ..errors import UsageError
 RECORD_FILE = "zstore.json"
 METADATA_FILE = "zarr.json"
 LATEST_FILE = "latest"
-MARKS_FILE = "tags.json"
-"""Tags that move, holds and notes: see [Note: marks]."""
 MANIFEST_FOLDER = "manifest"
 ABORT_FILE = "abort.json"
 
@@ -34,7 +32,7 @@ LOCK = "lock"
 """The file that a running save holds locked."""
 
 _MOST_BYTES = 180
-_RESERVED = frozenset({RECORD_FILE, METADATA_FILE, LATEST_FILE, MARKS_FILE, MANIFEST_FOLDER})
+_RESERVED = frozenset({RECORD_FILE, METADATA_FILE, LATEST_FILE, MANIFEST_FOLDER})
 _OWN = re.compile(rf"\A(?P<folder>.+)\.(?P<kind>{TEMPORARY}|{SET_ASIDE}|{LOCK})-(?P<id>[0-9a-f]{{32}})\Z", re.DOTALL)
 _ID = re.compile(r"\A[0-9a-f]{32}\Z")
 _PARTIAL_ESCAPE = re.compile(r"%[0-9A-F]?\Z")

@@ -10,6 +10,6 @@ A resumed run continues the same file, and repeats the steps since the checkpoin
 """
 
 from .columns import last_steps, steps
-from .reader import journals, read, read_file, read_from
+from .reader import Follower, journals, read, read_file, read_from
 
-__all__ = ["journals", "last_steps", "read", "read_file", "read_from", "steps"]
+__all__ = ["Follower", "journals", "last_steps", "read", "read_file", "read_from", "steps"]

@@ -36,21 +36,45 @@ def steps(records: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
     `step`, `at`, `loss`, `lr`, `grad_norm`, `samples`, `tokens`, `step_s`, `forward_s`, `backward_s`, `optimizer_s` are the
     journal's, and `tokens_per_s` is of the step; `mfu` is there if some step has it. If the journal has links and
     memory, there are `memory/<tier>` in bytes, `rate/<link>` in bytes per second, `stall/<cause>` and `stall_s`, their sum,
-    in seconds of a step: rates and stalls are means over the steps since it had them before.
+    in seconds of a step: rates and stalls are means over the steps since it had them before. Evaluations and numbers of
+    the loop's own are `metric/<name>`, in the row of their step, or in one that has nothing else.
     """
-    rows = last_steps(records)
-    columns: dict[str, Column] = {name: [_number(row.get(name)) for row in rows] for name in _NUMBERS}
-    columns["tokens_per_s"] = [
-        tokens / step_s if tokens is not None and step_s else None
-        for tokens, step_s in zip(columns["tokens"], columns["step_s"], strict=True)
-    ]
-    columns["stall_s"] = [None] * len(rows)
-    for place, row in enumerate(rows):
-        for name, value in measured(row).items():
-            if name not in columns:
-                columns[name] = [None] * len(rows)
-            columns[name][place] = None if math.isnan(value) else value
-    return columns
+    rows = [{name: _number(row.get(name)) for name in _NUMBERS} | _derived(row) for row in _with_metrics(records)]
+    names = list(dict.fromkeys((*_NUMBERS, "tokens_per_s", "stall_s", *(name for row in rows for name in row))))
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _with_metrics(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what is known of each step. See [Note: repeated steps]."""
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        step, kind = record.get("step"), record.get("kind")
+        if not isinstance(step, int) or kind not in ("step", "eval", "metrics"):
+            continue
+        if kind == "step":
+            while kept and kept[-1]["step"] >= step:
+                kept.pop()
+            kept.append(dict(record))
+        elif not kept or kept[-1]["step"] <= step:
+            if not kept or kept[-1]["step"] < step:
+                kept.append({"step": step, "at": record.get("at")})
+            kept[-1]["metrics"] = kept[-1].get("metrics", {}) | _metrics(record)
+    return kept
+
+
+def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    if record["kind"] == "eval":
+        return {"eval_loss": record.get("loss"), "perplexity": record.get("perplexity")}
+    return dict(_mapping(record.get("values")))
+
+
+def _derived(row: Mapping[str, Any]) -> dict[str, float | None]:
+    found = {name: None if math.isnan(value) else value for name, value in measured(row).items()}
+    tokens, step_s = _number(row.get("tokens")), _number(row.get("step_s"))
+    if tokens is not None and step_s:
+        found["tokens_per_s"] = tokens / step_s
+    metrics = ((name, number(value)) for name, value in _mapping(row.get("metrics")).items())
+    return found | {f"metric/{name}": value for name, value in metrics if not math.isnan(value)}
 
 
 def number(value: Any) -> float:

@@ -109,7 +109,7 @@ class RemoteFolder(UrlFolder):
 
     def write_small(self, file: str, data: bytes, *, is_new: bool = False) -> None:
         """Write a file that is whole or not there. Raises FileExistsError if it is there and has other bytes, with `is_new`:
-        one request decides that, where the storage has conditional writes."""
+        one request decides that, if the storage has conditional writes."""
         inner = self._inner(file)
 
         def write() -> None:

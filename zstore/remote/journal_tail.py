@@ -24,8 +24,8 @@ _ONCE = Retries(attempts=1)
 class JournalTail(Closing):
     """Sends the lines of the journal of training run `run_id` in the file `path`, from byte `start` on, to `place`.
 
-    Lines that an earlier process of the run left unsent go too, if they are still in the file. `asked` is told the run's
-    request at the service, "save" or "stop"; `failed`, once, the service's refusal, and that lines could not be sent
+    Lines that an earlier process of the run left unsent go too, if they are still in the file. `failed` is told,
+    once, the service's refusal, and that lines could not be sent
     before `close`: a network that is gone for a while is not a failure.
     """
 
@@ -37,7 +37,6 @@ class JournalTail(Closing):
         start: int,
         *,
         failed: Callable[[str], None],
-        asked: Callable[[str], object],
     ) -> None:
         self._path = path
         self._place = place
@@ -50,9 +49,6 @@ class JournalTail(Closing):
         self._shift = 0
         """Bytes of the service's file before the first byte of this one."""
         self._refused = False
-        self._asked = asked
-        self._taken: str | None = None
-        """Id of the last request that was told."""
         self._ending = threading.Event()
         self._threads = start_threads(1, self._serve, "zstore-journal-tail")
 
@@ -70,25 +66,18 @@ class JournalTail(Closing):
     def _send(self, retries: Retries) -> None:
         folder = self._folder = self._folder or self._place.open(retries)
         connection = folder.connection.with_retries(retries)
-        url = f"/api/uploads/journals/{quote(folder.url.run, safe='')}/{quote(self._run_id, safe='')}"
+        url = f"/api/runs/{quote(folder.url.run, safe='')}/journals/{quote(self._run_id, safe='')}"
         if self._sent < 0:
             self._find_place(int(connection.ask("GET", url)["bytes"]))
         while lines := self._next():
-            taken = "" if self._taken is None else f"&taken={quote(self._taken, safe='')}"
-            path = f"{url}?offset={self._shift + self._sent}{taken}"
+            path = f"{url}?offset={self._shift + self._sent}"
 
             def post(path: str = path, lines: bytes = lines) -> Any:
                 headers = {"Content-Type": "application/x-ndjson"}
                 return connection.request("POST", path, body=lines, headers=headers).json()
 
-            answer = connection.call(post, "send the journal", self._place.location)
+            connection.call(post, "send the journal", self._place.location)
             self._sent += len(lines)
-            self._pass_on(answer.get("request"))
-
-    def _pass_on(self, request: dict[str, str] | None) -> None:
-        if request is not None and request["id"] != self._taken:
-            self._asked(request["action"])
-            self._taken = request["id"]
 
     def _find_place(self, there: int) -> None:
         """Go on at the end of the service's file of `there` bytes, if that file is the beginning of ours."""

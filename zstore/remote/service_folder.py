@@ -119,7 +119,7 @@ class ServiceFolder(UrlFolder):
         """See `Folder.write_small`. Beside a run's checkpoints a service takes a model's config and tokenizer, else nothing:
         raises UsageError."""
         if self.url.run and not self.url.folder and "/" not in file:
-            path = f"/api/uploads/companions/{quote(self.url.run, safe='')}/{quote(file, safe='')}"
+            path = f"/api/runs/{quote(self.url.run, safe='')}/companions/{quote(file, safe='')}"
             self.connection.call(
                 lambda: self.connection.request("PUT", path, body=data), "write", self.location_of(file)
             )

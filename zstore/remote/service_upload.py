@@ -1,7 +1,7 @@
 """Uploading to a service of zstore: only files that it does not have, and from the byte at which a broken connection ended.
 
 The service says at every point which files are missing, so that the same save offered again goes on from there. See [Note: the
-protocol of an upload] in `zstore.serve.routes.uploads`.
+protocol of an upload] in `zstore.serve.receive`.
 """
 
 from __future__ import annotations

@@ -1,47 +1,158 @@
-"""The application: all routes together, and the middleware around them."""
+"""The application: its routes, who may use them, and the status that an error is.
+
+[Note: who may do what]
+One token reads and writes, another only reads; without any, the service listens on this machine alone and only reads. Programs
+send `Authorization: Bearer TOKEN`. A browser asks for the token itself (HTTP Basic, under any name), and sends it along with
+whatever any page makes it send: so writing takes Bearer alone, which no other site can make a browser send. Where no token is
+needed, the `Host` must be this machine, else a name of another site that is made to lead here could read everything.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import json
 from collections.abc import AsyncIterator
+from secrets import compare_digest
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-import anyio.to_thread
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.routing import BaseRoute
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBasic, HTTPBasicCredentials, HTTPBearer
+from starlette.exceptions import HTTPException as AnyHTTPException
 
-from .guard.guard import Guard
-from .replies import HANDLED, answer_error, answer_refusal
-from .routes import api, datasets, files, operator, page, weights
-from .service import Service
+from .._version import __version__
+from ..errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    DiskFullError,
+    UsageError,
+    ZstoreError,
+)
+from . import api, files, page, receive, weights
+from .library import Library
 from .settings import Settings
 
+_STATUS: tuple[tuple[type[Exception], int], ...] = (
+    (CheckpointNotFoundError, 404),
+    (FileNotFoundError, 404),
+    (NotADirectoryError, 404),
+    (CheckpointExistsError, 409),
+    (DiskFullError, 507),
+    (UsageError, 400),
+    (CheckpointMismatchError, 422),
+    (CorruptionError, 422),
+    (CheckpointError, 409),
+)
+"""The first that fits counts; other errors of ours are 500."""
+_Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+_Basic = Annotated[HTTPBasicCredentials | None, Depends(HTTPBasic(auto_error=False, realm="zstore"))]
 
-def make_app(settings: Settings) -> Starlette:
+
+class Json(JSONResponse):
+    """JSON in ASCII: names of files and texts of journals may have characters that UTF-8 has not."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def make_app(settings: Settings) -> FastAPI:
     """Return the ASGI application that serves the runs in `settings`."""
-    service = Service(settings)
-    app = Starlette(
-        routes=_routes(),
-        middleware=[Middleware(Guard, service=service)],
-        exception_handlers={**dict.fromkeys(HANDLED, answer_error), HTTPException: answer_refusal},
+    app = FastAPI(
+        title="zstore",
+        version=__version__,
+        description="Runs and checkpoints of zstore. Errors have a body `{error}`.",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/api/openapi.json",
+        redirect_slashes=False,
+        default_response_class=Json,
         lifespan=_lifespan,
     )
-    app.state.service = service
-    app.state.broadcasts = {}
+    app.state.library = Library(settings)
+    app.add_api_route("/api/docs", _docs, include_in_schema=False)
+    app.include_router(api.open_router)
+    for router in (api.router, files.router, weights.router):
+        app.include_router(router, dependencies=[Depends(may_read)])
+    app.include_router(receive.router, dependencies=[Depends(may_write)])
+    app.mount("/assets", page.Assets(directory=page.ASSETS))
+    app.include_router(page.router, dependencies=[Depends(may_read)])  # `/{run}` takes all that no other route has
+    for kind in (ZstoreError, FileNotFoundError, NotADirectoryError):
+        app.exception_handler(kind)(_answer_error)
+    app.exception_handler(AnyHTTPException)(_answer_refusal)
+    app.exception_handler(RequestValidationError)(_answer_invalid)
     return app
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(app: Starlette) -> AsyncIterator[None]:
-    service: Service = app.state.service
-    threading.Thread(target=service.listing.get, name="zstore-list", daemon=True).start()  # so that nobody waits for it
-    service.webhooks.start()
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    await anyio.to_thread.run_sync(service.close)
+    await run_in_threadpool(app.state.library.close)
 
 
-def _routes() -> list[BaseRoute]:
-    # The page's come last: `/<run>` takes all paths that no other route has.
-    return [*files.routes(), *weights.routes(), *datasets.routes(), *operator.routes(), *api.routes(), *page.routes()]
+def may_read(request: Request, bearer: _Bearer, basic: _Basic) -> None:
+    """Raise HTTPException unless the request may read. See [Note: who may do what]."""
+    settings: Settings = request.app.state.library.settings
+    if settings.is_open:
+        _require_this_machine(request)
+        return
+    shown = bearer.credentials if bearer is not None else None if basic is None else basic.password
+    if not (_is(shown, settings.token) or _is(shown, settings.read_token)):
+        raise HTTPException(401, "this service needs a token that reads", {"WWW-Authenticate": 'Basic realm="zstore"'})
+
+
+def may_write(request: Request, bearer: _Bearer) -> None:
+    """Raise HTTPException unless the request may write. See [Note: who may do what]."""
+    settings: Settings = request.app.state.library.settings
+    if settings.token is None:
+        raise HTTPException(403, "this service takes no uploads: start it with a token that writes (ZSTORE_TOKEN)")
+    shown = None if bearer is None else bearer.credentials
+    if _is(shown, settings.read_token):
+        raise HTTPException(403, "the token only reads: uploads need the one that writes")
+    if not _is(shown, settings.token):
+        raise HTTPException(401, "uploads need the token that writes", {"WWW-Authenticate": "Bearer"})
+
+
+def _is(shown: str | None, token: str | None) -> bool:
+    return shown is not None and token is not None and compare_digest(shown.encode(), token.encode())
+
+
+def _require_this_machine(request: Request) -> None:
+    try:
+        name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:
+        name = ""
+    if name not in ("localhost", "127.0.0.1", "::1", request.app.state.library.settings.host):
+        raise HTTPException(421, f"{name!r:.100} is not this machine: use localhost, or start the service with a token")
+
+
+def _docs() -> HTMLResponse:
+    return get_swagger_ui_html(openapi_url="openapi.json", title="zstore")  # relative: there may be a path above
+
+
+def _problem(status: int, text: str, headers: dict[str, str] | None = None) -> Json:
+    return Json({"error": text}, status, {"Cache-Control": "no-store", **(headers or {})})
+
+
+async def _answer_error(request: Request, error: Exception) -> Json:
+    """Answer an error of ours with its text."""
+    return _problem(next((status for kind, status in _STATUS if isinstance(error, kind)), 500), str(error))
+
+
+async def _answer_refusal(request: Request, error: AnyHTTPException) -> Json:
+    text = error.detail
+    if text in ("Not Found", "Method Not Allowed"):  # the router's
+        text = f"{text}: the service has nothing for {request.method} {request.url.path!r:.200}; see /api/docs"
+    return _problem(error.status_code, text, dict(error.headers or {}))
+
+
+async def _answer_invalid(request: Request, error: RequestValidationError) -> Json:
+    found = error.errors()[0]
+    return _problem(400, f"{'.'.join(map(str, found['loc']))[:200]}: {found['msg'][:300]}")

@@ -8,13 +8,12 @@ is one segment of a URL, percent-encoded there. A link in a root that leads out 
 
 from __future__ import annotations
 
-import copy
-import logging
 import os
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..checkpoint.catalog import LOOPS_FOLDER, scan
 from ..checkpoint.folder import Folder, LocalFolder, links_elsewhere
@@ -23,17 +22,11 @@ from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..io.files import is_url
 from ..journal.names import run_of
 from ..open.sources import folder_of
-from .cache import Renewed
-from .kept import KeptFiles
 from .settings import Root, Settings
 
-if TYPE_CHECKING:
-    from .upstream import Upstream
-
-_log = logging.getLogger("zstore.serve")
-_OWN_FOLDERS = frozenset({".uploads"})
-"""Of a root that is a run, and has none so far."""
-_TAKEN = frozenset({"api", "assets", "healthz", "metrics"})
+UPLOADS_FOLDER = ".uploads"
+"""Folder of a run's uploads that are not committed."""
+_TAKEN = frozenset({"api", "assets", "healthz"})
 """First parts of the service's own URLs."""
 _FRESH_S = 2.0
 """How long a list of runs is valid: people look often, folders change seldom."""
@@ -45,136 +38,69 @@ class Run:
 
     name: str
     folder: Folder
-    root: Root
-    is_pulled: bool = False
-    """Whether it is another service's; see [Note: pull-through]."""
 
 
-class Runs:
+class RunTable:
     """The runs of all roots, looked for again every few seconds. Usable from any thread; calls block on the file systems."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.kept: KeptFiles | None = None
-        """Files of other services, and weights that were cast; None: nothing is kept."""
-        if settings.cache is not None:
-            self.kept = KeptFiles(settings.cache, settings.cache_bytes, settings.files)
-        self._upstreams: list[Upstream] = []
-        if settings.upstreams:
-            from .upstream import Upstream  # brings the client of a service
+        self._found: dict[str, Run] = {}
+        self._looked_s: float | None = None
+        self._lock = threading.Lock()
 
-            self._upstreams = [Upstream(url, settings.storage_options, self.kept) for url in settings.upstreams]
-        self._found = Renewed(self._look, _FRESH_S)
-        self._sees: Callable[[str], bool] = lambda _: True
-        self.all = self._found.get
-        """Returns the runs by name, in the order of the roots."""
-        self.forget = self._found.forget
-        """Has the next call look again."""
+    def all(self) -> dict[str, Run]:
+        """Return the runs by name, in the order of the roots."""
+        with self._lock:
+            if self._looked_s is None or time.monotonic() - self._looked_s > _FRESH_S:
+                self._found, self._looked_s = self._look(), time.monotonic()
+            return self._found
 
-    @property
-    def fresh(self) -> dict[str, Run] | None:
-        """The runs by name, whoever may see them; None if they would be looked for now."""
-        return self._found.fresh
-
-    def limited_to(self, sees: Callable[[str], bool]) -> Runs:
-        """Return the runs whose names `sees` accepts, as if there were no others."""
-        limited = copy.copy(self)
-        limited._sees = sees
-        limited.all = lambda: {name: run for name, run in self.all().items() if sees(name)}
-        return limited
+    def forget(self) -> None:
+        """Have the next call look again."""
+        self._looked_s = None
 
     def get(self, name: str) -> Run:
         """Return the run of that name. Raises CheckpointNotFoundError that names some that are there."""
-        if name not in self._found.get():
+        if name not in self.all():
             self.forget()
-        try:
-            if not self._sees(name):
-                raise KeyError(name)
-            return self._found.get()[name]
-        except KeyError:
-            some = ", ".join(sorted(self.all())[:5]) or "none"
-            raise CheckpointNotFoundError(f"there is no run {name!r}; runs that are served: {some}") from None
+        if (found := self.all().get(name)) is not None:
+            return found
+        some = ", ".join(sorted(self.all())[:5]) or "none"
+        raise CheckpointNotFoundError(f"there is no run {name!r:.200}; runs that are served: {some}")
 
-    def split(self, name: str) -> tuple[Run, tuple[str, ...]]:
-        """Return the run of that name and nothing, or of `RUN@TAG` the run and its tag. Raises CheckpointNotFoundError."""
-        run, _, tag = name.rpartition("@")
-        if tag:
-            runs = self.all()
-            if name not in runs and run in runs:
-                return runs[run], (tag,)
-        return self.get(name), ()
-
-    def local_roots(self) -> list[Path]:
+    def upload_roots(self) -> list[Path]:
         """Return the roots that are folders of this machine."""
         return [Path(root.location) for root in self._settings.roots if not is_url(root.location)]
 
-    def roots_of_uploads(self) -> list[Path]:
-        """Return the folders in which uploads come together: a run's own, or folders of such."""
-        own = self._settings.upload_folder
-        return [*self.local_roots(), *([own] if own is not None else [])]
+    def folder_for_uploads(self, name: str) -> Path:
+        """Return the folder of the run of that name; of a new one in the first root that is a folder and not a run.
 
-    def folder_for_uploads(self, name: str, *, behind_urls: bool = True) -> Path:
-        """Return the folder in which uploads to the run of that name come together: the run's own, or of a run behind a URL one
-        in the folder for uploads. A new run is made in the first root that is not a run, a folder if there is one.
-
-        Raises UsageError for a run behind a URL, without such a folder or unless `behind_urls`, and for names that no new run
-        can have, CheckpointNotFoundError for one that these runs are not limited to.
+        Raises UsageError for a run behind a URL, and for names that no new run can have.
         """
-        place = self.place_for_uploads(name)
-        if isinstance(place, Path):
-            return place
-        if self._settings.upload_folder is None or not behind_urls:
-            takes = "uploads there with --upload-folder DIR" if behind_urls else "that into folders of its own machine"
-            raise UsageError(f"the run {name!r} is at {place}, behind a URL: this service takes {takes}")
-        return self._settings.upload_folder / name
-
-    def room_of(self, run: Run) -> Path | None:
-        """Return the folder in which uploads to a run that is there come together; None if it takes none."""
-        if run.folder.is_local:
-            return run.folder.path
-        own = self._settings.upload_folder
-        return None if run.is_pulled or own is None else own / run.name
-
-    def place_for_uploads(self, name: str) -> Path | str:
-        """Return the run's folder, or its URL; see `folder_for_uploads`."""
-        if not self._sees(name):
-            raise CheckpointNotFoundError(f"there is no run {name!r:.200}, and the token is for runs of other names")
         run = self.all().get(name)
         if run is None:
             self.forget()
             run = self.all().get(name)
-        if run is not None and run.is_pulled:
-            raise UsageError(f"the run {name!r} is another service's, at {run.folder}: send it there")
         if run is not None:
-            return run.folder.path if run.folder.is_local else run.folder.location
+            if run.folder.is_local:
+                return run.folder.path
+            raise UsageError(f"the run {name!r} is at {run.folder.location}: save there, this service only reads it")
         if not _may_name_a_run(name):
             raise UsageError(
                 f"{name!r:.200} cannot name a run: expected up to 180 letters, digits and `-_.~=+@,`, no leading dot, and no "
                 "name that checkpoints or the service use themselves"
             )
-        folder = next((root for root in self.local_roots() if root.is_dir() and not _is_run(LocalFolder(root))), None)
-        if folder is not None:
-            if os.path.lexists(folder / name) and ((folder / name).is_symlink() or not (folder / name).is_dir()):
-                raise UsageError(f"{name!r} is a file or a link in the folder of runs: choose another name")
-            return folder / name
-        urls = [root.location for root in self._settings.roots if is_url(root.location)]
-        takes = self._settings.upload_folder is not None
-        if takes and (url := next((url for url in urls if not _is_run(self._folder(url))), None)) is not None:
-            return f"{url.rstrip('/')}/{name}"
-        some = ", ".join(sorted(self.all())[:5]) or "none"
-        raise UsageError(
-            f"the service has no folder for new runs: save under the name of one that it serves ({some}), or serve the "
-            "folder above it" + (", or take uploads behind URLs with --upload-folder DIR" if urls and not takes else "")
-        )
-
-    def folder_of(self, name: str) -> Folder:
-        """Return the folder that uploads of a run are committed to."""
-        place = self.place_for_uploads(name)
-        return LocalFolder(place) if isinstance(place, Path) else self._folder(place)
-
-    def _folder(self, location: str) -> Folder:
-        """Return the folder at a path or URL."""
-        return folder_of(location, self._settings.storage_options)
+        folder = next((root for root in self.upload_roots() if root.is_dir() and not _is_run(LocalFolder(root))), None)
+        if folder is None:
+            some = ", ".join(sorted(self.all())[:5]) or "none"
+            raise UsageError(
+                f"the service has no folder for new runs: save under the name of one that it serves ({some}), or serve the "
+                "folder above it"
+            )
+        if os.path.lexists(folder / name) and ((folder / name).is_symlink() or not (folder / name).is_dir()):
+            raise UsageError(f"{name!r} is a file or a link in the folder of runs: choose another name")
+        return folder / name
 
     def _look(self) -> dict[str, Run]:
         found: dict[str, Run] = {}
@@ -183,15 +109,11 @@ class Runs:
                 unique = name
                 while unique in found:
                     unique = f"{root.name}.{unique}"
-                found[unique] = Run(name=unique, folder=folder, root=root)
-        for upstream in self._upstreams:
-            there = Root.parse(f"upstream={upstream.url.base}")
-            for name, folder in _runs_of(upstream):
-                found.setdefault(name, Run(name=name, folder=folder, root=there, is_pulled=True))
+                found[unique] = Run(name=unique, folder=folder)
         return found
 
     def _runs_in(self, root: Root) -> Iterator[tuple[str, Folder]]:
-        folder = self._folder(root.location)
+        folder = folder_of(root.location, self._settings.storage_options)
         try:
             entries = folder.entries()
         except (OSError, ZstoreError):
@@ -201,25 +123,8 @@ class Runs:
             return
         for name in sorted(entries.folders):
             child = folder.child(name)
-            if name in _OWN_FOLDERS or (child.is_local and links_elsewhere(child.path)):
-                continue
-            if not child.is_local:
-                child = self._folder(child.location)
-            if _is_run(child):
+            if name != UPLOADS_FOLDER and not (child.is_local and links_elsewhere(child.path)) and _is_run(child):
                 yield name, child
-
-
-def _runs_of(upstream: Upstream) -> Iterator[tuple[str, Folder]]:
-    root = upstream.root()
-    if not root.lists_runs:
-        yield root.name, root
-        return
-    try:
-        names = root.entries().folders
-    except (OSError, ZstoreError) as error:
-        _log.warning("%s", error)
-        return
-    yield from ((name, root.child(name)) for name in names)
 
 
 def _may_name_a_run(name: str) -> bool:

@@ -1,6 +1,6 @@
 """The file of a run's journal: the folder that it is in, who named that, and what becomes of it.
 
-[Note: where the journal goes]
+[Note: the journal's folder]
 It is beside the checkpoints, in a folder that a `Namer` named: a later one of them takes it over, and of equals the first
 counts. Records wait as long as there is no folder (see `zstore.journal.writer`). The file is opened by the first step or save
 that finds one, so that a process that only loads leaves none. From then on
@@ -23,14 +23,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zstore.journal.lines import decode_lines, encode
 from zstore.journal.names import CHECKPOINT_FOLDER, journal_file
 from zstore.journal.reader import journal_of
-from zstore.journal.requests import request
 from zstore.journal.writer import FileSink, JournalWriter
 from zstore.remote.journal_tail import JournalTail
 from zstore.remote.service_upload import ServicePlace
@@ -65,7 +63,7 @@ class OpenJournal:
 
 @dataclass(kw_only=True)
 class RunFile:
-    """The file that `writer` writes, if any. See [Note: where the journal goes]."""
+    """The file that `writer` writes, if any. See [Note: the journal's folder]."""
 
     writer: JournalWriter
     failed: Callable[[str], None]
@@ -91,8 +89,7 @@ class RunFile:
             sink, tail = FileSink(path), None
             remote = None if place.upload is None else place.upload
             if isinstance(remote, ServicePlace):
-                asked = partial(request, place.folder, run_id)
-                tail = JournalTail(path, remote, run_id, sink.begin_bytes, failed=self.failed, asked=asked)
+                tail = JournalTail(path, remote, run_id, sink.begin_bytes, failed=self.failed)
             return OpenJournal(place=place, run_folder=run, run_id=run_id, sink=sink, tail=tail)
         except OSError as error:
             self._tell(error)

@@ -7,7 +7,6 @@ const TABS = [
   ["", "Training"],
   ["memory", "Memory"],
   ["checkpoints", "Checkpoints"],
-  ["compare", "Compare"],
 ];
 
 /** Return the bar of `run` with the view `active` marked. */

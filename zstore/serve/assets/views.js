@@ -2,17 +2,12 @@
 
 import { show as checkpoint } from "./views/checkpoint.js";
 import { show as checkpoints } from "./views/checkpoints.js";
-import { show as compare } from "./views/compare.js";
-import { show as jobs } from "./views/jobs.js";
 import { show as memory } from "./views/memory.js";
 import { show as run } from "./views/run.js";
 import { show as runs } from "./views/runs.js";
-import { show as runsCompare } from "./views/runscompare.js";
 
 export const ROUTES = [
   { pattern: "/", title: () => "Runs", show: runs },
-  { pattern: "/runs/compare", title: () => "Runs side by side", show: runsCompare },
-  { pattern: "/jobs", title: () => "Jobs", show: jobs },
   { pattern: "/run/:run", title: (params) => params.run, tab: "", show: run },
   { pattern: "/run/:run/memory", title: (params) => `Memory of ${params.run}`, tab: "memory", show: memory },
   { pattern: "/run/:run/checkpoints", title: (params) => `Checkpoints of ${params.run}`, tab: "checkpoints", show: checkpoints },
@@ -22,5 +17,4 @@ export const ROUTES = [
     tab: "checkpoints",
     show: checkpoint,
   },
-  { pattern: "/run/:run/compare", title: (params) => `Differences in ${params.run}`, tab: "compare", show: compare },
 ];

@@ -1,7 +1,5 @@
 // Asking again and again, while the page is looked at.
 
-import { signedOut } from "../data.js";
-
 const MOST_FAILURES = 5;
 
 /**
@@ -22,8 +20,7 @@ export function repeat(ask, failed, firstS = 0) {
       } catch (error) {
         failures += 1;
         nextS = Math.min(10, 2 ** failures);
-        if (error.status === 401) signedOut();
-        if (failures === MOST_FAILURES || error.status === 401) failed(error);
+        if (failures === MOST_FAILURES) failed(error);
       }
     }
     if (!ended && nextS !== null) timer = setTimeout(turn, nextS * 1000);

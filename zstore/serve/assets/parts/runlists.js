@@ -39,7 +39,7 @@ export function savesPanel(run, saves) {
 }
 
 /** The warnings of a run and its numbers that are not finite, the newest first; nothing where there are none. */
-export function warningsPanel({ warnings: told, not_finite: wrong }, older) {
+export function warningsPanel({ warnings: told, not_finite: wrong }) {
   const numbers = wrong.map(({ at, step, values }) => ({ at, text: `Step ${count(step)}: ${Object.entries(values).map(([name, value]) => `${name} is ${value}`).join(", ")}` }));
   const warnings = [...told, ...numbers].sort((a, b) => a.at - b.at);
   if (warnings.length === 0) return null;
@@ -52,12 +52,11 @@ export function warningsPanel({ warnings: told, not_finite: wrong }, older) {
       { class: "plain scroll tall" },
       warnings.toReversed().map((warned) => h("li", null, h("span", { class: "muted" }, when(warned.at)), h("span", { class: "name" }, warned.text))),
     ),
-    older,
   );
 }
 
 /** The processes that trained, the newest first, with their versions and settings. */
-export function sessionsPanel({ sessions, summary }, older) {
+export function sessionsPanel({ sessions, summary }) {
   if (sessions.length === 0) return null;
   return h(
     "section",
@@ -68,7 +67,6 @@ export function sessionsPanel({ sessions, summary }, older) {
       { class: "plain scroll tall" },
       sessions.toReversed().map((session, index) => process(session, index === 0 && summary.state === "training")),
     ),
-    older,
   );
 }
 

@@ -1,27 +1,25 @@
 // Where a run is: its state, step and speed, and a save that is under way.
 
-import { isReport } from "../data.js";
 import { h, replace } from "../dom.js";
 import { ago, count, counted, duration, number, percent, when } from "../format.js";
 import { runUrl } from "../router.js";
-import { runMarks, stateTag } from "./facts.js";
+import { stateTag } from "./facts.js";
 import { Saving } from "./saving.js";
 
 const RECENT_STEPS = 50;
 
 /** The panel at the head of a run. */
 export class RunStatus {
-  constructor(run, actions, edit) {
+  constructor(run) {
     this.run = run;
     this.state = h("div", { class: "row state" });
-    this.live = h("span", { class: "tag dot", test: "live", role: "status" }, isReport ? "report" : "connecting");
+    this.live = h("span", { class: "tag dot", test: "live", role: "status" }, "connecting");
     this.isLive = null;
     this.bar = h("progress", { max: "1", value: "0", "aria-label": "Steps done" });
     this.facts = new Map();
-    this.marks = h("span");
     this.list = h("dl", { class: "facts" });
     this.saving = new Saving(run);
-    this.element = h("section", { class: "panel status", "aria-label": "Status" }, h("div", { class: "row" }, this.state, this.marks, h("span", { class: "spring" }), edit), this.bar, this.list, this.saving.element, actions);
+    this.element = h("section", { class: "panel status", "aria-label": "Status" }, this.state, this.bar, this.list, this.saving.element);
     this.timer = setInterval(() => this.showAge(), 1000);
   }
 
@@ -42,10 +40,7 @@ export class RunStatus {
     this.updatedAt = Math.max(summary.updated_at ?? 0, steps.columns.at?.at(-1) ?? 0) || null;
     if (this.shown !== summary.state) replace(this.state, stateTag(summary.state), this.live);
     this.shown = summary.state;
-    const marks = JSON.stringify([summary.tags, summary.group, summary.note]);
-    if (this.shownMarks !== marks) replace(this.marks, runMarks(summary, 1000));
-    this.shownMarks = marks;
-    this.live.hidden = isReport || (this.isLive !== false && summary.state !== "training");
+    this.live.hidden = (this.isLive !== false && summary.state !== "training");
     const step = Math.max(summary.step ?? 0, steps.last ?? 0);
     const total = summary.total_steps;
     this.bar.hidden = !total;
@@ -72,7 +67,7 @@ export class RunStatus {
   }
 
   showAge() {
-    if (this.updatedAt !== undefined && !isReport) this.fact("Updated", ago(this.updatedAt), "updated", when(this.updatedAt));
+    if (this.updatedAt !== undefined) this.fact("Updated", ago(this.updatedAt), "updated", when(this.updatedAt));
   }
 
   /** Show a fact; its place stays once it is there. */

@@ -1,6 +1,6 @@
 // How far a save is that is under way: by the bytes in its folder, beside those of the newest checkpoint.
 
-import { api, get, isReport } from "../data.js";
+import { api, get } from "../data.js";
 import { h, replace } from "../dom.js";
 import { bytes } from "../format.js";
 import { repeat } from "./poll.js";
@@ -28,7 +28,7 @@ export class Saving {
     this.element.hidden = tag === null;
     if (tag === null) return;
     this.show(save.done_bytes, null);
-    if (!isReport) this.end = repeat(() => this.look(tag), () => {});
+    this.end = repeat(() => this.look(tag), () => {});
   }
 
   async look(tag) {

@@ -1,23 +1,18 @@
-// A checkpoint: what it is, its arrays as a tree, the values of one of them, and how other tools read it.
+// A checkpoint: what it is, its arrays as a tree, and how other tools read it.
 //
-// For tests: checkpoint-tag, checkpoint-facts, checkpoint-state, verify, verify-job, arrays-filter, arrays-found, arrays-tree
-// with tree-group and tree-array (data-name: the array), array-detail with array-name, array-stats, histogram,
-// histogram-table, array-nan, array-inf, array-log, command-<tool>, weights-download, weights-dtype.
+// For tests: checkpoint-tag, checkpoint-facts, checkpoint-state, arrays-filter, arrays-found, arrays-tree with tree-group and
+// tree-array (data-name: the array), array-detail with array-name, command-<tool>, weights-download, weights-dtype.
 
-import { api, get, has, isReport } from "../data.js";
-import { h, replace, titled } from "../dom.js";
+import { api, get } from "../data.js";
+import { h, replace } from "../dom.js";
 import { bytes, count, counted, number, shape } from "../format.js";
-import { note, runUrl } from "../router.js";
-import { load } from "../states.js";
-import { actionButton, whyNot } from "../parts/act.js";
+import { note } from "../router.js";
 import { arrayCommands, commandList, weightCommands, weightsUrl } from "../parts/commands.js";
-import { date, fact, marked, marks } from "../parts/facts.js";
+import { date, fact } from "../parts/facts.js";
 import { filterField, filterText } from "../parts/filter.js";
-import { HistogramView } from "../parts/histogram.js";
 import { buildTree } from "../parts/names.js";
 import { TreeView } from "../parts/tree.js";
 import { valueList } from "../parts/values.js";
-import { startVerify } from "../parts/verify.js";
 
 const HEADS = [["Name", ""], ["Type", "wide"], ["Shape", "wide"], ["Size", "num"]];
 const DTYPES = { bf16: "bfloat16", fp16: "float16", fp32: "float32" };
@@ -28,7 +23,7 @@ export async function show(container, params, context) {
   const { run, checkpoint, query } = params;
   const base = ["runs", run, "checkpoints", checkpoint];
   const listPath = api([...base, "arrays"]);
-  const [detail, list] = await Promise.all([get(api(base)), has(listPath) ? get(listPath) : { arrays: null }]);
+  const [detail, list] = await Promise.all([get(api(base)), get(listPath)]);
   const view = new CheckpointView({ run, query, context, detail, arrays: list.arrays });
   replace(container, view.element);
   view.start();
@@ -38,12 +33,8 @@ export async function show(container, params, context) {
 class CheckpointView {
   constructor({ run, query, context, detail, arrays }) {
     Object.assign(this, { run, query, context, detail, arrays });
-    // `latest`, or a tag that moves, may mean another one a moment later: from here on it is the one that was shown.
+    // `latest` may mean another one a moment later: from here on it is the one that was shown.
     this.checkpoint = detail.entry.checkpoint;
-    this.log = query.get("log") === "1";
-    this.opened = new AbortController();
-    this.stopVerify = () => {};
-    this.histogram = null;
     this.tree = new TreeView({
       label: `Arrays of ${detail.entry.tag}`,
       test: "arrays-tree",
@@ -51,13 +42,11 @@ class CheckpointView {
       onOpen: (entry) => this.openArray(entry, true),
     });
     this.array = h("div", { class: "array-detail", test: "array-detail" });
-    this.verifyPlace = h("div", { test: "verify-job", hidden: true });
     this.found = h("span", { class: "muted", role: "status", test: "arrays-found" });
     this.element = h(
       "div",
       { class: "view", test: "checkpoint" },
       this.factsPanel(),
-      this.verifyPlace,
       this.arraysPanel(),
       this.weightsPanel(),
       this.statePanel(),
@@ -66,12 +55,11 @@ class CheckpointView {
 
   /** Fill what needs its place on the page. */
   start() {
-    if (this.arrays === null) return;
     this.tree.setRoot(buildTree(this.arrays));
     if (filterText() !== "") this.filter(filterText());
     const name = this.query.get("array");
     if (name === null) {
-      replace(this.array, h("p", { class: "hint" }, "Choose an array to see its values."));
+      replace(this.array, h("p", { class: "hint" }, "Choose an array to see how to read it."));
       return;
     }
     const entry = this.arrays.find((array) => array.name === name);
@@ -81,14 +69,11 @@ class CheckpointView {
       return;
     }
     this.tree.select(name);
-    void this.openArray(entry, false);
+    this.openArray(entry, false);
   }
 
   close() {
-    this.opened.abort();
     this.tree.close();
-    this.histogram?.close();
-    this.stopVerify();
   }
 
   factsPanel() {
@@ -97,15 +82,10 @@ class CheckpointView {
       fact(h("bdi", null, name.slice(0, 80)), number(value, 6), { hint: name }),
     );
     const trained = training_world_size === entry.world_size ? "" : `, trained on ${count(training_world_size)}`;
-    const compare = { class: "button", href: runUrl(this.run, "compare", { after: entry.checkpoint }), test: "compare" };
     return h(
       "section",
       { class: "panel", "aria-label": "The checkpoint" },
-      titled(
-        h("h2", { class: "name", test: "checkpoint-tag" }, h("bdi", null, entry.tag), marks(entry)),
-        isReport ? null : actionButton("Verify", "verify", () => this.verify(), whyNot(this.context.service)),
-        h("a", compare, "Compare"),
-      ),
+      h("h2", { class: "name", test: "checkpoint-tag" }, h("bdi", null, entry.tag)),
       h(
         "dl",
         { class: "facts", test: "checkpoint-facts" },
@@ -128,21 +108,7 @@ class CheckpointView {
     );
   }
 
-  verify() {
-    this.stopVerify();
-    this.verifyPlace.hidden = false;
-    this.stopVerify = startVerify(this.verifyPlace, this.run, this.checkpoint, this.context);
-  }
-
   arraysPanel() {
-    if (this.arrays === null) {
-      return h(
-        "section",
-        { class: "panel", test: "no-arrays" },
-        h("h2", null, "Arrays"),
-        h("p", { class: "muted" }, "Not in this report. Open it in the service that the report was made from."),
-      );
-    }
     const input = filterField({ label: "Filter arrays by name", test: "arrays-filter" }, (text) => this.filter(text));
     input.addEventListener("keydown", (event) => {
       if (event.key !== "ArrowDown" && event.key !== "Enter") return;
@@ -153,7 +119,7 @@ class CheckpointView {
       "section",
       { class: "panel", "aria-label": "Arrays" },
       h("div", { class: "row toolbar" }, h("h2", null, "Arrays"), input, this.found),
-      this.tree.beside(this.array, HEADS, ["Click or tap an array to see its values. ", h("span", { class: "keys" }, "Arrows move and open, typing finds a name, Enter shows an array.")]),
+      this.tree.beside(this.array, HEADS, ["Click or tap an array to see how to read it. ", h("span", { class: "keys" }, "Arrows move and open, typing finds a name, Enter shows an array.")]),
     );
   }
 
@@ -163,50 +129,24 @@ class CheckpointView {
   }
 
   /** Show an array; `chosen`: by a person, so that a phone, where it stands below, scrolls to it. */
-  async openArray(entry, chosen) {
-    this.opened.abort();
-    this.opened = new AbortController();
-    this.histogram?.close();
-    this.histogram = null;
+  openArray(entry, chosen) {
     note({ array: encodeURIComponent(entry.name).length > MOST_URL_LENGTH ? null : entry.name });
-    const values = h("div", { class: "array-values" });
-    replace(this.array, arrayHead(entry), values, this.arrayTools(entry));
+    replace(this.array, arrayHead(entry), this.arrayTools(entry));
     if (chosen && matchMedia("(max-width: 900px)").matches) this.array.scrollIntoView({ block: "start" });
-    await this.loadValues(entry, values);
-  }
-
-  async loadValues(entry, place) {
-    const path = api(["runs", this.run, "checkpoints", this.checkpoint, "stats"], { array: entry.name });
-    const options = { signal: this.opened.signal, context: this.context, text: "Reading its values" };
-    await load(place, path, options, (stats) => replace(place, statsFacts(stats), this.histogramOf(stats)));
-  }
-
-  histogramOf({ array, histogram }) {
-    if (histogram.counts.length === 0) return h("p", { class: "muted" }, "No finite values to draw.");
-    this.histogram = new HistogramView(histogram, `Histogram of ${array.slice(0, 200)}`, this.log);
-    const box = h("input", { type: "checkbox", checked: this.log, test: "array-log" });
-    box.addEventListener("change", () => {
-      this.log = box.checked;
-      note({ log: this.log ? "1" : null });
-      this.histogram.setLog(this.log);
-    });
-    return [h("label", { class: "check" }, box, "Logarithmic counts"), this.histogram.element];
   }
 
   arrayTools(entry) {
-    if (isReport) return null;
     const url = new URL(entry.url, document.baseURI).href;
     return h(
       "details",
-      { test: "array-tools" },
+      { test: "array-tools", open: true },
       h("summary", null, "Read it with other tools"),
       h("p", null, "Zarr array: ", h("a", { href: `${entry.url}/zarr.json`, class: "mono name", test: "zarr-url" }, url)),
-      commandList(arrayCommands(url, this.context.service.authorized)),
+      commandList(arrayCommands(url, this.context.service.needs_token)),
     );
   }
 
   weightsPanel() {
-    if (isReport) return null;
     const { entry } = this.detail;
     const commands = h("div");
     const types = new Set(this.arrays.filter(({ name }) => name.startsWith("model/")).map(({ dtype }) => dtype));
@@ -216,7 +156,7 @@ class CheckpointView {
     const link = h("a", { class: "button", download: file, test: "weights-download" }, `Download ${file}`);
     const fill = (dtype) => {
       link.setAttribute("href", weightsUrl("", this.run, entry.checkpoint, dtype));
-      const { authorized } = this.context.service;
+      const { needs_token: authorized } = this.context.service;
       replace(commands, commandList(weightCommands(new URL(".", document.baseURI).href, this.run, entry, dtype, authorized)));
     };
     const select = h(
@@ -269,17 +209,4 @@ function arrayHead(entry) {
       fact("Shards", count(entry.num_shards)),
     ),
   ];
-}
-
-function statsFacts({ min, max, mean, norm, nan, inf }) {
-  return h(
-    "dl",
-    { class: "facts", test: "array-stats" },
-    fact("Min", number(min, 6), { test: "array-min" }),
-    fact("Max", number(max, 6), { test: "array-max" }),
-    fact("Mean", number(mean, 6), { test: "array-mean" }),
-    fact("Norm", number(norm, 6), { test: "array-norm" }),
-    fact("NaN", marked(nan, count(nan)), { test: "array-nan" }),
-    fact("Inf", marked(inf, count(inf)), { test: "array-inf" }),
-  );
 }

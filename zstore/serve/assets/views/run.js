@@ -1,27 +1,23 @@
 // A run as it trains: where it is, its curves, its saves, its warnings and the processes that took part.
 
-import { api, get, isReport, listen } from "../data.js";
+import { api, get } from "../data.js";
 import { atFrame, h, replace } from "../dom.js";
 import { counted } from "../format.js";
 import { note } from "../router.js";
-import { actionButton, whyNot } from "../parts/act.js";
-import { RunActions } from "../parts/actions.js";
 import { ChartGrid } from "../parts/chartgrid.js";
 import { curvesOf } from "../parts/curves.js";
-import { changeRunMarks } from "../parts/marks.js";
+import { repeat } from "../parts/poll.js";
 import { savesPanel, sessionsPanel, warningsPanel } from "../parts/runlists.js";
 import { RunStatus } from "../parts/runstatus.js";
 import { LiveSteps, StepColumns } from "../parts/steps.js";
-import { empty, problem } from "../states.js";
+import { empty } from "../states.js";
 
 const POINTS = 1000;
 const MOST_LIVE = POINTS / 4;
-const AGAIN_MS = 1000;
-const PAGE = 20;
-const SAMPLE = "The journal is long, and is being read: these are some of its steps.";
+const EVERY_S = 2;
 
-export async function show(container, params, context) {
-  const view = new RunView(params, context);
+export async function show(container, params) {
+  const view = new RunView(params);
   await view.load();
   replace(container, view.element);
   view.follow();
@@ -29,13 +25,10 @@ export async function show(container, params, context) {
 }
 
 class RunView {
-  constructor({ run, query }, context) {
+  constructor({ run, query }) {
     this.run = run;
     this.path = ["runs", run];
-    this.actions = isReport ? null : new RunActions(run, context);
-    const edit = () => changeRunMarks(this.detail.summary, context, () => void this.catchUp());
-    this.edit = isReport ? null : actionButton("Tags and note", "edit-run-marks", edit, whyNot(context.service), "small quiet");
-    this.status = new RunStatus(run, this.actions?.element ?? null, this.edit);
+    this.status = new RunStatus(run);
     this.curves = new ChartGrid("Curves", (domain) => this.zoom(domain));
     this.lists = h("div", { class: "lists" });
     this.waiting = h("div");
@@ -44,9 +37,6 @@ class RunView {
     this.ended = () => {};
     this.closed = false;
     this.shownLists = "";
-    this.kept = { sessions: new Map(), warnings: new Map() };
-    this.pages = { sessions: 1, warnings: 1 };
-    this.shownWaiting = "";
     this.detailed = null;
     const from = Number.parseFloat(query.get("from"));
     const to = Number.parseFloat(query.get("to"));
@@ -68,58 +58,41 @@ class RunView {
     this.drawNow();
   }
 
-  /** Take live points and what else the run does. */
+  /** Ask for new steps and what else the run does, as long as the page is looked at. */
   follow() {
-    if (isReport) return;
-    this.ended = listen(api([...this.path, "events"]), {
-      open: () => this.status.setLive(true),
-      lost: () => this.status.setLive(false),
-      again: () => void this.catchUp(),
-      steps: (steps) => this.take(steps),
-      run: (detail) => {
+    const look = async () => {
+      try {
+        const last = this.steps.all().last;
+        const [detail, steps] = await Promise.all([get(api(this.path)), get(api([...this.path, "steps"], { after: last, points: POINTS }))]);
+        if (this.closed) return null;
         this.detail = detail;
-        this.draw();
-      },
-    });
+        if (steps.epoch !== this.epoch || this.steps.live.length > MOST_LIVE) await this.thin();
+        else this.take(steps);
+        this.status.setLive(true);
+      } catch (error) {
+        this.status.setLive(false);
+        throw error;
+      }
+      return EVERY_S;
+    };
+    this.ended = repeat(look, () => {}, EVERY_S);
   }
 
   take(steps) {
     this.steps.append(steps.columns);
     this.detailed?.append(steps.columns);
-    if (this.steps.live.length > MOST_LIVE) void this.thin();
     this.draw();
   }
 
-  /** Ask for all that came while there was no connection. */
-  async catchUp() {
-    await this.thin();
-    this.detail = await get(api(this.path)).catch(() => this.detail);
-    this.draw();
-  }
-
-  /** Ask for all steps anew: live ones have become many, or some were missed. */
+  /** Ask for all steps anew: live ones have become many, or others took the place of some. */
   async thin() {
-    if (this.thinning) return;
-    this.thinning = true;
-    try {
-      const steps = await get(api([...this.path, "steps"], { points: POINTS }));
-      const later = this.steps.live;
-      if (this.isSample && this.domain !== null) void this.loadDetail().then(() => this.draw(), () => {});
-      this.begin(steps);
-      this.steps.append(later.after(this.steps.base.last));
-      this.draw();
-    } catch (error) {
-      if (error.status === undefined) throw error;
-    } finally {
-      this.thinning = false;
-    }
+    this.begin(await get(api([...this.path, "steps"], { points: POINTS })));
+    this.draw();
   }
 
-  /** Begin with these steps; if they are a sample, ask again soon. */
-  begin({ columns, is_whole: isWhole }) {
+  begin({ columns, epoch }) {
     this.steps = new LiveSteps(columns);
-    this.isSample = !isWhole;
-    if (this.isSample) setTimeout(() => this.closed || void this.thin(), AGAIN_MS);
+    this.epoch = epoch;
   }
 
   zoom(domain) {
@@ -133,59 +106,24 @@ class RunView {
   /** Ask for the steps that are shown in more detail, where more of them lie there than are at hand. */
   async loadDetail() {
     const domain = this.domain;
-    if (isReport || this.steps.all().isWhole(...domain)) return;
+    if (this.steps.all().isWhole(...domain)) return;
     const [after, until] = [Math.floor(domain[0]) - 1, Math.ceil(domain[1])];
     const { columns } = await get(api([...this.path, "steps"], { after, until, points: POINTS }));
     if (this.domain === domain) this.detailed = new StepColumns(columns);
   }
 
-  /** Return the run with the sessions and warnings of all pages that came. */
-  whole() {
-    for (const one of this.detail.sessions) this.kept.sessions.set(`${one.run_id} ${one.started_at} ${one.pid}`, one);
-    for (const one of this.detail.warnings) this.kept.warnings.set(`${one.at} ${one.text}`, one);
-    const sessions = [...this.kept.sessions.values()].sort((a, b) => a.started_at - b.started_at);
-    return { ...this.detail, sessions, warnings: [...this.kept.warnings.values()].sort((a, b) => a.at - b.at) };
-  }
-
-  /** Return the button for the page before those of a list that came, `num` being on all; null if that was the last one. */
-  older(list, num) {
-    const skip = this.pages[list] * PAGE;
-    const more = async () => {
-      const page = await get(api(this.path, { limit: PAGE, skip }));
-      this.pages[list] += 1;
-      this.detail = { ...this.detail, [list]: [...page[list], ...this.detail[list]] };
-      this.draw();
-    };
-    const fail = (error) => replace(this.waiting, problem(error));
-    return isReport || skip >= num ? null : h("button", { type: "button", class: "small", test: `older-${list}`, onclick: () => void more().catch(fail) }, "Show older");
-  }
-
   drawNow() {
     if (this.closed) return;
     const all = this.steps.all();
-    const whole = this.whole();
     this.status.update(this.detail, this.steps.newest);
-    this.showActions();
     this.curves.element.hidden = all.length === 0;
-    this.curves.show(curvesOf(this.detailed ?? all, marks(whole), this.placement));
-    const waiting = all.length === 0 ? "empty" : this.isSample ? "sample" : "";
-    if (this.shownWaiting !== waiting) {
-      this.shownWaiting = waiting;
-      replace(this.waiting, { empty: () => this.nothing(), sample: () => h("p", { class: "hint", test: "sample" }, SAMPLE) }[waiting]?.());
-    }
-    const text = JSON.stringify([whole.saves, whole.warnings, whole.sessions, whole.not_finite, this.pages]);
+    this.curves.show(curvesOf(this.detailed ?? all, marks(this.detail), this.placement));
+    replace(this.waiting, all.length === 0 ? this.nothing() : null);
+    const { saves, warnings, sessions, not_finite: wrong } = this.detail;
+    const text = JSON.stringify([saves, warnings, sessions, wrong]);
     if (text === this.shownLists) return;
     this.shownLists = text;
-    replace(this.lists, savesPanel(this.run, whole.saves), warningsPanel(whole, this.older("warnings", whole.num_warnings)), sessionsPanel(whole, this.older("sessions", whole.num_sessions)));
-  }
-
-  /** Show the buttons anew where the run came to another state, so that one that is about to be pressed stays. */
-  showActions() {
-    const { state } = this.detail.summary;
-    const saves = JSON.stringify([state, this.detail.saves]);
-    if (this.actions === null || state === "unknown" || saves === this.shownActions) return;
-    this.shownActions = saves;
-    this.actions.update(this.detail);
+    replace(this.lists, savesPanel(this.run, saves), warningsPanel(this.detail), sessionsPanel(this.detail));
   }
 
   nothing() {
@@ -203,15 +141,14 @@ class RunView {
   close() {
     this.closed = true;
     this.ended();
-    this.actions?.close();
     this.curves.close();
     this.status.close();
   }
 }
 
 /** Return where processes resumed and checkpoints were saved, as marks for charts. */
-function marks({ sessions, num_sessions: num, saves, not_finite: wrong }) {
-  const resumed = sessions.slice(sessions.length < num ? 0 : 1).map((session) => ({ x: session.first_step, kind: "resume", label: `resumed by ${session.loop}` }));
+function marks({ sessions, saves, not_finite: wrong }) {
+  const resumed = sessions.filter((session) => session.first_step > 0).map((session) => ({ x: session.first_step, kind: "resume", label: `resumed by ${session.loop}` }));
   const saved = saves
     .filter((save) => save.state === "committed" || save.state === "uploaded")
     .map((save) => ({ x: save.step, kind: "save", label: `saved ${save.tag}` }));

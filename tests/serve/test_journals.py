@@ -1,0 +1,204 @@
+"""What the service says of a run by its journal, beside numbers worked out by hand and processes that live or do not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.conftest import Serve
+from tests.serve.sample import RUN_ID
+from tests.waiting import until
+from zstore.journal import Follower, read, steps
+from zstore.journal.lines import encode
+
+ELSEWHERE = "a-machine-of-its-own"
+GONE = 2**22 + 1
+"""A process that cannot be."""
+
+
+def write(folder: Path, *lines: dict[str, Any], run: str = RUN_ID) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"journal-{run}.jsonl"
+    with path.open("ab") as file:
+        file.writelines(encode({"kind": line["kind"], "at": 1000.0, **line}) for line in lines)
+    return path
+
+
+def start(run: str = RUN_ID, **values: Any) -> dict[str, Any]:
+    facts = {"run": run, "step": 0, "loop": "engine", "world_size": 1, "host": os.uname().nodename, "pid": os.getpid()}
+    return {"kind": "start", "at": time.time(), **facts, **values}
+
+
+def step(number: int, **values: Any) -> dict[str, Any]:
+    return {"kind": "step", "step": number, "loss": 1.0, "tokens": 1000, "step_s": 1.0, **values}
+
+
+def get(base: str, path: str) -> Any:
+    answer = httpx.get(base + path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def state(base: str) -> str:
+    (run,) = get(base, "/api/runs")["runs"]
+    return str(run["state"])
+
+
+def test_a_run_that_was_resumed_long_ago_trains(tmp_path: Path, serve: Serve) -> None:
+    lines = [start(pid=GONE), *map(step, range(1, 1000)), start(), *map(step, range(900, 2000))]
+    write(tmp_path / "run", *lines)
+    base = serve(tmp_path)
+    assert state(base) == "training"
+    write(tmp_path / "run", *lines, start(pid=GONE), *map(step, range(1900, 3000)))
+    assert state(base) == "killed"
+
+
+def test_the_state_of_a_run_and_its_error(tmp_path: Path, serve: Serve) -> None:
+    old = time.time() - 3600
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        write(tmp_path / "local", start(pid=process.pid), step(1))
+        write(tmp_path / "ended", start(), step(1), {"kind": "end", "step": 1, "reason": "done"})
+        write(tmp_path / "asked", start(), step(1), {"kind": "end", "step": 1, "reason": "stopped"})
+        wrong = {"kind": "end", "step": 1, "reason": "failed", "problem": "ValueError: bad batch"}
+        write(tmp_path / "wrong", start(), step(1), wrong)
+        # A clock of 1970: what counts is arrival.
+        write(tmp_path / "far", start(host=ELSEWHERE, at=5.0), step(1, at=6.0))
+        os.utime(write(tmp_path / "silent", start(host=ELSEWHERE), step(1)), (old, old))
+        base = serve(tmp_path)
+
+        def listed() -> dict[str, tuple[str, str | None]]:
+            found = {run["name"]: (run["state"], run["error"]) for run in get(base, "/api/runs")["runs"]}
+            for name, one in found.items():
+                summary = get(base, f"/api/runs/{name}")["summary"]
+                assert (summary["state"], summary["error"]) == one or name == "local"
+            return found
+
+        expected = {
+            "local": ("training", None),
+            "ended": ("done", None),
+            "asked": ("done", None),
+            "wrong": ("failed", "ValueError: bad batch"),
+            "far": ("training", None),
+            "silent": ("lost", None),
+        }
+        assert listed() == expected
+        process.kill()
+        until(lambda: listed()["local"] == ("killed", None))  # before its parent asks how it ended, too
+        process.wait()
+        assert listed() == expected | {"local": ("killed", None)}  # at once, though its last line is fresh
+
+
+def test_numbers_that_are_not_finite_are_events(tmp_path: Path, serve: Serve) -> None:
+    metrics = {"kind": "metrics", "step": 3, "values": {"a": -math.inf}}
+    write(tmp_path / "run", start(), step(1), step(2, loss=math.nan, grad_norm=math.inf), metrics, step(4))
+    base = serve(tmp_path)
+    assert [run["not_finite_step"] for run in get(base, "/api/runs")["runs"]] == [3]
+    found = get(base, "/api/runs/run")["not_finite"]
+    expected = [(2, {"loss": "nan", "grad_norm": "inf"}), (3, {"a": "-inf"})]
+    assert [(one["step"], one["values"]) for one in found] == expected
+    assert get(base, "/api/runs/run/steps")["columns"]["loss"] == [1.0, None, None, 1.0]
+
+
+def test_evaluations_and_metrics_of_ones_own_are_columns(tmp_path: Path, serve: Serve) -> None:
+    lines = [
+        start(),
+        {"kind": "eval", "step": 0, "loss": 9.0},
+        step(1),
+        step(2),
+        {"kind": "eval", "step": 2, "loss": 2.5, "perplexity": 12.0, "samples": 8},
+        {"kind": "metrics", "step": 2, "values": {"accuracy": 0.25, "text": "x"}},
+        step(3),
+    ]
+    write(tmp_path / "run", *({"at": 1000.0 + at, **line} for at, line in enumerate(lines)))
+    columns = get(serve(tmp_path), "/api/runs/run/steps")["columns"]
+    assert columns["step"] == [0, 1, 2, 3]
+    assert columns["loss"] == [None, 1.0, 1.0, 1.0]
+    assert columns["metric/eval_loss"] == [9.0, None, 2.5, None]
+    assert columns["metric/perplexity"] == [None, None, 12.0, None]
+    assert columns["metric/accuracy"] == [None, None, 0.25, None]
+    assert "metric/text" not in columns
+
+
+def test_two_journals_of_a_folder_are_sessions_of_one_run(tmp_path: Path, serve: Serve) -> None:
+    for number, (first, last) in enumerate(((1, 5), (4, 7))):
+        lines = [step(n, at=1000.0 * number + n, loss=10.0 * number + n) for n in range(first, last + 1)]
+        write(tmp_path / "run", start(str(number), at=1000.0 * number, step=first - 1), *lines, run=str(number))
+    base = serve(tmp_path)
+    assert [session["run_id"] for session in get(base, "/api/runs/run")["sessions"]] == ["0", "1"]
+    columns = get(base, "/api/runs/run/steps")["columns"]
+    assert (columns["step"], columns["loss"]) == ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 14, 15, 16, 17])
+
+
+def test_a_page_that_follows_a_run_learns_when_steps_are_repeated(tmp_path: Path, serve: Serve) -> None:
+    write(tmp_path / "run", start(), *(step(n, at=float(n)) for n in range(1, 11)))
+    base = serve(tmp_path)
+    before = get(base, "/api/runs/run/steps")
+    write(tmp_path / "run", step(11, at=11.0))
+    more = get(base, "/api/runs/run/steps?after=10")
+    assert (more["columns"]["step"], more["epoch"] == before["epoch"]) == ([11], True)
+    write(tmp_path / "run", start(step=8), *(step(n, at=20.0 + n, loss=2.0) for n in (9, 10)))
+    again = get(base, "/api/runs/run/steps")
+    assert again["epoch"] != before["epoch"]
+    assert (again["columns"]["step"], again["columns"]["loss"][-3:]) == (list(range(1, 11)), [1.0, 2.0, 2.0])
+    # Another file of the same name, as after a restore from a backup.
+    (tmp_path / "run" / f"journal-{RUN_ID}.jsonl").unlink()
+    write(tmp_path / "run", start(), step(1))
+    replaced = get(base, "/api/runs/run/steps")
+    assert (replaced["columns"]["step"], replaced["epoch"] != again["epoch"]) == ([1], True)
+
+
+def test_long_journals_are_sampled_evenly_with_their_tail_and_all_else_whole(tmp_path: Path, serve: Serve) -> None:
+    saves = {n: {"kind": "save", "step": n, "tag": f"step-{n}", "state": "committed"} for n in (7, 12_345, 29_999)}
+    lines = [start()]
+    for number in range(1, 30_001):
+        lines += [step(number, at=float(number), loss=number / 7), *([saves[number]] if number in saves else [])]
+    write(tmp_path / "run", *lines)
+    base = serve(tmp_path)
+    columns = get(base, "/api/runs/run/steps?points=10000")["columns"]
+    assert 1000 < len(columns["step"]) <= 2500
+    assert columns["step"][-500:] == list(range(29_501, 30_001))
+    gaps = {after - before for before, after in zip(columns["step"], columns["step"][1:-500], strict=False)}
+    assert len(gaps) <= 2, "every n-th, up to the tail"
+    assert columns["loss"] == [number / 7 for number in columns["step"]]
+    assert columns["tokens_seen"][-1] == pytest.approx(30_000 * 1000, rel=1e-3)
+    assert [save["step"] for save in get(base, "/api/runs/run")["saves"]] == list(saves)
+    whole = steps(read(tmp_path / "run"))
+    assert (len(whole["step"]), whole["step"][-1]) == (30_000, 30_000)
+
+
+def test_a_line_that_is_being_written_is_read_once_it_is_whole(tmp_path: Path) -> None:
+    path = write(tmp_path, start(), step(1))
+    follower = Follower(tmp_path, path.name)
+    assert [line["kind"] for line in follower.read_on()[0]] == ["start"]
+    half = encode({"kind": "warning", "at": 1.0, "text": "ü"})
+    with path.open("ab") as file:
+        file.write(half[:-3])
+    assert follower.read_on() == ([], False)
+    with path.open("ab") as file:
+        file.write(half[-3:] + b'no json\n{"kind":7}\n')
+    assert [line["text"] for line in follower.read_on()[0]] == ["ü"]
+    assert follower.steps.last["step"] == 1
+
+
+def test_texts_of_any_kind_are_answered(tmp_path: Path, serve: Serve) -> None:
+    write(tmp_path / "run", start(config={"a": 1e999}), {"kind": "warning", "text": "half of a pair: \ud800"})
+    path = tmp_path / "run" / f"journal-{RUN_ID}.jsonl"
+    with path.open("ab") as file:
+        file.write(
+            b'{"kind":"step","step":1,"loss":NaN,"grad_norm":1e999}\n{"kind":"save","state":"begun","step":"x"}\n'
+        )
+    base = serve(tmp_path)
+    assert get(base, "/api/runs/run")["warnings"][0]["text"] == "half of a pair: \ud800"
+    assert get(base, "/api/runs/run")["summary"]["loss"] is None
+    columns = get(base, "/api/runs/run/steps")["columns"]
+    assert (columns["loss"], columns["grad_norm"]) == ([None], [None])
+    assert json.loads(httpx.get(f"{base}/api/runs").text)["runs"][0]["state"] == "training"

@@ -1,0 +1,348 @@
+"""`/zarr/<run>/<path>`: files of checkpoints as they are on disk, with ranges and tags, and listings of folders.
+
+[Note: visible paths]
+A path in a run's folder begins with the folder of a checkpoint (`step-00000060`), with the folder that a loop makes and one of
+a checkpoint in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. Files that a save has under way or
+left behind are not there; a checkpoint that is being replaced is found by its tag, as readers find it on disk. Beside
+checkpoints, `latest`, journals, and config and tokenizer files are visible. Links are not, but for one to another
+checkpoint in the same folder, which readers follow too.
+
+[Note: names in paths]
+A component of a path is percent-encoded in a URL, even if it has a `%` of its own: the folder `a%20b` is `a%2520b`. Many
+clients put paths into URLs as they are, and then it arrives as `a%20b`. One that is not there decoded is therefore looked for
+as it is. A decoded component never has a `/`, so neither reading leads anywhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import hashlib
+import html
+import json
+import os
+import re
+import stat
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+from urllib.parse import quote, unquote
+
+import anyio
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+
+from ..checkpoint.catalog import LOOPS_FOLDER
+from ..checkpoint.folder import Folder
+from ..checkpoint.names import LATEST_FILE
+from ..errors import CheckpointNotFoundError, UsageError
+from ..weights.companions import COMPANIONS
+from .library import Library, NamedRun, Shared
+from .ranges import Part, choose
+from .runs import Run
+
+_RUN_FILES = (LATEST_FILE, "journal-*.jsonl", *COMPANIONS)
+_TYPES = {
+    ".json": "application/json",
+    ".jsonl": "application/x-ndjson",
+    ".txt": "text/plain; charset=utf-8",
+    ".py": "text/plain; charset=utf-8",
+}
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EMLINK})
+_BLOCK_BYTES = 1024 * 1024
+_MOST_FILES = 500_000
+_NOT_PLAIN = re.compile(r"[/\\\x00]")
+Blocks = AsyncIterator[bytes | memoryview]
+T = TypeVar("T")
+router = APIRouter(tags=["files"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Something visible: the file or folder `path` in `folder`; an empty one is the folder itself."""
+
+    folder: Folder
+    path: str
+    identity: str | None
+    """Id of the checkpoint that it belongs to, None for a file beside checkpoints."""
+    is_run: bool = False
+    """Whether it is a folder of checkpoints. The kind of a path inside a checkpoint is found out on reading."""
+
+
+class IsFolderError(Exception):
+    """The place is a folder inside a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedFile:
+    """A file's bytes; to be closed."""
+
+    size: int
+    etag: str | None
+    """Changes whenever the bytes under the same URL do. None: not known."""
+    media_type: str
+    """Never one that a browser runs."""
+    read: Callable[[int, int], bytes]
+    """Returns bytes `[start, stop)`."""
+    close: Callable[[], None]
+
+
+@router.get("/zarr/{run}", response_class=Response)
+@router.head("/zarr/{run}", include_in_schema=False)
+def _without_slash(run: NamedRun, request: Request) -> Response:
+    """Lead to the run's folder."""
+    return _with_slash(request)
+
+
+@router.get("/zarr/{run}/{path:path}", response_class=Response, responses={206: {}, 304: {}, 307: {}, 416: {}})
+@router.head("/zarr/{run}/{path:path}", include_in_schema=False)
+async def _file(run: NamedRun, path: str, request: Request, library: Shared, recursive: bool = False) -> Response:
+    """A file as it is, or with `/` at its end the content of a folder."""
+    parts = tuple(request.scope["raw_path"].decode("ascii", "replace").partition("/zarr/")[2].split("/")[1:])
+    if parts[-1] == "":
+        return await run_in_threadpool(_listing, library, run, parts, request, recursive)
+    try:
+        opened = await run_in_threadpool(first, library, run, parts, open_place)
+    except IsFolderError:
+        return _with_slash(request)
+    part = choose(request.method, request.headers, opened.etag, opened.size)
+    answer = Representation(etag=opened.etag, media_type=opened.media_type, close=opened.close)
+    return await answer_part(request, part, answer, file_blocks(library, opened, part))
+
+
+def _with_slash(request: Request) -> Response:
+    """Lead to the folder's URL, relative to that of the request."""
+    name = request.scope["raw_path"].rpartition(b"/")[2].decode("ascii", "replace")
+    return RedirectResponse(f"./{name}/")
+
+
+# -- answers ------------------------------------------------------------------------------------------------------------
+
+
+async def file_blocks(library: Library, opened: OpenedFile, part: Part) -> Blocks:
+    """Yield the bytes of a part of a file, and close it."""
+    try:
+        for start in range(part.start, part.stop, _BLOCK_BYTES):
+            read = partial(opened.read, start, min(start + _BLOCK_BYTES, part.stop))
+            yield await anyio.to_thread.run_sync(read, limiter=library.file_reads)
+    finally:
+        opened.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Representation:
+    """What an answer with bytes says of them."""
+
+    etag: str | None
+    media_type: str
+    close: Callable[[], None] = lambda: None
+    """Called if no bytes are asked for; else the blocks end what they use."""
+
+
+async def answer_part(request: Request, part: Part, answer: Representation, blocks: Blocks) -> Response:
+    """Return the answer with a part of a representation. Its first block is made before anything is sent, so that what is wrong
+    with it still is an answer; what is wrong with a later one ends the connection before all bytes were sent."""
+    headers = {"Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", "X-Content-Type-Options": "nosniff"}
+    headers |= part.headers | ({} if answer.etag is None else {"ETag": answer.etag})
+    has_bytes = part.status in (200, 206)
+    if request.method == "HEAD" or part.nbytes == 0 or not has_bytes:
+        answer.close()
+        return Response(None, part.status, headers, answer.media_type if has_bytes else None)
+    return StreamingResponse(_chain(await anext(blocks), blocks), part.status, headers, answer.media_type)
+
+
+async def _chain(begun: bytes | memoryview, blocks: Blocks) -> Blocks:
+    yield begun
+    async for block in blocks:
+        yield block
+
+
+def _listing(library: Library, run: Run, parts: tuple[str, ...], request: Request, recursive: bool) -> Response:
+    folders, files = first(library, run, parts, lambda _, place: _content(library, place, recursive))
+    headers = {"Cache-Control": "private, no-cache", "Vary": "Accept"}
+    if "application/json" in request.headers.get("accept", ""):
+        entries = [{"name": name, "size": size} for name, size in sorted(files.items())]
+        body = json.dumps({"folders": sorted(folders), "files": entries})
+        return Response(body, headers=headers, media_type="application/json")
+    names = [*(f"{name}/" for name in sorted(folders)), *sorted(files)]
+    links = "\n".join(f'<li><a href="{quote(os.fsencode(name))}">{html.escape(name)}</a></li>' for name in names)
+    title = html.escape(request.scope["path"])
+    head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>'
+    text = f"{head}<ul>\n{links}\n</ul></html>"
+    return Response(text.encode("utf-8", "replace"), headers=headers, media_type="text/html")
+
+
+# -- places -------------------------------------------------------------------------------------------------------------
+
+
+def first(library: Library, run: Run, parts: tuple[str, ...], use: Callable[[Library, Place], T]) -> T:
+    """Return the result of `use` for the place that parts of a URL name. Raises CheckpointNotFoundError if nothing is there."""
+    missing: Exception | None = None
+    for candidate in dict.fromkeys([tuple(map(unquote, parts)), parts]):
+        try:
+            return use(library, _place(library, run, candidate))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            missing = missing or error
+    raise CheckpointNotFoundError(f"the run {run.name!r} has no file {'/'.join(parts)!r}") from missing
+
+
+def _place(library: Library, run: Run, parts: tuple[str, ...]) -> Place:
+    """Return the place that a run's path names. See [Note: visible paths]. Raises FileNotFoundError."""
+    if any(part in (".", "..") or _NOT_PLAIN.search(part) or len(os.fsencode(part)) > 255 for part in parts):
+        raise FileNotFoundError("/".join(parts))
+    if any(part == "" for part in parts[:-1]):
+        raise FileNotFoundError("/".join(parts))
+    if parts == ("",):
+        return Place(folder=run.folder, path="", identity=None, is_run=True)
+    loop = parts[0] if LOOPS_FOLDER.fullmatch(parts[0]) and parts[0] not in library.checkpoints(run).all() else ""
+    inner = parts[1:] if loop else parts
+    folder = run.folder.child(loop) if loop else run.folder
+    if loop and inner in ((), ("",)):
+        if not any(path.startswith(f"{loop}/") for path in library.checkpoints(run).all()):
+            raise FileNotFoundError(loop)
+        return Place(folder=folder, path="", identity=None, is_run=True)
+    head, rest = inner[0], inner[1:]
+    if not rest and is_run_file(head):
+        return Place(folder=folder, path=head, identity=None)
+    checkpoints = library.checkpoints(run)
+    info = checkpoints.all().get(f"{loop}/{head}" if loop else head)
+    if info is None and head == LATEST_FILE and not loop and (newest := checkpoints.newest()) is not None:
+        info = newest[1]
+    if info is None:
+        raise FileNotFoundError("/".join(parts))
+    return Place(folder=info.folder, path="/".join(rest), identity=info.record.id)
+
+
+def is_run_file(name: str) -> bool:
+    """Return whether a file of that name beside checkpoints is visible."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _RUN_FILES)
+
+
+def open_place(library: Library, place: Place) -> OpenedFile:
+    """Return the file at a place. Raises FileNotFoundError, and IsFolderError for a folder."""
+    if place.is_run or (place.identity is not None and not place.path):
+        raise IsFolderError
+    name = place.path.rpartition("/")[2]
+    kind = _TYPES[".txt"] if name == LATEST_FILE else _TYPES.get(os.path.splitext(name)[1], "application/octet-stream")
+    if place.folder.is_local:
+        return _open_local(place, kind)
+    try:
+        size = place.folder.size(place.path)
+    except IsADirectoryError as error:
+        raise IsFolderError from error
+    key = None if place.identity is None else f"{place.folder.location}\0{place.identity}\0{place.path}"
+    etag = None if key is None else f'"{hashlib.sha256(key.encode()).hexdigest()[:32]}"'
+    read = partial(place.folder.read_range, place.path)
+    return OpenedFile(size=size, etag=etag, media_type=kind, read=read, close=lambda: None)
+
+
+def _open_local(place: Place, media_type: str) -> OpenedFile:
+    descriptor = _open_below(place)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsFolderError
+        raise FileNotFoundError(place.path)
+    etag = f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"'
+    return OpenedFile(
+        size=status.st_size,
+        etag=etag,
+        media_type=media_type,
+        read=lambda start, stop: os.pread(descriptor, stop - start, start),
+        close=partial(os.close, descriptor),
+    )
+
+
+def _open_below(place: Place) -> int:
+    """Return a descriptor of the file or folder at a place of this machine.
+
+    No link is followed and no other way leads out, even if something changes on the way; but the folder of a checkpoint
+    may be a link to another one beside it. Raises FileNotFoundError if it is missing, or is a link.
+    """
+    descriptor = -1
+    try:
+        descriptor = _open_folder(place)
+        for part in place.path.rstrip("/").split("/") if place.path else ():
+            above = descriptor
+            # A pipe would block without O_NONBLOCK.
+            descriptor = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above)
+            os.close(above)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        if error.errno in _ABSENT:
+            raise FileNotFoundError(place.path) from error
+        raise
+    return descriptor
+
+
+def _open_folder(place: Place) -> int:
+    path, flags = place.folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    if place.identity is None:  # the settings name it, or it is one of a loop's
+        return os.open(path, flags)
+    above = os.open(path.parent, flags)
+    try:
+        with contextlib.suppress(OSError):  # most are no link
+            return os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=above)
+        # Wherever a link leads by now, only files in the folder of checkpoints are opened.
+        return os.open(os.path.basename(os.path.realpath(path)), flags | os.O_NOFOLLOW, dir_fd=above)
+    finally:
+        os.close(above)
+
+
+# -- listings -----------------------------------------------------------------------------------------------------------
+
+
+def _content(library: Library, place: Place, recursive: bool) -> tuple[set[str], dict[str, int]]:
+    """Return folders and files with their bytes in a folder; with `recursive` all files below it by path, and no folders."""
+    if not place.is_run:
+        return _inside(place, recursive)
+    folders, files = set[str](), dict(_run_files(place.folder))
+    run = Run(name="", folder=place.folder)
+    for path, info in library.checkpoints(run).all().items():
+        if not recursive:
+            folders.add(path.partition("/")[0])
+            continue
+        inner = _inside(Place(folder=info.folder, path="", identity=info.record.id), True)[1]
+        files |= {f"{path}/{name}": size for name, size in inner.items()}
+    return folders, files
+
+
+def _run_files(folder: Folder) -> Iterator[tuple[str, int]]:
+    for name, size in folder.sizes_of(filter(is_run_file, folder.entries().files)).items():
+        if size is not None:
+            yield name, size
+
+
+def _inside(place: Place, recursive: bool) -> tuple[set[str], dict[str, int]]:
+    folders, files, top = set[str](), dict[str, int](), place.path.rstrip("/")
+    if not place.folder.is_local:
+        start = len(top) + 1 if top else 0
+        found = {path[start:]: size for path, size in place.folder.sizes(top).items() if size is not None}
+        files = {path: size for path, size in found.items() if recursive or "/" not in path}
+        folders = set() if recursive else {path.partition("/")[0] for path in found if "/" in path}
+        if not found:
+            raise FileNotFoundError(top)
+        return folders, files
+    descriptor = _open_below(place)
+    try:
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise FileNotFoundError(top)
+        for path, names, plain, at in os.fwalk(".", dir_fd=descriptor, follow_symlinks=False):
+            inner = "" if path == "." else path.removeprefix("./") + "/"
+            for name in plain:
+                status = os.stat(name, dir_fd=at, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    files[inner + name] = status.st_size
+            if len(files) > _MOST_FILES:
+                raise UsageError(f"more than {_MOST_FILES} files: list the folders of the checkpoint one by one")
+            if not recursive:
+                kinds = {name: os.stat(name, dir_fd=at, follow_symlinks=False).st_mode for name in names}
+                return {name for name, mode in kinds.items() if stat.S_ISDIR(mode)}, files
+    finally:
+        os.close(descriptor)
+    return folders, files

@@ -1,0 +1,301 @@
+"""Taking in checkpoints, and a run's journal and its model's config and tokenizer.
+
+[Note: the protocol of an upload]
+    POST   /api/uploads                   the record, and which files there are; refused here if it may not be
+    PUT    /api/uploads/ID/files/PATH     the root's zarr.json and the manifests, each checked against the record
+    POST   /api/uploads/ID/plan           which files are wanted; refused here if the drive has no room
+    POST   /api/uploads/ID/claims         (each rank) the SHA-256 of files that a committed checkpoint seems to have
+    PUT    /api/uploads/ID/files/PATH     (each rank) the others; `Content-Range` says from which byte on
+    POST   /api/uploads/ID/commit         the checkpoint is visible from here on, whole
+    GET    /api/uploads?run=RUN           which are under way; refused if the run takes none
+    GET    /api/uploads/ID?rank=R         the missing files, of all ranks or one
+    GET    /api/uploads/ID/files/PATH     how much of a file is there; a client that lost its connection resumes there
+    DELETE /api/uploads/ID                gives it up
+All but the claims may be repeated. An offer of the same save finds the files that came before, even if the service restarted.
+
+[Note: journals that are sent]
+A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. Text that is
+there already is compared and not written again, so that a request whose answer was lost may be repeated. A line that the end of
+the service cut off is removed before the next ones come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import uuid
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import aiofiles
+from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ..checkpoint.catalog import scan
+from ..errors import CheckpointError, UsageError, storage_error
+from ..journal.names import journal_file
+from ..journal.writer import FileSink
+from ..weights.companions import is_companion
+from .library import Library, Shared, library_of
+from .uploads.inbox import require_own
+from .uploads.messages import Claims, Committed, JournalSize, Linked, UploadFile, UploadList, UploadOffer, UploadState
+from .uploads.upload import Upload
+
+_MOST_OFFER_BYTES = 160 * 1024 * 1024
+"""An offer's JSON has the record as text, with its quotes escaped."""
+_MOST_CLAIMS_BYTES = 4 * 1024 * 1024
+MOST_LINES_BYTES = 1024 * 1024
+"""Of a request's lines of a journal."""
+MOST_COMPANION_BYTES = 64 * 1024 * 1024
+_WRITE_BYTES = 1024 * 1024
+"""Bytes that are written at a time."""
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+_JOURNALS = threading.Lock()
+"""Journals grow by a few lines at a time."""
+M = TypeVar("M", bound=BaseModel)
+router = APIRouter(prefix="/api", tags=["uploads"])
+
+
+def _upload_of(upload: str, request: Request) -> Upload:
+    return library_of(request).inbox.get(upload)
+
+
+NamedUpload = Annotated[Upload, Depends(_upload_of)]
+
+
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    content = {"application/json": {"schema": model.model_json_schema()}}
+    return {"requestBody": {"content": content, "required": True}}
+
+
+async def _offer_in(request: Request) -> UploadOffer:
+    # Here and not by FastAPI, which reads a body before it asks who sends it.
+    return _parsed(UploadOffer, await _small_body(request, _MOST_OFFER_BYTES))
+
+
+async def _claims_in(request: Request) -> Claims:
+    return _parsed(Claims, await _small_body(request, _MOST_CLAIMS_BYTES))
+
+
+def _parsed(model: type[M], data: bytes) -> M:
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_input=False)) from error
+
+
+@router.post("/uploads", openapi_extra=_schema(UploadOffer))
+def _begin(offer: Annotated[UploadOffer, Depends(_offer_in)], library: Shared) -> UploadState:
+    """Offer a checkpoint: the upload begins, or resumes."""
+    return library.inbox.begin(offer)
+
+
+@router.get("/uploads")
+def _list(library: Shared, run: str | None = None) -> UploadList:
+    """Uploads that are not committed, of one run or of all; refused for a run that takes none."""
+    if run is not None:
+        library.runs.folder_for_uploads(run)
+    states = (upload.state(files=False) for upload in library.inbox.all())
+    return UploadList(uploads=[state for state in states if run in (None, state.run)])
+
+
+@router.get("/uploads/{upload}")
+def _state(upload: NamedUpload, rank: Annotated[int | None, Query(ge=0, lt=10**7)] = None) -> UploadState:
+    """What is missing of an upload."""
+    return upload.state(rank=rank)
+
+
+@router.delete("/uploads/{upload}", status_code=204)
+def _remove(upload: NamedUpload, library: Shared) -> None:
+    """Give an upload up."""
+    library.inbox.remove(upload)
+
+
+@router.post("/uploads/{upload}/plan")
+def _plan(upload: NamedUpload, library: Shared) -> UploadState:
+    """Find out which files are wanted, once metadata and manifests are there."""
+    return library.inbox.plan(upload)
+
+
+@router.post("/uploads/{upload}/claims", openapi_extra=_schema(Claims))
+def _claim(upload: NamedUpload, claims: Annotated[Claims, Depends(_claims_in)]) -> Linked:
+    """Show the SHA-256 of files that the service seems to have."""
+    upload.touch()
+    return Linked(linked=[file for file, sha256 in claims.files.items() if upload.link(file, sha256)])
+
+
+@router.post("/uploads/{upload}/commit")
+def _commit(upload: NamedUpload, library: Shared) -> Committed:
+    """Make the checkpoint visible, whole."""
+    return library.inbox.commit(upload)
+
+
+@router.get("/uploads/{upload}/files/{path:path}")
+def _file(upload: NamedUpload, path: str) -> UploadFile:
+    """How much of a file is there."""
+    return upload.file_state(path)
+
+
+@router.put("/uploads/{upload}/files/{path:path}", response_model=UploadFile, responses={201: {}, 202: {}})
+async def _put(
+    upload: NamedUpload, path: str, request: Request, content_range: Annotated[str | None, Header()] = None
+) -> JSONResponse:
+    """Take a file, or its remaining bytes: 201 if it is whole now and was checked, 202 if more is to come. Bytes from a
+    connection that breaks stay."""
+    content = await run_in_threadpool(upload.content_of, path)
+    offset, length = _place_of(content_range, path, content.num_bytes)
+    await run_in_threadpool(upload.touch)
+    if await run_in_threadpool(upload.is_whole, path):
+        return JSONResponse((await run_in_threadpool(upload.file_state, path)).model_dump())
+    there = await run_in_threadpool(upload.received, path)
+    if offset not in (0, there):
+        raise CheckpointError(f"{path} is there up to byte {there}, not {offset}: go on from there")
+    upload.senders[path] = sender = object()
+    try:
+        await _receive(upload, path, request, offset, length)
+        whole = offset + length == content.num_bytes
+        if whole:
+            await run_in_threadpool(upload.take, path)
+    finally:
+        if upload.senders.get(path) is sender:
+            del upload.senders[path]
+    return JSONResponse((await run_in_threadpool(upload.file_state, path)).model_dump(), 201 if whole else 202)
+
+
+async def _receive(upload: Upload, path: str, request: Request, offset: int, length: int) -> None:
+    """Write the body of a request into a file from byte `offset` on. Raises CheckpointError if another connection sends it
+    by now, UsageError unless `length` bytes come, DiskFullError if there is no room."""
+    part, sender, at, waiting = upload.part(path), upload.senders[path], offset, bytearray()
+    try:
+        async with aiofiles.open(part, "r+b" if offset else "wb") as file:
+            await file.seek(offset)
+
+            async def write() -> None:
+                if upload.senders.get(path) is not sender:
+                    raise CheckpointError(f"another connection sends {path}, or the upload was given up")
+                await file.write(bytes(waiting))
+                waiting.clear()
+
+            try:
+                async for piece in request.stream():
+                    waiting += piece
+                    at += len(piece)
+                    if at > offset + length:
+                        raise UsageError(f"{path}: more than the {length} bytes that Content-Range names were sent")
+                    if len(waiting) >= _WRITE_BYTES:
+                        await write()
+                await write()
+            except ClientDisconnect as error:
+                await write()
+                raise UsageError("the connection ended early") from error
+    except OSError as error:
+        raise storage_error(error, "the file cannot be written", path=str(part)) from error
+    if at < offset + length:
+        raise UsageError(f"{path}: {at - offset} bytes came, {length} were to")
+
+
+def _place_of(content_range: str | None, file: str, num_bytes: int) -> tuple[int, int]:
+    """Return from which byte on the body goes, and how many it has."""
+    if content_range is None:
+        return 0, num_bytes
+    found = _RANGE.fullmatch(content_range)
+    if found is None or int(found[3]) != num_bytes or not int(found[1]) <= int(found[2]) < num_bytes:
+        raise UsageError(
+            f"Content-Range is {content_range!r:.100}: expected `bytes FIRST-LAST/{num_bytes}`, for {file!r:.200} has "
+            f"{num_bytes} bytes"
+        )
+    return int(found[1]), int(found[2]) - int(found[1]) + 1
+
+
+# -- beside checkpoints -------------------------------------------------------------------------------------------------
+
+
+@router.get("/runs/{run}/journals/{run_id}")
+def _journal(run: str, run_id: str, library: Shared) -> JournalSize:
+    """How much of a journal is there."""
+    return JournalSize(bytes=_appended(library, run, run_id, 0, b""))
+
+
+@router.post("/runs/{run}/journals/{run_id}")
+async def _append(
+    run: str, run_id: str, request: Request, library: Shared, offset: Annotated[int, Query(ge=0, lt=10**18)]
+) -> JournalSize:
+    """Append lines to a journal. See [Note: journals that are sent]."""
+    lines = await _small_body(request, MOST_LINES_BYTES)
+    *whole, rest = lines.split(b"\n")
+    if rest or not whole or not all(line.startswith(b"{") and line.endswith(b"}") for line in whole):
+        raise UsageError("expected lines of a journal, a JSON object each, with a newline behind every one")
+    return JournalSize(bytes=await run_in_threadpool(_appended, library, run, run_id, offset, lines))
+
+
+def _appended(library: Library, run: str, run_id: str, offset: int, lines: bytes) -> int:
+    """Let a journal have `lines` from byte `offset` on; return its size.
+
+    Raises CheckpointError if the journal has other lines there, or ends before, CheckpointExistsError for a name with the
+    checkpoints of another training run.
+    """
+    path = library.runs.folder_for_uploads(run) / journal_file(run_id)
+    with _JOURNALS:
+        if not path.exists():
+            require_own(path.parent, run, run_id)
+            if not lines:
+                return 0
+        with contextlib.closing(FileSink(path)) as sink:
+            size = sink.begin_bytes
+            with path.open("rb") as file:
+                file.seek(offset)
+                there = file.read(min(len(lines), max(0, size - offset)))
+            if offset > size or not lines.startswith(there):
+                raise CheckpointError(
+                    f"the journal has {size} bytes, and other lines from byte {offset} on than were sent"
+                )
+            sink.append(lines[len(there) :])
+            if not size:
+                library.runs.forget()  # a run may have begun
+            return size + len(lines) - len(there)
+
+
+@router.put("/runs/{run}/companions/{file}", status_code=204)
+async def _companion(run: str, file: str, request: Request, library: Shared) -> None:
+    """Put a config or tokenizer file beside the checkpoints."""
+    if not is_companion(file) or file.startswith(".") or "/" in file or "\\" in file:
+        raise UsageError(f"{file!r:.100}: expected a model's config or tokenizer, as config.json")
+    await run_in_threadpool(_keep, library, run, file, await _small_body(request, MOST_COMPANION_BYTES))
+
+
+def _keep(library: Library, run: str, name: str, data: bytes) -> None:
+    """Write a file beside the checkpoints. If there are some, it may be made, but not replaced."""
+    folder, files = library.runs.folder_for_uploads(run), library.settings.files
+    path: Path = folder / name
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise CheckpointError(f"{name} is no file in the folder of {run!r}")
+    if path.is_file():
+        if path.read_bytes() == data:
+            return
+        if scan(folder).tags:
+            raise CheckpointError(
+                f"{run!r} has another {name} beside its checkpoints: expected a run of the same model; save under another name"
+            )
+    files.make_folder(folder)
+    part = folder / f".{name}.{uuid.uuid4().hex}.part"  # two clients may send one name at the same time
+    try:
+        files.write_small(part, data)
+        files.rename(part, path)
+    except BaseException:
+        files.unlink(part)
+        raise
+
+
+async def _small_body(request: Request, most_bytes: int) -> bytes:
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > most_bytes:
+            raise HTTPException(413, f"the body of this request may have {most_bytes} bytes")
+    return bytes(data)

@@ -1,0 +1,214 @@
+"""All uploads of a service: which may begin, and their commits.
+
+[Note: whose name it is]
+A run's name belongs to the training run that has checkpoints there; of two that begin at a name without any, to the first,
+as long as its client was heard of within a quarter of an hour. Of one training run, a later upload of a tag replaces an
+earlier one that is not committed: a run has one save of a tag at a time, so the client of the earlier one was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ...checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, replaced_text, scan
+from ...checkpoint.commit import discard
+from ...checkpoint.format import MACHINES_KEY, Record
+from ...checkpoint.names import tag_folder
+from ...checkpoint.retention import Keep, retire
+from ...errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
+from ...io.files import Files
+from ..runs import UPLOADS_FOLDER, RunTable
+from .messages import ALIVE_S, OFFER_FILE, Committed, KeepRules, UploadOffer, UploadState
+from .upload import Upload
+
+_MOST_NEIGHBOURS = 16
+KEPT_S = 24 * 3600.0
+"""An upload whose client was silent for this long is removed when the service next looks at uploads."""
+
+
+class Inbox:
+    """The uploads of a service. Usable from any thread."""
+
+    def __init__(self, runs: RunTable, files: Files) -> None:
+        self._runs, self._files = runs, files
+        self._lock = threading.Lock()
+        """For the table of uploads; nothing else is locked under it."""
+        self._deciding = threading.Lock()
+        """For work on more than one upload; taken before an upload's own."""
+        self._uploads: dict[str, Upload] | None = None
+
+    def all(self) -> list[Upload]:
+        """Return the uploads that are not committed; abandoned ones are removed."""
+        with self._lock:
+            if self._uploads is None:
+                self._uploads = {upload.id: upload for upload in self._found()}
+            found = list(self._uploads.values())
+        old = [one for one in found if _silent_s(one) > KEPT_S or not (one.path / OFFER_FILE).exists()]
+        for upload in old:
+            self.remove(upload)
+        return [upload for upload in found if upload not in old]
+
+    def _found(self) -> Iterator[Upload]:
+        """Yield the uploads that earlier services left."""
+        for root in self._runs.upload_roots():
+            for pattern in (f"{UPLOADS_FOLDER}/*/{OFFER_FILE}", f"*/{UPLOADS_FOLDER}/*/{OFFER_FILE}"):
+                for path in root.glob(pattern):
+                    with contextlib.suppress(ValueError, OSError, ZstoreError):
+                        yield Upload.load(path.parent, self._files)
+
+    def get(self, upload_id: str) -> Upload:
+        """Return the upload of that id. Raises CheckpointNotFoundError."""
+        found = next((upload for upload in self.all() if upload.id == upload_id), None)
+        if found is None:
+            raise CheckpointNotFoundError(
+                f"there is no upload {upload_id!r:.50}: it was committed or given up; begin it again"
+            )
+        return found
+
+    def remove(self, upload: Upload) -> None:
+        """Remove an upload and all its files."""
+        with self._lock:
+            if self._uploads is not None:
+                self._uploads.pop(upload.id, None)
+        upload.remove()
+        with contextlib.suppress(OSError):  # a run that nothing was committed to
+            os.rmdir(upload.folder)
+
+    def begin(self, offer: UploadOffer) -> UploadState:
+        """Begin an upload, or resume one that was begun; return its state.
+
+        Raises CheckpointExistsError for a tag, or a name, that is another's, UsageError for a name that no run can have.
+        """
+        _keep_of(offer.keep)
+        with self._deciding:
+            folder = self._runs.folder_for_uploads(offer.run)
+            upload_id = hashlib.sha256(f"upload {offer.run}\0{offer.record}".encode()).hexdigest()[:32]
+            new = Upload(upload_id, offer, folder, self._files)
+            if _committed(folder, new.record) is not None:
+                return new.state(files=False).model_copy(update={"state": "committed"})
+            _check_free(new)
+            others = [one for one in self.all() if one.folder == folder and one.id != new.id]
+            for one in others:
+                if one.record.run != new.record.run and _silent_s(one) < ALIVE_S:
+                    raise CheckpointExistsError(
+                        f"another training run uploads its checkpoint {one.record.tag!r} to {offer.run!r}: choose another "
+                        "name, or wait until it is done"
+                    )
+            for one in others:
+                if (one.record.run, one.record.tag) == (new.record.run, new.record.tag):
+                    self.remove(one)
+            upload = self._begun(new)
+            runs = (run.folder for run in self._runs.all().values() if run.folder.is_local)
+            upload.neighbours = [place.path for place in runs if place.path != folder][:_MOST_NEIGHBOURS]
+            return upload.state()
+
+    def _begun(self, new: Upload) -> Upload:
+        upload = next((one for one in self.all() if one.id == new.id), None)
+        files = new.offer.documents, new.offer.extras
+        if upload is not None and (upload.offer.documents, upload.offer.extras) != files:
+            self.remove(upload)
+            upload = None
+        if upload is None:
+            new.require_room()
+            upload = new
+        upload.offer = new.offer  # the client may have changed which checkpoints are kept and replaced
+        upload.store()
+        upload.touch()
+        with self._lock:
+            if self._uploads is not None:
+                self._uploads[upload.id] = upload
+        return upload
+
+    def plan(self, upload: Upload) -> UploadState:
+        """Plan an upload whose metadata and manifests are there. Raises DiskFullError if it does not fit on the drive."""
+        upload.plan()
+        upload.require_room()
+        upload.touch()
+        return upload.state()
+
+    def commit(self, upload: Upload) -> Committed:
+        """Commit an upload whose files are all there, and apply retention.
+
+        Raises CheckpointMismatchError that names files which are missing, CheckpointExistsError if the tag was taken
+        meanwhile.
+        """
+        with self._deciding, upload.lock:
+            messages, linked_bytes = [], 0
+            if (committed := _committed(upload.folder, upload.record)) is None:
+                upload.require_whole()
+                replaced = _check_free(upload)
+                linked_bytes = upload.linked_bytes()
+                messages = upload.publish()
+                if replaced is not None and not upload.offer.overwrite:
+                    messages.append(replaced_text(replaced))
+                committed = read_record(upload.folder / tag_folder(upload.record.tag))
+            if (keep := _keep_of(upload.offer.keep)) is not None:
+                remove = lambda info: discard(self._files, info.path)  # noqa: E731
+                messages += retire(upload.folder, keep=keep, run=upload.record.run, remove=remove)
+            self.remove(upload)
+            self._runs.forget()
+            return Committed(
+                tag=committed.tag, committed_ns=committed.committed_ns, linked_bytes=linked_bytes, messages=messages
+            )
+
+
+def _keep_of(rules: KeepRules | None) -> Keep | None:
+    """Return the rules as the checkpoints' own; raises UsageError for rules that make no sense."""
+    if rules is None:
+        return None
+    return Keep(last=rules.last, every=rules.every, best=rules.best, tags=tuple(rules.tags))
+
+
+def _silent_s(upload: Upload) -> float:
+    return time.time() - upload.active_at
+
+
+def _committed(folder: Path, record: Record) -> Record | None:
+    """Return the record of the checkpoint in `folder` that is the one of `record`; None if there is none."""
+    with contextlib.suppress(ZstoreError, OSError):
+        info = find_tag(folder, record.tag)
+        if info is not None and _unplaced(info.record) == _unplaced(record):
+            return info.record
+    return None
+
+
+def _unplaced(record: Record) -> Record:
+    """Return a record without what its place and the time of its commit say."""
+    state = {key: value for key, value in record.state.items() if key != MACHINES_KEY}
+    return replace(record, committed_ns=0, state=state)
+
+
+def _check_free(upload: Upload) -> TagInfo | None:
+    """Return the checkpoint that it replaces, None if there is none.
+
+    Raises CheckpointExistsError if tag or name belong to another training run. See [Note: whose name it is].
+    """
+    record, offer = upload.record, upload.offer
+    if not upload.folder.is_dir():
+        return None
+    require_own(upload.folder, offer.run, record.run)
+    try:
+        return check_tag_is_free(
+            upload.folder, record.tag, overwrite=offer.overwrite, run=record.run if offer.replaces_own else ""
+        )
+    except CheckpointExistsError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointExistsError(str(error)) from error
+
+
+def require_own(folder: Path, name: str, run_id: str) -> None:
+    """Raise CheckpointExistsError if a run's folder has checkpoints, and none of the training run `run_id`."""
+    runs = {info.record.run for info in scan(folder).tags} if folder.is_dir() else set()
+    if runs and run_id not in runs:
+        raise CheckpointExistsError(
+            f"{name!r} has the checkpoints of another training run ({min(runs)[:12]!r}, this is {run_id[:12]!r}): "
+            "save under another name, or load its checkpoint first to go on with that run"
+        )

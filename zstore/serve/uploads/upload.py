@@ -1,0 +1,370 @@
+"""One upload on disk: its expected files, those that came so far, and their places.
+
+[Note: an upload]
+    <run>/.uploads/<id>/upload.json     the client's offer, the record with it; touched while it is under way
+    <run>/.uploads/<id>/parts/<digest>  a file that is not whole yet, as far as it came; named by the SHA-256 of its path
+    <run>/.uploads/<id>/checkpoint/...  files that are whole: each was made durable and checked before it got its name there
+
+All that is known of an upload is there, so a restarted service resumes it. No reader takes anything below
+`.uploads` for a checkpoint, since tags' folders have no leading dot, and there is no record before the commit: that moves
+`checkpoint/` to the place of the temporary folder of a save of this machine, and from there on is that save's commit
+(`zstore.checkpoint.commit`).
+
+A client is killed: its files stay, and the same save offered again resumes with them; otherwise they are removed after a day. A
+service is killed: the same, part files are as long as the bytes written; one that a power cut left with other bytes fails its
+check, and is asked for again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ...checkpoint.catalog import TagInfo, scan
+from ...checkpoint.commit import Committer, sweep
+from ...checkpoint.format import Record, dump_metadata
+from ...checkpoint.lock import owner_is_dead
+from ...checkpoint.names import LOCK, METADATA_FILE, RECORD_FILE, TEMPORARY, own_name, tag_folder
+from ...checkpoint.reader import CheckpointReader
+from ...errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    UsageError,
+    ZstoreError,
+)
+from ...io.files import Files, make_read_only
+from ...io.pool import Workers
+from ..models import Unfinished
+from ..runs import UPLOADS_FOLDER
+from .messages import ALIVE_S, OFFER_FILE, UploadFile, UploadOffer, UploadState
+from .plan import Content, KnownContent, ShardContent, UploadPlan, check_extras, documents_of, make_plan
+from .verify import file_sha256, verify_shard
+
+_NUM_SEARCHED = 4
+"""The newest checkpoints of its run, in which shards that did not change are looked for."""
+
+
+class Upload:
+    """An upload that comes together in the run's folder `folder`. Usable from any thread; calls block on the drive."""
+
+    def __init__(self, upload_id: str, offer: UploadOffer, folder: Path, files: Files) -> None:
+        self.id = upload_id
+        self.offer = offer
+        self.folder = folder
+        self.path = folder / UPLOADS_FOLDER / upload_id
+        self.checkpoint = self.path / "checkpoint"
+        self.record = Record.decode(offer.record.encode(), RECORD_FILE)
+        self.started_at = self.active_at = time.time()
+        self.lock = threading.RLock()
+        """Held for work on all files."""
+        self.senders: dict[str, object] = {}
+        """By a file's path whose bytes are taken: a later connection takes an earlier one's place."""
+        self._files = files
+        self._documents = documents_of(self.record, offer.documents)
+        self._extras = {
+            name: KnownContent(num_bytes=extra.bytes, sha256=extra.sha256) for name, extra in offer.extras.items()
+        }
+        check_extras(self._extras)
+        self.neighbours: Sequence[Path] = ()
+        """Folders of other runs, whose newest checkpoint is searched too."""
+        self._plan: UploadPlan | None = None
+        self._candidates: dict[str, Path] = {}
+        """Files of committed checkpoints that are those to come, seemingly."""
+        self._total_bytes = 0
+
+    # -- on disk ----------------------------------------------------------------------------------------------------
+
+    def store(self) -> None:
+        """Store the offer; the upload is there from now on."""
+        for folder in (self.checkpoint, self.path / "parts"):
+            self._files.make_folder(folder)
+        part = self.path / f"{OFFER_FILE}.part"
+        self._files.write_small(part, self.offer.model_dump_json().encode())
+        self._files.rename(part, self.path / OFFER_FILE)
+        self._files.sync_folder(self.path)
+
+    @classmethod
+    def load(cls, path: Path, files: Files) -> Upload:
+        """Return the upload that an earlier service left in the folder `path`.
+
+        Raises ValueError, OSError or ZstoreError for anything else.
+        """
+        offer = UploadOffer.model_validate_json((path / OFFER_FILE).read_bytes())
+        upload = cls(path.name, offer, path.parent.parent, files)
+        upload.started_at = upload.active_at = os.stat(path / OFFER_FILE).st_mtime
+        upload._take_back()
+        return upload
+
+    def _take_back(self) -> None:
+        """Undo a commit that the end of the service cut short."""
+        name = tag_folder(self.record.tag)
+        moved = self.folder / own_name(name, TEMPORARY, self.record.id)
+        lock = self.folder / own_name(name, LOCK, self.record.id)
+        if self.checkpoint.is_dir() or not moved.is_dir():
+            return
+        with owner_is_dead(lock) as dead:
+            if dead:
+                self._files.unlink(moved / RECORD_FILE)
+                self._files.rename(moved, self.checkpoint)
+                self._files.unlink(lock)
+
+    def remove(self) -> None:
+        """Remove all files that came. Connections that still send end with an error."""
+        self.senders.clear()
+        self._files.remove_tree(self.path)
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path.parent)
+
+    def touch(self) -> None:
+        """Note that its client is there."""
+        self.active_at = time.time()
+        with contextlib.suppress(OSError):
+            os.utime(self.path / OFFER_FILE)
+
+    # -- files to come, and files that came ---------------------------------------------------------------------------
+
+    def plan(self) -> UploadPlan:
+        """Return all its files. Raises UsageError as long as metadata and manifests are missing, DiskFullError if there is no
+        room for the others."""
+        with self.lock:
+            if self._plan is None:
+                missing = [file for file in self._documents if not self.is_whole(file)]
+                if missing:
+                    raise UsageError(f"send {', '.join(missing[:3])} first: they say which files there are")
+                plan = make_plan(self.record, self.checkpoint, self._extras)
+                self._candidates = self._find_candidates(plan)
+                self._plan = plan
+                self._total_bytes = sum(content.num_bytes for content in self._to_come().values())
+            return self._plan
+
+    def require_room(self) -> None:
+        """Raise DiskFullError unless the files to come fit on the drive."""
+        with self.lock:
+            needed = sum(content.num_bytes - self.received(file) + 4096 for file, content in self._to_come().items())
+            needed += 0 if self._plan is None else self._plan.copies_bytes
+        # The run's folder is made with the first of its uploads.
+        there = self.folder if self.folder.is_dir() else self.folder.parent
+        advice = "make room on the drive of the service's runs, or save elsewhere"
+        self._files.require_room(there, needed, f"the upload needs {needed} bytes", advice)
+
+    def _find_candidates(self, plan: UploadPlan) -> dict[str, Path]:
+        """Return files of committed checkpoints that have the layout, the size and the checksums of files that are to come."""
+        shards = plan.shards.items()
+        left = {file: one for file, one in shards if one.array.codec is None and not self.is_whole(file)}
+        found: dict[str, Path] = {}
+        for info in self._searched():
+            if not left:
+                break
+            with contextlib.suppress(ZstoreError, OSError), CheckpointReader(info) as reader:
+                for rank in {content.shard for content in left.values()} & set(range(info.record.world_size)):
+                    for entry in reader.manifest(rank).shards:
+                        array = reader.arrays.get(entry.array)
+                        if array is None or entry.shard != rank:
+                            continue
+                        file = array.shard_file(rank)
+                        wanted = left.get(file)
+                        if wanted is not None and array == wanted.array and np.array_equal(entry.crcs, wanted.crcs):
+                            found[file] = reader.path / file
+                            del left[file]
+        return found
+
+    def _searched(self) -> Iterator[TagInfo]:
+        """Yield the checkpoints that may have files of this one, the likeliest first."""
+        yield from reversed(scan(self.folder).tags[-_NUM_SEARCHED:])
+        for folder in self.neighbours:
+            with contextlib.suppress(ZstoreError, OSError):
+                yield from scan(folder).tags[-1:]
+
+    def _contents(self) -> dict[str, Content]:
+        """Return all files that come over the network, by path."""
+        shards = {} if self._plan is None else self._plan.shards
+        return {**self._documents, **shards, **self._extras}
+
+    def content_of(self, file: str) -> Content:
+        """Return the known content of a file; raises CheckpointNotFoundError for one that the upload does not have."""
+        content: Content | None = self._documents.get(file) or self._extras.get(file)
+        if content is None:
+            content = self.plan().shards.get(file)
+        if content is None:
+            raise CheckpointNotFoundError(f"{file!r:.200} is no file of the checkpoint that is uploaded")
+        return content
+
+    def is_whole(self, file: str) -> bool:
+        """Return whether a file is there and was checked."""
+        return os.path.lexists(self.checkpoint / file)
+
+    def part(self, file: str) -> Path:
+        """Return the path of a file that is not whole."""
+        return self.path / "parts" / hashlib.sha256(file.encode()).hexdigest()
+
+    def received(self, file: str) -> int:
+        """Return how many bytes of a file are there."""
+        if self.is_whole(file):
+            return self.content_of(file).num_bytes
+        try:
+            return os.stat(self.part(file)).st_size
+        except FileNotFoundError:
+            return 0
+
+    def _to_come(self) -> dict[str, Content]:
+        """Return the files that are not whole, and are not candidates."""
+        contents = self._contents().items()
+        return {file: one for file, one in contents if not self.is_whole(file) and file not in self._candidates}
+
+    def missing(self, rank: int | None = None) -> list[UploadFile]:
+        """Return the files that are not whole: of one rank its shard files, of None all."""
+        with self.lock:
+            files = list(self._contents()) if rank is None else list(self.plan().of_rank.get(rank, ()))
+            found = [self.file_state(file) for file in files if not self.is_whole(file)]
+            return [each for each in found if not self.is_whole(each.path)]
+
+    def file_state(self, file: str) -> UploadFile:
+        """Return how much of a file is there. One of which all bytes came before the service, or the connection, ended is
+        checked now."""
+        size = self.content_of(file).num_bytes
+        if (
+            not self.is_whole(file)
+            and file not in self.senders
+            and self.part(file).exists()
+            and self.received(file) >= size
+        ):
+            with contextlib.suppress(CorruptionError):
+                self.take(file)
+        return UploadFile(path=file, bytes=size, received=self.received(file), candidate=file in self._candidates)
+
+    def state(self, *, rank: int | None = None, files: bool = True) -> UploadState:
+        """Return the state for clients."""
+        with self.lock:
+            if files and all(self.is_whole(file) for file in self._documents):
+                self.plan()
+            left = sum(content.num_bytes - self.received(file) for file, content in self._to_come().items())
+            return UploadState(
+                id=self.id,
+                run=self.offer.run,
+                tag=self.record.tag,
+                run_id=self.record.run,
+                state="begun" if self._plan is None else "planned",
+                started_at=self.started_at,
+                active_at=self.active_at,
+                done_bytes=max(self._total_bytes - left, 0),
+                total_bytes=self._total_bytes,
+                files=self.missing(rank) if files else [],
+            )
+
+    def link(self, file: str, sha256: str) -> bool:
+        """Link a candidate whose SHA-256 is that of the client's file; return whether that was done.
+
+        The checksums of chunks agree by chance once in 2^32 files that differ: they are not enough.
+        """
+        content, source = self.content_of(file), self._candidates.get(file)
+        if self.is_whole(file):
+            return True
+        if source is None:
+            return False
+        target = self.checkpoint / file
+        try:
+            before = os.lstat(source)
+            if before.st_size != content.num_bytes or file_sha256(source) != sha256:
+                raise CorruptionError(f"{source} is another file than the client's")
+            self._files.make_folder(target.parent)
+            self._files.link(source, target)
+            after = os.lstat(target)
+            if (before.st_ino, before.st_mtime_ns) != (after.st_ino, after.st_mtime_ns):
+                self._files.unlink(target)
+                raise CorruptionError(f"{source} was replaced meanwhile")
+        except (OSError, ZstoreError):
+            with self.lock:  # then it is to be sent
+                if self._candidates.pop(file, None) is not None:
+                    self._total_bytes += content.num_bytes
+            return False
+        return True
+
+    def take(self, file: str) -> None:
+        """Make a file that came whole durable, check it, and give it its name.
+
+        Raises CorruptionError, and drops it, if it is wrong.
+        """
+        part, target, content = self.part(file), self.checkpoint / file, self.content_of(file)
+        with self.lock:
+            if self.is_whole(file):
+                return
+            self._files.sync_file(part)
+            try:
+                if isinstance(content, ShardContent):
+                    verify_shard(part, content.array, content.shard, content.crcs)
+                elif file_sha256(part) != content.sha256:
+                    raise CorruptionError(f"{file} fails its SHA-256")
+            except CorruptionError as error:
+                self._files.unlink(part)
+                raise CorruptionError(f"{file} did not arrive as it was sent, and was dropped: {error}") from error
+            make_read_only(part)
+            self._files.make_folder(target.parent)
+            self._files.rename(part, target)
+
+    # -- the commit -------------------------------------------------------------------------------------------------
+
+    def require_whole(self) -> None:
+        """Raise CheckpointMismatchError that names files which are missing."""
+        self.plan()
+        if missing := self.missing():
+            names = ", ".join(each.path for each in missing[:3])
+            raise CheckpointMismatchError(f"{len(missing)} files are not there yet: {names}: send them, then commit")
+
+    def linked_bytes(self) -> int:
+        """Return the bytes of shard files that are links."""
+        shards = self.plan().shards.items()
+        return sum(one.num_bytes for file, one in shards if os.stat(self.checkpoint / file).st_nlink > 1)
+
+    def publish(self) -> list[str]:
+        """Write the metadata of groups and arrays, make all names durable, and commit as a save of this machine does."""
+        files, plan = self._files, self.plan()
+
+        def write(folder: str) -> None:
+            path = self.checkpoint / folder / METADATA_FILE
+            files.make_folder(path.parent)
+            files.unlink(path)
+            files.write_small(path, dump_metadata(plan.copies[folder]))
+            make_read_only(path)
+            files.sync_folder(path.parent)
+
+        with Workers(4, "zstore-upload") as workers:
+            workers.run([partial(write, folder) for folder in plan.copies])
+        for folder in (self.checkpoint / "manifest", self.checkpoint):
+            files.sync_folder(folder)
+        messages = sweep(files, self.folder)
+        committer = Committer(files, self.folder, self.record.tag, self.record.id)
+        try:
+            committer.begin(partial(files.rename, self.checkpoint))
+            return messages + committer.commit(self.record)
+        except BaseException:
+            if committer.temporary.is_dir():
+                with contextlib.suppress(OSError):
+                    files.rename(committer.temporary, self.checkpoint)
+            raise
+        finally:
+            committer.close()
+
+
+def unfinished_uploads(folder: Path) -> list[Unfinished]:
+    """Return the uploads to a run's folder that are not committed."""
+    found: list[Unfinished] = []
+    for path in folder.glob(f"{UPLOADS_FOLDER}/*/{OFFER_FILE}"):
+        with contextlib.suppress(OSError, ValueError, ZstoreError):  # one that was just committed
+            offer = UploadOffer.model_validate_json(path.read_bytes())
+            record = Record.decode(offer.record.encode(), str(path))
+            alive = time.time() - path.stat().st_mtime < ALIVE_S
+            came = sum(
+                each.lstat().st_size for name in ("checkpoint", "parts") for each in (path.parent / name).rglob("*")
+            )
+            state = "under way" if alive else "interrupted"
+            found.append(Unfinished(name=tag_folder(record.tag), state=state, nbytes=came))
+    return found

@@ -1,1 +1,0 @@
-"""The content of answers: journals, checkpoints, arrays and differences as models. No HTTP."""

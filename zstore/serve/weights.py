@@ -1,0 +1,198 @@
+"""`/weights/<run>/<checkpoint>/...`: a model's safetensors files, made while they are downloaded, and their companions.
+
+[Note: bytes that are made on the way]
+Length, tag and every byte of a file follow from the record of the checkpoint and from the query of the URL, so ranges and
+resumed downloads are of one and the same file. It is the one that `zstore consolidate` writes. A value that cannot be
+read, fails its checksum or does not fit its type ends the connection before all bytes were sent: a client sees that the
+download is incomplete, and never a wrong byte. `latest` may be another checkpoint at the next request: there a range is given
+only with the tag of the file that the client has begun (`If-Range`), otherwise the whole file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
+
+import anyio
+from fastapi import APIRouter, Query, Request
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, ConfigDict, field_validator
+from starlette.responses import JSONResponse, Response
+
+from ..checkpoint.catalog import TagInfo
+from ..checkpoint.folder import Folder
+from ..checkpoint.reader import CheckpointReader
+from ..errors import CheckpointMismatchError, CheckpointNotFoundError, ZstoreError
+from ..format.arrays import SUFFIX
+from ..sizes import parse_bytes
+from ..weights.companions import companions, is_companion
+from ..weights.from_checkpoint import DTYPES, list_weights
+from ..weights.layout import MAX_FILE_BYTES, FileLayout, index_document, index_file, plan_model
+from ..weights.parts import cut_blocks, read_block
+from .files import Blocks, OpenedFile, Place, Representation, answer_part, file_blocks, open_place
+from .library import Library, NamedRun, Shared
+from .models import WeightsFile, WeightsFolder
+from .ranges import choose
+from .runs import Run
+
+_log = logging.getLogger(__name__)
+_VERSION = 1
+"""Raised when the same checkpoint would give other bytes."""
+_BLOCK_BYTES = 4 * 1024 * 1024
+router = APIRouter(tags=["weights"])
+
+
+class Wanted(BaseModel):
+    """The options for weights in a URL's query; as `zstore consolidate` has them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: Literal["bf16", "fp16", "fp32"] = "fp16"
+    max_shard_size: str = str(MAX_FILE_BYTES)
+    overflow: Literal["error", "inf", "clamp"] = "error"
+
+    @field_validator("max_shard_size")
+    @classmethod
+    def _is_a_size(cls, text: str) -> str:
+        parse_bytes(text)
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """A file that is made of a checkpoint."""
+
+    name: str
+    size: int
+    etag: str
+    data: bytes = b""
+    """Its bytes, if they are few."""
+    layout: FileLayout | None = None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint that weights are made of."""
+
+    library: Library
+    run: Run
+    path: str
+    info: TagInfo
+    reader: CheckpointReader
+    wanted: Wanted
+
+    @classmethod
+    def find(cls, library: Library, run: Run, checkpoint: str, wanted: Wanted) -> _Source:
+        path, info = library.checkpoints(run).find(checkpoint or "latest")
+        return cls(library, run, path, info, library.reader(info), wanted)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The values that are written as one type."""
+        return self.info.location, self.info.record.id, self.wanted.dtype
+
+    def files(self) -> Iterator[_File]:
+        """Yield the safetensors files, the index last if there are several."""
+        dtype, most = self.wanted.dtype, parse_bytes(self.wanted.max_shard_size)
+        layouts: list[FileLayout] = self.library.layouts.get(
+            (*self.key, most),
+            lambda: plan_model(list_weights(self.reader, DTYPES[dtype]), most, self.info.record.state),
+        )
+        for layout in layouts:
+            etag = self._etag(layout.header)
+            yield _File(name=layout.name, size=layout.file_bytes, etag=etag, layout=layout)
+        if len(layouts) > 1:
+            data = json.dumps(index_document(layouts), indent=2).encode()
+            yield _File(name=index_file(layouts), size=len(data), etag=self._etag(data), data=data)
+
+    def _etag(self, data: bytes) -> str:
+        text = f"{_VERSION} {self.reader.record.id} {self.wanted.dtype} {self.wanted.overflow} "
+        return f'"{hashlib.sha256(text.encode() + data).hexdigest()[:32]}"'
+
+    def companions(self) -> dict[str, Folder]:
+        """Return config and tokenizer files by name, with the folder: in a checkpoint, or beside it."""
+        return {name: folder for folder in (self.info.folder.parent, self.info.folder) for name in companions(folder)}
+
+    def companion(self, name: str) -> OpenedFile:
+        """Return a config or tokenizer file, opened. Raises CheckpointNotFoundError if there is none."""
+        folder = self.companions().get(name)
+        if folder is None:
+            some = ", ".join(file.name for file in self.files())
+            raise CheckpointNotFoundError(
+                f"{self.info.location} gives no {name!r:.200}; with this query it gives {some[:200]}"
+            )
+        return open_place(self.library, Place(folder=folder, path=name, identity=None))
+
+
+@router.get("/weights/{run}/{path:path}", response_model=WeightsFolder, responses={206: {}, 304: {}, 416: {}, 422: {}})
+@router.head("/weights/{run}/{path:path}", include_in_schema=False)
+async def _weights(
+    run: NamedRun, path: str, request: Request, library: Shared, wanted: Annotated[Wanted, Query()]
+) -> Response:
+    """The files of a checkpoint's weights, or with a file's name at the end that file."""
+    folder, _, name = path.rpartition("/")
+    if not (name.endswith((SUFFIX, f"{SUFFIX}.index.json")) or is_companion(name)):
+        folder, name = path.rstrip("/"), ""
+    source = await run_in_threadpool(_Source.find, library, run, folder, wanted)
+    if not name:
+        listed = await run_in_threadpool(_folder, source)
+        return JSONResponse(listed.model_dump(), headers={"Cache-Control": "no-store"})
+    headers = dict(request.headers)
+    if folder != source.path and not {"if-range", "if-match"} & headers.keys():
+        headers.pop("range", None)  # the file that was begun may be another's
+    file = await run_in_threadpool(lambda: next((file for file in source.files() if file.name == name), None))
+    if file is None:
+        opened = await run_in_threadpool(source.companion, name)
+        part = choose(request.method, headers, opened.etag, opened.size)
+        answer = Representation(etag=opened.etag, media_type=opened.media_type, close=opened.close)
+        return await answer_part(request, part, answer, file_blocks(library, opened, part))
+    if wanted.overflow == "error" and (reason := library.unfit.find(source.key)) is not None:
+        raise CheckpointMismatchError(reason)
+    part = choose(request.method, headers, file.etag, file.size)
+    kind = "application/json" if name.endswith(".json") else "application/octet-stream"
+    blocks = _made(source, file, part.start, part.stop)
+    return await answer_part(request, part, Representation(etag=file.etag, media_type=kind), blocks)
+
+
+def _folder(source: _Source) -> WeightsFolder:
+    files = [WeightsFile(name=file.name, size=file.size, etag=file.etag) for file in source.files()]
+    for name, folder in source.companions().items():
+        with (
+            suppress(FileNotFoundError),  # a link
+            closing(open_place(source.library, Place(folder=folder, path=name, identity=None))) as opened,
+        ):
+            files.append(WeightsFile(name=name, size=opened.size, etag=opened.etag))
+    record, wanted = source.info.record, source.wanted
+    return WeightsFolder(
+        run=source.run.name,
+        checkpoint=source.path,
+        id=record.id,
+        tag=source.info.tag,
+        step=record.step,
+        dtype=wanted.dtype,
+        overflow=wanted.overflow,
+        files=files,
+    )
+
+
+async def _made(source: _Source, file: _File, start: int, stop: int) -> Blocks:
+    """Yield bytes of a file that is made of a checkpoint. See [Note: bytes that are made on the way]."""
+    if file.layout is None:
+        yield file.data[start:stop]
+        return
+    try:
+        for block in cut_blocks(source.reader, file.layout, start, stop, _BLOCK_BYTES):
+            make = partial(read_block, source.reader, block, source.wanted.overflow)
+            yield await anyio.to_thread.run_sync(make, limiter=source.library.casts)
+    except (ZstoreError, OSError) as error:
+        _log.warning("a download of %s from %s ended: %s", file.name, source.info.location, error)
+        if isinstance(error, CheckpointMismatchError):
+            reason = str(error)
+            source.library.unfit.get(source.key, lambda: reason)
+        raise
