@@ -103,14 +103,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _own_seconds(engine: Engine, ids: torch.Tensor, steps: int) -> tuple[float, float]:
     """Take some steps; return the processor seconds of the journal in the training thread, and in its own."""
     inside, behind = _Counted(time.thread_time), _Counted(time.thread_time)
-    report, requests, journal, writer = engine.report, engine.requests, engine.journal, engine.journal.writer
+    report, journal, writer = engine.report, engine.journal, engine.journal.writer
     report.step_ended = inside.around(report.step_ended)  # type: ignore[method-assign]
     journal.step_ended = inside.around(journal.step_ended)
     engine.plug_in({})
-    requests.tell = inside.around(requests.tell)  # type: ignore[method-assign]
     writer.flush = behind.around(writer.flush)
-    if writer.beside is not None:
-        writer.beside = behind.around(writer.beside)
     for _ in range(steps):
         _step(engine, ids)
     return inside.seconds, behind.seconds

@@ -36,11 +36,10 @@ from ..access.optimizer_state import StateByParameter
 from ..checkpoint.client_state import ClientState, ClientValues, check, present
 from ..checkpoint.load_plan import LoadOptions, LoadReport
 from ..checkpoint.renaming import Names
-from ..checkpoint.save import Checkpoints, SaveOptions, save_or_stop
+from ..checkpoint.save import Checkpoints, SaveOptions
 from ..config.extra import Extra, overriding
 from ..report.monitors import Monitors
 from ..report.progress import RunReport
-from ..report.requests import Requests
 from ..report.statistics import EngineStatistics, engine_statistics
 from ..report.utilisation import PhaseTimes
 from ..runtime.garbage import CollectorPause, FrozenObjects
@@ -112,7 +111,6 @@ class Engine(nn.Module):
         """Client state of future saves that was not checked yet."""
         self._when_asked: Callable[[], NoReturn] | None = None
         """The request of `save_on_signal`."""
-        self._stop_state: ClientState = {}
         """The client state that it named."""
         self._by_block: AccumulationByBlock | None = None
         self._batches: Iterator[Any] | None = None
@@ -147,7 +145,6 @@ class Engine(nn.Module):
         apart = [] if training.pending.in_backward is not None else self.access.apart(training.state.records)
         self.value_sample = ValueSample(apart, self.access.master)
         self.signals = StopSignals(training.world)
-        self.requests = Requests(training.world)
         pause = CollectorPause() if settings.disable_python_gc else None
         ends = (pause.end if pause is not None else None, FrozenObjects().end)
         last = (
@@ -261,8 +258,6 @@ class Engine(nn.Module):
         training.was_applied = False
         try:
             if boundary:
-                if self.requests.finder is not None and self.requests.finder.found:
-                    self.requests.tell()
                 if self.world_size > 1:
                     self.report.step_begins()
                 with self._timed("optimizer_s"):
@@ -282,8 +277,6 @@ class Engine(nn.Module):
             while self._unchecked:
                 # Before hours of training, and not at a save that must not fail.
                 check(present(self._unchecked.pop()))
-            if training.world.heard:
-                self.requests.carry_out(self.carry_out)
             if self._when_asked is not None and self.stop_requested is not None:
                 self._when_asked()
 
@@ -729,23 +722,7 @@ class Engine(nn.Module):
         self.checkpoints.note_folder(folder)
         if client_state is not None:
             self._unchecked.append(client_state)
-            self._stop_state = client_state
         self._when_asked = lambda: self.save_and_stop(folder, tag, client_state)
-
-    def take_requests(self, taker: Callable[[str], str | None]) -> None:
-        """Let a loop itself carry out requests to the run (all ranks): `taker` is called with "save" or "stop" at the end of
-        a `step()`, the same one on every rank, and returns None, or why it refuses. By default `carry_out` does it."""
-        self.requests.taker = taker
-
-    def carry_out(self, action: str, *, save_latest: bool = True) -> str | None:
-        """Save without waiting, with the client state of `save_on_signal`, in the run's folder; or for
-        "stop" do as at a signal, if signals are watched (all ranks). Return why that could not be, else None."""
-        return save_or_stop(
-            action,
-            self.signals,
-            self.checkpoints,
-            lambda folder: self.save_checkpoint(folder, None, present(self._stop_state), save_latest, wait=False),
-        )
 
     def watch_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
         """Note these signals in `stop_requested` in place of ending the process; a second one ends it at once (all

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from zstore.checkpoint import (
     step_tag,
     tag_text,
 )
-from zstore.errors import UsageError, ZstoreError
+from zstore.errors import UsageError
 from zstore.format import ArraySpec, Grid, numpy_dtype
 from zstore.io import is_url
 from zstore.io.closing import settle
@@ -41,7 +40,6 @@ from ..build.model import files_beside, stored_whole
 from ..config.extra import Extra, TellOfSave
 from ..optim.stepper import STATE_KEY
 from ..params.record import ParameterRecord
-from ..runtime.signals import StopSignals
 from . import client_state as client
 from .accumulation import enter_gradients, leave_gradients, require_between_micro_batches, require_last_step
 from .base import BaseWeights
@@ -409,24 +407,3 @@ def _one_drive(one: Path, other: Path) -> bool:
     """Return whether two folders, of which the second may be made yet, are on one file system."""
     made = next(path for path in (other.absolute(), *other.absolute().parents) if path.exists())
     return one.stat().st_dev == made.stat().st_dev
-
-
-def save_or_stop(
-    action: str, signals: StopSignals, checkpoints: Checkpoints, save: Callable[[str], object]
-) -> str | None:
-    """Carry out a request to a run as an engine does by itself (see [Note: carrying out a request] in `report.requests`): call
-    `save` with the run's folder, or for "stop" do as at a signal (all ranks); return why that could not be, else
-    None."""
-    if action == "stop":
-        if not signals.are_watched:
-            return "this loop watches no signals: call engine.watch_signals() or save_on_signal() at its start"
-        signals.pretend(signal.SIGTERM)
-        return None
-    checkpoints.wait()  # the loop learns of that save's errors itself
-    if checkpoints.folder is None:
-        return "it is not known where this run saves: call engine.note_save_folder(FOLDER) at its start"
-    try:
-        save(checkpoints.folder)
-    except (ZstoreError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None

@@ -55,15 +55,6 @@ class StopSignals:
         os.write(2, text.encode())
 
     @property
-    def are_watched(self) -> bool:
-        """Whether any signal is noted."""
-        return bool(self._before)
-
-    def pretend(self, number: int) -> None:
-        """Act as if every rank had got this signal, and all knew of it (all ranks)."""
-        self._world.requested = self._world.granted = number
-
-    @property
     def requested(self) -> signal.Signals | None:
         """The signal that some rank got, once all ranks know of it."""
         world = self._world

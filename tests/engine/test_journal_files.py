@@ -1,4 +1,4 @@
-"""Files of journals: lines that are whole or cut off, tails, repeated steps, requests; without an engine."""
+"""Files of journals: lines that are whole or cut off, tails, repeated steps; without an engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import pytest
 from tests.waiting import until
 from zstore.checkpoint.request import SaveSummary
 from zstore.engine.extras.journal.beside import SaveNotes
-from zstore.errors import CorruptionError, StorageError, UsageError
+from zstore.errors import CorruptionError, UsageError
 from zstore.journal import journals, read, read_file, read_from, steps
 from zstore.journal.columns import last_steps
 from zstore.journal.lines import encode
 from zstore.journal.names import journal_file
-from zstore.journal.requests import read_request, request
 from zstore.journal.writer import FileSink, JournalWriter
 from zstore.remote.folder import open_folder
 
@@ -267,20 +266,3 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     exec(example, {})
     assert capsys.readouterr().out == "1 0.5\n2 0.25\nt 7 7 7\n"
-
-
-def test_a_request_is_there_whole(tmp_path: Path) -> None:
-    made = request(tmp_path, "r1", "save")
-    assert [path.name for path in tmp_path.iterdir()] == ["request-r1.json"]
-    assert read_request(tmp_path / "request-r1.json") == made
-    assert json.loads((tmp_path / "request-r1.json").read_text()) == {"id": made.id, "action": "save", "at": made.at}
-    assert request(tmp_path, "r1", "stop").action == "stop"
-    for text in ("", "{}", "[]", '{"id": 1, "action": "dance", "at": 1}', '{"id": 1, "action": "save", "at": "x"}'):
-        (tmp_path / "request-r1.json").write_text(text)
-        assert read_request(tmp_path / "request-r1.json") is None
-    with pytest.raises(UsageError, match="save, stop, got 'dance'"):
-        request(tmp_path, "r1", "dance")
-    with pytest.raises(UsageError, match="behind a URL"):
-        request(open_folder("memory://journal-test"), "r1", "save")
-    with pytest.raises(StorageError, match="cannot ask the run"):
-        request(tmp_path / "missing", "r1", "save")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,8 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch.utils.data import DataLoader
 
 import zstore.accelerate
-from tests.engine.asking import actions, ask
 from tests.integrations.trainers import Texts, config, llama
-from zstore.checkpoint.reader import tags
 from zstore.errors import CheckpointMismatchError, ConfigError, UsageError
-from zstore.journal import read, steps
 from zstore.testing.ranks import run_ranks
 
 # The order of the samples follows from seed and epoch.
@@ -107,31 +103,7 @@ def _beside(rank: int, folder: str, world_size: int) -> list[float]:
     resumed.accelerator.load_state(os.fspath(place / "state"))
     resumed.epoch(1)
     assert resumed.losses == rest
-    _ask(rank, resumed, place / "project")
     return rest
-
-
-def _ask(rank: int, loop: _Loop, folder: Path) -> None:
-    """Ask for a save and an end, and check the journal, which is in the project's folder."""
-    engine = loop.model
-    before = engine.global_steps
-    engine.watch_signals()
-    for action in ("save", "stop"):
-        if rank == 0:  # the other rank's step waits for this one's
-            ask(engine, folder, action)
-        loop.epoch(2)
-    assert engine.stop_requested == signal.SIGTERM
-    loop.accelerator.free_memory()
-    if rank != 0:
-        return
-    records = read(folder)
-    run = [record for record in records if record["kind"] == "start"][-1]
-    assert (run["loop"], run["step"], records[-1]["kind"]) == ("accelerate", before // 2, "end")
-    assert steps(records)["step"] == list(range(1, 2 * before + 1))
-    assert [(action, refused) for action, _, refused in actions(folder)] == [("save", False), ("stop", False)]
-    saves = [(r["step"], Path(r["location"]).parent) for r in records if r.get("state") == "committed"]
-    assert saves[-1] == (before + 1, folder)
-    assert [(info.record.step, info.record.is_latest) for info in tags(folder)] == [(before + 1, False)]
 
 
 def _named_by_the_config(rank: int, folder: str) -> None:

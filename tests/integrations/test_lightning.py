@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import zstore
 from tests import warm
-from tests.engine.asking import actions, ask
 from tests.integrations.lightning_runs import Batches, LateNet, disk_config, fit, make_net, make_trainer, quiet
 from zstore.journal import read
 from zstore.lightning import ZstoreStrategy
@@ -74,7 +73,6 @@ def _on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
         with pytest.raises(zstore.ZstoreError, match=r"ranks have \[\[1\], \[2\]\] batches"):
             trainer.predict(module, Batches(rank, rank + 1))
     strategy.close()
-    _ask(rank, base / "asked")
 
     resumed = {
         name: fit(
@@ -94,43 +92,6 @@ def _on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
         "predicted": [tuple(values.shape) for values in predicted],
         "resumed": resumed,
     }
-
-
-class _Asks(L.Callback):
-    """Asks a run to save in its second step, and to stop in its third one."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
-        if trainer.global_rank == 0 and number in (2, 5):  # the other rank's next step waits for this one's
-            ask(trainer.strategy.engine, self._folder, "save" if number == 2 else "stop")
-
-
-def _ask(rank: int, folder: Path) -> None:
-    """Ask a fit for a save and an end, which Lightning makes; check its journal."""
-    saves = ModelCheckpoint(folder, every_n_train_steps=100, filename="{step}")
-    trainer = make_trainer("zstore", 2, callbacks=[saves, _Asks(folder)], enable_checkpointing=True)
-    losses = fit(trainer, make_net(), rank)
-    assert trainer.global_step == 3
-    everyone = trainer.strategy.engine.world.all_gather_object(losses)
-    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
-    trainer.strategy.close()
-    if rank != 0:
-        return
-    records = read(folder)
-    assert {path.name for path in folder.glob("*.ckpt")} == {"step=2.ckpt", "step=3.ckpt"}
-    assert (records[0]["loop"], records[0]["total_steps"], records[0]["world_size"]) == ("lightning", 6, 2)
-    taken = [record for record in records if record["kind"] == "step"]
-    assert [record["step"] for record in taken] == [1, 2, 3]
-    assert [record["values"] for record in records if record["kind"] == "metrics"][-1:] == [logged] != [{}]
-    # Lightning divides each by 3, the last one too, which is alone in its step.
-    expected = [sum(sum(mine[first : first + 3]) for mine in everyone) / 6 for first in (0, 3, 6)]
-    assert [record["loss"] for record in taken] == pytest.approx(expected)
-    assert [(action, refused) for action, _, refused in actions(folder)] == [("save", False), ("stop", False)]
-    committed = [record["step"] for record in records if record.get("state") == "committed"]
-    assert committed == [2, 3]
-    assert (records[-1]["kind"], records[-1]["reason"]) == ("end", "done")
 
 
 def _on_one_rank(rank: int, folder: str) -> dict[str, Any]:

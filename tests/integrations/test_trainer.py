@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, default_data_collator
+from transformers import Trainer, default_data_collator
 
 import zstore.hf
-from tests.engine.asking import actions, ask
 from tests.integrations.trainers import CHECKPOINTING, Texts, arguments, config, history, llama
-from zstore.engine import Engine
 from zstore.errors import UsageError
-from zstore.journal import read
 from zstore.testing.ranks import run_ranks
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
@@ -72,45 +69,6 @@ def _beside(rank: int, folder: str, world_size: int) -> None:
     torch.testing.assert_close(
         torch.tensor(predicted.predictions), torch.tensor(truth.predictions), rtol=1e-4, atol=1e-5
     )
-    _ask(rank, found, place / "ours")
-
-
-class _Asks(TrainerCallback):  # type: ignore[misc]
-    """Asks the run to save in its second step, and to stop in its third one."""
-
-    def __init__(self, engine: Engine, folder: Path) -> None:
-        self._engine = engine
-        self._folder = folder
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if args.process_index == 0 and state.global_step <= 2:  # the other rank's next step waits for this one's
-            ask(self._engine, self._folder, ["save", "stop"][state.global_step - 1])
-
-
-def _ask(rank: int, trainer: Any, folder: Path) -> None:
-    """Check the journal of the training; train again with the same engine, and ask for a save and an end."""
-    engine, first, evaluated = trainer.engine, trainer.state.global_step, history(trainer, "eval_loss")
-    trainer.add_callback(_Asks(engine, folder))
-    trainer.train()
-    assert trainer.state.global_step == 3
-    assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
-    logged = history(trainer, "loss")
-    trainer.close()
-    if rank != 0:
-        return
-    records = read(folder)
-    taken = [record for record in records if record["kind"] == "step"]
-    assert (records[0]["loop"], records[0]["total_steps"]) == ("trainer", first)
-    assert [record["step"] for record in taken] == list(range(1, first + 4))
-    # At 2 ranks the last batches are filled up.
-    assert [record["tokens"] for record in taken[:first]] == ([48, 48, 16] * 2 if first == 6 else [96, 32] * 2)
-    assert [record["loss"] for record in taken[first:]] == pytest.approx(logged, rel=1e-3)
-    found = [record["values"] for record in records if record["kind"] == "metrics"]
-    assert [values["eval_loss"] for values in found if "eval_loss" in values][: len(evaluated)] == evaluated != []
-    assert [(action, refused) for action, _, refused in actions(folder)] == [("save", False), ("stop", False)]
-    saves = [(record["tag"], record["state"]) for record in records if record["kind"] == "save"]
-    assert saves == [(f"step-{number}", state) for number in (2, 3) for state in ("begun", "committed")]
-    assert (records[-1]["kind"], records[-1]["reason"]) == ("end", "done")
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])

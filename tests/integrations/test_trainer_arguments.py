@@ -24,7 +24,6 @@ from tests.integrations.trainers import Texts, arguments, config, history, llama
 from zstore.engine.adapters.huggingface.arguments import check_arguments
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
 from zstore.journal import journals
-from zstore.journal.names import request_file, run_of
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -325,13 +324,12 @@ def test_what_goes_to_the_hub_is_whole_when_it_goes_and_has_no_journal(
         and any(name.startswith(f"step-{number}/") for name in files)
         for number, files in enumerate(checkpoints, 1)
     ] == [True, True]
-    (journal,) = journals(tmp_path / "checkpoint-2")
-    (tmp_path / "checkpoint-2" / request_file(str(run_of(journal)))).write_text("{}")
+    assert journals(tmp_path / "checkpoint-2")
     monkeypatch.setattr(trainer, "create_model_card", lambda **_: None)  # it would ask the hub
     trainer.push_to_hub(commit_message="the end", blocking=False)
     message, files = api.sent[-1]
     assert (message, files >= {"model.safetensors", "config.json"}) == ("the end", True)
-    assert not [name for _, files in api.sent for name in files if "journal" in name or "request" in name]
+    assert not [name for _, files in api.sent for name in files if "journal" in name]
     assert any(message.startswith("Training in progress, step") for message, _ in api.sent)
     trainer.close()
 

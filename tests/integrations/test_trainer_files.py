@@ -20,16 +20,13 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
 import zstore.hf
-from tests.engine.asking import actions, ask
 from tests.integrations.tokens import tokenizer
 from tests.integrations.trainers import QUIET, Texts, arguments, config, history, llama
 from tests.tools.commands import run
-from zstore.checkpoint.folder import folder_at
 from zstore.engine.adapters.huggingface.checkpoints import committed, rotate, wait_for_removal
 from zstore.errors import ConfigError
 from zstore.journal import read
 from zstore.journal.names import run_of
-from zstore.serve.views.history import History
 from zstore.testing.ranks import run_ranks
 
 RUN = {
@@ -154,12 +151,6 @@ def _steps(journal: Path) -> list[int]:
     return [one["step"] for one in read(journal.parent) if one["kind"] == "step"]
 
 
-def _views(out: Path) -> list[Any]:
-    history = History(folder_at(out))
-    history.refresh()
-    return history.views
-
-
 def _kept(out: Path) -> set[str]:
     return set(os.listdir(out)) if out.exists() else set()
 
@@ -197,30 +188,6 @@ def test_output_dir_has_what_trainer_alone_leaves_there(tmp_path: Path, saves: d
         (journal,) = found
         assert _steps(journal) == [1, 2, 3, 4]
         assert read(tmp_path / "ours") == read(tmp_path / "ours", run_of(journal.name)) == read(journal.parent)
-        assert [view.step for view in _views(tmp_path / "ours")] == [4]
-
-
-class _Stops(TrainerCallback):  # type: ignore[misc]
-    """Asks the run to stop in its third step, as the page does."""
-
-    def __init__(self) -> None:
-        self.trainer: Any = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 2:
-            ask(self.trainer.engine, Path(args.output_dir), "stop")
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_run_is_asked_in_output_dir_wherever_its_journal_is(tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6}
-    stops = _Stops()
-    trainer = zstore.hf.Trainer(llama(), arguments(tmp_path, **settings), train_dataset=Texts(8), callbacks=[stops])
-    stops.trainer = trainer
-    trainer.train()
-    trainer.close()
-    assert trainer.state.global_step < 6
-    assert [action for action, *_ in actions(tmp_path)] == ["stop"]
 
 
 @pytest.mark.filterwarnings("default")

@@ -30,8 +30,6 @@ from zstore.checkpoint.commit import discard
 from zstore.checkpoint.lock import owner_document
 from zstore.checkpoint.names import own_name, step_tag
 from zstore.io.files import Files
-from zstore.journal.names import request_file
-from zstore.journal.requests import read_request
 
 RUN = "gpt-small"
 HOSTILE_RUN = "<img src=x onerror=alert(1)>"
@@ -197,24 +195,10 @@ class LiveRun:
             time.sleep(step_s)
             journal.at = time.time() - step_s
             journal.steps(1, step_s=step_s)
-            asked = self._take_request()
-            if journal.step % save_every == 0 or asked == "save":
+            if journal.step % save_every == 0:
                 self.save()
                 journal.at = time.time()
                 journal.saved(self.folder, linked_bytes=2**20, written_bytes=2**20)
-            if asked == "stop":
-                return
-
-    def _take_request(self) -> str | None:
-        path = self.folder / request_file(self.run_id)
-        try:
-            found = read_request(path)
-            path.unlink()
-        except FileNotFoundError:
-            return None
-        if found is not None:
-            self.journal.write("action", action=found.action, id=found.id)
-        return None if found is None else found.action
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.engine.asking import ask_and_wait
 from tests.tools.train_runs import config_file, options, rows
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import ZstoreError
-from zstore.journal import read, steps
 from zstore.tools.train.command import launch, train_command
 
 PYTHON = [sys.executable, "-c"]
@@ -93,44 +90,6 @@ def test_a_signal_saves_and_ends_with_75(
             options(tmp_path, text, config, save=tmp_path / "run", resume="auto", steps=step + 1, metrics=again)
         )
         assert [row["step"] for row in rows(again)] == [step + 1]
-
-
-def what_was_asked(folder: Path) -> None:
-    """Check the journal of a run that was asked to save, and then to stop."""
-    records = read(folder)
-    (save, stop) = [number for number, record in enumerate(records) if record["kind"] == "action"]
-    assert [records[number]["action"] for number in (save, stop)] == ["save", "stop"]
-    end = records[-1]
-    assert (records[0]["kind"], records[0]["loop"]) == ("start", "train")
-    assert (end["kind"], end["reason"]) == ("end", "stopped")
-    assert steps(records)["step"] == list(range(1, end["step"] + 1))
-    asked_for = next(record for record in records[save:] if record["kind"] == "save")
-    committed = [record["step"] for record in records if record.get("state") == "committed"]
-    assert {asked_for["step"], end["step"]} <= set(committed)
-    assert [info.record.step for info in tags(folder)] == committed
-
-
-def test_two_ranks_save_and_stop_when_they_are_asked(tmp_path: Path, text: Path) -> None:
-    with training(ZSTORE, tmp_path, text, "--nproc", 2) as process:
-        for action in ("save", "stop"):
-            ask_and_wait(tmp_path / "run", action)
-        code, rest = finish(process)
-    assert code == 75, rest
-    what_was_asked(tmp_path / "run")
-
-
-def test_a_run_saves_and_stops_when_it_is_asked(tmp_path: Path, text: Path) -> None:
-    def ask() -> None:
-        for action in ("save", "stop"):
-            ask_and_wait(tmp_path / "run", action)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    with pytest.raises(SystemExit) as caught:
-        train_command(options(tmp_path, text, config_file(tmp_path), save=tmp_path / "run", steps=10**6))
-    asking.join()
-    assert caught.value.code == 75
-    what_was_asked(tmp_path / "run")
 
 
 def test_no_rank_outlives_its_launcher(tmp_path: Path, text: Path) -> None:

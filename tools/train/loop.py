@@ -44,8 +44,6 @@ class TrainLoop:
         self._row: dict[str, Any] = {}
         """Metrics of the last step."""
         self._saved = False
-        self._is_save_asked = False
-        engine.take_requests(self._take_request)
         engine.journal.note(
             loop="train", total_steps=options.steps, tokens=engine.train_batch_size() * position.seq_len
         )
@@ -85,7 +83,7 @@ class TrainLoop:
                         progress.say(
                             f"step {row['step']}: evaluation loss {row['eval_loss']:.4f}, perplexity {row['perplexity']:.2f}"
                         )
-                due, stop = self._is_save_due() or self._is_save_asked, engine.stop_requested
+                due, stop = self._is_save_due(), engine.stop_requested
                 if due or stop is not None:
                     stall_s = self._save()
                     if progress is not None:
@@ -140,15 +138,6 @@ class TrainLoop:
     def _state(self) -> dict[str, Any]:
         return {STATE_KEY: asdict(self._position) | {"samples": self._samples}}
 
-    def _take_request(self, action: str) -> str | None:
-        """Note a person's request at the end of a step; see `Engine.take_requests`."""
-        if self._options.save is None:
-            return "this run has no --save, so it does not save"
-        if action == "stop":
-            return self._engine.carry_out(action)
-        self._is_save_asked = True
-        return None
-
     def _is_save_due(self) -> bool:
         options, step = self._options, self._engine.global_steps
         if options.save is None:
@@ -159,7 +148,7 @@ class TrainLoop:
         """Pin the state and let training go on; returns the seconds that took."""
         if not self._saved and self._engine.global_rank == 0:
             self._keep_model_files()
-        self._saved, self._is_save_asked = True, False
+        self._saved = True
         handle = self._engine.save_checkpoint(
             str(self._options.save),
             client_state=self._state(),

@@ -18,11 +18,6 @@ def journal_file(run_id: str) -> str:
     return f"journal-{_checked(run_id)}.jsonl"
 
 
-def request_file(run_id: str) -> str:
-    """Return the name of the file by which a run is asked for something. Raises UsageError as `journal_file` does."""
-    return f"request-{_checked(run_id)}.json"
-
-
 def run_of(file: str) -> str | None:
     """Return the id of the run whose journal a file is, by its name or path; None for any other file."""
     found = _JOURNAL.fullmatch(file.rpartition("/")[2])

@@ -16,7 +16,7 @@ from ..checkpoint.folder import Folder, FolderLike, folder_at
 from .lines import Record, decode, decode_lines
 from .names import CHECKPOINT_FOLDER, journal_file, run_of
 
-KINDS = frozenset({"start", "plan", "step", "save", "load", "eval", "metrics", "action", "warning", "end"})
+KINDS = frozenset({"start", "plan", "step", "save", "load", "eval", "metrics", "warning", "end"})
 """Records of other kinds are passed over."""
 
 _BLOCK_BYTES = 16 * 1024 * 1024

@@ -23,7 +23,7 @@ from ..io.closing import Closing, join_threads, start_threads
 from .lines import encode
 
 _PAUSE_S = 0.5
-"""Seconds between two writes, and between two calls of `beside`."""
+"""Seconds between two writes."""
 _MOST_WAITING = 4096
 """Most records that wait for a sink."""
 _MOST_UNWRITTEN_BYTES = 4 * 1024 * 1024
@@ -95,8 +95,6 @@ class JournalWriter(Closing):
         self._writing = threading.Lock()
         self._unwritten: deque[bytes] = deque()
         self._sink: FileSink | None = None
-        self.beside: Callable[[], None] | None = None
-        """Called by the thread every half second while there is a sink; must not raise."""
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
@@ -128,8 +126,6 @@ class JournalWriter(Closing):
     def _serve(self) -> None:
         while not self._ending.wait(_PAUSE_S):
             self.flush()
-            if self.beside is not None:
-                self.beside()
 
     def flush(self) -> None:
         """Write the waiting records, in the caller's thread; if that fails it is tried again later."""

@@ -78,10 +78,6 @@ class World:
     """This rank's request to all ranks, 0: none. It travels with `raise_together`, for a few bytes there."""
     granted: int = 0
     """The greatest request of any rank that has travelled: the same on all ranks after the same call."""
-    asks: str = ""
-    """The request of rank 0 to all ranks; it travels with `raise_together` unless it is empty."""
-    heard: str = ""
-    """The last request of rank 0 that travelled: the same on all ranks after the same call."""
     tells: Callable[[], float | None] | None = None
     """Gives a number of this rank, which travels with the next `raise_together` alone."""
     told: list[float] = field(default_factory=list)
@@ -296,17 +292,15 @@ class World:
         """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
         if self.world_size == 1:
             self.granted = max(self.granted, self.requested)
-            self.heard = self.asks
             if error is not None:
                 raise error
             return
         text = None if error is None else "".join(traceback.format_exception(error))
         number, self.tells = None if self.tells is None or error is not None else self.tells(), None
-        more = [self.asks, number] if self.asks or number is not None else []
+        more = [] if number is None else [number]
         told = self.all_gather_object([str(self.activity), text, self.requested, *more])
         self.granted = max(self.granted, *(requested for _, _, requested, *_ in told))
-        self.heard = told[0][3] if told[0][3:] else ""
-        self.told = [row[4] for row in told if row[4:] and row[4] is not None] or self.told
+        self.told = [row[3] for row in told if row[3:]] or self.told
         failures = {rank: text for rank, (_, text, *_) in enumerate(told) if text is not None}
         if failures and self.watch is not None:
             self.watch.agree()

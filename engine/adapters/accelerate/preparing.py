@@ -8,7 +8,6 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import accelerate
@@ -222,8 +221,6 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _begin_journal(self, engine: Engine) -> None:
         """Let the run's journal be in the project's folder, if there is one, from the first step on."""
         engine.journal.note(loop="accelerate")
-        # Without the other files of a saved state: `load_state` takes it if it is named alone.
-        engine.take_requests(partial(_carry_out, weakref.ref(engine)))
         settings = self.project_configuration
         if settings.project_dir is not None:
             named = settings.automatic_checkpoint_naming
@@ -335,11 +332,6 @@ class PreparingAccelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "and optimizer to the same prepare()"
             )
         return EngineScheduler(self.engine)
-
-
-def _carry_out(engine: weakref.ref[Engine], action: str) -> str | None:
-    found = engine()
-    return None if found is None else found.carry_out(action, save_latest=False)
 
 
 def _cast_inputs(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Notes of a Trainer's run for its journal, and requests to the run that it carries out."""
+"""Notes of a Trainer's run for its journal."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ _KNOWN = frozenset({"loss", "grad_norm", "learning_rate", "epoch", "step", "num_
 
 
 class RunCallback(TrainerCallback):  # type: ignore[misc]
-    """Tells the journal of `engine` the tokens of each step, if Trainer counts them, and saves or stops when asked."""
+    """Tells the journal of `engine` the tokens of each step, if Trainer counts them."""
 
     def __init__(self, engine: Engine) -> None:
         self._journal = engine.journal
         self._log = engine.log
         self._seen_tokens = 0
-        self._asked: set[str] = set()
-        engine.take_requests(self._take)
-
-    def _take(self, action: str) -> None:
-        self._asked.add(action)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the tokens counted so far."""
@@ -42,14 +37,3 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Record what the Trainer logs and the journal lacks: evaluations, and metrics of the user's own."""
         self._log({name: value for name, value in logs.items() if name not in _KNOWN})
-
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl | None:
-        """Save, or save and stop, if that was requested in the step."""
-        if not self._asked:
-            return None
-        control.should_save = True
-        control.should_training_stop |= "stop" in self._asked
-        self._asked.clear()
-        return control

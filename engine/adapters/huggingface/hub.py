@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers.trainer
 
-_FILES = ("journal-*.jsonl", "request-*.json", ".request-*")
+_FILES = ("journal-*.jsonl",)
 PRIVATE = (*_FILES, *(f"*/{name}" for name in _FILES))
 """Files of a run, beside its checkpoints, that stay where they are."""
 _NAMES = ("hf_api", "upload_folder")

@@ -1,9 +1,8 @@
-"""Notes of a fit for the run's journal, and requests to the run that it carries out."""
+"""Notes of a fit for the run's journal, and where that is."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,19 +16,12 @@ _NAME = "ZstoreRunCallback"
 
 
 def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
-    """Keep the journal with the checkpoints of the Trainer's checkpoint callback, and carry out requests by it."""
+    """Keep the journal with the checkpoints of the Trainer's checkpoint callback."""
     engine.journal.note(loop="lightning", total_steps=_total_steps(trainer))
     checkpoints = trainer.checkpoint_callback
     if getattr(checkpoints, "dirpath", None):
         engine.checkpoints.note_folder(str(checkpoints.dirpath))
-    asked: set[str] = set()
     logged = [0]
-
-    def take(action: str) -> str | None:
-        if getattr(checkpoints, "dirpath", None) is None:
-            return "this Trainer has no ModelCheckpoint, so it is not known where it saves"
-        asked.add(action)
-        return None
 
     def log(self: Any, trainer: Any, *args: Any) -> None:
         """Record what the module logged."""
@@ -37,20 +29,11 @@ def begin_journal(library: str, trainer: Any, engine: Engine) -> None:
             engine.log(trainer.logged_metrics)
 
     def on_train_batch_end(self: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Record what was logged, as often as loggers are told; save, or save and stop, if that was requested."""
+        """Record what was logged, as often as loggers are told."""
         if trainer.global_step >= logged[0] + max(1, trainer.log_every_n_steps):
             logged[0] = trainer.global_step
             log(self, trainer)
-        if not asked:
-            return
-        numbers = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        name = checkpoints.format_checkpoint_name({**trainer.callback_metrics, **numbers})
-        trainer.save_checkpoint(os.path.join(checkpoints.dirpath, os.path.basename(name)))
-        if "stop" in asked:
-            trainer.should_stop = True
-        asked.clear()
 
-    engine.take_requests(take)
     hooks = {"on_train_batch_end": on_train_batch_end, "on_train_epoch_end": log, "on_validation_end": log}
     kind = type(_NAME, (import_module(library).Callback,), hooks)
     # Before the callback that saves: those of Lightning come last.

@@ -1,26 +1,18 @@
-"""Beside the training thread: warnings, failures, the progress of saves, and requests, which are files beside the journal."""
+"""Beside the training thread: warnings, failures, and the progress of saves."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from zstore.checkpoint import SaveHandle, SaveSummary
-from zstore.journal.names import request_file
-from zstore.journal.requests import Request, read_request
 from zstore.journal.writer import JournalWriter
-
-from .file import RunFile
 
 _log = logging.getLogger("zstore")
 
@@ -128,51 +120,3 @@ class SaveNotes:
         """Return for how long training was delayed; so far, if it still is."""
         known_s = 0.0 if self._handle is None else self._handle.stall_s
         return known_s or time.perf_counter() - self._began
-
-
-class RequestFinder:
-    """Looks for requests twice a second, in the writer's thread of a journal (rank 0). Knows nothing of the engine, which may
-    end before the thread. See [Note: carrying out a request] in `report.requests`."""
-
-    def __init__(self, file: RunFile, started_at: float) -> None:
-        self._file, self._started_at = file, started_at
-        self._path = ""
-        self._last_id = ""
-        self._problem_said = False
-        self.found: deque[Request] = deque(maxlen=1)
-        """The last one, until the engine takes it."""
-        file.writer.beside = self.look
-
-    def look(self) -> None:
-        """Take up the request that is there, if any."""
-        opened = self._file.current
-        if opened is None:
-            return
-        path = os.path.join(opened.run_folder, request_file(opened.run_id))
-        if path != self._path:
-            self._path = path
-            self._forget_old()
-        if os.path.exists(path):
-            self._take_up()
-
-    def _take_up(self) -> None:
-        """Take up the request that is there, and remove its file; by the time that the file is gone it is `found`."""
-        try:
-            found = read_request(Path(self._path))
-            if found is None:
-                _log.warning("%s was no request, and is removed", self._path)
-            elif found.id != self._last_id:  # of a file that cannot be removed
-                self.found.append(found)
-                self._last_id = found.id
-            os.unlink(self._path)
-            self._problem_said = False
-        except OSError as error:
-            if not self._problem_said:
-                self._problem_said = True
-                _log.warning("a request to the run cannot be read or removed: %s", error)
-
-    def _forget_old(self) -> None:
-        with contextlib.suppress(OSError):
-            found = read_request(Path(self._path))
-            if found is None or found.at < self._started_at:
-                os.unlink(self._path)

@@ -13,8 +13,8 @@ that finds one, so that a process that only loads leaves none. From then on
 Of a run that saves to a URL the journal is in the local folder that its saves go through, and is sent along with each of them,
 and at the end; to a service of zstore its lines are sent about once a second.
 
-The training thread alone changes anything. Others read `current`, which is replaced as a whole: the writer's thread, which
-looks for requests beside the file, and those of uploads, which send it.
+The training thread alone changes anything. Threads of uploads, which send the file, read `current`, which is replaced as
+a whole.
 """
 
 from __future__ import annotations

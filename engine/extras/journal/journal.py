@@ -31,7 +31,7 @@ from ...plan.rungs import advice
 from ...report.memory import memory_now
 from ...report.statistics import link_statistics
 from ...report.utilisation import PhaseTimes
-from .beside import JournalFailure, RequestFinder, SaveNotes, Warnings, error_text, number_of, uncaught_error
+from .beside import JournalFailure, SaveNotes, Warnings, error_text, number_of, uncaught_error
 from .file import Namer, RunFile
 from .start import plan_record, start_record
 
@@ -176,7 +176,6 @@ class RunJournal(StepJournal, Extra):
         self.saves_s = engine.saves_s
         if self.enabled:
             self._report.want()
-            engine.requests.watch(RequestFinder(self.file, self.started_at), self._acted)
             for line in training.config.report():  # they were logged before there was a journal
                 self._warnings.note(f"{training.config.source}: {line}", self.started_at)
 
@@ -297,12 +296,6 @@ class RunJournal(StepJournal, Extra):
         found = {name: value for name, given in values.items() if (value := number_of(given)) is not None}
         if self.enabled and found:
             self._add("metrics", values=found)
-
-    def _acted(self, action: str, request_id: str, problem: str | None = None) -> None:
-        """Record that a request was carried out, or why it was not."""
-        if self.enabled:
-            record = {"kind": "action", "at": time.time(), "action": action, "id": request_id}
-            self.writer.append(record | ({} if problem is None else {"problem": problem}))
 
     def stops(self, error: BaseException) -> None:
         self._reason = "stopped" if isinstance(error, SystemExit | KeyboardInterrupt) else "failed"
