@@ -160,7 +160,7 @@ def test_where_the_config_says_or_nowhere(tmp_path: Path) -> None:
         assert [p.parent.name for p in tmp_path.rglob("journal-*")] == ["own"]
     with start(make_config(), frozen=True) as engine:
         assert not engine.journal.enabled
-    for wrong in ("own/journal", True, 3):
+    for wrong in (True, 3):
         with pytest.raises(ConfigError, match=r"zstore\.journal: expected .*path"):
             start(make_config(zstore={"journal": wrong}))
 

@@ -355,7 +355,9 @@ class _Zip:
         self._file.seek(self._base + min(max(info.header_offset, 0), self._nbytes))
         header = self._file.read(_LOCAL_HEADER_BYTES)
         if len(header) != _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
-            raise CorruptionError(f"{self._path}: {name!r} is not where the archive's directory says: it is damaged")
+            raise CorruptionError(
+                f"{self._path}: {name!r} is at another place than the archive's directory says: it is damaged"
+            )
         offset = info.header_offset + _LOCAL_HEADER_BYTES + sum(struct.unpack_from("<HH", header, 26))
         if offset + info.file_size > self._nbytes:
             raise CorruptionError(

@@ -6,7 +6,7 @@
     a checkpoint's folder    all that is not the checkpoint's own, except weights
     a folder above one, or   what has a name of `COMPANIONS`: it has other things too
     other software's
-Links are followed where a user named the folder, as in the hub's cache, whose files are links: the copies are files. In a
+Links are followed if a user named the folder, as in the hub's cache, whose files are links: the copies are files. In a
 checkpoint of ours there are none, and one that is there may lead anywhere: it stays behind.
 """
 
@@ -245,7 +245,7 @@ def _reason(error: OSError | CorruptionError) -> str:
 
 
 def _shown(name: str, opened: _Open) -> str:
-    """Return the name of a file, and where a link leads that the hub's cache does not have."""
+    """Return the name of a file, and the target of a link that the hub's cache does not have."""
     path = opened.args[0] if isinstance(opened, partial) and isinstance(opened.args[0], Path) else None
     if path is None or not path.is_symlink() or _BLOB.fullmatch(os.readlink(path)):
         return name
