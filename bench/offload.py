@@ -133,7 +133,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after two warm-up steps")
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
     parser.add_argument(
-        "--overlap", type=some_of("none", "backward", "forward", "speculative"), default=["none", "backward", "forward"]
+        "--overlap", type=some_of("none", "backward", "forward"), default=["none", "backward", "forward"]
     )
     parser.add_argument("--clip", type=some_of("off", "on"), default=["off", "on"])
     parser.add_argument(

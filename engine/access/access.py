@@ -114,7 +114,7 @@ class Access:
                 )
             if self._pending.is_in_backward:
                 raise UsageError(
-                    f'{call} between backward() and step(): with "step_overlap": "backward" or "speculative" the '
+                    f'{call} between backward() and step(): with "step_overlap": "backward" the '
                     "state is being changed then; call step() first"
                 )
             self._pending.complete()

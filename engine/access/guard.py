@@ -145,8 +145,8 @@ class ParameterGuard:
             return
         if self._pending.is_in_backward:
             raise UsageError(
-                'parameters changed in place between backward() and step(), but with "step_overlap": "backward" or '
-                '"speculative" they are being updated then: change them after step()'
+                'parameters changed in place between backward() and step(), but with "step_overlap": "backward" '
+                "they are being updated then: change them after step()"
             )
         whole = self._pending.wait() is None  # else the state is torn, and its next use raises
         self._take_over([record for record in written if whole and record.residency is Residency.RESIDENT])

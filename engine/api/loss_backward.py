@@ -74,7 +74,7 @@ class LossBackward:
         """Raise UsageError within a block of `averaged_weights`, and of `zstore.gather` if a backward begun now updates."""
         self._access.require_own_weights(call)
         if self._training.pending.in_backward is not None and self._training.accumulation.is_boundary:
-            self._access.require_no_block(f'{call}, which with "step_overlap": "backward" or "speculative" updates,')
+            self._access.require_no_block(f'{call}, which with "step_overlap": "backward" updates,')
 
     # -- backward ---------------------------------------------------------------------------------------------------
 

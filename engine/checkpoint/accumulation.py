@@ -45,7 +45,7 @@ def require_last_step(training: Training) -> None:
     """Raise UsageError when a save that leaves out the step that has begun would not have the state of the last one."""
     if training.pending.is_in_backward:
         raise UsageError(
-            'save_checkpoint between backward and step(): with "step_overlap": "backward" or "speculative" the state is being '
+            'save_checkpoint between backward and step(): with "step_overlap": "backward" the state is being '
             'changed then; call step() first, or set "step_overlap" to "forward" or "none"'
         )
     if training.loader is not None and not training.accumulation.is_new:

@@ -123,8 +123,8 @@ class Restore:
         plan = plan_load(training.model, training.state, reader, options)
         if training.pending.is_in_backward and not plan.is_whole:
             raise UsageError(
-                'a load of a part of a checkpoint between backward() and step(): with "step_overlap": "backward" or '
-                '"speculative" the state is being changed then; call step() first, or load a whole one, without options'
+                'a load of a part of a checkpoint between backward() and step(): with "step_overlap": "backward" '
+                "the state is being changed then; call step() first, or load a whole one, without options"
             )
         if training.pending.torn and not plan.is_whole:
             raise UsageError(

@@ -144,7 +144,7 @@ class Config:
         message = None
         if asked == "forward" and self.stage < 3:
             return None  # already reported for the config alone
-        overlaps = asked in ("backward", "forward", "speculative")
+        overlaps = asked in ("backward", "forward")
         if overlaps and self.whole_tensors:
             message = (
                 'acts as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank may '
@@ -157,7 +157,7 @@ class Config:
             )
         elif asked == "backward" and self.step_overlap == "forward":
             message = 'acts as "forward": clipping, and what is not finite, need all gradients before any update'
-        elif asked in ("backward", "speculative") and self.stage < 2 and world_size > 1:
+        elif asked == "backward" and self.stage < 2 and world_size > 1:
             message = 'acts as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
         return None if message is None else Notice("zstore.step_overlap", message)
 
@@ -285,7 +285,7 @@ class Config:
         return self.own.accumulation_order == "block" and self.stage == 3 and not self.frozen
 
     @property
-    def step_overlap(self) -> Literal["none", "backward", "forward", "speculative"]:
+    def step_overlap(self) -> Literal["none", "backward", "forward"]:
         """When updates run. Within the backward the norm is not known yet; "auto" runs updates behind the forward if state
         or parameters are offloaded, since an update then moves bytes while the computation can go on."""
         chosen = "none" if self.frozen or self.whole_tensors else self.own.step_overlap

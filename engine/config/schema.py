@@ -69,15 +69,12 @@ class ZstoreSection(Section):
     """Seconds without a heartbeat after which a rank counts as dead and all ranks stop. A killed rank is noticed at once;
     this is for one that hangs or whose machine is lost. A slow rank still sends heartbeats. 0: wait for the timeout of
     torch.distributed."""
-    step_overlap: Annotated[Literal["none", "backward", "forward", "speculative", "auto"], OneOf()] = built("auto")
+    step_overlap: Annotated[Literal["none", "backward", "forward", "auto"], OneOf()] = built("auto")
     """When the update runs; the bits are the same in all. "none": in step(). "forward": after it, each unit before the next
     forward needs it. "backward": each unit as its gradients arrive, which cannot undo a step that is not finite;
-    with clipping or loss scaling it acts as "forward". "speculative": the same, for any run: gradients wait for the norm, and
-    where it clips, or is not finite, the update is undone exactly and taken again; what the backward did not get to is
-    updated as in "forward". It keeps the former version of what is on disk, and copies of what is in host memory, as far as
-    host_budget_bytes has room. "auto": "forward" if state or parameters are offloaded, else "none".
-    Parameters that are not gathered before their use (stages 0 to 2; a rank alone without offload_param; those that
-    persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" and "speculative" act as "none"."""
+    with clipping or loss scaling it is treated as "forward". "auto": "forward" if state or parameters are offloaded, else
+    "none". Parameters that are not gathered before their use (stages 0 to 2; a rank alone without offload_param; those that
+    persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" is treated as "none"."""
     accumulation_order: Annotated[Literal["micro_batch", "block"], OneOf()] = built("micro_batch")
     """The order in which `engine.train_batch` computes the micro-batches of a step. "block": each block of the model for all of
     them, then the next one, so that parameters of stage 3 that are not on the device are read and gathered twice a step and

@@ -1,5 +1,4 @@
-"""Updates in the backward, in step modes `backward` and `speculative`: the updater's thread applies gradients as they become
-final.
+"""Updates in the backward, in step mode `backward`: the updater's thread applies gradients as they become final.
 
 [Note: an update in the backward]
 The update goes over the parameters in the order in which their gradients are expected, and takes each when its gradient
@@ -9,19 +8,17 @@ A read of a parameter after its update had begun would get other bits than in th
 a node of the graph that saved the parameter finds another version counter, and a module that is called again,
 for recomputation in the backward or a forward before `step()`, is watched.
 
-In mode `backward` (`DirectUpdate`) a gradient is freed as its update takes it. If the update falls behind, the backward
-waits for it: no more than a few units' gradients are held. Mode `speculative` is in `speculative.py`.
+A gradient is freed as its update takes it. If the update falls behind, the backward waits for it: no more than a few
+units' gradients are held. The changes are final: an update that is abandoned has changed what it has.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,7 +66,7 @@ class ReadGuard:
         if self.changed and not self.changed.isdisjoint(own):
             raise UsageError(
                 f"module {name!r} is called after the backward updated parameters of it, and before step(): with "
-                '"step_overlap": "backward" or "speculative" a forward between backward() and step(), and a '
+                '"step_overlap": "backward" a forward between backward() and step(), and a '
                 'recomputation after the parameter\'s last gradient, would see updated values; set it to "forward" or "none"'
             )
 
@@ -83,7 +80,7 @@ class FinalGradients:
     """The final gradients of a backward, which its thread puts here and the updater's takes. If more than `most_bytes` wait
     the backward waits too: not for an update that waits for the backward itself, nor for one that ended."""
 
-    def __init__(self, most_bytes: float) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self.changed = threading.Condition()
         self.records: dict[ParameterRecord, int] = {}
         """The parameters, and how many fetches whose headers are looked at late may have led to the gradient of each."""
@@ -140,15 +137,12 @@ class FinalGradients:
             self.changed.notify_all()
 
 
-class UpdateInBackward(ABC):
+class UpdateInBackward:
     """Updates parameters in the last backward of a step, begun before their gradients exist: at most one such update is
     under way, from `start` until it is ended or abandoned. The backward's thread tells it of each final gradient.
 
     See [Note: an update in the backward].
     """
-
-    keeps_gradients: ClassVar[bool]
-    """Whether gradients keep their values, in memory that is not freed as they are taken."""
 
     def __init__(
         self,
@@ -175,15 +169,12 @@ class UpdateInBackward(ABC):
         """Start the update, which takes each record when its gradient is final (before the backward)."""
         if self.under_way:
             raise UsageError(
-                'a second backward before step(), but with "step_overlap": "backward" or "speculative" the first one has '
+                'a second backward before step(), but with "step_overlap": "backward" the first one has '
                 'updated the parameters: call step() after each backward, or set "step_overlap" to "forward" or "none"'
             )
-        self._settings = replace(settings, keeps_gradients=self.keeps_gradients)
-        self._begin()
-
-    def _begin(self) -> None:
+        self._settings = settings
         most_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
-        self._final = FinalGradients(math.inf if self.keeps_gradients else most_bytes)
+        self._final = FinalGradients(most_bytes)
         self._admitted, self._last_reads = set(), {}
         with interrupts_wait():
             self._gradients.on_final = self._note_final
@@ -226,12 +217,13 @@ class UpdateInBackward(ABC):
         self._admitted.add(record)
         return True
 
-    @abstractmethod
     def _may_change(self, record: ParameterRecord) -> bool:
-        """Return whether a parameter with a final gradient is changed now."""
+        """Return whether the gradient is finite: if it is not `step()` finds that in the norm, on every rank."""
+        squares = self._gradients.squares(record)
+        return squares is None or math.isfinite(squares)
 
     def _take(self, record: ParameterRecord) -> torch.Tensor | None:
-        rows = self._gradients.take(record, keep=self.keeps_gradients)
+        rows = self._gradients.take(record)
         self._final.note_taken(record)
         return rows
 
@@ -243,33 +235,6 @@ class UpdateInBackward(ABC):
             for name, value in before.items():
                 if name in after and _plain(after[name]) != _plain(value):
                     yield number, name, value, after[name]
-
-    @abstractmethod
-    def abandon(self) -> bool:
-        """Stop after the updates that have begun; return whether anything is changed, here or on another rank."""
-
-    def _end(self) -> None:
-        self._guard.changed.clear()
-        self.under_way = False
-
-    def close(self) -> None:
-        """Remove the hooks from the modules."""
-        self._guard.remove()
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-class DirectUpdate(UpdateInBackward):
-    """An update in the backward that is for good: `finish` ends it, and one that is abandoned has changed what it has."""
-
-    keeps_gradients = False
-
-    def _may_change(self, record: ParameterRecord) -> bool:
-        """Return whether the gradient is finite: if it is not `step()` finds that in the norm, on every rank."""
-        squares = self._gradients.squares(record)
-        return squares is None or math.isfinite(squares)
 
     def finish(self, now: StepSettings) -> None:
         """Return when every final gradient was used (after the backward).
@@ -291,7 +256,17 @@ class DirectUpdate(UpdateInBackward):
         self.under_way = False
 
     def abandon(self) -> bool:
+        """Stop after the updates that have begun; return whether anything is changed, here or on another rank."""
         self.end_backward(drop=True)
         self._updater.reset()
-        self._end()
+        self._guard.changed.clear()
+        self.under_way = False
         return bool(self._admitted) or self._gradients.has_sent
+
+    def close(self) -> None:
+        """Remove the hooks from the modules."""
+        self._guard.remove()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value

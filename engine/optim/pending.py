@@ -7,8 +7,8 @@ What stops half way leaves the state torn: a mixture of two, which is neither tr
 |---|---|
 | a block of `changing`: an update in `step()`, a write of a caller, a load | torn |
 | an update behind `step()` | torn, as soon as somebody waits for it |
-| `step()` before its update, or a backward | that of the step before; a speculative update is undone |
-| the same with a direct update under way | torn: in a backward if it changed anything on any rank, in `step()` always |
+| `step()` before its update, or a backward | that of the step before |
+| the same with an update in the backward under way | torn: if it changed anything on any rank, and in `step()` always |
 
 [Note: who waits for an update]
 `PendingUpdate` knows of all ranks, and of updates in the backward; `Updater` is this rank's thread.
@@ -36,8 +36,7 @@ from zstore.ranks.world import World
 from ..zero.fetch import Fetcher
 from ..zero.gradients import Gradients
 from ..zero.unit_gradients import UnitGradients
-from .in_backward import DirectUpdate, UpdateInBackward
-from .speculative import SpeculativeUpdate
+from .in_backward import UpdateInBackward
 from .state import OptimizerState
 from .update import Update
 from .updater import StepMode, Updater
@@ -48,8 +47,8 @@ _log = logging.getLogger("zstore")
 class PendingUpdate:
     """The update under way, if any, and whether the state is whole. See [Note: which state is whole].
 
-    Updates run in the backward if the step mode says so and gradients are final there; `copies` as in `Undo`, and `fetcher`
-    brings the values that gradients are made of, once their update is done."""
+    Updates run in the backward if the step mode says so and gradients are final there; `fetcher` brings the values that
+    gradients are made of, once their update is done."""
 
     def __init__(
         self,
@@ -58,23 +57,16 @@ class PendingUpdate:
         gradients: Gradients,
         world: World,
         mode: StepMode,
-        *,
-        copies: bool,
         fetcher: Fetcher | None,
     ) -> None:
         self.world = world
         self.updater = Updater(state.store, state.transfers)
-        self.direct: DirectUpdate | None = None
-        self.speculative: SpeculativeUpdate | None = None
+        self.in_backward: UpdateInBackward | None = None
         if fetcher is not None:
             fetcher.ready = self.updater.wait_for
         # Gradients that are reduced once a step (stages 0 and 1 with more ranks) are final at its end alone.
         if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
-            self.direct = DirectUpdate(model, state, gradients, self.updater, fetcher)
-        if mode is StepMode.SPECULATIVE and isinstance(gradients, UnitGradients):
-            self.speculative = SpeculativeUpdate(model, state, gradients, self.updater, fetcher, copies=copies)
-        self.in_backward: UpdateInBackward | None = self.direct or self.speculative
-        """Updates in the last backward of a step: `direct` or `speculative`; None: there are none."""
+            self.in_backward = UpdateInBackward(model, state, gradients, self.updater, fetcher)
         self.torn = False
         """Whether the state is a mixture."""
         self._behind = False
@@ -103,7 +95,7 @@ class PendingUpdate:
             return False
         before, self.torn = self.torn, True  # also if this is interrupted
         # What this rank did not change by the end of the backward, another did.
-        changed = self.in_backward.abandon() or (in_step and self.direct is not None)
+        changed = self.in_backward.abandon() or in_step
         self.torn = before or changed
         return changed
 

@@ -22,7 +22,6 @@ from ..plan.plan import Slots
 from .kernel import ELEMENT_WISE, Averaging, FusedAdam, Kernel, SlotCodec, TorchKernel, kernel_for
 from .state import OptimizerState
 from .stepper import ClientStep, Stepper, WholeKernel, require_no_closure, whole_step_error
-from .updater import StepMode
 
 Kind = type[torch.optim.Optimizer]
 Groups = list[dict[str, Any]]
@@ -113,7 +112,7 @@ def check_client(client: torch.optim.Optimizer, config: Config) -> None:
     """Raise UsageError if the config does not let the client's own object take the steps."""
     require_no_closure(client)
     for key, unfit in (
-        ("step_overlap", StepMode(config.step_overlap).runs_in_backward),
+        ("step_overlap", config.step_overlap == "backward"),
         ("split_master", config.own.split_master),
         ("ema", config.own.ema is not None),
     ):

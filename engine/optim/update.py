@@ -68,8 +68,6 @@ class StepSettings:
     """Factors of the gradients of some parameters in place of `factor`."""
     groups: Sequence[Mapping[str, Any]]
     """Settings of each parameter group: lr, betas, weight decay and so on."""
-    keeps_gradients: bool = False
-    """Whether the gradients keep their values: the step may be undone and taken with others."""
 
     @staticmethod
     def of(
@@ -115,9 +113,7 @@ class _Change:
         """First arrays of a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
         """Master and slots, the next ones."""
-        self._gradient = (
-            None if rows is None else GradientTiles(state.transfers, rows, self._room, keep=settings.keeps_gradients)
-        )
+        self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)
         """This rank's rows; None: they are in the tile."""
         casts = record.rest is None and self._num_master == 1 and not state.is_master(record)
         self._own = record.owned() if casts else None
@@ -184,9 +180,8 @@ _MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
 class _Portion:
     """Rows of parameters in one memory that are changed by one call of each kernel: they take the same step."""
 
-    def __init__(self, step: ListStep, factor: float, *, keep: bool) -> None:
+    def __init__(self, step: ListStep, factor: float) -> None:
         self.numel = 0
-        self._keep = keep
         self._step = step
         self._factor = factor
         self._records: list[ParameterRecord] = []
@@ -214,8 +209,7 @@ class _Portion:
     def apply(self, room: Scratch, h2d: H2DQueue, after: Mapping[ParameterRecord, Event]) -> None:
         """Carry the phases out."""
         gradients = self._gradients
-        changes = self._factor != 1.0 or self._step.changes_gradients
-        if gradients[0].dtype != torch.float32 or (self._keep and changes):
+        if gradients[0].dtype != torch.float32:
             numels = [rows.numel() for rows in gradients]
             gradients = list(torch.split(room.take("gradients", gradients[0], torch.float32, self.numel), numels))
             torch._foreach_copy_(gradients, self._gradients)
@@ -420,7 +414,7 @@ class Update:
                 stop = min(first + tile, numel)
                 key = step, factor, rows.dtype, on_host
                 if key not in last or last[key].numel + stop - first > most:
-                    last[key] = _Portion(step, factor, keep=self.settings.keeps_gradients)
+                    last[key] = _Portion(step, factor)
                     portions.append(last[key])
                 last[key].add(record, rows, place, own, (first, stop))
         return portions

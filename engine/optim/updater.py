@@ -5,9 +5,6 @@ none      `step()` takes the norm and updates everything before it returns.
 backward  An update begins with the last backward of a step and changes each parameter once its gradient is final;
           `step()` waits for the others. Nothing can be undone: so it is for runs without clipping and loss scaling,
           and a gradient that is not finite leaves a state that must be loaded again.
-speculative  As `backward`, for any run: gradients are kept until the norm is known, and if it asks for another step than
-          the one that was begun, that is undone and taken again (see [Note: a speculative update]). What the backward
-          did not get to is updated as in `forward`.
 forward   `step()` takes the norm and fixes the step's settings: skipped or not, learning rates, step counts. Resident
           parameters, which a plain read reaches, are updated in it; all others behind it, in order, while the loop
           goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for the
@@ -45,20 +42,8 @@ class StepMode(Enum):
     """In `step()`."""
     BACKWARD = "backward"
     """In the backward, as gradients arrive."""
-    SPECULATIVE = "speculative"
-    """In the backward, and undone if the norm asks for another step."""
     FORWARD = "forward"
     """Behind `step()`, before the next forward needs it."""
-
-    @property
-    def runs_in_backward(self) -> bool:
-        """Whether updates begin in the backward."""
-        return self in (StepMode.BACKWARD, StepMode.SPECULATIVE)
-
-    @property
-    def runs_behind(self) -> bool:
-        """Whether updates may go on behind `step()`."""
-        return self in (StepMode.FORWARD, StepMode.SPECULATIVE)
 
 
 class Updater:

@@ -173,9 +173,8 @@ def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path
     """
     usual, parameters = config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths
     drives = Drives(usual or parameters, {"parameter": parameters} if parameters else {})
-    versions = 2 if config.step_overlap == "speculative" else 1  # of what an update changes, until the norm is known
     for group, nbytes in plan.files:
-        drives.choose(group, nbytes if group == "gradient" else versions * nbytes)
+        drives.choose(group, nbytes)
     with world.agreeing():
         _check_room(drives.given_bytes, present, world.local_world_size)
 

@@ -65,10 +65,6 @@ class EngineStatistics:
     """Gathers of sharded or offloaded parameters, ahead or on demand; None if there are none."""
     overlapped: int
     """Reductions of gradients that ran beside other work of this rank."""
-    updated_in_backward: int
-    """Updates of parameters within a backward that their step kept, with "step_overlap": "speculative"."""
-    undone: int
-    """Steps whose norm undid what was updated within the backward, with "step_overlap": "speculative"."""
     store: StoreStatistics
     utilisation: Utilisation | None
     """Model FLOPs utilisation, on rank 0; None if no operations are known."""
@@ -91,7 +87,7 @@ def engine_statistics(
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves delayed training, by their kind."""
     world, state, gradients, hooks = training.world, training.state, training.gradients, training.hooks
-    store, speculative = state.store.statistics(), training.pending.speculative
+    store = state.store.statistics()
     return EngineStatistics(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
@@ -102,8 +98,6 @@ def engine_statistics(
         held=held_bytes(training),
         units=None if hooks is None else hooks.units.statistics(),
         overlapped=gradients.overlapped,
-        updated_in_backward=0 if speculative is None else speculative.num_kept,
-        undone=0 if speculative is None else speculative.num_undone,
         store=store,
         utilisation=utilisation,
         activations=activation_statistics(training.activations, training.config),

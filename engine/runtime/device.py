@@ -271,15 +271,12 @@ class Scratch(threading.local):
 
 class GradientTiles:
     """The rows of a gradient, tile by tile, in fp32 beside the state, copied there ahead of use if they are elsewhere. With
-    `room` each tile uses the same memory, and with `keep` that even if the rows could be changed in place."""
+    `room` each tile uses the same memory, unless the rows can be changed in place."""
 
-    def __init__(
-        self, transfers: Transfers, rows: torch.Tensor, room: Scratch | None = None, *, keep: bool = False
-    ) -> None:
+    def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Scratch | None = None) -> None:
         self._transfers = transfers
         self._rows = rows
         self._room = room
-        self._keep = keep
         self._ahead: tuple[int, int, Copy] | None = None
 
     def tile(self, first: int, stop: int, beside: torch.Tensor) -> torch.Tensor:
@@ -287,7 +284,7 @@ class GradientTiles:
         part = self._rows[first:stop]
         link = self._transfers.link(part, beside)
         if link is None:
-            if self._room is None or (part.dtype == torch.float32 and not self._keep):
+            if self._room is None or part.dtype == torch.float32:
                 return part.float()
             return self._room.take("gradient", part, torch.float32).copy_(part)
         if link == "host_to_device":

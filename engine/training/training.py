@@ -84,7 +84,7 @@ class Training:
 
     def __post_init__(self) -> None:
         # Of the config once, not in every step.
-        self.clip_norm, self._runs_behind = self.config.gradient_clipping, self.step_mode.runs_behind
+        self.clip_norm, self._runs_behind = self.config.gradient_clipping, self.step_mode is StepMode.FORWARD
         self._raw_norm: float | None = None
         """Norm of the gradients as the loop scaled them, with the loss scale, once computed."""
         self._clip_factor: float | None = None
@@ -240,7 +240,7 @@ class Training:
         """
         if not self.accumulation.backwards:
             return
-        if self.pending.direct is not None and self.pending.direct.under_way:
+        if self.pending.is_in_backward:
             raise UsageError(
                 'zero_grad() between backward() and step(): with "step_overlap": "backward" the backward has updated '
                 'parameters already, which is final. Look at the loss first, or set "step_overlap" to "forward" or "none"'
@@ -271,7 +271,7 @@ class Training:
         if self.pending.is_in_backward and not is_boundary:
             raise UsageError(
                 "the micro-batch under way cannot be declared not the last of its step any more: with "
-                '"step_overlap": "backward" or "speculative" its backward has updated parameters; call step() first'
+                '"step_overlap": "backward" its backward has updated parameters; call step() first'
             )
         self.accumulation.named = is_boundary
 
@@ -321,7 +321,7 @@ class Training:
 
     def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
         self._require_sharded_gradients("a factor of a gradient")
-        if self.pending.direct is not None:
+        if self.pending.in_backward is not None:
             raise UsageError(
                 f"the gradient of parameter {record.name!r} was multiplied by a number between backward() and step(), but with "
                 '"step_overlap": "backward" the parameter is updated already: choose "forward" or "none"'
@@ -358,15 +358,14 @@ class Training:
                     "Look for a loss that is NaN or infinite, or lower the learning rate; "
                     '"zstore": {"non_finite_gradients": "skip"} goes on without such steps'
                 )
-            direct, speculative = self.pending.direct, self.pending.speculative
-            if direct is not None and direct.under_way:
+            in_backward = self.pending.in_backward
+            if in_backward is not None and in_backward.under_way:
                 settings = self._settings(1.0)
                 with self.pending.changing(), self._together():
-                    direct.finish(settings)
+                    in_backward.finish(settings)
             elif overflow:
                 with self.world.agreeing():  # which brings a rank's requests to all, as every update does
-                    if speculative is not None:
-                        speculative.conclude(None)
+                    pass
             else:
                 self._update(self._factor(self.norm))
         finally:
@@ -376,7 +375,7 @@ class Training:
         self._count(overflow)
 
     def _what_changed(self) -> str:
-        if self.pending.direct is None or not self.pending.direct.under_way:
+        if not self.pending.is_in_backward:
             return "no parameter and no optimizer state was changed"
         return 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
 
@@ -400,17 +399,14 @@ class Training:
         return [record for record in records if record in here], [record for record in records if record not in here]
 
     def _update(self, factor: float) -> None:
-        """Update everything with a gradient that a speculative update did not; in step modes `forward` and `speculative` here
-        what a plain read reaches, the rest behind."""
+        """Update everything with a gradient; in step mode `forward` here what a plain read reaches, the rest behind."""
         here, behind = self._updated()
-        settings, speculative = self._settings(factor), self.pending.speculative
+        settings = self._settings(factor)
         with self.pending.changing():
             with self._together():
-                done = set() if speculative is None else speculative.conclude(settings)
-                records = [record for record in here if record not in done]
-                self._carry_out(Update(self.state, records, settings, self.gradients.take))
+                self._carry_out(Update(self.state, here, settings, self.gradients.take))
             if behind:
-                held = {record: self.gradients.take(record) for record in behind if record not in done}
+                held = {record: self.gradients.take(record) for record in behind}
                 update = Update(self.state, list(held), settings, held.pop)
                 update.note_scalars(list(held))
                 self.pending.start_behind(update)

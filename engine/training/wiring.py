@@ -107,9 +107,8 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         )
         if stepper is not None and stepper.owns_gradients and isinstance(gradients, WholeGradients):
             gradients.averaged = stepper.averaged
-        copies = tier is None or store.budget.limit_bytes is None  # else activations need what is free
         mode, fetcher = StepMode(config.step_overlap), None if hooks is None else hooks.units.fetcher
-        pending = PendingUpdate(model, state, gradients, world, mode, copies=copies, fetcher=fetcher)
+        pending = PendingUpdate(model, state, gradients, world, mode, fetcher)
         return Training(
             world=world,
             groups=exchanges.groups,
@@ -150,7 +149,7 @@ def _gradients(
     trained = [record for record in state.records if record.group is not None]
     # These get gradients that are not needed.
     others = [record.parameter for record in state.records if record.group is None]
-    in_backward = StepMode(config.step_overlap).runs_in_backward
+    in_backward = StepMode(config.step_overlap) is StepMode.BACKWARD
     # Without other ranks, gradients for host memory are copied off the device as they arrive.
     leaves = bool(state.spilled) or (bool(state.gradients_on_host) and not state.transfers.streams.device_is_host)
     by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leaves))

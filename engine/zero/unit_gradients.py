@@ -147,10 +147,10 @@ class ArrivingGradient:
         """Return the rows, or a copy of those on disk."""
         return self.rows if self._spill is None else self._spill.owned(self.record)
 
-    def take(self, *, keep: bool) -> torch.Tensor | None:
-        """Return the rows for an update, and with `keep` keep their values; None if it reads them from disk itself."""
+    def take(self) -> torch.Tensor | None:
+        """Return the rows for an update; None if it reads them from disk itself."""
         rows = self.rows
-        if not keep and not self._rules.keeps_rows:
+        if not self._rules.keeps_rows:
             self.rows = None
         return rows
 
@@ -458,9 +458,8 @@ class UnitGradients(Gradients):
             raise UsageError(INCOMPLETE.format(record.name))
         self._of[record].replace(full[slice(*record.owned_range)], self._of_step(record))
 
-    def take(self, record: ParameterRecord, *, keep: bool = False) -> torch.Tensor | None:
-        """Do as `Gradients.take`; with `keep` the rows stay, not to be changed."""
-        return self._of[record].take(keep=keep)
+    def take(self, record: ParameterRecord) -> torch.Tensor | None:
+        return self._of[record].take()
 
     def squares(self, record: ParameterRecord) -> float | None:
         return self._of[record].squares(self._of.values())

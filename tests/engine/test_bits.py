@@ -17,7 +17,7 @@ from zstore.testing.ranks import run_ranks
 
 TIERS = ("none", "cpu", "nvme")
 PRECISIONS = ("bf16", "fp16", "fp32")
-MODES = ("none", "backward", "forward", "speculative")
+MODES = ("none", "backward", "forward")
 
 
 def sample_cases(world_size: int, count: int) -> list[Case]:

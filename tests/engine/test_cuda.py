@@ -96,8 +96,6 @@ ON_HOST = [
     (3, "cpu", "cpu", "forward"),
     (3, "nvme", "nvme", "none"),
     (3, "nvme", "cpu", "forward"),
-    (3, "nvme", "nvme", "speculative"),
-    (2, "cpu", "none", "speculative"),
 ]
 ON_DEVICE = [(0, "none", "none", "none"), (1, "none", "none", "forward"), (3, "none", "none", "none")]
 STEPS = 2

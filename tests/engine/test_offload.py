@@ -349,7 +349,7 @@ def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str
     return message, [name for name in after if after[name] != before[name]]
 
 
-@pytest.mark.parametrize("mode", ["none", "backward", "speculative"])
+@pytest.mark.parametrize("mode", ["none", "backward"])
 @pytest.mark.parametrize(("first", "fails_in"), [(0, "forward"), (1, "backward")])
 def test_nothing_is_updated_from_values_that_could_not_be_read(
     nvme: Path, mode: str, first: int, fails_in: str

@@ -18,7 +18,6 @@ from zstore.io.queue import Priority
 from zstore.io.shards import ShardReader
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.store import SMALL_SHARD_BYTES
-from zstore.store.tiers.memory import MemoryPin
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.oracle import random_values, same_bits
@@ -373,37 +372,6 @@ def test_a_snapshot_keeps_what_it_pinned(store: TensorStore, tmp_path: Path) -> 
         ticket.wait(200)
     for name in store.names():
         assert not store.read(name).wait().any()
-
-
-def test_a_pinned_version_is_restored(store: TensorStore) -> None:
-    first = {}
-    for tier in TIERS:
-        first[f"model/{tier}"] = create(store, tier, name=f"model/{tier}")
-        store.write(f"model/{tier}", first[f"model/{tier}"]).wait()
-    with store.snapshot() as snapshot:
-        store.restore(snapshot)  # nothing was changed
-        for pin in snapshot.pins.values():
-            if isinstance(pin, MemoryPin):
-                pin.move_out(pin.make_room())
-        version = store.version("model/disk")
-        for _ in range(2):
-            for name in store.names():
-                store.write(name, np.zeros(600_000, np.float32))
-            store.commit()
-            before = store.statistics()
-            store.restore(snapshot)
-            for name in store.names():
-                assert same_bits(store.read(name).wait(), first[name])
-            assert store.statistics().disk_write_bytes == before.disk_write_bytes
-        assert store.version("model/disk") == version
-        tiles = store.stream([["model/disk"]])
-        next(iter(tiles))
-        with pytest.raises(UsageError, match="is being changed"):
-            store.restore(snapshot)
-        tiles.close()
-        assert same_bits(store.read("model/disk").wait(), first["model/disk"])
-    with pytest.raises(UsageError, match="the snapshot was released"):
-        store.restore(snapshot)
 
 
 def test_a_snapshot_of_some_arrays(store: TensorStore) -> None:

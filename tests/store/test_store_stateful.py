@@ -207,17 +207,6 @@ class StoreMachine(RuleBasedStateMachine):
             if isinstance(pin, MemoryPin):
                 pin.move_out()
 
-    @precondition(lambda self: self.pinned)
-    @rule(data=st.data())
-    def restore(self, data: st.DataObject) -> None:
-        wait_all(self.behind)
-        pinned = data.draw(st.sampled_from(self.pinned))
-        if pinned.moved_out:
-            self.make_way(list(pinned.expected))
-        self.store.restore(pinned.snapshot)
-        for name, values in pinned.expected.items():
-            self.model.write(name, values)
-
     # -- what goes wrong -----------------------------------------------------------------------------------------
 
     @rule(which=st.sampled_from([0, 1]), seed=seeds, well=st.integers(0, 3), kind=st.sampled_from(["read", "write"]))

@@ -250,12 +250,8 @@ def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[
     target = min(target, max(numel // CHUNKS_PER_ARRAY, FINE_CHUNK_NUMEL))
     if shard_numel <= target:
         return min_rows, min_rows
-    # A shard of few chunks has few divisors: look further then.
-    largest = 2 * target if shard_numel <= 5 * target else target * 5 // 4
     limit = max(MAX_CHUNK_NUMEL // row_numel // align * align, align)
     least = min(round_up(-(-max(MIN_CHUNK_NUMEL, target * 2 // 3) // row_numel), align), limit)
-    most = min(max(largest // row_numel // align * align, least), limit)
-    step = round_up(-(-(most - least + 1) // _CANDIDATES), align)
 
     def cost(chunk_rows: int) -> tuple[int, int]:
         count = -(-min_rows // chunk_rows)
@@ -264,7 +260,15 @@ def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[
         unused = count * (round_up(used, _BLOCK_BYTES) - used)
         return 10 * padding + unused, abs(chunk_rows * row_numel - target)
 
-    chunk_rows = min((min(rows, min_rows) for rows in range(least, most + 1, step)), key=cost)
+    def best(largest: int) -> int:
+        most = min(max(largest // row_numel // align * align, least), limit)
+        step = round_up(-(-(most - least + 1) // _CANDIDATES), align)
+        return min((min(rows, min_rows) for rows in range(least, most + 1, step)), key=cost)
+
+    chunk_rows = best(target * 5 // 4)
+    # A shard of few chunks has few divisors: look further then.
+    if shard_numel <= 4 * target or round_up(min_rows, chunk_rows) - min_rows > max(min_rows // 5, align):
+        chunk_rows = best(2 * target)
     return round_up(min_rows, chunk_rows), chunk_rows
 
 

@@ -444,12 +444,6 @@ class TensorStore(Closing):
             raise
         return snapshot
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Make the pinned versions the present ones again, on disk without moving a byte. Raises UsageError if the snapshot was
-        released, and for a shard that a pass changes or that was moved to another tier."""
-        self._complete(list(snapshot.pins))
-        snapshot.restore(self._tiers)
-
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """Requested features that were not available, so that something slower is used."""

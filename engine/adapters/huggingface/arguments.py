@@ -155,7 +155,7 @@ def check_matches(raw: Mapping[str, Any], source: str, args: Any) -> None:
     if differing:
         raise ConfigError(mismatch_text(source, differing))
     overlap = written(raw, "zstore.step_overlap")
-    if args.enable_jit_checkpoint and overlap in ("backward", "speculative"):
+    if args.enable_jit_checkpoint and overlap == "backward":
         raise ConfigError(
             f'{source}: "zstore.step_overlap": "{overlap}" changes the state within the backward, but enable_jit_checkpoint '
             'saves between backward and step: set it to "forward" or "none"'

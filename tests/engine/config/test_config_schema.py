@@ -350,7 +350,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"zstore": {"host_budget_bytes": "all"}}, r'host_budget_bytes: expected .* or "auto", got "all"'),
     (
         {"zstore": {"step_overlap": "sideways"}},
-        r'step_overlap: choose one of "none", "backward", .*"speculative", "auto"',
+        r'step_overlap: choose one of "none", "backward", "forward", "auto"',
     ),
     ({"amp": {"enabled": True}}, r"amp: \{\"enabled\": true\} is not supported: .*use bf16 or fp16"),
     ({"gradient_clipping": 10**400}, r"gradient_clipping: expected a number of at least 0 or"),

@@ -242,11 +242,6 @@ class Tier(ABC):
         """Pin the present version. Raises UsageError while a pass changes it in place."""
 
     @abstractmethod
-    def restore(self, name: str, pin: Any) -> None:
-        """Make the version of `pin`, which this tier gave and nobody released, the present one again. Raises UsageError while
-        a pass changes the shard."""
-
-    @abstractmethod
     def close(self) -> None:
         """Release all memory and files."""
 

@@ -320,14 +320,6 @@ class DiskTier(Tier):
             shard.current.pins += 1
             return DiskPin(self, shard, shard.current)
 
-    def restore(self, name: str, pin: DiskPin) -> None:
-        shard = self._shards[name]
-        with self._lock:
-            if shard.target is not None:
-                raise being_changed(name)
-            former, shard.current, shard.broken = shard.current, pin.file, False
-            self._retire(shard, former)
-
     def next_bytes(self, names: Iterable[str]) -> Counter[Path]:
         """Return by folder the bytes of the files that changes of these shards will make once their present versions are
         pinned."""

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import UsageError
-from ...format.arrays import Array, Bytes, numpy_dtype
+from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import Grid, round_up
 from ...io.allocator import HUGE_PAGE_BYTES
 from ...io.buffers import Budget, make_slab
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
 from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
-from .views import copy_into, copy_out
+from .views import copy_out
 
 if TYPE_CHECKING:
     import torch
@@ -174,11 +174,6 @@ class MemoryTier(Tier):
             self._pins[name] += 1
             return MemoryPin(self, self._shards[name], self._memory[name], self._versions[name])
 
-    def restore(self, name: str, pin: MemoryPin) -> None:
-        if pin.copy is not None:  # else nobody could change it
-            with self.changing([name]):
-                copy_into(self._memory[name], pin.copy)
-
     def copy_when_changed(self, name: str, pin: MemoryPin) -> None:
         """Let whoever changes the shard move `pin` out in place of waiting for it."""
         with self._unpinned:
@@ -302,8 +297,6 @@ class MemoryPin:
     def __init__(self, tier: MemoryTier, local: LocalShard, memory: View, version: int) -> None:
         self.local = local
         self.version: int | None = version
-        self.copy: Array | None = None
-        """The values, once they were moved out."""
         self._memory = memory
         self._tier: MemoryTier | None = tier
         self._owner = tier
@@ -315,19 +308,14 @@ class MemoryPin:
             self._using = threading.RLock()
             self._tier.copy_when_changed(self.local.spec.name, self)
 
-    def move_out(self, room: Array | None = None) -> None:
-        """Hold a copy in host memory from now on, in `room` if given, 1-D, and release the shard; waits for the end of a
-        use."""
+    def move_out(self) -> None:
+        """Hold a copy in host memory from now on and release the shard; waits for the end of a use."""
         with self._using:
             if self._tier is not None:
-                self.copy = self.make_room() if room is None else room
-                copy_out(self._memory, self.copy)
-                self._memory = self.copy
+                copy = np.empty(self.local.valid_numel, numpy_dtype(self.local.spec.dtype))
+                copy_out(self._memory, copy)
+                self._memory = copy
                 self.release()
-
-    def make_room(self) -> Array:
-        """Return host memory for `move_out`, with undefined values."""
-        return np.empty(self.local.valid_numel, numpy_dtype(self.local.spec.dtype))
 
     @property
     def tier(self) -> str:
