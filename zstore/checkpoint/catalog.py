@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import time
@@ -13,10 +14,11 @@ from pathlib import Path
 from ..errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
 from .folder import Entries, Folder, FolderLike, folder_at
 from .format import MAX_RECORD_BYTES, Record
-from .names import LATEST_FILE, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, step_tag, tag_folder
+from .names import LATEST_FILE, LOCK, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, step_tag, tag_folder
 
 _MOST_LISTED = 10
 """Tags that a message names."""
+_MOST_LATEST_BYTES = 4096
 LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
 """Folders that other training loops make, each with a checkpoint in it."""
 _FOREIGN = {
@@ -73,6 +75,10 @@ class Catalog:
     tags: tuple[TagInfo, ...]
     """Committed checkpoints, the oldest first."""
     refusals: tuple[Refusal, ...]
+    unfinished: frozenset[str] = frozenset()
+    """Ids of the saves whose lock is there: they go on, or were killed, if need be after their commit."""
+    has_latest: bool = False
+    """Whether there is a file `latest`."""
 
 
 def read_record(place: FolderLike) -> Record:
@@ -146,7 +152,8 @@ def scan(place: FolderLike) -> Catalog:
     found: dict[str, TagInfo] = {}
     aside: dict[str, TagInfo] = {}
     refusals: list[Refusal] = []
-    names = [name for name in _entries(folder).folders if _may_be_checkpoint(name)]
+    entries = _entries(folder)
+    names = [name for name in entries.folders if _may_be_checkpoint(name)]
     for name, data in zip(names, folder.read_records(names), strict=True):
         entry = folder.child(name)
         try:
@@ -162,7 +169,13 @@ def scan(place: FolderLike) -> Catalog:
             aside[own[0]] = info
     tags = found | {name: info for name, info in aside.items() if name not in found}
     ordered = sorted(tags.values(), key=lambda info: (info.record.committed_ns, info.record.step, info.folder.name))
-    return Catalog(tags=tuple(ordered), refusals=tuple(refusals))
+    locks = (own for name in entries.files if (own := parse_own_name(name)) is not None and own[1] == LOCK)
+    return Catalog(
+        tags=tuple(ordered),
+        refusals=tuple(refusals),
+        unfinished=frozenset(own[2] for own in locks),
+        has_latest=LATEST_FILE in entries.files,
+    )
 
 
 def _may_be_checkpoint(name: str) -> bool:
@@ -234,8 +247,8 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
     """Return the checkpoint that `place` and `tag` mean: a tag's folder, or a folder of checkpoints and one of its tags.
 
     A tag that no checkpoint has may be the number of a step, for `step-<number>`. Without one, or with
-    `latest`, it is the newest committed one, by the records, whatever the file `latest` says; only if there is no other, one
-    that asks to be loaded by its tag. Raises CheckpointNotFoundError that lists the tags that are there.
+    `latest`, it is the one that the file `latest` names, else the newest; see `meant_of`.
+    Raises CheckpointNotFoundError that lists the tags that are there.
     """
     folder = folder_at(place)
     own = parse_own_name(folder.name)
@@ -259,7 +272,10 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
             return info
         raise
     if tag in (None, LATEST_FILE) and catalog.tags:
-        return newest_of(catalog.tags)
+        meant, line = meant_of(folder, catalog)
+        if line and os.environ.get("RANK", "0") == "0":
+            logging.getLogger("zstore").warning("%s", line)
+        return meant
     raise CheckpointNotFoundError(_nothing(folder, tag, catalog))
 
 
@@ -275,6 +291,39 @@ def _pinned(info: TagInfo) -> TagInfo:
         return info
     same = find_folder(info.folder.parent, own)
     return same if same is not None and same.record.id == info.record.id else info
+
+
+def meant_of(folder: Folder, catalog: Catalog) -> tuple[TagInfo, str]:
+    """Return the checkpoint of a catalog, which has at least one, that is meant if none is named, and a line for people if
+    `latest` names another one than the newest.
+
+    It is the whole one that `latest` names, for people go back so; but not if the save of the newest was killed between its
+    commit and the new `latest`: then its lock is there, and `latest` is no younger than its record.
+    """
+    newest = newest_of(catalog.tags)
+    try:
+        named = folder.read_small(LATEST_FILE, _MOST_LATEST_BYTES).decode().strip() if catalog.has_latest else ""
+    except (OSError, ValueError, ZstoreError):
+        named = ""
+    if named in ("", newest.tag):
+        return newest, ""
+    found = next((info for info in catalog.tags if info.tag == named), None)
+    text = f"`{LATEST_FILE}` in {folder} names {named!r}, and the newest checkpoint is {newest.tag!r}: "
+    if found is None:
+        return newest, text + f"there is no whole checkpoint {named!r}, so the newest is opened"
+    if newest.record.id in catalog.unfinished and not _is_younger(folder, newest):
+        return newest, text + f"its save ended before it replaced `{LATEST_FILE}`, so the newest is opened"
+    return found, text + f"{named!r} is opened; name a tag, or remove `{LATEST_FILE}`, to open another one"
+
+
+def _is_younger(folder: Folder, newest: TagInfo) -> bool:
+    """Return whether `latest` was written after the record of the newest checkpoint, by the clock of their file system."""
+    if not folder.is_local:
+        return False
+    with contextlib.suppress(OSError):
+        latest, record = (folder.path / LATEST_FILE).stat(), (newest.path / RECORD_FILE).stat()
+        return latest.st_mtime_ns > record.st_mtime_ns
+    return False
 
 
 def newest_of(tags: Sequence[TagInfo]) -> TagInfo:

@@ -30,7 +30,8 @@ from pathlib import Path
 from ..errors import CheckpointExistsError, StorageError
 from ..io.files import Files, make_read_only
 from ..io.flush import Flush
-from .catalog import NOT_LATEST, NOT_REMOVED, TagInfo, check_tag_is_free, is_committed, noting, stamped
+from .catalog import NOT_LATEST, NOT_REMOVED, TagInfo, check_tag_is_free, is_committed, meant_of, noting, scan, stamped
+from .folder import folder_at
 from .format import Record
 from .lock import SaveLock, owner_is_dead
 from .names import (
@@ -132,6 +133,9 @@ class Committer:
         with noting(messages, NOT_LATEST):
             if record.is_latest and not messages:
                 self._files.rename(self._hint, self.folder / LATEST_FILE)
+        if messages:  # it names an older one, and would look as if somebody went back
+            with contextlib.suppress(StorageError):
+                self._files.unlink(self.folder / LATEST_FILE)
         # Both new names at once.
         self._files.sync_folder(self.folder)
         with noting(messages, NOT_REMOVED):
@@ -228,13 +232,28 @@ def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
         if own is not None and only in (None, own[0]):
             by_save.setdefault(own[2], []).append((own[1], own[0], folder / name))
     messages: list[str] = []
-    for left in by_save.values():
+    for save_id, left in by_save.items():
         # The lock goes last: until then, files that could not be removed still have an owner who is known to be dead.
         left.sort(key=lambda entry: (entry[0] == LOCK, entry[0]))
         locks = [path for kind, _, path in left if kind == LOCK]
         with owner_is_dead(locks[0]) if locks else contextlib.nullcontext(True) as dead:
             if dead:
+                if locks:
+                    messages.extend(_drop_stale_latest(files, folder, save_id))
                 messages.extend(_sweep_one(files, left))
+    return messages
+
+
+def _drop_stale_latest(files: Files, folder: Path, save_id: str) -> list[str]:
+    """Remove `latest` if the dead save `save_id` committed the newest checkpoint and did not get to it: without the lock it
+    would look as if somebody had gone back."""
+    messages: list[str] = []
+    with noting(messages, NOT_LATEST):
+        catalog = scan(folder)
+        if catalog.tags and catalog.tags[-1].record.id == save_id:
+            meant, line = meant_of(folder_at(folder), catalog)
+            if line and meant.record.id == save_id:
+                files.unlink(folder / LATEST_FILE)
     return messages
 
 

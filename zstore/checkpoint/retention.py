@@ -6,6 +6,7 @@ last     it is one of the newest, by the time of its commit
 every    its step is a multiple of a number
 best     its value of a metric is the least, or the greatest, of all; of equal ones the newest
 tag      its tag is one of the names, or matches one of the patterns (`*`, `?`, `[...]`)
+latest   the file `latest` names it in place of the newest; this needs no rule
 A metric is a finite number under `metrics` in the record's state, or otherwise in the client's state, by keys joined with `.`.
 """
 
@@ -19,8 +20,8 @@ from typing import Any
 
 from ..errors import CheckpointNotFoundError, UsageError
 from ..sizes import format_bytes
-from .catalog import TagInfo, noting, scan
-from .folder import FolderLike
+from .catalog import Catalog, TagInfo, meant_of, noting, scan
+from .folder import FolderLike, folder_at
 from .usage import stored_files
 
 _MODES = {"min": 1.0, "max": -1.0}
@@ -117,7 +118,8 @@ def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
 
     Raises CheckpointNotFoundError if there is none, or if none has the metric that the rules go by.
     """
-    tags = scan(folder).tags
+    catalog = scan(folder)
+    tags = catalog.tags
     if not tags:
         raise CheckpointNotFoundError(f"{folder} has no committed checkpoint")
     if keep.metric is not None and all(metric_of(info.record.state, keep.metric) is None for info in tags):
@@ -127,7 +129,19 @@ def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
         )
     return [
         Fate(info=info, reasons=tuple(reasons), size_bytes=stored_files(info.folder).size_bytes)
-        for info, reasons in zip(tags, keep.reasons(tags), strict=True)
+        for info, reasons in _reasons(folder, keep, tags, catalog)
+    ]
+
+
+def _reasons(
+    folder: FolderLike, keep: Keep, infos: Sequence[TagInfo], catalog: Catalog
+) -> list[tuple[TagInfo, list[str]]]:
+    """Return why each checkpoint of `infos`, the oldest first, stays, by the rules and by the file `latest`."""
+    meant, line = meant_of(folder_at(folder), catalog) if catalog.tags else (None, "")
+    named = {meant.folder.name} if meant is not None and line else set()
+    return [
+        (info, why + ["latest"] * (info.folder.name in named))
+        for info, why in zip(infos, keep.reasons(infos), strict=True)
     ]
 
 
@@ -169,7 +183,8 @@ def retire(place: FolderLike, *, keep: Keep, run: str, remove: Callable[[TagInfo
     """
     messages: list[str] = []
     with noting(messages, "checkpoints that are not needed any more could not be looked for"):
-        own = [info for info in scan(place).tags if info.record.run == run]
-        doomed = [info for info, reasons in zip(own, keep.reasons(own), strict=True) if not reasons]
+        catalog = scan(place)
+        own = [info for info in catalog.tags if info.record.run == run]
+        doomed = [info for info, reasons in _reasons(place, keep, own, catalog) if not reasons]
         messages += remove_each(doomed, remove)
     return messages
