@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import os
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zstore.dcp
+from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.dcp.save import Save
@@ -209,6 +211,12 @@ def fail_and_go_on(folder: str) -> None:
         dcp.save(state, storage_writer=writer, planner=Failing())
     assert not Path(f"{folder}/failed/a").exists()
     dcp.save(state, storage_writer=writer, checkpoint_id=f"{folder}/failed/b")
+    group = torch.distributed.new_group(backend="gloo")
+    behind = zstore.dcp.Writer(f"{folder}/failed_behind/a")
+    future = dcp.async_save(state, storage_writer=behind, planner=Failing(), process_group=group)
+    with pytest.raises(BaseException, match="the memory is gone"):
+        future.result(TIMEOUT_S)  # type: ignore[union-attr]
+    until(lambda: not os.listdir(f"{folder}/failed_behind"), "the folder of the failed save stays")
 
 
 @pytest.fixture(scope="module")
@@ -591,6 +599,12 @@ def test_async_save_writes_the_values_of_its_beginning_and_its_errors_surface(tm
         failing = dcp.async_save(state, storage_writer=zstore.dcp.Writer(tmp_path / "ckpt/a"))
         with pytest.raises(BaseException, match="'a' is committed"):
             failing.result(60)  # type: ignore[union-attr]
+        (files := FaultyFiles()).inject(Fault(kind="write", times=None, error_number=errno.ENOSPC))
+        writer = zstore.dcp.Writer(tmp_path / "full/b", _files=files)
+        full = dcp.async_save({"w": torch.ones(500_000)}, storage_writer=writer)
+        with pytest.raises(BaseException, match="No space left"):
+            full.result(60)  # type: ignore[union-attr]
+        until(lambda: not os.listdir(tmp_path / "full"), "the folder of the failed save stays while its future is held")
     finally:
         torch.distributed.destroy_process_group()
 

@@ -55,6 +55,24 @@ def test_torch_and_numpy_come_back_as_what_they_were(store: Store) -> None:
     assert {store.tier_of(name).wait() for name in given} == {"disk", "host"}
 
 
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a"), ("optimizer/m/w", "optimizer/m"), ("a", "a/b/c")])
+def test_a_name_that_would_be_a_group_of_another_is_refused_when_it_is_put(
+    names: tuple[str, str], store: Store, tmp_path: Path
+) -> None:
+    first, second = names
+    store.put("a.b", 1)  # no group
+    store.put(first, np.arange(3))
+    with pytest.raises(UsageError, match=f"{second!r} cannot be stored beside {first!r}: .*rename one of them"):
+        store.put(second, np.arange(4))
+    store.put(first, np.arange(5))
+    path = store.checkpoint(tmp_path / "ckpt" / "t").wait().path
+    assert zarr.open_array(path / first)[:].tolist() == [0, 1, 2, 3, 4]
+    store.delete(first).wait()
+    store.put(second, np.arange(4)).wait()
+    with pytest.raises(UsageError, match="belongs to the format"):
+        store.put("manifest/w", 1)
+
+
 def test_rows_out_and_indices(store: Store) -> None:
     whole = torch.randn(LARGE)
     store.put("a/w", whole)

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch.distributed.checkpoint import state_dict_saver
@@ -29,6 +29,26 @@ def complete_at_the_end(title: str) -> None:
     thread = threading.get_ident()
     if thread != threading.main_thread().ident and thread not in _under_way:
         _under_way[thread] = _completions.begin(title, partial(_wait, thread))
+
+
+class _Call:
+    """Is called as nothing holds it any more."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def __del__(self) -> None:
+        self._call()
+
+
+_of_thread = threading.local()
+
+
+def call_at_the_end_of_the_thread(call: Callable[[], object]) -> None:
+    """Call `call` as this thread ends, if it is not the main one: DCP's has saved then, or failed on whichever rank, which it
+    tells nobody but the future."""
+    if threading.get_ident() != threading.main_thread().ident:
+        _of_thread.call = _Call(call)
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from zstore.io.closing import closing_with
 from zstore.io.tensors import bytes_of, dtype_name
 from zstore.remote.url import shown
 
-from .ending import complete_at_the_end, told_at_the_end
+from .ending import call_at_the_end_of_the_thread, complete_at_the_end, told_at_the_end
 from .save import EntryReport, Save
 from .work import RankWork, RankWriter, Wrote, box_of
 
@@ -99,6 +99,7 @@ class Writer(StorageWriter):
         self._save = Save(self._path, step, plans, self._timeout_s, self._files)
         self.save_id = self._save.id
         self._forget = closing_with(self, self._save.abandon)
+        call_at_the_end_of_the_thread(self._forget)  # which does nothing after `finish`
         return self._save.begin(overwrite=self._overwrite)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

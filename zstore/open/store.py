@@ -37,7 +37,18 @@ from .lazy import LazyArray
 from .ranks import ALONE, HeldArray, Ranks
 from .saves import Saves, Wish
 from .stream import Mode, Values
-from .values import KnownArray, Value, distributed, entry_of, flat_target, flatten, loaded_entry, local_of, shaped
+from .values import (
+    KnownArray,
+    KnownArrays,
+    Value,
+    distributed,
+    entry_of,
+    flat_target,
+    flatten,
+    loaded_entry,
+    local_of,
+    shaped,
+)
 
 _NUM_OPERATIONS = 4
 """Operations on arrays under way at a time."""
@@ -58,7 +69,7 @@ class Store(Closing):
         """This process among those that share the arrays."""
         self._shards = shards
         self._arrays = HeldArrays(shards)
-        self._entries: dict[str, KnownArray] = {}
+        self._entries = KnownArrays()
         self._lock = threading.RLock()
         """Guards the table of arrays: held shortly, so that no coroutine waits for it."""
         self._order = ArrayOrder(_NUM_OPERATIONS)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..checkpoint.names import array_path
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
 from .ranks import HeldArray, Ranks
@@ -40,6 +42,56 @@ class KnownArray:
     def spec(self) -> ArraySpec:
         """Of the whole array."""
         return self.held.spec
+
+
+class KnownArrays(MutableMapping[str, KnownArray]):
+    """Arrays by name, with names that a checkpoint can have side by side: no array is in another's folder."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, KnownArray] = {}
+        self._names: dict[str, str] = {}
+        """By folder in a checkpoint."""
+        self._groups: Counter[str] = Counter()
+        """How many arrays are in a group's folder, or in one below."""
+
+    def __setitem__(self, name: str, array: KnownArray) -> None:
+        """Raises UsageError for a name that no checkpoint can have, or not beside those that are there."""
+        if name not in self._arrays:
+            path = array_path(name)
+            groups = _groups_of(path)
+            outer = next(filter(self._names.__contains__, groups), None)
+            if outer is not None or path in self._groups:
+                inside = (other for folder, other in self._names.items() if folder.startswith(f"{path}/"))
+                other = next(inside) if outer is None else self._names[outer]
+                raise UsageError(
+                    f"array {name!r} cannot be stored beside {other!r}: in a checkpoint one would be in the folder of the "
+                    "other; rename one of them"
+                )
+            self._names[path] = name
+            self._groups.update(groups)
+        self._arrays[name] = array
+
+    def __delitem__(self, name: str) -> None:
+        del self._arrays[name]
+        path = array_path(name)
+        del self._names[path]
+        for group in _groups_of(path):
+            self._groups[group] -= 1
+            if not self._groups[group]:
+                del self._groups[group]
+
+    def __getitem__(self, name: str) -> KnownArray:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+def _groups_of(path: str) -> list[str]:
+    return [path[:at] for at, letter in enumerate(path) if letter == "/"]
 
 
 def entry_of(

@@ -13,12 +13,12 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from ..checkpoint.catalog import LOOPS_FOLDER, Catalog, TagInfo, list_nested, newest_of, scan
+from ..checkpoint.catalog import LOOPS_FOLDER, Catalog, TagInfo, list_nested, meant_of, newest_of, scan
 from ..checkpoint.folder import Folder
 from ..checkpoint.lock import owner_is_dead
 from ..checkpoint.names import LATEST_FILE, LOCK, TEMPORARY, own_name, parse_own_name
@@ -63,14 +63,14 @@ class RunCheckpoints:
     def newest(self) -> tuple[str, TagInfo] | None:
         """Return path and checkpoint of the newest; None if there is none."""
         found = self.all()
-        newest = newest_of(list(found.values())) if found else None
-        return next(((path, info) for path, info in found.items() if info is newest), None)
+        return _with_path(found, newest_of(list(found.values()))) if found else None
 
     def find(self, checkpoint: str) -> tuple[str, TagInfo]:
         """Return path and checkpoint of a path, a tag, or `latest`. Raises CheckpointNotFoundError."""
-        found = self.all()
-        if checkpoint == LATEST_FILE and (newest := self.newest()) is not None:
-            return newest
+        with self._lock:
+            catalog, found = self._look().catalog, self._look().infos
+        if checkpoint == LATEST_FILE and found:
+            return _with_path(found, meant_of(self._folder, catalog)[0])
         if checkpoint in found:
             return checkpoint, found[checkpoint]
         named = [(path, info) for path, info in found.items() if info.tag == checkpoint]
@@ -119,7 +119,7 @@ class RunCheckpoints:
             is_sure = not self._folder.is_local or all(at < began_ns - _TICK_NS for _, _, at in signature)
             refusals = catalog.refusals + nested.refusals
             self._found = _Found(
-                signature if is_sure else None, Catalog(tags=tuple(tags), refusals=refusals), infos, known
+                signature if is_sure else None, replace(catalog, tags=tuple(tags), refusals=refusals), infos, known
             )
         return self._found
 
@@ -158,6 +158,10 @@ class RunCheckpoints:
             unfinished=_find_unfinished(self._folder),
             total_bytes=shared.total_bytes,
         )
+
+
+def _with_path(found: Mapping[str, TagInfo], wanted: TagInfo) -> tuple[str, TagInfo]:
+    return next((path, info) for path, info in found.items() if info is wanted)
 
 
 def _same(one: TagInfo | None, other: TagInfo) -> bool:
