@@ -30,7 +30,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     save_arrays(tmp_path / "run", arrays, world_size=2, record={"engine": {"groups": [{"lr": 0.1}]}})
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    assert len(blocks()) == 5
+    assert len(blocks()) == 4
     for example in blocks():
         exec(example, names)
     embedding = arrays["model/embed.weight"]

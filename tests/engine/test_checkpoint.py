@@ -168,7 +168,7 @@ def test_client_state_that_cannot_be_stored_names_its_key(tmp_path: Path) -> Non
         for state, key in (
             ({"a": {"b": object()}}, "'b'"),
             ({"rows": {1: 2}}, "rows"),
-            ({"t": torch.zeros(1, dtype=torch.complex64)}, "'t'"),
+            ({"t": torch.zeros(1, dtype=torch.complex128)}, "'t'"),
         ):
             with pytest.raises(UsageError, match=key):
                 engine.save_checkpoint(str(tmp_path / "ckpt"), "x", state)

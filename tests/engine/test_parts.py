@@ -401,7 +401,7 @@ def test_client_state_is_split_and_joined() -> None:
     assert torch.equal(back["b"][0], torch.arange(3))
     assert back["b"][1]["c"].item() == 2.5
     with pytest.raises(UsageError, match=r"tensor at 'x\.y'"):
-        split({"x": {"y": torch.zeros(1, dtype=torch.complex64)}})
+        split({"x": {"y": torch.zeros(1, dtype=torch.complex128)}})
     with pytest.raises(UsageError, match="rename it"):
         split({"$tensor": 1})
 

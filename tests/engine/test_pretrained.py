@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import subprocess
@@ -315,7 +314,7 @@ def test_an_index_names_files_beside_it(tmp_path: Path) -> None:
 def test_types_that_are_not_trained_are_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(16).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     reader = WeightsReader(tmp_path)
-    with contextlib.closing(reader), pytest.raises(UsageError, match=r"'weight' in .* is float8_e4m3fn, which cannot"):
+    with pytest.raises(UsageError, match=r"'weight' in .* is float8_e4m3fn, which cannot"):
         match_weights(nn.LayerNorm(16, bias=False), reader)
 
 

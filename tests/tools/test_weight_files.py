@@ -123,7 +123,7 @@ def test_a_model_may_have_more_files_than_a_process_opens(tmp_path: Path) -> Non
         assert consolidate_command(tmp_path / "one", tmp_path / "hf", "fp32", 4900) == 0
         assert len(list((tmp_path / "hf").glob("*.safetensors"))) == MANY
         reshard_command(tmp_path / "one", tmp_path / "three", 3)
-        for to in ("dcp", "torch", "safetensors"):
+        for to in ("torch", "safetensors"):
             assert convert_command(str(tmp_path / "three"), tmp_path / to, ConvertOptions(to=to)) == 0
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     for name, value in arrays.items():

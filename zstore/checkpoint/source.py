@@ -107,7 +107,7 @@ class ArraySource(Closing):
         """Whether this is a forked child of the process that opened it: then it reads nothing."""
         tell_of_fork(self)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Belong to the parent, in a forked child: buffers may be lent out for ever there, and locks held."""
         self.is_forked = True
 

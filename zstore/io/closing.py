@@ -197,7 +197,7 @@ def _in_forked_child(call: Callable[[], None]) -> None:
 
 
 class _Forkable(Protocol):
-    def forked(self) -> None: ...
+    def _forked(self) -> None: ...
 
 
 _forkable: weakref.WeakSet[_Forkable] = weakref.WeakSet()
@@ -209,7 +209,7 @@ OF_THE_PARENT = (
 
 
 def tell_of_fork(owner: _Forkable) -> None:
-    """Let `owner.forked()` be called in each child process that is forked while there is an owner. See [Note: forks]."""
+    """Let `owner._forked()` be called in each child process that is forked while there is an owner. See [Note: forks]."""
     _forkable.add(owner)
 
 
@@ -218,7 +218,7 @@ def _forked() -> None:
         finalizer.detach()
     _open.clear()
     for owner in list(_forkable):
-        owner.forked()
+        owner._forked()
 
 
 _in_forked_child(_forked)

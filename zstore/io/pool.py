@@ -48,7 +48,7 @@ class Workers(Closing):
         self._threads = start_threads(num_threads, self._serve, name)
         tell_of_fork(self)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Go on without threads in a forked child: callers carry out their tasks. See [Note: forks]."""
         self._tasks, self._changed, self._threads = deque(), threading.Condition(), []
 

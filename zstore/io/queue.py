@@ -229,7 +229,7 @@ class IoQueue:
         self._threads = start_threads(num_threads, self._serve, "zstore-io")
         tell_of_fork(self)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Go on without threads in a forked child: callers carry out their operations. See [Note: forks]."""
         self._lock = threading.Lock()
         self._filled, self._emptied = threading.Condition(self._lock), threading.Condition(self._lock)

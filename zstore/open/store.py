@@ -83,7 +83,7 @@ class Store(Closing):
         self._end = closing_with(self, _close, self._saves, self._order, self._workers, self._shards)
         tell_of_fork(self)
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Belong to the parent, in a forked child: its threads and its folder are not the child's."""
         self._lock, self._closed = threading.RLock(), f"the store {OF_THE_PARENT}"
 

@@ -469,7 +469,7 @@ class TensorStore(Closing):
             fallbacks=self.fallbacks,
         )
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """Belong to the parent, in a forked child: files and threads are its."""
         self._closed = f"the store {OF_THE_PARENT}"
 
