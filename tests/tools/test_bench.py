@@ -32,6 +32,7 @@ from bench import (
     overhead,
     scale,
     scaling,
+    small_arrays,
     step,
     store,
     trainer,
@@ -111,6 +112,14 @@ def test_the_accumulation_benchmark_reads_parameters_once_a_step_block_by_block(
     assert figures["same_bits"]
     assert figures["micro_batch"]["parameter_bytes"] == pytest.approx(3 * figures["block"]["parameter_bytes"])
     assert figures["micro_batch"]["disk_bytes"] > figures["block"]["disk_bytes"]
+
+
+def test_the_benchmark_of_small_arrays_saves_beside_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["small_arrays", "--path", str(tmp_path), "--parameters", "5", "--rounds", "1"])
+    small_arrays.main()
+    assert "15 arrays in" in capsys.readouterr().out
 
 
 def test_links_benchmark_measures_a_machine_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
