@@ -18,8 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from zstore.io import user_path
-
 MODEL = "gpt-tiny"
 SAVE_EVERY = 20
 LEARNING_RATE = 4e-3
@@ -32,16 +30,20 @@ cores."""
 def main() -> None:
     """Run the demo; exits with 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=user_path, default="demo-run", help="folder to work in; an existing one is replaced"
-    )
+    parser.add_argument("--folder", default="demo-run", help="folder to work in; an existing one is replaced")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps; a multiple of 20, at least 40")
     parser.add_argument("--model", default=MODEL)
     options = parser.parse_args()
     started = time.perf_counter()
-    demo = Demo(options.folder, options.model, options.steps)
+    demo = Demo(_user_path(options.folder), options.model, options.steps)
     demo.run()
     demo.close_with_table(time.perf_counter() - started)
+
+
+def _user_path(text: str) -> Path:
+    from zstore.io import user_path  # numpy with it, which takes a while
+
+    return user_path(text)
 
 
 class Demo:

@@ -420,12 +420,12 @@ class _Hooks(dict[int, Callable[[torch.Tensor], object]]):
 def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> Callable[[], object]:
     """Call `arrived`, a method, with the record each time that autograd added to its gradient, as long as its object
     exists: autograd holds the hook out of the collector's sight. Return the function that ends this."""
-    method, parameter = weakref.WeakMethod(arrived), cast("Any", record.parameter)
+    method, known, parameter = weakref.WeakMethod(arrived), weakref.ref(record), cast("Any", record.parameter)
 
     def accumulated(_: torch.Tensor) -> None:
-        tell = method()
-        if tell is not None:
-            tell(record)
+        tell, told = method(), known()
+        if tell is not None and told is not None:
+            tell(told)
 
     def call_former(tensor: torch.Tensor) -> None:
         for hook in list(former.values()):  # their handles remove them from there

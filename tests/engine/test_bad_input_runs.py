@@ -152,7 +152,7 @@ def test_what_all_ranks_say_is_said_once_under_torchrun(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("zstore: ")]
-    assert line.startswith("zstore: ranks 0, 1: ds.json: train_batch_size 3 is not a multiple of")
+    assert line.startswith(f"zstore: ranks 0, 1: {tmp_path}/ds.json: train_batch_size 3 is not a multiple of")
     assert not (tmp_path / "ckpt").exists()
 
 

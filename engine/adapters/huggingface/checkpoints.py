@@ -197,7 +197,7 @@ def adapter_names(engine: Engine) -> list[str]:
         if engine.global_rank == 0:
             entries = dict(state_entries(engine.access))
             # peft hands out what it was given: each entry is known by its own view.
-            views = {name: value.detach() for name, value in entries.items() if isinstance(value, torch.Tensor)}
+            views = {name: torch.empty(0) for name, value in entries.items() if isinstance(value, torch.Tensor)}
             ids = {id(views[name]) for name, value in entries.items() if getattr(value, "requires_grad", False)}
             model: Any = engine.module
             for adapter, config in model.peft_config.items():
