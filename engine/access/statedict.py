@@ -4,11 +4,13 @@ replace."""
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -41,6 +43,7 @@ class StateDictGuard:
         self._is_suspended = False
         self._gives_empties = False
         """Whether a state dict has empty tensors for sharded parameters."""
+        self._whole: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             self._handles += [
@@ -55,6 +58,11 @@ class StateDictGuard:
             # An object of its own, on which torch leaves a mark.
             hook = partial(self._after)
             self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
+
+    def give_whole(self, state: Mapping[str, Any]) -> None:
+        """Let sharded parameters have the values of this state dict of the model, as long as it is alive, in place of empty
+        tensors."""
+        self._whole.update({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def _records(self, module: nn.Module) -> Iterator[tuple[str, ParameterRecord]]:
         for name, parameter in module.named_parameters(recurse=False):
@@ -74,9 +82,15 @@ class StateDictGuard:
 
     def _after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         released = self._released(module)
+        empty = False
         for record in released:
             record.detaches_empty = False
-        if released and not self._told:
+            whole = next((self._whole[one] for one in (record.name, *record.aliases) if one in self._whole), None)
+            empty |= whole is None
+            for name, parameter in module.named_parameters(recurse=False) if whole is not None else ():
+                if parameter is record.parameter and prefix + name in state:
+                    state[prefix + name] = whole
+        if empty and not self._told:
             self._told = True
             _log.warning(
                 "state_dict() has sharded parameters as empty tensors, as in DeepSpeed; for whole ones %s", _INSTEAD

@@ -611,7 +611,7 @@ class Engine(nn.Module):
         *,
         client_sd: ClientValues | None = None,
         metrics: Mapping[str, float] | None = None,
-        wait: bool = True,
+        wait: bool | None = None,
         overwrite: bool = False,
         trainable_only: bool = False,
         keep_frozen: Collection[str] = (),
@@ -620,7 +620,7 @@ class Engine(nn.Module):
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
         Committed when this returns; with `wait=False`, when the ticket's `wait()` or `wait_for_checkpoint()` does, and
-        the state may change meanwhile. `client_state` (or `client_sd`) is a dict of JSON data, tensors, numpy arrays and
+        the state may change meanwhile. By default `checkpoint.writer.decoupled` of the config decides. `client_state` (or `client_sd`) is a dict of JSON data, tensors, numpy arrays and
         numbers and `argparse.Namespace`; see [Note: what comes back] in `client_state`. `metrics` are numbers by name, by
         which the best checkpoint can be kept. A checkpoint of this run under the same tag is replaced, with one line in the
         log. Without `save_latest` the checkpoint is loaded by its tag alone: `latest` stays, and so does the default of a
@@ -642,7 +642,7 @@ class Engine(nn.Module):
             tag=tag,
             state={} if state is None else state,
             metrics=metrics or {},
-            wait=wait,
+            wait=not self.training_state.config.settings.checkpoint.writer.decoupled if wait is None else wait,
             overwrite=overwrite,
             is_latest=save_latest,
             leaves_out_frozen=exclude_frozen_parameters or trainable_only,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from zstore.errors import ConfigError, UsageError
 from zstore.io import Files
 from zstore.ranks.world import World
 
+from ..access.access import live
 from ..build.init import around_block, leave_to_engine
 from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
 from ..config.answers import read_answers
@@ -41,6 +43,8 @@ from .engine import Engine
 
 _log = logging.getLogger("zstore")
 
+_opened: list[weakref.ref[Engine]] = []
+"""All engines of the process, in the order in which they were made."""
 Chosen = tuple[str, type[Extra], Any]
 """Key, class and section of an extra, or the value of a key that is no section."""
 
@@ -75,7 +79,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     and at stage 3 sharded; rank 0's values count. The model is complete by then: an open block of `zstore.Init` goes on
     with other models. `optimizer` is an element-wise torch optimizer over the model's parameters, made before; without it the
     config names one. `lr_scheduler` is a scheduler, or a function that makes one from the returned optimizer; the engine
-    steps it. The returned loader or scheduler is None if there is none.
+    steps it. The returned loader or scheduler is None if there is none. A model that another engine holds is taken over with
+    its trained values: that engine is closed, and its optimizer state dropped.
 
     `frozen`: an engine for evaluation, generation, or a reference model. It has no optimizer, and keeps the parameters
     alone, in the type that they compute in, on the tier of `offload_param`; all have `requires_grad` false. Settings of
@@ -128,6 +133,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         mark_leaves_of(resolved, model)
     with _watched(world, resolved.own.silent_rank_s or None):
         leave_advice(resolved, world)
+        _take_back(model, loaded)
         facade = _optimizer(resolved, optimizer, model_parameters, model)
         schedule = _schedule(resolved, lr_scheduler, facade)
         loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
@@ -137,6 +143,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
                 model, resolved, world, facade, schedule=schedule, loader=loader, files=_files, streams=_streams
             )
             engine = _engine(training, monitors)
+            _opened.append(weakref.ref(engine))
             if compiler is not None:
                 training.compile(compiler)
             for key, extra, section in chosen:  # each at once: if a later one fails the engine closes it
@@ -146,6 +153,16 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             raise
         leave_to_engine(model)
         return engine, engine.optimizer, loader, schedule.scheduler
+
+
+def _take_back(model: nn.Module, config: Config) -> None:
+    """Take the model's parameters out of the engines that hold them, whose hooks would meet those of the next (all ranks)."""
+    engines = [engine for reference in _opened if (engine := reference()) is not None and engine.access in live()]
+    _opened[:] = map(weakref.ref, engines)
+    for engine in engines:
+        if any(engine.access.record_of(parameter) is not None for parameter in model.parameters()):
+            _log.warning("the model is in another engine, which is closed: its optimizer state is dropped")
+            engine.hand_back(config)
 
 
 def _uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:

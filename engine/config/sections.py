@@ -108,9 +108,18 @@ class WandbSection(Section):
     """Project, by default DeepSpeed's."""
 
 
+class CheckpointWriterSection(Section):
+    """How a save is carried out."""
+
+    decoupled: Bool = built(False)
+    """Save behind training: `save_checkpoint` returns once the state is pinned, as with `wait=False`. The next save, a load and
+    the end of the program wait for the commit. For loops of libraries, which call `save_checkpoint` without `wait`."""
+
+
 class CheckpointSection(Section):
     """How checkpoints are written."""
 
+    writer: CheckpointWriterSection = CheckpointWriterSection()
     use_node_local_storage: Bool = built(False)
     """Save to a drive of each machine's own: the folder that is saved to is another one on each machine. Each has the part
     of its ranks, which loads there at the same world size; for anything else bring the parts together, see docs/saving.md.

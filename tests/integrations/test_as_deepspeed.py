@@ -22,7 +22,7 @@ from tests import warm
 from tests.engine.schedule_cases import KNOWN, OWN_LR, adam
 from tests.integrations.tokens import texts, tokenizer
 from tests.integrations.trainers import llama
-from zstore.as_deepspeed import install
+from zstore.tools.as_deepspeed.installing import install
 from zstore.engine.adapters.deepspeed.config import cleaned, raw_config
 from zstore.engine.adapters.deepspeed.modules import KNOWN as KNOWN_MODULES
 from zstore.engine.adapters.deepspeed.names import (
@@ -191,7 +191,6 @@ import sys
 for name in ("accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer"):
     sys.modules.pop(name, None)  # where a process has them from its start
 import zstore.as_deepspeed
-zstore.as_deepspeed.install()
 import deepspeed, torch
 deepspeed.init_distributed()
 print(torch.distributed.get_world_size(), torch.distributed.get_rank())

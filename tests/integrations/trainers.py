@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 import transformers
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 transformers.logging.set_verbosity_error()
 
@@ -78,9 +81,62 @@ def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
     )
 
 
-def config(folder: Path | str, device: str = "nvme", **changes: Any) -> dict[str, Any]:
-    """A config of stage 3 with everything "auto"; `device`: where parameters and state rest."""
+def open_door() -> None:
+    """Do as `import zstore.as_deepspeed` at the start, in a process that has the libraries loaded already, for the sake of speed:
+    they look for DeepSpeed as they are imported, and look again here."""
+    warnings.simplefilter("ignore")  # those of the libraries are their own
+    looked = (
+        "accelerate.utils",
+        "accelerate.accelerator",
+        "transformers.integrations.deepspeed",
+        "transformers.trainer",
+    )
+    before: list[Any] = [sys.modules.pop(name, None) or importlib.import_module(name) for name in looked]
+    for name in looked:
+        sys.modules.pop(name, None)
+    importlib.import_module("zstore.as_deepspeed")
+    sys.modules.update(zip(looked, before, strict=True))
+    for module in before[:3]:
+        importlib.reload(module)
+    before[3].DeepSpeedSchedulerWrapper = before[0].DeepSpeedSchedulerWrapper
+
+
+def plain_again() -> None:
+    """Let the next Trainer or Accelerator train without DeepSpeed, after one that did."""
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+
+
+def train(folder: Path, ds: Any = None, kind: Any = Trainer, model: Any = None, **run: Any) -> Any:
+    """Train a Llama, or `model`, on the CPU, with DeepSpeed's config `ds` or without any; return the Trainer."""
+    if ds is None:
+        plain_again()
+    given = {name: run.pop(name) for name in ("callbacks", "optimizers", "train_dataset") if name in run}
+    resume = run.pop("resume", None)
+    args = arguments(folder, deepspeed=ds, **run)
+    data = {"train_dataset": Texts(14), "eval_dataset": Texts(6, seed=3)} | given
+    trainer = kind(model=llama() if model is None else model, args=args, **data)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """The trained weights in fp32, on rank 0; other ranks get none of sharded ones."""
+    engine = trainer.model_wrapped
+    if not hasattr(engine, "get_full_parameter"):
+        return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    names = [name for name, _ in trainer.model.named_parameters()]
+    found = {name: engine.get_full_parameter(name, rank0_only=True) for name in names}
+    return {name: value.float().cpu() for name, value in found.items() if value is not None}
+
+
+def config(folder: Path | str, device: str = "nvme", stage: int = 3, **changes: Any) -> dict[str, Any]:
+    """A config with everything "auto"; `device`: where parameters and state rest."""
     offload = {"device": device} | ({"nvme_path": os.fspath(folder)} if device == "nvme" else {})
+    if stage < 3:
+        return {
+            **config(folder, device, **changes),
+            "zero_optimization": {"stage": stage, "offload_optimizer": offload},
+        }
     return {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -97,6 +153,7 @@ def config(folder: Path | str, device: str = "nvme", **changes: Any) -> dict[str
             "reduce_bucket_size": "auto",
             "stage3_prefetch_bucket_size": "auto",
             "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
             "offload_param": offload,
             "offload_optimizer": offload,
         },

@@ -40,14 +40,14 @@ def install() -> None:
         return
     if "deepspeed" in sys.modules:
         raise UsageError(
-            "DeepSpeed was imported in this process before: call zstore.as_deepspeed.install() at its start, or run the "
+            "DeepSpeed was imported in this process before: put `import zstore.as_deepspeed` at its start, or run the "
             "script by `zstore run --as-deepspeed`"
         )
     early = next((name for name in _LOOKED_ALREADY if name in sys.modules), None)
     if early is not None:
         raise UsageError(
-            f"{early.partition('.')[0]} was imported in this process before, and has looked for DeepSpeed: call "
-            "zstore.as_deepspeed.install() before that, or run the script by `zstore run --as-deepspeed`"
+            f"{early.partition('.')[0]} was imported in this process before, and has looked for DeepSpeed: put "
+            "`import zstore.as_deepspeed` before that, or run the script by `zstore run --as-deepspeed`"
         )
     put_in_place()
 

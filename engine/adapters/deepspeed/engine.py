@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -19,9 +20,10 @@ from zstore.engine.params.record import Residency
 from zstore.errors import UsageError
 from zstore.io import UserPath, is_url, user_path
 
-from . import comm
+from . import comm, saves
 from .config import ZeroParamStatus
 from .names import missing_of_engine
+from .peft import adapter_names, is_peft
 from .zero import mark
 
 _TO_FP32 = "zero_to_fp32.py"
@@ -29,7 +31,7 @@ _TO_FP32_TEXT = """#!/usr/bin/env python3
 \"\"\"Writes the fp32 weights of a checkpoint as safetensors: `python zero_to_fp32.py . OUT`.\"\"\"
 import sys
 
-from zstore.as_deepspeed.zero_to_fp32 import main
+from zstore.tools.zero_to_fp32 import main
 
 sys.exit(main())
 """
@@ -266,6 +268,8 @@ class DeepSpeedEngine(Engine):
         if self._coalesces:
             raise CallError("engine.save_checkpoint() within coalesce_grad_reduction(): call it after the block")
         options.setdefault("overwrite", True)
+        if exclude_frozen_parameters and is_peft(self.module):
+            options.setdefault("keep_frozen", adapter_names(self))
         handle = super().save_checkpoint(
             save_dir,
             f"global_step{self.global_steps}" if tag is None else tag,
@@ -274,6 +278,8 @@ class DeepSpeedEngine(Engine):
             exclude_frozen_parameters,
             **options,
         )
+        if not handle.done() and not is_url(save_dir):
+            saves.watch(os.fspath(user_path(save_dir)), handle)
         if self.global_rank == 0 and not is_url(save_dir) and not (script := user_path(save_dir) / _TO_FP32).exists():
             script.write_text(_TO_FP32_TEXT)
             script.chmod((mode := script.stat().st_mode) | (mode & 0o444) >> 2)
@@ -296,6 +302,7 @@ class DeepSpeedEngine(Engine):
                 "engine.load_checkpoint(custom_load_fn=...): tensors are read by name; pass names={...} for those that the "
                 "model calls otherwise, or load_module_state_dict(state, custom_load_fn=...)"
             )
+        saves.complete()
         return super().load_checkpoint(
             load_dir,
             tag,
@@ -307,13 +314,27 @@ class DeepSpeedEngine(Engine):
         )
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Return the model's whole state dict on rank 0, None on others (all ranks)."""
-        found = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        """Return the model's whole state dict on rank 0, None on others (all ranks). As long as it is alive, the state dicts of
+        the model's modules there have its values: classes that save in their own way read those.
+
+        `exclude_frozen_parameters` leaves out all that is frozen but a PEFT model's adapters.
+        """
+        found = self.module_state_dict()
+        if exclude_frozen_parameters:
+            kept = adapter_names(self) if is_peft(self.module) else ()
+            frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+            found = {name: value for name, value in found.items() if name not in frozen or name in kept}
+        self.access.guard.give_whole(found)
         return found if self.global_rank == 0 else None
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Do as `_zero3_consolidated_16bit_state_dict`, which serves every stage."""
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def close(self) -> None:
+        """See `zstore.engine.Engine.close`; the removals that waited for a save end too."""
+        super().close()
+        saves.complete()
 
     # -- backwards and steps -----------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from zstore.errors import ConfigError, UsageError
 from .config import cleaned, raw_config
 from .engine import DeepSpeedEngine
 from .names import VERSION
+from .saves import complete
 from .utils import log_dist
 
 __all__ = ["add_config_arguments", "init_distributed", "initialize"]
@@ -52,6 +53,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     given = cleaned(source)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model_parameters)
+    complete()  # of an engine before this one: a resume looks for its checkpoint now
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad] if model is not None else []
     frozen = optimizer is None and (not isinstance(given, Mapping) or given.get("optimizer") is None)
     engine, *others = zstore_initialize(
         args=None,
@@ -70,6 +73,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     )
     if not isinstance(engine, DeepSpeedEngine):
         raise UsageError(f"initialize() made a {type(engine).__name__}")
+    for parameter in trainable:  # of a model that is evaluated first: its optimizer is made of those
+        parameter.requires_grad_(True)
     log_dist(f"DeepSpeed info: version={VERSION}", ranks=[0])
     engine.config = raw_config(source)
     if engine.config.get("managed_gradient_accumulation") is False and not frozen:
@@ -87,7 +92,8 @@ def _require_agreement() -> None:
         return
     raise UsageError(
         f"there are {torch_dist.get_world_size()} ranks, and accelerate knows of {known}: with DeepSpeed it finds several "
-        "only on GPUs. Start one rank, or use zstore.hf or zstore.accelerate, which train on several without GPUs too"
+        "only on GPUs, and on CPUs if it is told: TrainingArguments(use_cpu=True), or accelerate.PartialState(cpu=True) before "
+        "the Accelerator"
     )
 
 

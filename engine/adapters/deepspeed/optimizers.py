@@ -11,6 +11,7 @@ import torch
 from zstore.engine.config.config import load_config
 from zstore.engine.config.scheduler import SCHEDULES
 from zstore.engine.extras.whole_tensors.muon import MuonWithAdam
+from zstore.engine.optim.kernel import ELEMENT_WISE
 from zstore.engine.optim.lamb import Lamb
 from zstore.engine.optim.lion import Lion
 from zstore.engine.optim.lr_schedules import NamedSchedule, named_schedule
@@ -19,6 +20,12 @@ from zstore.errors import UsageError
 from .names import by_place
 
 Optimizer = torch.optim.Optimizer
+_BY_KEYS = {
+    frozenset(kind([torch.nn.Parameter(torch.empty(0))]).defaults): kind
+    for kind in ELEMENT_WISE
+    if kind not in (torch.optim.Adam, torch.optim.AdamW)
+}
+"""Settings of a group -> the optimizer that has just those."""
 _WITHOUT_EFFECT = ("fp32_optimizer_states", "set_grad_none", "ns_method")
 """State is fp32, the engine clears gradients, and Muon's iteration is the standard one, whatever these say."""
 
@@ -49,6 +56,14 @@ def _made(name: str, makes: str, order: str, make: Callable[..., Optimizer]) -> 
 def _adam(
     params: Any, *, bias_correction: bool = True, adam_w_mode: bool = True, adamw_mode: bool = True, **settings: Any
 ) -> Optimizer:
+    params = list(params)
+    if (
+        params
+        and isinstance(params[0], dict)
+        and (other := _BY_KEYS.get(frozenset(params[0]) - {"params", "initial_lr"})) is not None
+    ):
+        # accelerate makes a DeepSpeedCPUAdam of the groups of any optimizer whose state is offloaded: it stays what it was.
+        return other(params)
     kind = torch.optim.AdamW if adam_w_mode and adamw_mode else torch.optim.Adam
     made = kind(params, **{"weight_decay": 0.0, **settings})
     for group in () if bias_correction else made.param_groups:

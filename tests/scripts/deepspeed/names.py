@@ -18,10 +18,10 @@ def main():
     import deepspeed
     import deepspeed.runtime.lr_schedules
 
-    from zstore.as_deepspeed import install
+    import zstore.as_deepspeed
     from zstore.engine.adapters.deepspeed.names import MODULES
 
-    install()  # a second time
+    importlib.reload(zstore.as_deepspeed)  # a second time
     for dotted, homes in MODULES.items():
         module = importlib.import_module(dotted)
         for name in (name for names in homes.values() for name in names):

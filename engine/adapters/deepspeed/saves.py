@@ -1,0 +1,109 @@
+"""Saves behind training, as libraries see them that call `save_checkpoint` and look at its folder at once.
+
+[Note: what waits for a commit]
+With `checkpoint.writer.decoupled` a save is committed while training goes on. Loops of libraries do not know that: they remove the
+oldest checkpoint (`save_total_limit`), upload the newest, or copy it in a callback. So as long as a save of this process is
+under way, a listing of its folder, by any thread but zstore's own, waits for the commit, and so does the removal of a folder that it is in.
+A checkpoint beside it is removed after the commit, behind the caller: it is renamed first, since its place in the order of
+modification times would change as its files go. If the save fails the older checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zstore.checkpoint import SaveHandle
+from zstore.io import Ticket, run_in_thread
+
+_log = logging.getLogger("zstore")
+
+_LISTINGS = frozenset({"os.listdir", "os.scandir"})
+"""The auditing events of Python by which all ways to list a folder are known."""
+_REMOVED = ".removed"
+_saves: dict[str, SaveHandle] = {}
+"""Absolute folder -> the save in it that was begun last."""
+_removals: list[Ticket[None]] = []
+_rmtree: Callable[..., Any] = shutil.rmtree
+_is_watching = False
+
+
+def watch(folder: str, handle: SaveHandle) -> None:
+    """Let whoever lists or removes the folder of a save wait for its commit. See [Note: what waits for a commit]."""
+    global _is_watching
+    _saves[os.path.abspath(folder)] = handle
+    if not _is_watching:
+        _is_watching = True
+        sys.addaudithook(_heard)
+        shutil.rmtree = _remove  # type: ignore[assignment]
+
+
+def complete() -> None:
+    """Wait until the saves and removals of this process that are under way have ended."""
+    for handle in list(_saves.values()):
+        handle.wait_for_end()
+    _saves.clear()
+    while _removals:
+        _removals.pop().wait_for_end()
+
+
+def _under_way() -> dict[str, SaveHandle]:
+    return {folder: handle for folder, handle in list(_saves.items()) if not handle.done()}
+
+
+def _is_own() -> bool:
+    return threading.current_thread().name.startswith("zstore")
+
+
+def _heard(event: str, args: tuple[Any, ...]) -> None:
+    """Hold up a listing. An audit hook stays to the end of the process, and hears of every event."""
+    if event not in _LISTINGS or not _saves or isinstance(args[0], int) or _is_own():
+        return
+    listed = os.path.abspath(os.fsdecode(args[0] or "."))
+    for folder, handle in _under_way().items():
+        if _contains(folder, listed):
+            handle.wait_for_end()
+
+
+def _remove(path: Any, *args: Any, **options: Any) -> None:
+    """Do as `shutil.rmtree`, but for checkpoints beside a save under way."""
+    saves = {} if isinstance(path, int) or _is_own() else _under_way()
+    removed = os.path.abspath(os.fsdecode(path)) if saves else ""
+    for folder, handle in saves.items():
+        if _contains(removed, folder):
+            handle.wait_for_end()
+        elif os.path.dirname(folder) == os.path.dirname(removed) and _is_checkpoint(Path(removed)):
+            _removals.append(run_in_thread(partial(_remove_after, handle, Path(removed)), "zstore-remove"))
+            return
+    _rmtree(path, *args, **options)
+
+
+def _contains(folder: str, path: str) -> bool:
+    return f"{path}{os.sep}".startswith(f"{folder.rstrip(os.sep)}{os.sep}")
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Return whether `save_checkpoint` was given this folder."""
+    return (folder / "latest").is_file()
+
+
+def _remove_after(handle: SaveHandle, folder: Path) -> None:
+    try:
+        handle.wait()
+    except Exception as error:
+        _log.warning("%s is not removed: the save of the newer checkpoint failed: %s", folder, error)
+        return
+    aside = folder.with_name(f".{folder.name}{_REMOVED}")
+    try:
+        os.replace(folder, aside)
+    except FileNotFoundError:  # asked for twice
+        return
+    for left in folder.parent.glob(f".*{_REMOVED}"):  # also those of a process that was killed
+        _rmtree(left, ignore_errors=True)
