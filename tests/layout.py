@@ -25,13 +25,8 @@ _CORE = (
 SHORT_MODULES = frozenset({
     f"zstore/{name}.py"
     for name in (
-<<<<<<< HEAD
-        "__init__", "__main__", "accelerate", "as_deepspeed/__init__", "as_deepspeed/__main__", "as_deepspeed/zero_to_fp32",
-        "attention", "checkpointing", "elasticity", "hf", "lightning", "optim", "zero",
-=======
         "__init__", "__main__", "accelerate", "as_deepspeed/__init__", "as_deepspeed/__main__",
-        "attention", "checkpointing", "data", "elasticity", "hf", "lightning", "optim", "profiling", "zero",
->>>>>>> 7c017b76 (A second engine takes a model over; checkpoint.writer.decoupled saves behind training; a bare import opens the door)
+        "attention", "checkpointing", "elasticity", "hf", "lightning", "optim", "zero",
     )
 })  # fmt: skip
 

@@ -620,11 +620,12 @@ class Engine(nn.Module):
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
         Committed when this returns; with `wait=False`, when the ticket's `wait()` or `wait_for_checkpoint()` does, and
-        the state may change meanwhile. By default `checkpoint.writer.decoupled` of the config decides. `client_state` (or `client_sd`) is a dict of JSON data, tensors, numpy arrays and
-        numbers and `argparse.Namespace`; see [Note: what comes back] in `client_state`. `metrics` are numbers by name, by
-        which the best checkpoint can be kept. A checkpoint of this run under the same tag is replaced, with one line in the
-        log. Without `save_latest` the checkpoint is loaded by its tag alone: `latest` stays, and so does the default of a
-        load without a tag. `exclude_frozen_parameters` leaves those out; a load then keeps the model's.
+        the state may change meanwhile; by default `checkpoint.writer.decoupled` of the config decides. `client_state` (or
+        `client_sd`) is a dict of JSON data, tensors, numpy arrays and numbers and `argparse.Namespace`; see [Note: what comes
+        back] in `client_state`. `metrics` are numbers by name, by which the best checkpoint can be kept. A checkpoint of this
+        run under the same tag is replaced, with one line in the log. Without `save_latest` the checkpoint is loaded by its tag
+        alone: `latest` stays, and so does the default of a load without a tag. `exclude_frozen_parameters` leaves those out; a
+        load then keeps the model's.
         `trainable_only` leaves them out too, and records their source and checksums: a load then raises
         CheckpointMismatchError if the model's differ. The first such save reads them once. `keep_frozen` names
         frozen parameters to save all the same, since no base model has them: those of adapters.

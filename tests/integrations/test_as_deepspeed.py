@@ -22,7 +22,6 @@ from tests import warm
 from tests.engine.schedule_cases import KNOWN, OWN_LR, adam
 from tests.integrations.tokens import texts, tokenizer
 from tests.integrations.trainers import llama
-from zstore.tools.as_deepspeed.installing import install
 from zstore.engine.adapters.deepspeed.config import cleaned, raw_config
 from zstore.engine.adapters.deepspeed.modules import KNOWN as KNOWN_MODULES
 from zstore.engine.adapters.deepspeed.names import (
@@ -38,6 +37,7 @@ from zstore.engine.adapters.deepspeed.names import (
 )
 from zstore.errors import ConfigError, UsageError
 from zstore.journal.names import run_of
+from zstore.tools.as_deepspeed.installing import install
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"

@@ -1,4 +1,4 @@
-"""Trainers of sentence-transformers, whose files are their own, beside themselves alone."""
+"""The Trainer of sentence-transformers, whose files are its own, with `deepspeed=...` on zstore, beside itself alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytest.importorskip("sentence_transformers")
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 
-import zstore.hf
 from tests.integrations.tokens import tokenizer
-from tests.integrations.trainers import QUIET, config
+from tests.integrations.trainers import QUIET, config, open_door
+from zstore.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 TEXTS = ["the cat sat", "dog ran on", "bird flew", "red house tree", "small mat", "big blue bird"]
@@ -34,7 +34,7 @@ def sentence_model(folder: Path) -> Any:
     return SentenceTransformer(os.fspath(folder), device="cpu")
 
 
-def trained(kind: Any, folder: Path, **extra: Any) -> Any:
+def trained(folder: Path, ds: Any = None) -> Any:
     """Train for four steps and save; return what the library then loads."""
     model = sentence_model(folder / "model")
     data = {"a": TEXTS, "b": TEXTS[::-1], "score": [0.1, 0.5, 0.9, 0.2, 0.4, 0.7]}
@@ -48,24 +48,32 @@ def trained(kind: Any, folder: Path, **extra: Any) -> Any:
         save_strategy="steps",
         save_steps=4,
         seed=1,
+        deepspeed=ds,
     )
-    trainer = kind(model, args, train_dataset=Dataset.from_dict(data), loss=CoSENTLoss(model), **extra)
+    trainer = SentenceTransformerTrainer(model, args, train_dataset=Dataset.from_dict(data), loss=CoSENTLoss(model))
     trainer.train()
     trainer.save_model(os.fspath(folder / "out"))
+    trainer.accelerator.free_memory()
+    trainer.accelerator.wait_for_everyone()
     return {
         place: SentenceTransformer(os.fspath(folder / place), device="cpu").encode(TEXTS)
         for place in ("out", "run/checkpoint-4")
     }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_was_trained_is_loaded_by_the_library(stage: int, tmp_path: Path) -> None:
-    for name in ("plain", "ours"):
-        (tmp_path / name).mkdir()
-    wanted = trained(SentenceTransformerTrainer, tmp_path / "plain")
-    settings = config(tmp_path) if stage == 3 else {"optimizer": config(tmp_path)["optimizer"]}
-    found = trained(zstore.hf.wrap(SentenceTransformerTrainer), tmp_path / "ours", zstore_config=settings)
-    for place, vectors in wanted.items():
-        torch.testing.assert_close(torch.from_numpy(found[place]), torch.from_numpy(vectors), rtol=1e-4, atol=1e-5)
-    names = [sorted(path.name for path in (tmp_path / name / "out").iterdir()) for name in ("plain", "ours")]
-    assert names[0] == names[1]
+def _beside(rank: int, folder: str) -> None:
+    open_door()
+    place = Path(folder) / str(rank)
+    place.mkdir()
+    wanted = trained(Path(folder) / "plain")
+    for stage in (2, 3):
+        found = trained(Path(folder) / str(stage), config(place, stage=stage))
+        for name, vectors in wanted.items():
+            torch.testing.assert_close(torch.from_numpy(found[name]), torch.from_numpy(vectors), rtol=1e-4, atol=1e-5)
+    names = [sorted(path.name for path in (Path(folder) / name / "out").iterdir()) for name in ("plain", "2", "3")]
+    assert names[0] == names[1] == names[2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_trained_is_loaded_by_the_library(world_size: int, tmp_path: Path) -> None:
+    run_ranks(_beside, world_size, os.fspath(tmp_path))

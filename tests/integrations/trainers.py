@@ -82,7 +82,7 @@ def arguments(folder: Path | str, **changes: Any) -> TrainingArguments:
 
 
 def open_door() -> None:
-    """Do as `import zstore.as_deepspeed` at the start, in a process that has the libraries loaded already, for the sake of speed:
+    """Do as `import zstore.as_deepspeed` at the start, in a process that has the libraries loaded already, to save time:
     they look for DeepSpeed as they are imported, and look again here."""
     warnings.simplefilter("ignore")  # those of the libraries are their own
     looked = (

@@ -278,7 +278,8 @@ class DeepSpeedEngine(Engine):
             exclude_frozen_parameters,
             **options,
         )
-        if not handle.done() and not is_url(save_dir):
+        decoupled = self.training_state.config.settings.checkpoint.writer.decoupled
+        if not options.get("wait", not decoupled) and not is_url(save_dir):
             saves.watch(os.fspath(user_path(save_dir)), handle)
         if self.global_rank == 0 and not is_url(save_dir) and not (script := user_path(save_dir) / _TO_FP32).exists():
             script.write_text(_TO_FP32_TEXT)

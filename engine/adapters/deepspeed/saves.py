@@ -1,15 +1,16 @@
 """Saves behind training, as libraries see them that call `save_checkpoint` and look at its folder at once.
 
 [Note: what waits for a commit]
-With `checkpoint.writer.decoupled` a save is committed while training goes on. Loops of libraries do not know that: they remove the
-oldest checkpoint (`save_total_limit`), upload the newest, or copy it in a callback. So as long as a save of this process is
-under way, a listing of its folder, by any thread but zstore's own, waits for the commit, and so does the removal of a folder that it is in.
-A checkpoint beside it is removed after the commit, behind the caller: it is renamed first, since its place in the order of
-modification times would change as its files go. If the save fails the older checkpoint stays.
+With `checkpoint.writer.decoupled` a save is committed while training goes on. Loops of libraries do not know that: they
+remove the oldest checkpoint (`save_total_limit`), upload the newest, or copy it in a callback. So while a save of this
+process is under way, a listing of its folder by any thread but zstore's own waits for the commit, and so does the removal
+of a folder that holds it. A checkpoint beside it is removed after the commit, behind the caller: it is renamed first, since
+removing files would make it the newest by modification time. If the save fails the older checkpoint stays.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -25,56 +26,58 @@ from zstore.io import Ticket, run_in_thread
 
 _log = logging.getLogger("zstore")
 
-_LISTINGS = frozenset({"os.listdir", "os.scandir"})
-"""The auditing events of Python by which all ways to list a folder are known."""
 _REMOVED = ".removed"
 _saves: dict[str, SaveHandle] = {}
 """Absolute folder -> the save in it that was begun last."""
 _removals: list[Ticket[None]] = []
 _rmtree: Callable[..., Any] = shutil.rmtree
-_is_watching = False
 
 
 def watch(folder: str, handle: SaveHandle) -> None:
     """Let whoever lists or removes the folder of a save wait for its commit. See [Note: what waits for a commit]."""
-    global _is_watching
+    for ended in [each for each, save in _saves.items() if save.done()]:
+        del _saves[ended]
     _saves[os.path.abspath(folder)] = handle
-    if not _is_watching:
-        _is_watching = True
-        sys.addaudithook(_heard)
-        shutil.rmtree = _remove  # type: ignore[assignment]
+    _begin_watching()
+
+
+@functools.cache
+def _begin_watching() -> None:
+    sys.addaudithook(_heard)
+    shutil.rmtree = _remove  # type: ignore[assignment]
 
 
 def complete() -> None:
     """Wait until the saves and removals of this process that are under way have ended."""
     for handle in list(_saves.values()):
         handle.wait_for_end()
-    _saves.clear()
     while _removals:
         _removals.pop().wait_for_end()
-
-
-def _under_way() -> dict[str, SaveHandle]:
-    return {folder: handle for folder, handle in list(_saves.items()) if not handle.done()}
 
 
 def _is_own() -> bool:
     return threading.current_thread().name.startswith("zstore")
 
 
-def _heard(event: str, args: tuple[Any, ...]) -> None:
-    """Hold up a listing. An audit hook stays to the end of the process, and hears of every event."""
-    if event not in _LISTINGS or not _saves or isinstance(args[0], int) or _is_own():
+def _heard(
+    event: str,
+    args: tuple[Any, ...],
+    listings: frozenset[str] = frozenset({"os.listdir", "os.scandir"}),
+    saves: dict[str, SaveHandle] = _saves,
+) -> None:
+    """Hold up a listing: `listings` are the events of all ways to do it. An audit hook hears of every event to the end of the
+    process, when the module's own names are gone already."""
+    if event not in listings or not saves or isinstance(args[0], int) or _is_own():
         return
     listed = os.path.abspath(os.fsdecode(args[0] or "."))
-    for folder, handle in _under_way().items():
+    for folder, handle in list(saves.items()):
         if _contains(folder, listed):
             handle.wait_for_end()
 
 
 def _remove(path: Any, *args: Any, **options: Any) -> None:
     """Do as `shutil.rmtree`, but for checkpoints beside a save under way."""
-    saves = {} if isinstance(path, int) or _is_own() else _under_way()
+    saves = {} if isinstance(path, int) or _is_own() else dict(_saves)
     removed = os.path.abspath(os.fsdecode(path)) if saves else ""
     for folder, handle in saves.items():
         if _contains(removed, folder):
