@@ -66,9 +66,10 @@ class ParameterGuard:
         self._take_over = take_over
         self._model = model
         self._records = {record.parameter: record for record in records}
+        trains = any(record.group is not None for record in records)  # else nothing would be missed
         self._laid_out = [
-            (record, record.parameter, record.dtype, record.group is None and not record.parameter.requires_grad)
-            for record in records
+            (one, one.parameter, one.dtype, trains and one.group is None and not one.parameter.requires_grad)
+            for one in records
         ]
         """Each parameter with its type, and whether it was frozen."""
         self._counting = [(record, record.parameter) for record in records if not record.parameter.is_inference()]

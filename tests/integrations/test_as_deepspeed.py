@@ -434,6 +434,8 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
         whole = engine._zero3_consolidated_16bit_state_dict()
         assert whole is not None
         assert whole["weight"].dtype is torch.float16
+        assert model.state_dict()["weight"] is whole["weight"]  # as long as it is kept
+        del whole
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         assert shapes == {"weight": (0,), "bias": tuple(bias.shape)}
         assert "sharded parameters as empty tensors, as in DeepSpeed" in caplog.text

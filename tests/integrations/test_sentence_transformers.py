@@ -23,20 +23,19 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 TEXTS = ["the cat sat", "dog ran on", "bird flew", "red house tree", "small mat", "big blue bird"]
 
 
-def sentence_model(folder: Path) -> Any:
-    """A BERT of two layers with random weights, and the mean of its tokens."""
+def write_bert(folder: Path) -> None:
+    """Save a BERT of two layers with random weights."""
     torch.manual_seed(0)
     words = tokenizer()
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     bert = transformers.BertModel(transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, **shape))
     bert.save_pretrained(folder)
     words.save_pretrained(folder)
-    return SentenceTransformer(os.fspath(folder), device="cpu")
 
 
 def trained(folder: Path, ds: Any = None) -> Any:
     """Train for four steps and save; return what the library then loads."""
-    model = sentence_model(folder / "model")
+    model = SentenceTransformer(os.fspath(folder.parent / "bert"), device="cpu")
     data = {"a": TEXTS, "b": TEXTS[::-1], "score": [0.1, 0.5, 0.9, 0.2, 0.4, 0.7]}
     quiet = {name: value for name, value in QUIET.items() if name != "bf16"}
     args = SentenceTransformerTrainingArguments(
@@ -76,4 +75,5 @@ def _beside(rank: int, folder: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_was_trained_is_loaded_by_the_library(world_size: int, tmp_path: Path) -> None:
+    write_bert(tmp_path / "bert")
     run_ranks(_beside, world_size, os.fspath(tmp_path))

@@ -15,7 +15,7 @@ from .finder import AnswerFinder, installed_finder
 
 _log = logging.getLogger("zstore")
 
-_LOOKED_ALREADY = ("accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer")
+LOOKED_ALREADY = ("accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer")
 """Modules that look for DeepSpeed once, when they are imported."""
 _STARTUP = str(Path(__file__).with_name("startup"))
 _ALONE = {
@@ -43,7 +43,7 @@ def install() -> None:
             "DeepSpeed was imported in this process before: put `import zstore.as_deepspeed` at its start, or run the "
             "script by `zstore run --as-deepspeed`"
         )
-    early = next((name for name in _LOOKED_ALREADY if name in sys.modules), None)
+    early = next((name for name in LOOKED_ALREADY if name in sys.modules), None)
     if early is not None:
         raise UsageError(
             f"{early.partition('.')[0]} was imported in this process before, and has looked for DeepSpeed: put "
