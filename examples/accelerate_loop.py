@@ -1,21 +1,33 @@
 """A loop of Accelerate on zstore. Start it with `python`, `accelerate launch` or `torchrun --nproc-per-node 2`."""
 
+import zstore.as_deepspeed  # noqa: F401 - first: accelerate looks for DeepSpeed as it is imported
+
+# isort: split
 import argparse
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
-
-from zstore.accelerate import Accelerator  # in place of accelerate's own
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--out", type=Path, default=Path("accelerate-run"), help="folder of the state and the weights")
 parser.add_argument("--epochs", type=int, default=2)
 options = parser.parse_args()
 
-config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
-accelerator = Accelerator(zstore_config=config, gradient_accumulation_steps=2)
+config = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_clipping": 1.0,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+}
+PartialState(cpu=not torch.cuda.is_available())  # several ranks on CPUs
+plugin = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=2)
+accelerator = Accelerator(deepspeed_plugin=plugin)
 
 torch.manual_seed(0)
 model = LlamaForCausalLM(

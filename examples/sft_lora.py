@@ -1,5 +1,8 @@
 """trl's SFTTrainer with LoRA on zstore: the base rests in host memory, the adapters are trained and saved."""
 
+import zstore.as_deepspeed  # noqa: F401 - first: transformers looks for DeepSpeed as it is imported
+
+# isort: split
 import argparse
 from pathlib import Path
 
@@ -11,8 +14,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
-
-from zstore.hf import wrap
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--out", type=Path, default=Path("sft-run"), help="folder of checkpoints and adapters")
@@ -30,10 +31,8 @@ base = LlamaForCausalLM(  # your own: AutoModelForCausalLM.from_pretrained(...),
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(words)
     )
 )
-config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-trainer = wrap(
-    SFTTrainer
-)(  # in place of SFTTrainer(
+zero = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_gather_16bit_weights_on_model_save": True}
+trainer = SFTTrainer(
     base,
     SFTConfig(
         str(options.out),
@@ -43,12 +42,12 @@ trainer = wrap(
         logging_steps=5,
         bf16=False,
         report_to="none",
+        deepspeed={"train_batch_size": "auto", "zero_optimization": zero},
         use_cpu=not torch.cuda.is_available(),
     ),
     train_dataset=Dataset.from_dict({"text": [" ".join(words[2 + n % 4 :]) for n in range(32)]}),
     processing_class=tokenizer,
     peft_config=LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    zstore_config=config,
 )
 trainer.train()
 trainer.save_model()

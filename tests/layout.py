@@ -25,8 +25,8 @@ _CORE = (
 SHORT_MODULES = frozenset({
     f"zstore/{name}.py"
     for name in (
-        "__init__", "__main__", "accelerate", "as_deepspeed/__init__", "as_deepspeed/__main__",
-        "attention", "checkpointing", "elasticity", "hf", "lightning", "optim", "zero",
+        "__init__", "__main__", "as_deepspeed/__init__", "as_deepspeed/__main__",
+        "attention", "checkpointing", "elasticity", "lightning", "optim", "zero",
     )
 })  # fmt: skip
 

@@ -8,35 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from datasets import Dataset
 
 pytest.importorskip("sentence_transformers")
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 
-from tests.integrations.tokens import tokenizer
+from tests.integrations.tokens import SENTENCES as TEXTS
+from tests.integrations.tokens import sentences, write_bert
 from tests.integrations.trainers import QUIET, config, open_door
 from zstore.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-TEXTS = ["the cat sat", "dog ran on", "bird flew", "red house tree", "small mat", "big blue bird"]
-
-
-def write_bert(folder: Path) -> None:
-    """Save a BERT of two layers with random weights."""
-    torch.manual_seed(0)
-    words = tokenizer()
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    bert = transformers.BertModel(transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, **shape))
-    bert.save_pretrained(folder)
-    words.save_pretrained(folder)
 
 
 def trained(folder: Path, ds: Any = None) -> Any:
     """Train for four steps and save; return what the library then loads."""
     model = SentenceTransformer(os.fspath(folder.parent / "bert"), device="cpu")
-    data = {"a": TEXTS, "b": TEXTS[::-1], "score": [0.1, 0.5, 0.9, 0.2, 0.4, 0.7]}
     quiet = {name: value for name, value in QUIET.items() if name != "bf16"}
     args = SentenceTransformerTrainingArguments(
         os.fspath(folder / "run"),
@@ -49,7 +36,7 @@ def trained(folder: Path, ds: Any = None) -> Any:
         seed=1,
         deepspeed=ds,
     )
-    trainer = SentenceTransformerTrainer(model, args, train_dataset=Dataset.from_dict(data), loss=CoSENTLoss(model))
+    trainer = SentenceTransformerTrainer(model, args, train_dataset=sentences(), loss=CoSENTLoss(model))
     trainer.train()
     trainer.save_model(os.fspath(folder / "out"))
     trainer.accelerator.free_memory()

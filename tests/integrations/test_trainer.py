@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from tests.integrations.trainers import (
     CHECKPOINTING,
     Texts,
+    arguments,
     config,
     history,
     llama,
@@ -204,3 +205,39 @@ def _own_sgd(rank: int, folder: str) -> None:
 def test_biases_alone_are_trained_by_sgd(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     run_ranks(_own_sgd, 2, os.fspath(tmp_path))
+
+
+def _evaluated(rank: int, folder: str) -> None:
+    open_door()
+    import deepspeed
+
+    place = Path(folder)
+    ds = config(place / "nvme")
+    ds["zero_optimization"]["stage3_param_persistence_threshold"] = 100
+    # Rank 0's values count, whatever the others build.
+    torch.manual_seed(rank)
+    with deepspeed.zero.Init(config_dict_or_path=ds):
+        built = torch.nn.Linear(16, 16)
+        own = built.weight.detach().clone()
+    theirs = [own.clone()]
+    torch.distributed.broadcast_object_list(theirs, src=0)
+    with deepspeed.zero.GatheredParameters({built.weight, built.bias}):
+        assert torch.equal(built.weight, theirs[0])
+    found = train(place / "out", ds, max_steps=2)
+    wanted = found.evaluate()["eval_loss"]
+    found.save_model(place / "final")
+    found.accelerator.free_memory()
+    found.accelerator.wait_for_everyone()
+    # Read in shards, and evaluated by an engine without an optimizer; then trained by another one.
+    args = arguments(place / "again", deepspeed=ds)
+    model = AutoModelForCausalLM.from_pretrained(place / "final")
+    alone = Trainer(model=model, args=args, eval_dataset=Texts(6, seed=3))
+    assert alone.evaluate()["eval_loss"] == pytest.approx(wanted, rel=1e-6)
+    more = train(place / "more", ds, model=model, max_steps=2)
+    assert len(history(more, "loss")) == 2
+    assert more.evaluate()["eval_loss"] != pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_saved_model_is_evaluated_by_itself_and_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    run_ranks(_evaluated, 2, os.fspath(tmp_path))

@@ -11,32 +11,38 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.integrations.trainers import VOCAB, Texts
+from tests.integrations.tokens import preferences, sentences, tokenizer, write_bert
+from tests.integrations.trainers import VOCAB, Texts, open_door
+from zstore.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-SHAPE = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": VOCAB,
-}
 
 
-@pytest.mark.filterwarnings("default")
-def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
-    names: dict[str, Any] = {"SHAPE": SHAPE, "DATA": Texts(8), "SWAP_FOLDER": str(tmp_path / "swap")}
-    names |= {name: str(tmp_path / name) for name in ("OUT", "STATE", "WEIGHTS")}
-    (tmp_path / "swap").mkdir()
+def _page(rank: int, folder: str) -> None:
+    from accelerate.state import AcceleratorState
+    from sentence_transformers import SentenceTransformer
+
+    open_door()
+    place = Path(folder)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    names: dict[str, Any] = {"SHAPE": {**shape, "vocab_size": VOCAB}, "DATA": Texts(8), "CPU": True}
+    names |= {"TOKENIZER": tokenizer(), "PREFERENCES": preferences(8), "SENTENCES": sentences(), "SWAP_FOLDER": folder}
+    names |= {name: str(place / name) for name in ("OUT", "DPO_OUT", "SENTENCES_OUT", "STATE", "WEIGHTS")}
+    write_bert(place / "bert")
+    names["SENTENCE_MODEL"] = SentenceTransformer(str(place / "bert"), device="cpu")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trainer.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     for block in blocks:
+        AcceleratorState._reset_state(reset_partial_state=True)  # each is a script of its own
         exec(block, names)
-        if "trainer" in names:
-            names.pop("trainer").close()
-    names["accelerator"].free_memory()
+    assert names["newest"] == Path(names["OUT"]) / "checkpoint-4"
     assert {path.name for path in Path(names["OUT"]).glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
-    assert (Path(names["WEIGHTS"]) / "model.safetensors").exists()
+    assert all((Path(names[name]) / "model.safetensors").exists() for name in ("OUT", "SENTENCES_OUT", "WEIGHTS"))
+    names["trainer"].accelerator.free_memory()
+
+
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    run_ranks(_page, 1, os.fspath(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -58,6 +64,6 @@ def test_an_example_runs(tmp_path: Path, launcher: list[str], name: str, words: 
     script = [str(ROOT / "examples" / f"{name}.py"), "--out", str(tmp_path / "out"), *words]
     command = [sys.executable, *(["-m", *launcher] if launcher else []), *script]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = warm.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    done = warm.run(command, anew=True, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / left).exists()

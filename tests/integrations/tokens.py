@@ -1,7 +1,8 @@
-"""A tokenizer of a few words, made on the spot, and the data that trl's Trainers take."""
+"""A tokenizer of a few words, made on the spot, and the data that the Trainers of trl and sentence-transformers take."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -49,3 +50,25 @@ def preferences(samples: int) -> Any:
             "rejected": [" " + " ".join(row[6:]) for row in rows],
         }
     )
+
+
+SENTENCES = ["the cat sat", "dog ran on", "bird flew", "red house tree", "small mat", "big blue bird"]
+
+
+def sentences() -> Any:
+    """Pairs of sentences, and how alike they are."""
+    scores = [0.1, 0.5, 0.9, 0.2, 0.4, 0.7]
+    return datasets.Dataset.from_dict({"a": SENTENCES, "b": SENTENCES[::-1], "score": scores})
+
+
+def write_bert(folder: Path) -> None:
+    """Save a BERT of two layers with random weights."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    words = tokenizer()
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, **shape))
+    bert.save_pretrained(folder)
+    words.save_pretrained(folder)

@@ -1,16 +1,26 @@
-"""A plugin of pytest that puts Trainers on zstore in the place of transformers' before any test is imported.
+"""A plugin of pytest that lets transformers' tests of its Trainer train on zstore, through its own DeepSpeed integration.
 
 `PYTHONPATH=tests/peers python -m pytest -p replacing FOLDER`, since theirs is a package `tests` too; the variable
-ZSTORE_CONFIG is the config.
+ZSTORE_CONFIG is the config that TrainingArguments have if a test names none.
 """
 
 from __future__ import annotations
 
-import transformers
-import transformers.trainer
-import transformers.trainer_seq2seq
+import json
+import os
+from typing import Any
 
-import zstore.hf
+from transformers import TrainingArguments
 
-transformers.Trainer = transformers.trainer.Trainer = zstore.hf.Trainer
-transformers.Seq2SeqTrainer = transformers.trainer_seq2seq.Seq2SeqTrainer = zstore.hf.Seq2SeqTrainer
+import zstore.as_deepspeed  # noqa: F401 - before transformers
+
+_own = TrainingArguments.__post_init__
+
+
+def _with_config(self: Any) -> None:
+    if self.deepspeed is None:
+        self.deepspeed = json.loads(os.environ["ZSTORE_CONFIG"])
+    _own(self)
+
+
+TrainingArguments.__post_init__ = _with_config

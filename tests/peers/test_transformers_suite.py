@@ -1,4 +1,4 @@
-"""transformers' own tests of its Trainer, with zstore's in its place."""
+"""transformers' own tests of its Trainer, through its DeepSpeed integration on zstore."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ git -C tests/peers/sources/transformers sparse-checkout set tests/trainer tests/
 
 
 def _config(stage: str, folder: Path) -> str:
-    if stage == "nothing":
-        return "{}"
+    config = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
+    config |= {"gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     offload = {"device": "nvme", "nvme_path": str(folder)}
-    return json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload}})
+    disk = {"stage": 3, "offload_optimizer": offload, "offload_param": offload}
+    return json.dumps(config | {"zero_optimization": {"stage": 0} if stage == "nothing" else disk})
 
 
 @pytest.mark.soak
