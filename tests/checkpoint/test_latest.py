@@ -5,17 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
+import torch
 
+import zstore
 from tests.checkpoint.checkpoints import save_arrays
 from zstore import open_checkpoint
 from zstore.checkpoint import Keep, sweep, weigh
 from zstore.checkpoint.reader import open_checkpoint as open_reader
 from zstore.io.files import Files
 
+ROOT = Path(__file__).parents[2]
 NAMES = ("one", "two")
 
 
@@ -98,3 +104,47 @@ def test_what_latest_names_is_not_removed(run: Path) -> None:
     assert [fate.reasons for fate in weigh(run, Keep(last=1))] == [(), ("last",)]
     (run / "latest").write_text("one\n")
     assert [fate.reasons for fate in weigh(run, Keep(last=1))] == [("latest",), ("last",)]
+
+
+def test_a_bucket_and_the_engine_follow_it_too(run: Path) -> None:
+    (run / "latest").write_text("one\n")
+    url = f"memory://latest/{run.name}"
+    fsspec.filesystem("memory").put(str(run), f"/latest/{run.name}", recursive=True)
+    with open_checkpoint(url) as checkpoint:
+        assert checkpoint.tag == "one"
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(100))
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with zstore.initialize(model=model, config=config)[0] as engine:
+        engine.load_checkpoint(str(run), load_module_only=True)
+        assert torch.equal(model.w.detach(), torch.ones(100))
+
+
+KILLED = """
+import pathlib, sys
+import numpy as np
+from tests.checkpoint.checkpoints import open_world
+from zstore.testing.faults import DeadlyFiles
+
+for number, tag in enumerate(("one", "two"), 1):
+    files = DeadlyFiles(int(sys.argv[2]) if number == 2 else None, only=frozenset({"rename"}))
+    with open_world({"model/w": np.full(100, number, np.float32)}, files=[files]) as world:
+        world.save(pathlib.Path(sys.argv[1]), step=number, tag=tag)
+"""
+
+
+def test_a_save_that_is_killed_anywhere_leaves_the_old_or_the_new_state(tmp_path: Path) -> None:
+    """One with the new state and the old `latest` among them, which a load and the next save tell from an edited one."""
+    stale = 0
+    for fail_at in range(10):
+        folder = tmp_path / str(fail_at)
+        done = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(fail_at)], cwd=ROOT, check=False)
+        committed = (folder / "two" / "zstore.json").exists()
+        assert opened(folder) == ("two" if committed else "one")
+        stale += committed and (folder / "latest").read_text() == "one\n"
+        assert sweep(Files(), folder) == []
+        assert opened(folder) == ("two" if committed else "one")
+        if done.returncode == 0:
+            break
+    assert done.returncode == 0
+    assert stale
