@@ -254,3 +254,13 @@ def test_slow_clients_hold_their_blocks_and_no_more(tmp_path: Path) -> None:
         assert len(get(f"{base}/weights/one/latest/{FILE}?dtype=fp32").data) > 2**25
         for client in slow:
             client.close()
+
+
+def test_latest_is_the_one_that_an_edited_file_names(tmp_path: Path, serve: Serve) -> None:
+    for number, tag in enumerate(("one", "two"), 1):
+        save_arrays(tmp_path / "run", {"model/w": np.full(9, number, np.float32)}, step=number, tag=tag)
+    url = f"{serve(tmp_path)}/weights/run/latest/{FILE}?dtype=fp32"
+    for named, value in (("two", 2), ("one", 1), ("none", 2)):
+        (tmp_path / "run" / "latest").write_text(f"{named}\n")
+        (tmp_path / FILE).write_bytes(get(url).data)
+        assert set(load_file(tmp_path / FILE)["w"]) == {value}

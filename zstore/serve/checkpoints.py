@@ -67,10 +67,9 @@ class RunCheckpoints:
 
     def find(self, checkpoint: str) -> tuple[str, TagInfo]:
         """Return path and checkpoint of a path, a tag, or `latest`. Raises CheckpointNotFoundError."""
-        with self._lock:
-            catalog, found = self._look().catalog, self._look().infos
-        if checkpoint == LATEST_FILE and found:
-            return _with_path(found, meant_of(self._folder, catalog)[0])
+        found = self.all()
+        if checkpoint == LATEST_FILE and (newest := self.newest()) is not None:
+            return self._latest(found, newest)
         if checkpoint in found:
             return checkpoint, found[checkpoint]
         named = [(path, info) for path, info in found.items() if info.tag == checkpoint]
@@ -80,6 +79,13 @@ class RunCheckpoints:
         raise CheckpointNotFoundError(
             f"there is no checkpoint {checkpoint!r:.200} in {self._folder}; the newest are: {some}"
         )
+
+    def _latest(self, found: Mapping[str, TagInfo], newest: tuple[str, TagInfo]) -> tuple[str, TagInfo]:
+        """Return what the run's own `latest` names, unless a loop's folder in the run has the newest checkpoint."""
+        own = tuple(info for path, info in found.items() if "/" not in path)
+        if "/" in newest[0]:
+            return newest
+        return _with_path(found, meant_of(self._folder, replace(self._found.catalog, tags=own))[0])
 
     def summary(self) -> tuple[int, Newest | None]:
         """Return the number of checkpoints, and the newest."""
