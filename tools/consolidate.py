@@ -134,7 +134,6 @@ def _left_out_text(left_out: Sequence[str], record: Record) -> str:
         text = f"; leaving out {len(left_out)}: {', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}"
     if absent:
         text += f"; without {len(absent)} frozen parameters that the save left out, such as {', '.join(absent[:3])}"
-        text += "" if record.base is None else f"; they came from {record.base.text}"
     return text
 
 

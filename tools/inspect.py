@@ -96,7 +96,7 @@ def _neighbours(
     """Return the checkpoints in the folder, and those that only look like one; nothing for other software's."""
     if not isinstance(source, CheckpointReader):
         return [], []
-    folder = folder_of(split_location(ckpt)[0], common.storage_options, common.also or ())
+    folder = folder_of(split_location(ckpt)[0], common.storage_options)
     try:
         found = list_tags(folder)
     except CheckpointNotFoundError:  # `DIR/TAG` and `DIR@TAG` name a tag whose folder has another name
@@ -136,7 +136,6 @@ def describe(
             "run": record.run,
             "num_arrays": len(source.arrays),
             "parameters_left_out": record.absent_parameters,
-            "base": None if record.base is None else {"folder": record.base.folder, "revision": record.base.revision},
             "array_bytes": array_bytes(source),
             **_describe_files(source),
         },
@@ -208,8 +207,6 @@ def _summary(source: ArraySource) -> Iterator[str]:
         + format_count(facts["num_arrays"], "array")
         + (f", without {absent} frozen parameters" if absent else "")
     )
-    if source.record.base is not None:
-        yield f"  base         {source.record.base.text}: a resume builds the model from there"
     yield f"  array data   {format_bytes(facts['array_bytes'])}"
     if facts["num_files"] is not None:
         shards, files = format_count(facts["num_shard_files"], "file"), format_count(facts["num_files"], "file")

@@ -50,7 +50,7 @@ def ls_command(folder: FolderLocation, common: Common = DEFAULTS) -> int:
     With `json`, one object: `path`, `checkpoints` (see `Entry`), `refused`, and `Progress.summary` of the records that were
     read. Raises CheckpointNotFoundError if there is none, BudgetError if a memory limit is too small for the list.
     """
-    place = folder_of(folder, common.storage_options, common.also or ())
+    place = folder_of(folder, common.storage_options)
     with reporting(f"ls {place}", common) as progress:
         check_listing(place, common)
         try:

@@ -58,13 +58,6 @@ class Common:
     """Metadata counts. None: `DEFAULT_MEMORY_BYTES`, which large metadata may exceed; a limit that was given is kept or
     refused."""
     storage_option: StorageOption = None
-    also: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Another folder with parts of the checkpoint, which ranks saved to drives of their own; may be repeated.",
-            metavar="DIR",
-        ),
-    ] = None
     num_pools: int = 1
     """Pools that share the memory."""
 
@@ -117,16 +110,14 @@ def open_location(
 def _open(place: str, tag: str | None, resources: IoResources, common: Common) -> ArraySource:
     """Open a checkpoint; the error for a path that does not exist names the tags in its folder."""
     try:
-        return open_source(
-            place, tag, resources=resources, storage_options=common.storage_options, also=common.also or ()
-        )
+        return open_source(place, tag, resources=resources, storage_options=common.storage_options)
     except CheckpointNotFoundError as error:
         path = Path(place)
         if is_url(place) or path.exists() or not path.parent.is_dir():
             raise
         infos = tags(path.parent)
         if found := next((info for info in infos if path.name == info.tag), None):
-            return open_source(found.path, resources=resources, also=common.also or ())
+            return open_source(found.path, resources=resources)
         if not infos:
             raise
         raise CheckpointNotFoundError(f"{place} does not exist; {path.parent} has {tags_text(infos)}") from error

@@ -63,8 +63,6 @@ def prune_folder(
     could not be removed. Raises CheckpointNotFoundError if there is nothing, or no checkpoint has the metric to go by,
     UsageError for other software's, BudgetError if a memory limit is too small for the list.
     """
-    if common.also:
-        raise UsageError("prune removes from one folder: run it for each, without --also")
     place = folder_of(folder, common.storage_options)
     fates = _weigh(place, keep, common)
     doomed = [fate for fate in fates if not fate.reasons]

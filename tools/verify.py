@@ -27,7 +27,7 @@ def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None
     faults: list[VerifyFault] = []
     place, named = split_location(ckpt, tag)
     with contextlib.suppress(CheckpointNotFoundError):
-        refusals = refused(folder_of(place, common.storage_options, common.also or ())) if named is None else []
+        refusals = refused(folder_of(place, common.storage_options)) if named is None else []
         faults += [VerifyFault(file=refusal.location, problem=refusal.reason) for refusal in refusals]
     document: dict[str, Any] = {}
     try:

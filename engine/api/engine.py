@@ -35,7 +35,6 @@ from ..access.offloading import OffloadedStates
 from ..access.optimizer_state import StateByParameter
 from ..checkpoint.client_state import ClientState, ClientValues, check, present
 from ..checkpoint.load_plan import LoadOptions, LoadReport
-from ..checkpoint.renaming import Names
 from ..checkpoint.save import Checkpoints, SaveOptions
 from ..config.extra import Extra, overriding
 from ..report.monitors import Monitors
@@ -613,9 +612,7 @@ class Engine(nn.Module):
         metrics: Mapping[str, float] | None = None,
         wait: bool | None = None,
         overwrite: bool = False,
-        trainable_only: bool = False,
         keep_frozen: Collection[str] = (),
-        gradients: bool = True,
     ) -> SaveHandle:
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
@@ -626,15 +623,11 @@ class Engine(nn.Module):
         run under the same tag is replaced, with one line in the log. Without `save_latest` the checkpoint is loaded by its tag
         alone: `latest` stays, and so does the default of a load without a tag. `exclude_frozen_parameters` leaves those out; a
         load then keeps the model's.
-        `trainable_only` leaves them out too, and records their source and checksums: a load then raises
-        CheckpointMismatchError if the model's differ. The first such save reads them once. `keep_frozen` names
-        frozen parameters to save all the same, since no base model has them: those of adapters.
+        `keep_frozen` names frozen parameters to save all the same, since no base model has them: those of adapters.
 
-        Between two micro-batches of a step the gradients so far are saved, and the call returns when it is committed. With
-        `gradients=False` the state is saved as the last step left it, between `backward` and `step` too: a load then repeats
-        the step under way. Raises UsageError between `backward` and `step` otherwise, in mode "backward" and with a loader of
-        `initialize` always, and for client state that cannot be stored, CheckpointExistsError for a
-        tag that another run committed unless `overwrite`.
+        Within a step the state is saved as the last step left it: a load repeats the step. Raises UsageError there in mode
+        "backward" and with a loader of `initialize`, and for client state that cannot be stored, CheckpointExistsError for
+        a tag that another run committed unless `overwrite`.
         """
         self.access.require_own_weights("engine.save_checkpoint()")
         state = client_state if client_state is not None else client_sd
@@ -646,10 +639,8 @@ class Engine(nn.Module):
             wait=not self.training_state.config.settings.checkpoint.writer.decoupled if wait is None else wait,
             overwrite=overwrite,
             is_latest=save_latest,
-            leaves_out_frozen=exclude_frozen_parameters or trainable_only,
+            leaves_out_frozen=exclude_frozen_parameters,
             keeps=frozenset(keep_frozen),
-            gradients=gradients,
-            names_base=trainable_only,
         )
         if not self.access.open_blocks:
             self.parameter_guard.check_values()
@@ -661,18 +652,17 @@ class Engine(nn.Module):
         self.checkpoints.note_folder(user_location(save_dir))
 
     def load_checkpoint(
-        self, load_dir: UserPath, tag: str | float | None = None, *, names: Names | None = None, **options: bool
+        self, load_dir: UserPath, tag: str | float | None = None, **options: bool
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint, by default the newest, and return its path and client state (all ranks).
 
         `options` are DeepSpeed's, all true or false: `load_module_only`, `load_optimizer_states`,
         `load_lr_scheduler_states`, `load_module_strict`; see `LoadOptions`. State that is not loaded stays as it is, and
-        `load_report` names it. `names` maps the checkpoint's names of parameters and buffers to the model's: a dict
-        of those that differ, or a function of the name; None as a name leaves one out.
+        `load_report` names it.
         Returns (None, {}) and warns if no tag was given and nothing is there. Raises CheckpointNotFoundError for a tag
         that is not there, CheckpointMismatchError for another model or a batch size that cannot be.
         """
-        chosen = LoadOptions.of(options, names)
+        chosen = LoadOptions.of(options)
         self._loss_backward.abandon_failed()
         self.training_state.require_here("engine.load_checkpoint()")
         self._batches = None  # the next `train_batch` begins at the loader's position by then

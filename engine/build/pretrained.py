@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,16 +75,7 @@ def from_pretrained(cls: Any, folder: UserPath, *, config: Any = None, dtype: to
     filling = _Filling(reader, dtype, builder_for(loaded, world)[0])
     with world.agreeing():
         filling.fill(model, found)
-    _folders[model] = str(path)
     return model.eval()
-
-
-_folders: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-
-
-def folder_of(model: nn.Module) -> str | None:
-    """Return the folder that `from_pretrained` loaded a model from; None of any other."""
-    return _folders.get(model)
 
 
 # -- the skeleton -----------------------------------------------------------------------------------------------------

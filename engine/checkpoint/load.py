@@ -16,7 +16,7 @@ for later: masters of which parameters are cast are read by the load.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +31,10 @@ from zstore.checkpoint import (
     ReadAhead,
     complete_master,
     read_into,
-    tag_text,
     whole_moment,
 )
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from zstore.format import layout_of, model_array, numpy_dtype
-from zstore.io import is_url
 from zstore.io.tensors import as_numpy, as_torch, dtype_name
 from zstore.open.sources import open_source
 from zstore.store import LocalShard
@@ -45,24 +43,21 @@ from ..build.model import stored_buffers, stored_whole
 from ..runtime.device import one_thread
 from ..runtime.messages import warn_once
 from . import client_state as client
-from .accumulation import take_up
 from .load_plan import (
     LoadedArray,
     LoadOptions,
     LoadPlan,
     LoadReport,
+    WithBuffers,
     check_saved_state,
     converted_moments,
     plan_load,
 )
-from .parts import common_tag
 from .record import apply_record, check_record
-from .renaming import as_the_model_calls_it
 from .rng import derive_rng_state, load_rng_state
 
 if TYPE_CHECKING:
     from ..training.training import Training
-    from .base import BaseWeights
 
 _log = logging.getLogger("zstore")
 
@@ -73,9 +68,8 @@ _LEAST_AHEAD_BYTES = 6 * 1024 * 1024
 class Restore:
     """One load of a checkpoint into `training`. See [Note: loading]."""
 
-    def __init__(self, training: Training, base: BaseWeights) -> None:
+    def __init__(self, training: Training) -> None:
         self._training = training
-        self._base = base
         self._linked_bytes = 0
         self.report: LoadReport | None = None
         """The result; None until then, and if there was no checkpoint."""
@@ -91,16 +85,13 @@ class Restore:
         training = self._training
         reader: ArraySource | None = None
         plan: LoadPlan | None = None
-        world, is_local = training.world, training.config.settings.checkpoint.use_node_local_storage
-        if is_local and world.world_size > 1 and not is_url(folder):
-            tag = common_tag(world, folder, None if tag is None else tag_text(tag), training.config.storage_options)
         with ExitStack() as opened:
             with training.world.agreeing():  # until here nothing was changed, on any rank
                 try:
                     resources, given = training.state.store.resources, training.config.storage_options
                     reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=given))
                     buffers = {name for name, _ in stored_buffers(training.model)}
-                    reader = as_the_model_calls_it(reader, options.names, buffers)
+                    reader = WithBuffers(reader, buffers)
                     plan = self._plan(reader, options)
                     check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)
                 except CheckpointNotFoundError:
@@ -110,7 +101,6 @@ class Restore:
             if reader is None or plan is None:
                 warn_once("there is no checkpoint in %s: training starts from the beginning", folder)
                 return None, {}
-            self._base.check(reader, strict=options.load_module_strict)
             state = self._replace(reader, plan)
         if training.world.rank == 0:
             at = "" if training.config.frozen else f"; at step {training.counters.global_steps}"
@@ -140,7 +130,7 @@ class Restore:
         missing = [rank for rank, found in enumerate(ids) if found is None]
         if len(set(ids)) > 1:
             raise CheckpointNotFoundError(
-                f"ranks {missing} do not see the checkpoint: name a shared folder, or set checkpoint.use_node_local_storage"
+                f"ranks {missing} do not see the checkpoint: name a folder that all share"
                 if missing
                 else "ranks found different checkpoints: a tag moved, or one was saved, meanwhile; load again"
             )
@@ -189,7 +179,6 @@ class Restore:
         training.restart_accumulation()
         record = _engine_of(reader, plan.options)
         apply_record(training, record, plan, reader.record.training_world_size)
-        self._take_up(reader, record.get("accumulation"), plan.options)
         self.tag = reader.record.tag
         self.resumes = plan.options.everything and bool(reader.record.run)
         if self.resumes:
@@ -284,19 +273,6 @@ class Restore:
             version = state.store.version(name)
             known = None if found is None else KnownFile.of(found[0], version=version, crcs=tuple(found[1]))
             self.known |= {} if known is None else {name: known}
-
-    def _take_up(self, reader: ArraySource, begun: Mapping[str, Any] | None, options: LoadOptions) -> None:
-        """Go on with a step that had begun. See [Note: a step that has begun]."""
-        if begun is None or not options.progress:
-            return
-        if options.optimizer:
-            take_up(self._training, reader, begun)
-            return
-        _log.warning(
-            "%s was saved after %d micro-batches of a step, whose gradients are not loaded: the step begins anew",
-            reader.location,
-            begun["stepped"],
-        )
 
     # -- after the arrays -------------------------------------------------------------------------------------------
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import nn
 
-from zstore.checkpoint import LOW, TIE, ArraySource, Range, codes_of_scales, rest_of_master, scales_of
+from zstore.checkpoint import LOW, TIE, ArraySource, Range, ReadStatistics, codes_of_scales, rest_of_master, scales_of
 from zstore.errors import CheckpointMismatchError, UsageError, shortened
 from zstore.format import AVERAGES, buffer_array, model_array, optimizer_array
+from zstore.io import Priority
 
 from ..build.model import stored_whole
 from ..optim.kernel import SlotTiles
 from ..optim.state import OptimizerState
 from ..optim.stepper import STATE_KEY, Stepper
 from ..params.record import ParameterRecord
-from .renaming import Names, Renamed
 
 _MOST_LISTED = 10
 """Differences of one kind that an error names."""
@@ -40,19 +42,17 @@ class LoadOptions:
     """Load the schedule and the learning rates."""
     load_module_only: bool = False
     """Load parameters and buffers alone: no optimizer state, schedule, counters, position in the data or generators."""
-    names: Names | None = None
-    """The model's names for the checkpoint's parameters and buffers; None: the same."""
 
     @staticmethod
-    def of(options: Mapping[str, Any], names: Names | None = None) -> LoadOptions:
+    def of(options: Mapping[str, Any]) -> LoadOptions:
         """Return the choices of a call. Raises UsageError for one that is not known, or is not true or false."""
-        known = [field.name for field in fields(LoadOptions) if field.name != "names"]
+        known = [field.name for field in fields(LoadOptions)]
         for name, value in options.items():
             if name not in known:
                 raise UsageError(f"load_checkpoint() has no option {name!r}; it has {', '.join(known)}")
             if not isinstance(value, bool):
                 raise UsageError(f"load_checkpoint({name}={value!r}): expected True or False")
-        return LoadOptions(names=names, **options)
+        return LoadOptions(**options)
 
     @property
     def optimizer(self) -> bool:
@@ -105,8 +105,6 @@ class LoadPlan:
     """Arrays of the model and its optimizer that the checkpoint does not have."""
     unexpected: list[str]
     """Arrays of the checkpoint, by its own names, that the model and its optimizer do not have."""
-    of_base: frozenset[str]
-    """Arrays of frozen parameters that the checkpoint left out on purpose, and whose values are compared instead."""
 
     @property
     def is_whole(self) -> bool:
@@ -116,8 +114,7 @@ class LoadPlan:
     @property
     def left_out(self) -> list[str]:
         """Differences that were accepted, for a warning."""
-        missing = [name for name in self.missing if name not in self.of_base]
-        return [*_short(_MISSING, missing), *_short(_UNEXPECTED, self.unexpected)]
+        return [*_short(_MISSING, self.missing), *_short(_UNEXPECTED, self.unexpected)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +126,8 @@ class LoadReport:
     missing: tuple[str, ...]
     """Arrays that the engine has and the checkpoint lacks: they stayed as they were."""
     unexpected: tuple[str, ...]
-    """Arrays that the checkpoint has and the engine lacks, or that `names` left out; those that the options leave out are
-    not among them."""
+    """Arrays that the checkpoint has and the engine lacks; those that the options leave out are not among
+    them."""
     read_bytes: int
     """Bytes that were read from the checkpoint's shard files."""
     linked_bytes: int
@@ -155,7 +152,6 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
         wanted |= {name: tuple(state.store.spec(name).shape) for name in arrays}
     missing, unexpected = _differences(state, reader, options, wanted)
     found = {name for name in wanted if name in reader.arrays}
-    base = reader.record.base
     return LoadPlan(
         options=options,
         arrays=[
@@ -174,7 +170,6 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
         ],
         missing=missing,
         unexpected=unexpected,
-        of_base=frozenset(map(model_array, () if base is None else base.digests)),
     )
 
 
@@ -277,7 +272,7 @@ def _differences(
             f"checkpoint {reader.location} is of another model or optimizer:"
             + "".join(f"\n  {line}" for line in refused)
         )
-    return missing, unexpected + (reader.left_out if isinstance(reader, Renamed) else [])
+    return missing, unexpected
 
 
 def _repeated(state: OptimizerState, reader: ArraySource) -> list[str]:
@@ -313,3 +308,41 @@ def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int
 
 def _short(prefix: str, names: list[str]) -> list[str]:
     return shortened([prefix + name for name in names], _MOST_LISTED) if names else []
+
+
+class WithBuffers(ArraySource):
+    """`source`, in which weights under the names of `buffers` are those buffers: other software's state dicts do not say which
+    of their tensors are. `source` stays the caller's."""
+
+    def __init__(self, source: ArraySource, buffers: Collection[str]) -> None:
+        super().__init__(source.location, source.tag, source.record, source.resources)
+        self.kind, self.notes, self.is_remote = source.kind, source.notes, source.is_remote
+        self._source = source
+        self._old = {
+            buffer_array(name): model_array(name)
+            for name in buffers
+            if model_array(name) in source.arrays and buffer_array(name) not in source.arrays
+        }
+        new = {old: name for name, old in self._old.items()}
+        for old, array in source.arrays.items():
+            name = new.get(old, old)
+            self.arrays[name] = replace(array, spec=replace(array.spec, name=name))
+
+    @property
+    def read_bytes(self) -> int:
+        return self._source.read_bytes
+
+    def reading(self) -> ReadStatistics | None:
+        return self._source.reading()
+
+    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
+        self._source.read(self._old.get(name, name), first, stop, out, priority)
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        return self._source.rank_state(rank)
+
+    def shard_crcs(self, name: str, shard: int) -> Sequence[int] | None:
+        return self._source.shard_crcs(self._old.get(name, name), shard)
+
+    def file_of(self, name: str, shard: int) -> Path | None:
+        return self._source.file_of(self._old.get(name, name), shard)

@@ -13,7 +13,6 @@ from zstore.errors import CheckpointMismatchError, CorruptionError
 
 from ..config.resolve import BatchSizes
 from ..runtime.messages import warn_once
-from .accumulation import check_begun, described
 from .client_state import understood
 
 if TYPE_CHECKING:
@@ -25,14 +24,11 @@ _MOST_RANKS = 2**16
 """World sizes that a message considers."""
 
 
-def engine_record(training: Training, *, gradients: bool = True) -> dict[str, Any]:
-    """Return the engine's part of a checkpoint's record; without gradients a step that has begun is left out."""
-    counters, begun = training.counters, described(training)
-    if begun is not None and not gradients:
-        counters, begun = replace(counters, micro_steps=counters.micro_steps - begun["stepped"]), None
+def engine_record(training: Training) -> dict[str, Any]:
+    """Return the engine's part of a checkpoint's record; a step that has begun is left out."""
+    counters = training.counters
     return {
-        "counters": asdict(counters),
-        "accumulation": begun,
+        "counters": asdict(replace(counters, micro_steps=counters.micro_steps - training.accumulation.stepped)),
         "batch": asdict(training.accumulation.batch),
         "seed": training.config.settings.seed,
         "precision": training.config.precision,
@@ -69,8 +65,6 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
         training.accumulation.batch = batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
         training.counters, training.earlier_samples = type(training.counters)(**record["counters"]), 0
         training.accumulation.restart()
-        if (begun := record.get("accumulation")) is not None and not options.optimizer:
-            training.counters.micro_steps -= begun["stepped"]  # the step begins anew
         saved = record["batch"]
         if not isinstance(saved, Mapping) or saved.get("accumulation_steps") != batch.accumulation_steps:
             training.counters.micro_steps = training.counters.global_steps * batch.accumulation_steps
@@ -119,8 +113,6 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
             _check_settings(group, settings)
     if plan.options.progress:
         _check_counts(record["counters"])
-        if plan.options.optimizer and (begun := record.get("accumulation")) is not None:
-            check_begun(training, begun, record, saved_world_size)
     for parameter in plan.updated:
         found = record["scalars"].get(parameter.name)
         wanted = training.state.scalars[parameter]

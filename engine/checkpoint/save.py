@@ -21,7 +21,6 @@ from zstore.checkpoint import (
     ABSENT_KEY,
     LATEST_KEY,
     KnownFile,
-    Parts,
     SaveHandle,
     SaveRequest,
     SaveSummary,
@@ -30,7 +29,7 @@ from zstore.checkpoint import (
     tag_text,
 )
 from zstore.errors import UsageError
-from zstore.format import ArraySpec, Grid, numpy_dtype
+from zstore.format import ArraySpec, numpy_dtype
 from zstore.io import is_url
 from zstore.io.closing import settle
 from zstore.io.tensors import host_values
@@ -41,12 +40,9 @@ from ..config.extra import Extra, TellOfSave
 from ..optim.stepper import STATE_KEY
 from ..params.record import ParameterRecord
 from . import client_state as client
-from .accumulation import enter_gradients, leave_gradients, require_between_micro_batches, require_last_step
-from .base import BaseWeights
 from .destinations import Destination, destination_of
 from .load import Restore
 from .load_plan import LoadOptions, LoadReport
-from .parts import parts_of, share_small
 from .pending import PendingSave
 from .record import engine_record
 from .rng import rng_state
@@ -75,10 +71,6 @@ class SaveOptions:
     leaves_out_frozen: bool = False
     keeps: frozenset[str] = frozenset()
     """Names of frozen parameters that are saved all the same."""
-    gradients: bool = True
-    """Whether the gradients of a step that has begun are saved; else the save has the state of the last step."""
-    names_base: bool = False
-    """Whether the record names the source of frozen parameters, so that a resume can compare them."""
 
 
 class Checkpoints:
@@ -89,9 +81,6 @@ class Checkpoints:
         self._extras = extras
         """They are told of saves and loads."""
         self._pending = PendingSave(training.world)
-        self._base = BaseWeights(training)
-        self._gradients: Mapping[str, Grid] = {}
-        """Of a step that has begun, as long as it is being saved."""
         self._known: dict[str, KnownFile] = {}
         """Files of the last checkpoint, saved or loaded, which the next one may link."""
         self.folder: str | None = None
@@ -114,15 +103,13 @@ class Checkpoints:
             destination = destination_of(options.folder, self._training.config, drives)
             self._training.pending.require_whole()
             mine = self._tag(options.tag)
-            (require_between_micro_batches if options.gradients else require_last_step)(self._training)
-            small = self.collect_small(options.state, options.metrics, gradients=options.gradients)
+            require_last_step(self._training)
+            small = self.collect_small(options.state, options.metrics)
             small.state.update(self._choices(options))
-        if options.names_base:
-            small.state.update(self._base.record(self._left_out(options)))
         place = str(options.folder) if is_url(str(options.folder)) else os.path.realpath(options.folder)
         chosen, save_id, described, theirs = world.broadcast_object([mine, new_save_id(), small.described(), place])
         with world.agreeing():
-            if place != theirs and not self._is_local:
+            if place != theirs:
                 raise UsageError(
                     f"save_checkpoint: rank {world.rank} saves in {place}, rank 0 in {theirs}: pass one folder that all share"
                 )
@@ -130,25 +117,16 @@ class Checkpoints:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
         if world.rank > 0:
             small = Small.standing_in(small.state, described)
-        parts = None
-        if self._is_local and destination.upload is None:
-            parts = parts_of(world, destination.folder, save_id)
-            share_small(world, small.arrays)
         tell = self._teller(chosen, destination)
-        with world.agreeing():
-            self._gradients = enter_gradients(self._training) if options.gradients else {}
         try:
-            handle = self._pending.begin(
-                lambda: self._begin(options, destination, chosen, small, tell, (save_id, parts))
-            )
+            handle = self._pending.begin(lambda: self._begin(options, destination, chosen, small, tell, save_id))
         except BaseException as error:
-            self._leave_gradients()
             tell(error)
             raise
         tell(handle)
         self.folder = self.folder or str(options.folder)
-        if options.wait or self._gradients:
-            self._wait_here(handle)
+        if options.wait:
+            self.wait()
         handle.stall_s = time.perf_counter() - started
         self.stall_s += handle.stall_s
         return handle
@@ -169,12 +147,6 @@ class Checkpoints:
 
         return tell_all
 
-    @property
-    def _is_local(self) -> bool:
-        """Whether each machine saves to a drive of its own."""
-        config, world = self._training.config, self._training.world
-        return config.settings.checkpoint.use_node_local_storage and world.world_size > 1
-
     def _tag(self, tag: str | float | None) -> str:
         return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
 
@@ -182,9 +154,7 @@ class Checkpoints:
         """Return a unique tag, for a save whose tag another run took."""
         return f"{self._tag(tag)}-{self._training.run_id[:8]}"
 
-    def collect_small(
-        self, state: client.ClientValues, metrics: Mapping[str, Any] | None = None, *, gradients: bool = True
-    ) -> Small:
+    def collect_small(self, state: client.ClientValues, metrics: Mapping[str, Any] | None = None) -> Small:
         """Return the record and copies of the tensors that rank 0 stores whole: module buffers, parameters that were added
         later, and the client's tensors."""
         given, stepper = client.as_mapping(state), self._training.stepper
@@ -198,7 +168,7 @@ class Checkpoints:
         specs, arrays = client.small_arrays(tensors)
         record = {
             "client_state": marked,
-            "engine": engine_record(self._training, gradients=gradients),
+            "engine": engine_record(self._training),
             "metrics": client.numbers({} if metrics is None else metrics),
         }
         return Small(record, specs, arrays)
@@ -210,11 +180,10 @@ class Checkpoints:
         tag: str,
         small: Small,
         tell: TellOfSave,
-        made: tuple[str, Parts | None],
+        save_id: str,
     ) -> SaveHandle:
-        """Pin the store's arrays and hand the save to its thread, which releases them whatever happens; `made` are its id,
-        and its parts."""
-        training, (save_id, parts) = self._training, made
+        """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
+        training = self._training
         store = training.state.store
         folder = destination.folder
         # Files that are copied to another drive before training goes on are not shared after that.
@@ -224,19 +193,10 @@ class Checkpoints:
         reserve_bytes = 0 if copied else store.require_room(changing, num_stores=training.world.local_world_size)
         return destination.begin(
             replace(
-                self.pinned_request(
-                    folder,
-                    tag,
-                    save_id,
-                    small,
-                    few_files=parts is None,
-                    without=self._left_out(options),
-                    gradients=self._gradients,
-                ),
-                parts=parts,
+                self.pinned_request(folder, tag, save_id, small, without=self._left_out(options)),
                 keep=training.config.own.keep,
                 overwrite=options.overwrite,
-                before_commit=files_beside(training.model, training.config, whole=parts is None),
+                before_commit=files_beside(training.model, training.config),
                 reserve_bytes=reserve_bytes,
                 told=tell,
             )
@@ -261,32 +221,22 @@ class Checkpoints:
         save_id: str,
         small: Small,
         *,
-        few_files: bool = True,
         without: Collection[ParameterRecord] = (),
-        gradients: Mapping[str, Grid] | None = None,
     ) -> SaveRequest:
-        """Return the request of a save of the present state, and of arrays with `gradients`, which are pinned from here on.
-
-        With `few_files` rank 0 stores small arrays whole; without, each rank its shard of them, without a wait.
-        """
+        """Return the request of a save of the present state, which is pinned from here on. Rank 0 stores small arrays whole."""
         training = self._training
         state, store = training.state, training.state.store
         left_out = set(without)
         records = [one for one in state.records if one not in left_out]
         arrays = [(one, name) for one in records for name in state.arrays_of(one)]
-        grids = {name: state.grid_of_ranks(one, name) for one, name in arrays}
-        pieces: dict[str, Grid] = {}
-        if few_files:
-            stored = {name: state.grid_in_files(one, name, training.world.world_size) for one, name in arrays}
-            pieces = {name: grid for name, grid in grids.items() if stored[name] != grid}
-            grids = stored
-        grids |= gradients or {}
+        of_ranks = {name: state.grid_of_ranks(one, name) for one, name in arrays}
+        grids = {name: state.grid_in_files(one, name, training.world.world_size) for one, name in arrays}
+        pieces = {name: grid for name, grid in of_ranks.items() if grids[name] != grid}
         pins: dict[str, PinnedShard] = {}
         try:
             state.transfers.synchronize()  # the save reads memory of the device from threads of its own
             for one in records:
                 pins |= training.pending.updater.pin(one, state.arrays_of(one))
-            pins |= store.snapshot(list(gradients or ())).pins
             return SaveRequest(
                 resources=store.resources,
                 folder=folder,
@@ -320,21 +270,7 @@ class Checkpoints:
             self._note(self._pending.complete())
         except Exception as raised:
             error = raised
-        self._leave_gradients()
         self._training.world.raise_together(error)
-
-    def _wait_here(self, handle: SaveHandle) -> None:
-        """Complete the save; give it up at Ctrl-C if it has gradients, which change when training goes on."""
-        try:
-            self.wait()
-        except KeyboardInterrupt:
-            if self._gradients:
-                handle.cancel()
-            raise
-
-    def _leave_gradients(self) -> None:
-        gradients, self._gradients = self._gradients, {}
-        leave_gradients(self._training, gradients)
 
     def finish(self) -> None:
         """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
@@ -368,7 +304,7 @@ class Checkpoints:
         else:
             self.wait()
         started = time.perf_counter()
-        restore = Restore(self._training, self._base)
+        restore = Restore(self._training)
         path, state = restore.load(folder, tag, options)
         if path is not None and restore.report is not None:
             self.report, self._known = restore.report, restore.known
@@ -401,6 +337,20 @@ class Small:
         specs = {n: ArraySpec(name=n, shape=tuple(shape), dtype=dtype) for n, shape, dtype in described}
         arrays = {n: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for n, spec in specs.items()}
         return Small(state, specs, arrays)
+
+
+def require_last_step(training: Training) -> None:
+    """Raise UsageError when a save, which leaves out a step that has begun, would not have the state of the last one."""
+    if training.pending.is_in_backward:
+        raise UsageError(
+            'save_checkpoint between backward and step(): with "step_overlap": "backward" the state is being '
+            'changed then; call step() first, or set "step_overlap" to "forward" or "none"'
+        )
+    if training.loader is not None and not training.accumulation.is_new:
+        raise UsageError(
+            "save_checkpoint within a step: the loader of initialize() is past the micro-batches of it, which a resume would "
+            "miss; save between two steps"
+        )
 
 
 def _one_drive(one: Path, other: Path) -> bool:

@@ -166,6 +166,9 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ConfigSections", "compression_training quantize_training weight_quantization", Unread, None,
      ("training does not compress the model: train without it, then zstore consolidate, and quantize or prune the "
       "result with torchao")),
+    ("CheckpointSection", "use_node_local_storage", Bool, False,
+     ("all ranks save one checkpoint, in a folder that all see: name a shared folder or a bucket in save_checkpoint(); "
+      "offloaded state stays on each machine's nvme_path")),
     ("ConfigSections", "curriculum_learning", Unread, None,
      ("the length of sequences is the data's: cut them in the loader's collate_fn by engine.global_steps, and remove the "
       "section")),

@@ -82,8 +82,6 @@ def contradictions(settings: ConfigSections) -> Iterator[ConfigProblem]:
         yield ConfigProblem(("fp16.enabled", "bf16.enabled"), "both are true; set one of them to false")
     yield from _offload(settings)
     yield from _activations(settings)
-    if settings.checkpoint.use_node_local_storage:
-        yield from _local_storage(settings)
     for _, section in settings.sections_on():
         yield from section.contradictions(settings)
     yield from _moments(settings)
@@ -130,16 +128,3 @@ def _moments(settings: ConfigSections) -> Iterator[ConfigProblem]:
     }
     for key in (key for key, value in asked.items() if value and own.moments not in (None, "bf16")):
         yield ConfigProblem((key, "zstore.moments"), f'one asks for moments in bf16, one for "{own.moments}"; keep one')
-
-
-def _local_storage(settings: ConfigSections) -> Iterator[ConfigProblem]:
-    zero, key = settings.zero_optimization, "checkpoint.use_node_local_storage"
-    if zero.stage == 0:
-        other = "zero_optimization.stage"
-        message = (
-            "each rank loads what ranks of other machines saved; use stage 1, 2 or 3 over all ranks, or a shared folder"
-        )
-        yield ConfigProblem((key, other), message)
-    if zero.stage3_gather_16bit_weights_on_model_save:
-        message = "no machine has all weights; leave one of them out, and gather the weights with `zstore consolidate`"
-        yield ConfigProblem((key, "zero_optimization.stage3_gather_16bit_weights_on_model_save"), message)

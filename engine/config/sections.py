@@ -120,10 +120,6 @@ class CheckpointSection(Section):
     """How checkpoints are written."""
 
     writer: CheckpointWriterSection = CheckpointWriterSection()
-    use_node_local_storage: Bool = built(False)
-    """Save to a drive of each machine's own: the folder that is saved to is another one on each machine. Each has the part
-    of its ranks, which loads there at the same world size; for anything else bring the parts together, see docs/saving.md.
-    Without it all ranks must see one folder, since that is how they save without waiting for each other."""
 
 
 class DataTypesSection(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -190,26 +190,6 @@ class Gradients(ABC):
         """Return the sum of squares of this rank's rows if it is known already; None: take it from `owned`."""
         return None
 
-    @property
-    def is_own(self) -> bool:
-        """Whether each rank holds whole sums of its own, averaged once a step; else its rows of their means."""
-        return False
-
-    @abstractmethod
-    def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
-        """Return this rank's gradients of a step that has begun, between two micro-batches, 1-D; None of those that wait
-        on disk (all ranks)."""
-
-    def take_up(self, held: Iterable[tuple[ParameterRecord, torch.Tensor]], backwards: int) -> None:
-        """Resume a step after so many `backwards`, of whose gradients `held` was kept, in memory of its own, on the CPU."""
-        self.backwards, self._last = backwards, False
-        for record, rows in held:
-            self._take_up(record, rows)
-
-    @abstractmethod
-    def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:
-        """Hold the gradients that `begun` returned, in the values of `rows`."""
-
     def drop(self) -> None:
         """Forget all gradients."""
         self.backwards, self._last, self.sums = 0, False, None
@@ -381,18 +361,6 @@ class WholeGradients(Gradients):
             raise UsageError(INCOMPLETE.format(record.name))
         self.reduce()
         self._flat(record).copy_(full)
-
-    @property
-    def is_own(self) -> bool:
-        return not self._alone
-
-    def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
-        self.adopt()
-        self._hold_zeros()
-        return {record: self._flat(record) for record in self._records if record in self._held}
-
-    def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:
-        self._held[record] = rows.view(record.shape).to(record.full.device)
 
     def drop(self) -> None:
         super().drop()

@@ -154,15 +154,6 @@ class ArrivingGradient:
             self.rows = None
         return rows
 
-    def take_up(self, rows: torch.Tensor, of_step: torch.dtype) -> None:
-        """Hold the values of `rows` as those of this step so far, whose sum has the type `of_step`."""
-        self.state, self.is_agreed = GradientState.HELD, True
-        if self._spill is None:
-            self.make_room(rows, of_step, add=False).copy_(rows)
-        else:
-            self._spill.add(self.record, rows, rows.dtype)
-            self._spill.drain()
-
     def replace(self, values: torch.Tensor, of_step: torch.dtype) -> None:
         """Use other `values` of the rows in place of those of this step."""
         if self._spill is not None:
@@ -443,15 +434,6 @@ class UnitGradients(Gradients):
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
         return self._of[record].owned() if self.has(record) else None
-
-    def begun(self) -> dict[ParameterRecord, torch.Tensor | None]:
-        lost = None if self._spill is None else self._spill.finish()
-        if lost is not None:
-            raise lost
-        return {record: self._of[record].rows for record in self._records if self.has(record)}
-
-    def _take_up(self, record: ParameterRecord, rows: torch.Tensor) -> None:
-        self._of[record].take_up(rows, self._of_step(record))
 
     def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
         if not self._last:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import tempfile
 from collections.abc import Callable
@@ -53,8 +52,6 @@ class Case:
     """Micro-batches of each step, whose ends the caller names; None: what the config says."""
     by_block: bool = False
     """Whether steps are taken by `train_batch`, block by block after the first."""
-    resumes: tuple[int, int] | None = None
-    """Step and micro-batch after which the run is saved, ended and resumed; None: it goes on."""
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -164,8 +161,7 @@ def compare(
     differences: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         engine, *_ = zstore.initialize(model=case.make(), config=case.config(world_size, folder), **given)
-        with contextlib.ExitStack() as running:
-            running.enter_context(engine)
+        with engine:
             reference = Reference(
                 case.make(),
                 world_size,
@@ -196,8 +192,6 @@ def compare(
                     engine.backward(loss)
                     between(engine)
                     engine.step()
-                    if case.resumes == (step, number):
-                        engine = _resumed(engine, case, folder, running)
                 assert all(p.grad is None for p in engine.parameters())
                 assert engine.was_step_applied()
                 # Reading the state would wait for the update: let it run into the next forward.
@@ -209,16 +203,6 @@ def compare(
                     differences.append(f"step {step}: losses {losses}")
             end(engine)
     return differences
-
-
-def _resumed(engine: Engine, case: Case, folder: str, running: contextlib.ExitStack) -> Engine:
-    """Save and end the run in `running`, and return a new engine that goes on with it."""
-    saved = engine.world.broadcast_object(f"{folder}/saved")
-    engine.save_checkpoint(saved, wait=False)
-    running.close()
-    other, *_ = zstore.initialize(model=make_net(9, **case.shape), config=case.config(engine.world_size, folder))
-    other.load_checkpoint(saved)
-    return running.enter_context(other)
 
 
 def reference_losses(

@@ -20,7 +20,7 @@ from zstore import zero
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.errors import CheckpointMismatchError, UsageError
+from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.inspect import inspect_command
@@ -279,10 +279,6 @@ def test_frozen_parameters_may_be_left_out_of_a_checkpoint(
         assert torch.equal(engine.get_full_parameter("head.weight"), head)
         assert (engine.module.body.weight == 0.25).all()
         assert engine.global_steps == 1
-        # Under other names, too; and what the save did not leave out is missed as ever.
-        engine.load_checkpoint(str(tmp_path), "small", names={"body.weight": "body.weight"})
-        with pytest.raises(CheckpointMismatchError, match=r"missing: model/head\.weight"):
-            engine.load_checkpoint(str(tmp_path), "small", names={"head.weight": None})
 
     assert inspect_command(tmp_path / "small", Common(json=True)) in (0, None)
     assert json.loads(capsys.readouterr().out)["checkpoint"]["parameters_left_out"] == names

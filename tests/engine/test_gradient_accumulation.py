@@ -14,16 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import zstore
-from tests.engine.bits import SPILLS, STATIC_SCALE, Case, assert_equal, compare_all, engine_digests
+from tests.engine.bits import SPILLS, STATIC_SCALE, Case, assert_equal, compare_all
 from tests.engine.models import batch, make_net
 from tests.engine.runs import constant_rate_config, make_config, start, state_of, step
 from tests.reference import Reference
-from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.reshard import reshard_checkpoint
-from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.engine.api.batches import repeat
-from zstore.errors import CheckpointMismatchError, UsageError
+from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 
 # -- many small gradients ---------------------------------------------------------------------------------------------
@@ -135,18 +132,6 @@ def typed_cases() -> list[dict[str, Any]]:
 
 # -- in a checkpoint --------------------------------------------------------------------------------------------------
 
-# Of TYPED, so that every way in which gradients are held is there: in whole, in rows, on the host, on disk, widened.
-BEGUN = {1: (0, 2, 6, 9, 13, 14), 2: (4, 9, 13), 3: (3, 6)}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
-def test_a_run_that_is_resumed_between_two_micro_batches_has_the_bits_of_the_plain_loop(world_size: int) -> None:
-    several = [typed_cases()[number] for number in BEGUN[world_size]]
-    cases = [one | {"resumes": (1, number % (one["accumulation"] - 1))} for number, one in enumerate(several)]
-    cases[0] |= {"counts": (1, 3, 2), "resumes": (1, 1)}
-    for failed in run_ranks(compare_all, world_size, world_size, cases, 2, timeout_s=180):
-        assert failed == []
-
 
 class Drops(nn.Module):
     def __init__(self) -> None:
@@ -173,47 +158,7 @@ def train_on(engine: Engine, loader: Any, count: int) -> list[float]:
     return losses
 
 
-def test_data_dropout_and_client_state_go_on_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    engine, _, loader, _ = drops()
-    with engine:
-        expected, weights = train_on(engine, loader, 20), engine.module_state_dict()
-    engine, _, loader, _ = drops()
-    with engine:
-        losses = train_on(engine, loader, 7)
-        engine.save_checkpoint(str(tmp_path), "x", {"seen": 7})
-        assert engine.micro_steps == 7
-        losses += train_on(engine, loader, 1)  # the saved run itself goes on
-        assert losses == expected[:8]
-    engine, _, loader, _ = drops()
-    with engine:
-        assert engine.load_checkpoint(str(tmp_path))[1] == {"seen": 7}
-        assert (engine.global_steps, engine.micro_steps) == (2, 7)
-        assert train_on(engine, loader, 13) == expected[7:]
-        assert all(torch.equal(found, weights[name]) for name, found in engine.module_state_dict().items())
-
-
-def _loaded_after_a_step(rank: int, folder: str) -> None:
-    with start(make_config(0, gradient_accumulation_steps=3, bf16={"enabled": False})) as engine:
-        engine.backward(engine(*batch(0, 0, rank)))
-        engine.step()
-        engine.save_checkpoint(folder, "begun")
-        for micro in (1, 2):
-            engine.backward(engine(*batch(0, micro, rank)))
-            engine.step()
-        expected = state_of(engine)
-        engine.load_checkpoint(folder, "begun")
-        assert all(parameter.grad is None for parameter in engine.module.parameters())
-        for micro in (1, 2):
-            engine.backward(engine(*batch(0, micro, rank)))
-            engine.step()
-        assert state_of(engine) == expected
-
-
-def test_a_step_that_has_begun_is_loaded_after_a_whole_one(tmp_path: Path) -> None:
-    run_ranks(_loaded_after_a_step, 2, str(tmp_path))
-
-
-def _saved_without_gradients(rank: int, folder: str) -> None:
+def _saved_within_a_step(rank: int, folder: str) -> None:
     for number, (stage, device, overlap) in enumerate(
         [(0, "none", "none"), (2, "cpu", "forward"), (3, "nvme", "none")]
     ):
@@ -225,10 +170,10 @@ def _saved_without_gradients(rank: int, folder: str) -> None:
             for micro in range(2):
                 engine.backward(engine(*batch(1, micro, rank)))
                 if micro == 0:
-                    engine.save_checkpoint(ckpt, "in the first", gradients=False)
+                    engine.save_checkpoint(ckpt, "in the first")
                     engine.step()
-                    engine.save_checkpoint(ckpt, "after the first", gradients=False)
-            engine.save_checkpoint(ckpt, "in the second", gradients=False)
+                    engine.save_checkpoint(ckpt, "after the first")
+            engine.save_checkpoint(ckpt, "in the second")
             engine.step()
             engine.backward(engine(*batch(1, 2, rank)))
             engine.step()
@@ -242,48 +187,13 @@ def _saved_without_gradients(rank: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_a_save_without_gradients_has_the_state_of_the_last_step(world_size: int, tmp_path: Path) -> None:
-    run_ranks(_saved_without_gradients, world_size, str(tmp_path))
+def test_a_save_within_a_step_has_the_state_of_the_last_step(world_size: int, tmp_path: Path) -> None:
+    run_ranks(_saved_within_a_step, world_size, str(tmp_path))
     engine, _, loader, _ = drops()
     with engine:
         train_on(engine, loader, 1)
         with pytest.raises(UsageError, match=r"the loader of initialize\(\) is past the micro-batches of it"):
-            engine.save_checkpoint(str(tmp_path / "x"), gradients=False)
-
-
-def test_a_step_that_has_begun_goes_on_only_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    engine, _, loader, _ = drops()
-    with engine:
-        train_on(engine, loader, 4)
-        engine.save_checkpoint(str(tmp_path / "ckpt"))
-        weights = engine.module_state_dict()
-    with open_checkpoint(tmp_path / "ckpt") as saved:
-        assert verify_checkpoint(saved) == []
-        reshard_checkpoint(saved, tmp_path / "other", 2)
-    with start(constant_rate_config(bf16={"enabled": False}), Drops()) as other:
-        before = engine_digests(other)
-        with pytest.raises(
-            CheckpointMismatchError, match=r"after 1 of 3 micro-batches .*here: world size 1, 2 micro-batches"
-        ):
-            other.load_checkpoint(str(tmp_path / "ckpt"))
-        assert engine_digests(other) == before
-        other.load_checkpoint(str(tmp_path / "ckpt"), load_optimizer_states=False)
-        assert "after 1 micro-batches of a step, whose gradients are not loaded" in caplog.text
-        assert (other.global_steps, other.micro_steps, other.get_gradient("layers.0.weight")) == (1, 2, None)
-        assert all(torch.equal(found, weights[name]) for name, found in other.module_state_dict().items())
-    for error in run_ranks(_refused, 2, str(tmp_path / "other")):
-        assert "after 1 of 3 micro-batches of a step" in error
-        assert (
-            "world size 1, 3 micro-batches to a step, fp32, gradients divided among each rank; here: world size 2"
-            in error
-        )
-
-
-def _refused(rank: int, folder: str) -> str:
-    engine = drops()[0]
-    with engine, pytest.raises(CheckpointMismatchError) as raised:
-        engine.load_checkpoint(folder)
-    return str(raised.value)
+            engine.save_checkpoint(str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak)])

@@ -42,7 +42,7 @@ class Loss(nn.Linear):
 
 
 def test_saving(folder: Path) -> None:
-    later, _, signal, watched, renamed = blocks("saving.md")
+    later, _, signal, watched = blocks("saving.md")
     with engine_of(Loss(8, 8)) as engine:
         exec(later, {"engine": engine})
         exec(signal, {"engine": engine})
@@ -50,19 +50,6 @@ def test_saving(folder: Path) -> None:
     with engine_of(Loss(8, 8)) as engine:
         exec(watched, {"engine": engine, "batches": [torch.ones(4, 8)] * 2})
         assert engine.global_steps == 2
-    one, others = renamed.splitlines()
-    saved = nn.ModuleDict({"head": nn.Linear(8, 8, bias=False), "old": nn.Linear(8, 8)})
-    saved.old.weight = None
-    with engine_of(saved) as engine:
-        engine.save_checkpoint("ckpt", tag="named")
-    with engine_of(nn.ModuleDict({"lm_head": nn.Linear(8, 8, bias=False)})) as engine:
-        exec(one, {"engine": engine})
-        assert torch.equal(engine.get_full_parameter("lm_head.weight"), saved.head.weight)
-    inner = nn.ModuleDict({"head": nn.Linear(8, 8, bias=False), "old": nn.Linear(8, 8)})
-    inner.old.weight = None
-    with engine_of(nn.ModuleDict({"model": inner})) as engine:
-        exec(others, {"engine": engine})
-        assert torch.equal(engine.get_full_parameter("model.old.bias"), saved.old.bias)
 
 
 def test_an_average_of_the_weights() -> None:

@@ -58,16 +58,6 @@ def test_a_run_goes_on_from_a_url_with_the_same_bits(
     assert not list((tmp_path / "local").glob("*/step-*"))
 
 
-def test_what_a_load_under_other_names_read_is_told(
-    tmp_path: Path, fs: ObjectFileSystem, caplog: pytest.LogCaptureFixture
-) -> None:
-    with start(remote_config(tmp_path)) as engine:
-        step(engine)
-        engine.save_checkpoint(URL)
-        engine.load_checkpoint(URL, names=lambda name: name)
-    assert "% more than needed, since chunks are read whole" in caplog.text
-
-
 def test_state_on_disk_is_linked_beside_its_drive_and_not_written_again(tmp_path: Path, fs: ObjectFileSystem) -> None:
     with start(remote_config(tmp_path, 2, "nvme", upload_folder=None)) as engine:
         step(engine)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .catalog import LOOPS_FOLDER, Catalog, Refusal, TagInfo, find_tag, list_nested, list_tags, resolve, scan, tags_text
 from .folder import Folder, LocalFolder
-from .format import ABSENT_KEY, BASE_KEY, COMPLETE, LATEST_KEY, Record, encode_state, plain_value
-from .machines import Machine, Parts
+from .format import ABSENT_KEY, COMPLETE, LATEST_KEY, Record, encode_state, plain_value
 from .names import (
     MANIFEST_FOLDER,
     METADATA_FILE,
@@ -59,11 +58,11 @@ if TYPE_CHECKING:
     from .verify import VerifyFault, verify_checkpoint
 
 __all__ = [
-    "ABSENT_KEY", "BASE_KEY", "COMPLETE", "LARGEST_POSITIVE", "LARGEST_SIGNED", "LATEST_KEY", "LEAST_POSITIVE",
+    "ABSENT_KEY", "COMPLETE", "LARGEST_POSITIVE", "LARGEST_SIGNED", "LATEST_KEY", "LEAST_POSITIVE",
     "LEAST_SIGNED", "LOOPS_FOLDER", "LOW", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE", "NUM_THREADS",
     "RECORD_FILE", "STEP_BITS", "TIE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan",
-    "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Machine", "Moments",
-    "Parts", "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "SaveHandle", "SaveRequest",
+    "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Moments",
+    "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "SaveHandle", "SaveRequest",
     "SaveSummary", "SharedFiles", "Span", "StoredArray", "StoredFiles", "StoredSlot", "TagInfo", "VerifyFault",
     "array_path", "bytes_freed", "codes_of_scales", "complete_master", "discard",
     "encode_state", "find_tag", "list_nested", "list_tags", "natural_key", "new_folder", "new_save_id",

@@ -10,7 +10,7 @@ A process that writes all ranks' parts leaves rank 0's to `finish`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -35,14 +35,12 @@ class CheckpointBuilder:
         plan: CheckpointPlan,
         folder: Path,
         files: Files,
-        ranks: Collection[int] | None = None,
         earlier: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.folder = folder
         self._earlier = earlier
         """By folder, the `zarr.json` of the same array in an earlier checkpoint."""
-        self._ranks = range(plan.world_size) if ranks is None else ranks
-        """Ranks whose manifests come into the folder."""
+        self._ranks = range(plan.world_size)
         self._plan = plan
         self._files = files
         self._made: set[str] = set()
@@ -202,15 +200,6 @@ class CheckpointBuilder:
     def missing_ranks(self) -> list[int]:
         """Return the ranks whose manifest is not there yet."""
         return [rank for rank in self._ranks if rank not in self._found]
-
-    @property
-    def digests(self) -> dict[int, str]:
-        """Digests of the manifests that were read, by rank."""
-        return dict(self._found)
-
-    def learn(self, digests: Mapping[int, str]) -> None:
-        """Add digests of manifests that are in other folders."""
-        self._found |= digests
 
     def check_complete(self) -> None:
         """Raise CheckpointError unless every shard of every array belongs to a rank that checked that it stored it."""

@@ -32,10 +32,6 @@ MANIFEST_FORMAT = "zstore manifest"
 COMPLETE = "complete"
 ABSENT_KEY = "frozen_left_out"
 """Key of a record's state: names of parameters that the checkpoint does not have although the model does."""
-BASE_KEY = "base"
-"""Key of a record's state: origin and checksums of the parameters that it left out; see `Base`."""
-MACHINES_KEY = "machines"
-"""Key of a record's state: the machines on whose own drives the ranks saved; see `zstore.checkpoint.machines`."""
 LATEST_KEY = "latest"
 """Key of a record's state: false in a checkpoint that is loaded by its tag alone."""
 
@@ -53,38 +49,6 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _SCALARS = json.JSONEncoder(allow_nan=False)
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class Base:
-    """The weights that a checkpoint without frozen parameters was trained beside."""
-
-    folder: str | None
-    """Folder or name that they were loaded from; None: not known."""
-    revision: str | None
-    digests: Mapping[str, tuple[str, int]]
-    """Data type of each parameter that was left out, and the crc32c of its values in that type."""
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Base:
-        """Return the base that a record's state describes, without entries of the wrong kind."""
-        folder, revision, digests = (found.get(key) for key in ("folder", "revision", "digests"))
-        named: dict[str, tuple[str, int]] = {}
-        for name, one in digests.items() if isinstance(digests, dict) else ():
-            if isinstance(one, list) and len(one) == 2 and isinstance(one[0], str) and type(one[1]) is int:
-                named[name] = (one[0], one[1])
-        return cls(
-            folder=folder if isinstance(folder, str) else None,
-            revision=revision if isinstance(revision, str) else None,
-            digests=named,
-        )
-
-    @property
-    def text(self) -> str:
-        """The origin, for a sentence."""
-        if self.folder is None:
-            return "a place that was not known"
-        return self.folder if self.revision is None else f"{self.folder} (revision {self.revision})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,12 +168,6 @@ class Record:
         """Frozen parameters that the save was asked to leave out."""
         names = self.state.get(ABSENT_KEY)
         return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-    @property
-    def base(self) -> Base | None:
-        """Origin and checksums of the parameters that the save left out; None if it was not asked to leave any out."""
-        found = self.state.get(BASE_KEY)
-        return Base.of(found) if isinstance(found, dict) else None
 
     @property
     def is_latest(self) -> bool:

@@ -50,15 +50,6 @@ class Publisher:
         if request.rank == 0:
             yield from (partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0))
 
-    def copy_tasks(self) -> Iterator[Callable[[], None]]:
-        """Yield a task for each file of rank 0's that this rank copies for its machine: see [Note: parts]."""
-        request = self._request
-        if request.parts is not None and request.leads and request.rank != 0:
-            yield from (partial(self._copy_small, name) for name in request.small if request.file_bytes(name, 0))
-
-    def _copy_small(self, name: str) -> None:
-        self._write_small(name)
-
     def syncs(self) -> Iterator[Callable[[], None]]:
         """Yield a task for each shard file that makes it durable: many at once, since drives coalesce concurrent flushes."""
         written, self._written = self._written, []

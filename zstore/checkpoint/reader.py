@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CheckpointError, CorruptionError, ZstoreError
+from ..errors import CorruptionError, ZstoreError
 from ..format.partition import plan_reads
 from ..io.archives import open_shard_file
 from ..io.queue import Priority
@@ -21,7 +21,6 @@ from ..io.shards import IoResources, ShardReader, ShardSummary
 from .catalog import Refusal, TagInfo, list_tags, read_record, resolve, scan
 from .folder import Folder, FolderLike, folder_at
 from .format import COMPLETE, Manifest, parse_json, sha256
-from .machines import Machine, missing_machines, missing_text
 from .metadata import parse_root
 from .names import METADATA_FILE, RECORD_FILE, manifest_file, tag_text
 from .source import NUM_REMOTE_REQUESTS, NUM_THREADS, ArraySource, ReadStatistics, StoredArray
@@ -119,7 +118,6 @@ class CheckpointReader(ArraySource):
         try:
             data = self.folder.read_small(manifest_file(rank))
         except FileNotFoundError as error:
-            self._require_part(rank)
             raise CorruptionError(f"{path} is missing; restore it from another copy") from error
         if sha256(data) != self.record.manifest_sha256[rank]:
             raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
@@ -127,16 +125,6 @@ class CheckpointReader(ArraySource):
         if (manifest.id, manifest.rank, manifest.outcome) != (self.record.id, rank, COMPLETE):
             raise CorruptionError(f"{path} is the manifest of another save or rank; restore it from another copy")
         return manifest
-
-    def _require_part(self, rank: int) -> None:
-        """Raise CheckpointError if the part of the machine of that rank is not here."""
-        missing = [one for one in self.missing_machines() if rank in one.ranks]
-        if missing:
-            raise CheckpointError(missing_text(self.location, missing))
-
-    def missing_machines(self) -> list[Machine]:
-        """Return the machines whose parts are not here, of a checkpoint on drives of each machine's own."""
-        return missing_machines(self.folder, self.record)
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
         array = self.array(name)
@@ -192,7 +180,6 @@ class CheckpointReader(ArraySource):
         try:
             self.folder.check_file(array.shard_file(shard))
         except FileNotFoundError as error:
-            self._require_part(shard)
             raise CorruptionError(
                 f"array {name!r}: the shard file {path} is missing; restore it from another copy"
             ) from error

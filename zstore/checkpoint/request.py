@@ -12,7 +12,6 @@ from ..errors import UsageError
 from ..format.arrays import numpy_dtype
 from ..io.shards import IoResources
 from ..store.tiers import PinnedShard
-from .machines import Parts
 from .names import METADATA_FILE, array_path, check_save_id, tag_text
 from .plan import CheckpointPlan
 from .retention import Keep
@@ -54,8 +53,6 @@ class SaveRequest(CheckpointPlan):
     told: Callable[[SaveSummary | BaseException], None] | None = None
     """Called in the save's thread with this rank's summary, or its error, before `wait()` returns; of a save to a URL
     with the summary of the local commit first. Must not raise."""
-    parts: Parts | None = None
-    """The machines that save their own ranks' parts; None: all ranks share one folder."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
     num_threads: int = 8
@@ -64,12 +61,7 @@ class SaveRequest(CheckpointPlan):
     @property
     def leads(self) -> bool:
         """Whether this rank makes and commits the folder."""
-        return self.rank == (0 if self.parts is None else self.parts.leader)
-
-    @property
-    def num_here(self) -> int:
-        """Ranks that save into the same folder."""
-        return self.world_size if self.parts is None else len(self.parts.ranks)
+        return self.rank == 0
 
     @property
     def written_bytes(self) -> int:
@@ -85,8 +77,6 @@ class SaveRequest(CheckpointPlan):
             raise UsageError(f"rank {self.rank} is not in a world of {self.world_size}")
         if self.step < 0:
             raise UsageError(f"step {self.step}: expected a count of steps")
-        if self.parts is not None and self.pieces:
-            raise UsageError("a save in parts of each machine's own joins no shards")
         if self.keep is not None and not self.run_id:
             raise UsageError(f"{self.keep}: expected a run_id to know the run's own checkpoints by")
         for name in [*self.pins, *self.small, *self.grids]:

@@ -14,28 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import chain, islice
 
 from ..errors import CheckpointError, DiskFullError
-from ..io.files import make_read_only
 from ..io.flush import Flush
 from ..io.pool import Workers, helpful_threads, in_turn
 from ..io.shards import ShardSummary
 from ..ranks.rendezvous import Rendezvous
 from .build import CheckpointBuilder
-from .catalog import TagInfo, read_record, replaced_text, stamped
+from .catalog import TagInfo, read_record, replaced_text
 from .commit import Committer, discard, sweep
 from .folder import LocalFolder
-from .format import COMPLETE, Record, decode_state, encode_state
+from .format import COMPLETE, decode_state, encode_state
 from .handle import SaveHandle
 from .lock import owner_is_dead
-from .machines import Parts, machine_file
-from .names import ABORT_FILE, MANIFEST_FOLDER, manifest_file
+from .names import ABORT_FILE, MANIFEST_FOLDER
 from .pieces import Pieces
 from .publish import Publisher
 from .reader import CheckpointReader
@@ -96,8 +92,7 @@ class _Save:
             self._check_alive,
             pause=self.cancelled.wait,
         )
-        ranks = None if request.parts is None else request.parts.ranks
-        self._builder = CheckpointBuilder(request, self._folder, self._files, ranks, request.known_documents())
+        self._builder = CheckpointBuilder(request, self._folder, self._files, request.known_documents())
         self._publisher = Publisher(request, self._builder, self._check_alive)
         self._pieces = Pieces(request, self._folder)
         self._messages: list[str] = []
@@ -134,11 +129,11 @@ class _Save:
             if replaced is not None and not request.overwrite:
                 self._messages.append(replaced_text(replaced))
             try:
-                request.check_room(request.folder, request.num_here)
+                request.check_room(request.folder, request.world_size)
             except DiskFullError:
                 # What dead saves left takes room too; else it goes behind the caller.
                 self._messages += sweep(self._files, request.folder)
-                request.check_room(request.folder, request.num_here)
+                request.check_room(request.folder, request.world_size)
 
     def run(self) -> SaveSummary:
         """Carry the save out. Called once, by the save's thread."""
@@ -163,7 +158,7 @@ class _Save:
                     # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
                     manifests = self._folder / MANIFEST_FOLDER
                     self._rendezvous.wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
-                if request.parts is None and request.written_bytes <= _MOST_FLUSHED_BYTES:
+                if request.written_bytes <= _MOST_FLUSHED_BYTES:
                     self._flush = Flush.of(self._files, self._folder)
                 summaries = self._publish(workers)
                 summaries += self._join(workers)
@@ -192,7 +187,7 @@ class _Save:
     def _publish(self, workers: Workers) -> list[ShardSummary]:
         publisher, builder = self._publisher, self._builder
         tasks: Iterator[Callable[[], ShardSummary | None]]
-        tasks = chain(self._pieces.tasks(), publisher.tasks(), publisher.copy_tasks())
+        tasks = chain(self._pieces.tasks(), publisher.tasks())
         if self._request.leads:
             # In between, so that the drive writes shards meanwhile; not first, for to encode it would hold the caller up.
             first = list(islice(tasks, self._request.num_threads))
@@ -202,7 +197,7 @@ class _Save:
             syncs = publisher.syncs()
             if self._request.leads:
                 syncs = chain(syncs, builder.metadata_syncs())
-            if self._request.num_here == 1:  # nobody else makes files
+            if self._request.world_size == 1:  # nobody else makes files
                 syncs = chain(syncs, builder.folder_syncs())
             self._sync(workers, syncs)
             return [summary for summary in found if summary is not None]
@@ -254,16 +249,14 @@ class _Save:
         self._messages += sweep(self._files, request.folder)
         self._rendezvous.wait_until(builder.collect, request.timeout_s, self._ranks_missing)
         builder.check_complete()
-        record = builder.record(self._state) if request.parts is None else self._record_of_parts(request.parts)
+        record = builder.record(self._state)
         if request.before_commit is not None:
             with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
                 self._messages += request.before_commit(reader)
         if self._flush is None:
-            builder.sync_folders(workers, arrays=request.num_here > 1)
+            builder.sync_folders(workers, arrays=request.world_size > 1)
         self._check_alive()
         self._messages += self._committer.commit(record, self._flush)
-        if request.parts is not None:
-            request.parts.committed(self._wait_for_machines)
         if request.keep is not None:
             self._messages += retire(
                 request.folder,
@@ -271,28 +264,6 @@ class _Save:
                 run=request.run_id,
                 remove=lambda info: discard(self._files, info.path),
             )
-
-    def _record_of_parts(self, parts: Parts) -> Record:
-        """Return the record, the same on all machines, once each has its part (leaders)."""
-        builder, files = self._builder, self._files
-        mine = self._folder / manifest_file(0)
-        if parts.here == 0:
-            parts.post_manifest(mine.read_bytes())
-        else:
-            files.write_small(mine, parts.manifest(self._wait_for_machines))
-            make_read_only(mine)
-        named = self._folder / machine_file(parts.here)
-        files.write_small(named, json.dumps(asdict(parts.machines[parts.here])).encode())
-        make_read_only(named)
-        builder.learn(parts.gather(builder.digests, self._wait_for_machines))
-        own = None
-        if parts.here == 0:
-            own = stamped(builder.record({**self._state, **parts.state()}), self._request.folder)
-        return parts.share_record(own, self._wait_for_machines)
-
-    def _wait_for_machines(self, ready: Callable[[], bool], failure: Callable[[], str]) -> None:
-        timeout_s = self._request.timeout_s
-        self._rendezvous.wait_until(ready, timeout_s, lambda: f"{failure()} of {self.target} within {timeout_s} s")
 
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         request = self._request
@@ -324,8 +295,6 @@ class _Save:
         """Raise CheckpointError if the save was given up here or by rank 0."""
         if self.cancelled.is_set():
             raise CheckpointError(f"the save of {self.target} was cancelled")
-        if self._request.parts is not None and self._request.leads:
-            self._request.parts.check()
         if not self._request.leads and (told := self._rendezvous.posted(ABORT_FILE)) is not None:
             raise CheckpointError(f"rank 0 gave up the save of {self.target}: {told.get('reason')}")
 
@@ -354,8 +323,7 @@ class _Save:
     def _not_seen(self) -> str:
         return (
             f"rank {self._request.rank} does not see {self._folder}, which rank 0 makes: either rank 0 could not (its error "
-            "says why), or the checkpoint folder is local to a machine; give one that all ranks share, or set "
-            "checkpoint.use_node_local_storage, with which each machine saves to its own"
+            "says why), or the checkpoint folder is local to a machine; give one that all ranks share, or a bucket"
         )
 
     def _not_committed(self) -> str:
@@ -369,10 +337,7 @@ class _Save:
         """Tell the other ranks that this one failed, and why."""
         reason = f"{type(error).__name__}: {error}"
         if self._request.leads:
-            self._committer.abort(reason, alone=self._request.num_here == 1)
-            if self._request.parts is not None:
-                with contextlib.suppress(RuntimeError):  # nobody is there to be told
-                    self._request.parts.give_up(reason)
+            self._committer.abort(reason, alone=self._request.world_size == 1)
         elif not self._is_complete and (self._folder / MANIFEST_FOLDER).is_dir():
             # A complete part's manifest stays as it is: rank 0 may be committing it.
             with contextlib.suppress(OSError):

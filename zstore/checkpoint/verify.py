@@ -13,7 +13,6 @@ from ..io.archives import open_shard_file
 from ..io.pool import Workers, in_turn
 from ..io.shards import ShardReader
 from .format import parse_json
-from .machines import machine_file, machines_of, missing_text
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .reader import CheckpointReader
 from .source import StoredArray
@@ -61,23 +60,18 @@ class _Check:
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
-        elsewhere = {rank for one in reader.missing_machines() for rank in one.ranks}
         num_shards = {name: array.grid.num_shards for name, array in reader.arrays.items()}
         self._shards = [
             (name, shard)
             for shard in range(max(num_shards.values(), default=0))
             for name, count in num_shards.items()
-            if shard < count and shard not in elsewhere
+            if shard < count
         ]
-        self._manifests = [rank for rank in range(reader.record.world_size) if rank not in elsewhere]
+        self._manifests = list(range(reader.record.world_size))
 
     def run(self, advance: Advance | None, num_threads: int) -> list[VerifyFault]:
         """Return the faults."""
         reader, faults = self._reader, list[VerifyFault]()
-        faults += [
-            VerifyFault(file=MANIFEST_FOLDER, problem=missing_text(reader.location, [one]))
-            for one in reader.missing_machines()
-        ]
         crcs, unread = _read_manifests(reader, self._manifests, faults)
         sizes = _sizes(reader)
         tasks: list[Callable[[], list[VerifyFault]]] = []
@@ -249,7 +243,6 @@ class _ShardCheck:
 def _find_extra_files(reader: CheckpointReader, sizes: Mapping[str, int | None]) -> list[VerifyFault]:
     known = {f"{folder}/{METADATA_FILE}" for folder in reader.documents["consolidated_metadata"]["metadata"]}
     known |= {manifest_file(rank) for rank in range(reader.record.world_size)}
-    known |= {machine_file(number) for number in range(len(machines_of(reader.record)))}
     for array in reader.arrays.values():
         known |= {array.shard_file(shard) for shard in range(array.grid.num_shards)}
     return [VerifyFault(file=file, problem="is not part of the checkpoint") for file in sizes if file not in known]

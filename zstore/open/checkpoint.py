@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..checkpoint.folder import LocalFolder
-from ..checkpoint.machines import missing_machines, missing_text
 from ..checkpoint.names import natural_key
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.source import ArraySource, StoredArray
@@ -189,9 +186,6 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
         if "://" in self.location:
             url, options = self._for_fsspec()
             return zarr.open_group(url, mode="r", storage_options=options)
-        # Missing parts would read as NaN.
-        if missing := missing_machines(LocalFolder(Path(self.location)), self.source.record):
-            raise CheckpointError(missing_text(self.location, missing) + "; zarr-python needs them in one folder")
         return zarr.open_group(zarr.storage.LocalStore(self.location, read_only=True), mode="r")
 
     def _for_fsspec(self) -> tuple[str, dict[str, Any]]:

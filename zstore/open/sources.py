@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from ..checkpoint.folder import Folder, LocalFolder
 from ..checkpoint.names import tag_text
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.source import ArraySource
-from ..checkpoint.union import with_parts
 from ..errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from ..io.files import UserPath, is_url, user_location, user_path
 from ..io.shards import IoResources
@@ -26,9 +25,6 @@ _MAKERS = (
 )
 """The software whose checkpoints have a file of such a name."""
 
-PARTS_VARIABLE = "ZSTORE_PARTS"
-"""Lists folders in which parts of checkpoints are looked for."""
-
 _ADDRESS = re.compile(r"https?://[^/]*:\d+")
 """The address of an HTTP server without a path."""
 
@@ -39,7 +35,6 @@ def open_source(
     *,
     resources: IoResources | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    also: Sequence[UserPath] = (),
 ) -> ArraySource:
     """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder. A location
     `FOLDER@TAG` that is not there itself means `tag` in `FOLDER`.
@@ -49,7 +44,7 @@ def open_source(
     UsageError for a URL that nothing opens. `resources` stays the caller's.
     """
     place = user_location(location)
-    folder = folder_of(place, storage_options, also)
+    folder = folder_of(place, storage_options)
     text = None if tag is None else tag_text(tag)
     try:
         return open_checkpoint(folder, text, resources=resources)
@@ -62,7 +57,7 @@ def open_source(
         above, _, name = place.rpartition("@")
         if tag is not None or not above or not name or "/" in name or (folder.is_local and folder.path.exists()):
             raise
-    return open_source(above, name, resources=resources, storage_options=storage_options, also=also)
+    return open_source(above, name, resources=resources, storage_options=storage_options)
 
 
 def split_location(location: UserPath, tag: str | None = None) -> tuple[str, str | None]:
@@ -130,21 +125,11 @@ def maker_of(folder: Folder) -> str | None:
     return maker_of(folder.child(steps[0])) if steps else None
 
 
-def folder_of(
-    location: UserPath,
-    storage_options: Mapping[str, Any] | None = None,
-    also: Sequence[UserPath] | None = None,
-) -> Folder:
-    """Return the folder that a path or URL names, which need not be there; `tags` and `refused` take it.
-
-    If `also` is given, parts of a path's checkpoints are looked for in those folders, too, and in those that the variable
-    ZSTORE_PARTS lists as PATH lists its. Raises UsageError for a URL that nothing opens.
-    """
+def folder_of(location: UserPath, storage_options: Mapping[str, Any] | None = None) -> Folder:
+    """Return the folder that a path or URL names, which need not be there; `tags` and `refused` take it. Raises UsageError for
+    a URL that nothing opens."""
     if is_url(location):
         from ..remote.folder import open_folder
 
         return open_folder(os.fspath(location), storage_options)
-    if also is None:
-        return LocalFolder(user_path(location))
-    listed = os.environ.get(PARTS_VARIABLE, "").split(os.pathsep)
-    return with_parts(user_path(location), [user_path(other) for other in (*also, *listed) if os.fspath(other)])
+    return LocalFolder(user_path(location))

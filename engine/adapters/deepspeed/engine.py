@@ -300,8 +300,8 @@ class DeepSpeedEngine(Engine):
         """Load a checkpoint, as `Engine.load_checkpoint` does. Raises UsageError for `custom_load_fn`."""
         if custom_load_fn is not None:
             raise UsageError(
-                "engine.load_checkpoint(custom_load_fn=...): tensors are read by name; pass names={...} for those that the "
-                "model calls otherwise, or load_module_state_dict(state, custom_load_fn=...)"
+                "engine.load_checkpoint(custom_load_fn=...): tensors are read by name; for others call "
+                "load_module_state_dict(state, custom_load_fn=...)"
             )
         saves.complete()
         return super().load_checkpoint(

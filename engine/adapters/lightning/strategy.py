@@ -361,7 +361,7 @@ class EngineStrategy:
                 place.unlink()
         numbers = _numbers(self.lightning_module.trainer)
         with journal_taken_along(engine, place.stored):  # without gradients: see [Note: between steps]
-            engine.save_checkpoint(place.folder, place.name, state, metrics=numbers, overwrite=True, gradients=False)
+            engine.save_checkpoint(place.folder, place.name, state, metrics=numbers, overwrite=True)
         with engine.world.agreeing():
             if self.is_global_zero:
                 place.finish()

@@ -47,10 +47,6 @@ class _OneBitParams(OptimizerParams):
                 "gradient_clipping" in settings.model_fields_set and settings.gradient_clipping not in {0.0, "auto"},
                 "ranks keep their own gradients, of which there is no norm to clip by",
             ),
-            "checkpoint.use_node_local_storage": (
-                settings.checkpoint.use_node_local_storage,
-                "rank 0 saves what each rank has for itself",
-            ),
             "zstore.moments": (own.moments not in (None, "fp32"), moments),
             "bf16.bf16_optimizer_states": (settings.bf16.bf16_optimizer_states, moments),
             "optimizer.params.fp32_optimizer_states": (asks, moments),

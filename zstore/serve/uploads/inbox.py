@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ...checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, replaced_text, scan
 from ...checkpoint.commit import discard
-from ...checkpoint.format import MACHINES_KEY, Record
+from ...checkpoint.format import Record
 from ...checkpoint.names import tag_folder
 from ...checkpoint.retention import Keep, retire
 from ...errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
@@ -181,8 +181,7 @@ def _committed(folder: Path, record: Record) -> Record | None:
 
 def _unplaced(record: Record) -> Record:
     """Return a record without what its place and the time of its commit say."""
-    state = {key: value for key, value in record.state.items() if key != MACHINES_KEY}
-    return replace(record, committed_ns=0, state=state)
+    return replace(record, committed_ns=0)
 
 
 def _check_free(upload: Upload) -> TagInfo | None:
