@@ -43,7 +43,6 @@ from ..report.statistics import EngineStatistics, engine_statistics
 from ..report.utilisation import PhaseTimes
 from ..runtime.garbage import CollectorPause, FrozenObjects
 from ..runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
-from ..training.by_block import AccumulationByBlock, MicroBatch, gradients_by_block
 from ..training.compiled import make_compiler
 from ..training.loader import TrainingLoader
 from ..training.training import Training
@@ -111,7 +110,6 @@ class Engine(nn.Module):
         self._when_asked: Callable[[], NoReturn] | None = None
         """The request of `save_on_signal`."""
         """The client state that it named."""
-        self._by_block: AccumulationByBlock | None = None
         self._batches: Iterator[Any] | None = None
         """The micro-batches of the engine's own loader, over and over."""
         self._open_no_syncs = 0
@@ -390,13 +388,6 @@ class Engine(nn.Module):
             data_iter = self._batches
         batches = take_batches(data_iter, self.gradient_accumulation_steps())
         self.train()
-        if (gradients := gradients_by_block(self.training_state)) is not None:
-            by_block = self._by_block = self._by_block or AccumulationByBlock(self.training_state, gradients)
-            micro_batches = self._forward_by_block(by_block, batches)
-            losses = [micro_batch.loss.detach() for micro_batch in micro_batches]
-            self._backward_by_block(by_block, micro_batches)
-            self.step()
-            return mean_loss(losses, self.world)
         losses = []
         for batch in batches:
             loss = loss_of(call_with(self, batch))
@@ -404,28 +395,6 @@ class Engine(nn.Module):
             self.step()
             losses.append(loss.detach())
         return mean_loss(losses, self.world)
-
-    @_phase("forward")
-    def _forward_by_block(self, by_block: AccumulationByBlock, batches: Sequence[Any]) -> list[MicroBatch]:
-        def module(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._inputs(args, kwargs)
-            self.report.look_at((*args, *kwargs.values()))
-            return self.module(*args, **kwargs)
-
-        with self._timed("forward_s"), self.access.during("forward"):
-            return by_block.forward(lambda batch: loss_of(call_with(module, batch)), batches, self._around_forward)
-
-    @_phase("backward")
-    def _backward_by_block(self, by_block: AccumulationByBlock, micro_batches: Sequence[MicroBatch]) -> None:
-        self._loss_backward.require_no_block("engine.train_batch()")
-        self._loss_backward.is_engines = True
-        losses = [micro_batch.loss.detach().float().reshape(()) for micro_batch in micro_batches]
-        self.report.add_loss(torch.stack(losses).mean())
-        try:
-            with self._timed("backward_s"), self.access.during("backward"):
-                by_block.backward(micro_batches)
-        finally:
-            self._loss_backward.is_engines = False
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> torch.Tensor:
         """Return the mean loss, over all ranks, of `num_micro_batches` of `data_iter` (default:

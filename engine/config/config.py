@@ -280,11 +280,6 @@ class Config:
         return self.own.activations_path or self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
 
     @property
-    def accumulates_by_block(self) -> bool:
-        """Whether each block runs for all micro-batches of a step before the next one, if parameters come and go."""
-        return self.own.accumulation_order == "block" and self.stage == 3 and not self.frozen
-
-    @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
         """When updates run. Within the backward the norm is not known yet; "auto" runs updates behind the forward if state
         or parameters are offloaded, since an update then moves bytes while the computation can go on."""
@@ -360,7 +355,7 @@ class Config:
 _OF_TRAINING = (
     "optimizer", "scheduler", "gradient_", "prescale_gradients", "fp16.", "steps_per_print", "wall_clock_breakdown",
     "memory_breakdown", "zero_optimization.offload_optimizer", "zero_optimization.reduce_",
-    "zstore.accumulation_order", "zstore.step_overlap", "zstore.split_master",
+    "zstore.step_overlap", "zstore.split_master",
     "zstore.moments", "bf16.bf16_optimizer_states",
 )  # fmt: skip
 """Prefixes of the keys that have no effect on an engine without an optimizer."""

@@ -23,9 +23,6 @@ def idle_keys(settings: ConfigSections) -> Iterator[Notice]:
     if own.step_overlap == "forward" and zero.stage < 3:
         message = f"updated behind step(), at stage 3 alone, and the stage is {zero.stage}"
         yield Notice("zstore.step_overlap", f"no effect: only what is gathered before its use can be {message}")
-    if own.accumulation_order == "block" and zero.stage < 3:
-        message = f"no effect: parameters are gathered for each use at stage 3 only, and the stage is {zero.stage}"
-        yield Notice("zstore.accumulation_order", message)
     if own.activations != "disk" and own.activations_path is not None:
         yield Notice("zstore.activations_path", 'no effect: zstore.activations is not "disk"')
     for key in ("wall_clock_breakdown", "memory_breakdown"):
@@ -85,10 +82,6 @@ def contradictions(settings: ConfigSections) -> Iterator[ConfigProblem]:
     for _, section in settings.sections_on():
         yield from section.contradictions(settings)
     yield from _moments(settings)
-    zero = settings.zero_optimization
-    if settings.zstore.accumulation_order == "block" and zero.stage == 3 and zero.zero_quantized_gradients:
-        message = "errors of quantized gradients are fed back from backward to backward; leave one of them out"
-        yield ConfigProblem(("zstore.accumulation_order", "zero_optimization.zero_quantized_gradients"), message)
     threads, aio = settings.zstore.io_threads, settings.aio
     if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
         message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"

@@ -75,11 +75,6 @@ class ZstoreSection(Section):
     with clipping or loss scaling it is treated as "forward". "auto": "forward" if state or parameters are offloaded, else
     "none". Parameters that are not gathered before their use (stages 0 to 2; a rank alone without offload_param; those that
     persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" is treated as "none"."""
-    accumulation_order: Annotated[Literal["micro_batch", "block"], OneOf()] = built("micro_batch")
-    """The order in which `engine.train_batch` computes the micro-batches of a step. "block": each block of the model for all of
-    them, then the next one, so that parameters of stage 3 that are not on the device are read and gathered twice a step and
-    not twice a micro-batch; activations of all micro-batches wait for the backward at once. The bits are the same, but for
-    random numbers, which each micro-batch draws from a state of its own. See docs/large-models.md."""
     non_finite_gradients: Annotated[Literal["error", "skip", "apply"], OneOf()] = built("error")
     """How a step ends whose gradients, in fp32 or bf16, are not finite (NaN or infinite). "error": NonFiniteError on
     every rank, and nothing is changed. "skip": nothing is changed, and training goes on. "apply": the optimizer takes them,

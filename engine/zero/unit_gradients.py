@@ -228,12 +228,6 @@ class Arrivals:
             self.sent += 1
             yield [gradient.record for gradient in self.units[self.sent - 1].gradients if gradient.expected]
 
-    def end_parts(self, count: int) -> None:
-        """Note that all units were sent, and came in `count` backwards."""
-        self.sent = len(self.units)
-        for gradient in self._unit_of:
-            gradient.came = -(-gradient.came // count)
-
     def agree_on_order(self, world: World) -> None:
         """Take the order in which rank 0's units were complete in this backward (all ranks)."""
         complete = dict.fromkeys(self._unit_of[gradient].name for gradient in reversed(self._came))
@@ -328,7 +322,9 @@ class UnitGradients(Gradients):
         here = [(one.came > 0, one.record.parameter.grad is not None) for one in gradients]
         flags = agree_any(self._world, [flag for both in here for flag in both])
         self.send([record for record, is_late in zip(self._records, flags[1::2], strict=True) if is_late])
-        self.drain()
+        if self._reductions is not None:
+            self._reductions.drain()
+        self._d2h.drain()
         for gradient, has_come in zip(gradients, flags[::2], strict=True):
             gradient.expected = max(gradient.came, 1) if has_come else 0
             gradient.is_agreed |= has_come and gradient.state is not GradientState.EMPTY  # a hook may have taken it
@@ -346,20 +342,6 @@ class UnitGradients(Gradients):
         for record in self._records:
             if self.has(record):
                 self._show(record)
-
-    # -- a backward of several micro-batches, while `waits` is set: see engine/training/by_block.py ----------------------------
-
-    def begin_part(self, number: int, *, last: bool) -> None:
-        """Take what is sent from here on as gradients of micro-batch `number` of this step, maybe its `last`."""
-        if last or number == 0 or self._spill is not None:
-            self.drain()
-        self.backwards, self._last = number + 1, last
-
-    def drain(self) -> None:
-        """Wait until the rows have all that was sent."""
-        if self._reductions is not None:
-            self._reductions.drain()
-        self._d2h.drain()
 
     # -- rows: see [Note: types of gradients] -------------------------------------------------------------------------
 

@@ -50,8 +50,6 @@ class Case:
     """Bytes of the host budget, so small that gradients wait on disk."""
     counts: tuple[int, ...] | None = None
     """Micro-batches of each step, whose ends the caller names; None: what the config says."""
-    by_block: bool = False
-    """Whether steps are taken by `train_batch`, block by block after the first."""
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -88,8 +86,6 @@ class Case:
             "steps_per_print": 0,
             "zstore": {"step_overlap": self.overlap, "split_master": self.split},
         }
-        if self.by_block:
-            config["zstore"]["accumulation_order"] = "block"
         if self.types[0] is not None:
             config["data_types"] = {"grad_accum_dtype": self.types[0]}
         if self.types[1] is not None:
@@ -182,9 +178,7 @@ def compare(
                 batches = [[batch(step, m, r, vocab=vocab) for r in range(world_size)] for m in range(count)]
                 reference.step(batches)
                 losses = []
-                if case.by_block:
-                    engine.train_batch(micro[rank] for micro in batches)
-                for number, micro in enumerate(batches if not case.by_block else ()):
+                for number, micro in enumerate(batches):
                     if case.counts is not None:
                         engine.set_gradient_accumulation_boundary(number == count - 1)
                     loss = engine(*micro[rank])
@@ -199,7 +193,7 @@ def compare(
                     differences += [f"step {step}: {name}" for name in differing_arrays(engine, reference, rows)]
                 if engine.get_global_grad_norm() != reference.norm:
                     differences.append(f"step {step}: norm {engine.get_global_grad_norm()} != {reference.norm}")
-                if not case.by_block and losses != reference_losses(reference, rank, case, world_size, count):
+                if losses != reference_losses(reference, rank, case, world_size, count):
                     differences.append(f"step {step}: losses {losses}")
             end(engine)
     return differences

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from bench import (
-    accumulation,
     activations,
     bare_checkpoint,
     bare_step,
@@ -35,7 +34,6 @@ from bench import (
     small_arrays,
     step,
     store,
-    trainer,
     waits,
 )
 from bench.checkpoint_figures import describe, goals, medians
@@ -51,6 +49,8 @@ from zstore.format.partition import grid_in_checkpoint, make_grid
 from zstore.format.shardfile import layout_of
 from zstore.io.buffers import make_slab
 from zstore.tools.sample.models import build_model
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_disk_benchmark_compares_every_pattern_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,19 +99,6 @@ def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: 
     assert min(figures["forward_least_s"], figures["backward_least_s"]) > 0
     assert step.describe(figures).count("where the machine allows") == 3
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
-
-
-def test_the_accumulation_benchmark_reads_parameters_once_a_step_block_by_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "accumulation.json"
-    arguments = ["--model", "tiny", "--micro-batches", "3", "--tokens", "8", "--steps", "1"]
-    monkeypatch.setattr(sys, "argv", ["accumulation", "--path", str(tmp_path), *arguments, "--json", str(out)])
-    accumulation.main()
-    figures = json.loads(out.read_text())
-    assert figures["same_bits"]
-    assert figures["micro_batch"]["parameter_bytes"] == pytest.approx(3 * figures["block"]["parameter_bytes"])
-    assert figures["micro_batch"]["disk_bytes"] > figures["block"]["disk_bytes"]
 
 
 def test_the_benchmark_of_small_arrays_saves_beside_torch(
@@ -442,17 +429,15 @@ def test_medians_and_goals_of_checkpoints_say_what_failed() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_trainer_benchmark_sets_steps_saves_and_memory_beside_trainer_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trainer_benchmark_sets_steps_and_saves_beside_trainer_alone(tmp_path: Path) -> None:
     out = tmp_path / "trainer.json"
     shape = ["--hidden", "64", "--layers", "1", "--tokens", "8", "--steps", "2", "--pairs", "1"]
-    monkeypatch.setattr(sys, "argv", ["trainer", "--path", str(tmp_path), *shape, "--json", str(out)])
-    trainer.main()
+    # A process of its own: transformers looks for DeepSpeed as it is imported.
+    command = [sys.executable, "-m", "bench.trainer", "--path", str(tmp_path), *shape, "--json", str(out)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=250)
     figures = json.loads(out.read_text())
     assert figures["step"]["ratio"] > 0
-    assert 0 < figures["save"]["new_bytes"] <= figures["save"]["total_bytes"]
-    assert figures["save"]["weights_bytes"] > 4 * figures["parameters"]
+    assert figures["save_calls"].keys() == {"Trainer alone", "in memory", "from disk"}
     assert all(seconds > 0 for seconds in figures["save_calls"].values())
 
 
