@@ -45,10 +45,6 @@ class Which:
         bool, typer.Option("--exclude-frozen", help="Leave out parameters that the optimizer did not train.")
     ] = False
 
-    ema: Annotated[
-        bool, typer.Option("--ema", help="Write the averages of the weights over the steps (the config's zstore.ema).")
-    ] = False
-
     def of(self, source: ArraySource, weights: Sequence[Weight]) -> tuple[list[Weight], list[str]]:
         """Return the selected `weights`, and the names of the others.
 
@@ -98,7 +94,7 @@ def consolidate_command(
     require_choice("--overflow", overflow, Overflow)
     target = user_path(out) if out else _beside(ckpt, which.tag, f"-{dtype}")
     with open_location(ckpt, common, which.tag) as source:
-        weights, left_out = which.of(source, list_weights(source, DTYPES[dtype], ema=which.ema))
+        weights, left_out = which.of(source, list_weights(source, DTYPES[dtype]))
         files = plan_model(weights, max_shard_size, source.record.state)
         size = f"{format_bytes(sum(file.file_bytes for file in files))} in {format_count(len(files), 'file')}"
         total_bytes = sum(source.arrays[weight.array].spec.nbytes for weight in weights)

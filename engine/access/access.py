@@ -19,7 +19,6 @@ from zstore.errors import UsageError, listed
 from zstore.format import BITS, model_array
 from zstore.io.tensors import as_torch, plain_memory
 
-from ..optim.kernel import AVERAGED
 from ..params.record import ParameterRecord, Residency
 from ..zero.gradients import WholeGradients, agree_any
 from .full_tensors import ArrayPiece, RankArray, WholeArrays
@@ -46,7 +45,6 @@ class Access:
         self._under_way: list[str] = []
         self.away: set[str] = set()
         """State that `offload_states` moved away."""
-        self._shows_averages = False
         self.open_blocks = 0
         """Blocks of `zstore.gather` that are open."""
         self.before_reading: Callable[[], None] | None = None
@@ -94,9 +92,7 @@ class Access:
             self._under_way.pop()
 
     def require_no_block(self, call: str) -> None:
-        """Raise UsageError within a block of `zstore.gather`: the values that it gave would be out of date; or of
-        `averaged_weights`."""
-        self.require_own_weights(call)
+        """Raise UsageError within a block of `zstore.gather`: the values that it gave would be out of date."""
         if self.open_blocks:  # as on the other ranks
             error = UsageError(f"{call} within `with zstore.gather(...)`: end the block first")
             self.world.raise_together(error)
@@ -359,38 +355,6 @@ class Access:
         note = "The state was changed in part: load a checkpoint before going on."
         with self._pending.changing(), self.world.agreeing(note):
             yield
-
-    @contextmanager
-    def averaged_weights(self, gather: Callable[[list[ParameterRecord]], None]) -> Iterator[None]:
-        """Swap masters and their averages for the length of a block; `gather` brings resident parameters to all ranks (all
-        ranks)."""
-
-        def check() -> None:
-            if not any(AVERAGED in scalars for scalars in self.state.scalars.values()):
-                raise UsageError(
-                    'averaged_weights(): there are no averages: write "ema": 0.999 into the config\'s "zstore" section'
-                )
-
-        self.require_no_block("averaged_weights()")
-        self.finished("averaged_weights()", check, changes=True)
-        self._exchange_averages(gather)
-        self._shows_averages = True
-        try:
-            yield
-        finally:
-            self._shows_averages = False
-            self._exchange_averages(gather)
-
-    def _exchange_averages(self, gather: Callable[[list[ParameterRecord]], None]) -> None:
-        with self._changing():
-            self.state.exchange_averages()
-            gather(list(self.state.scalars))
-
-    def require_own_weights(self, call: str) -> None:
-        """Raise UsageError within a block of `averaged_weights`: parameters are their averages there."""
-        if self._shows_averages:  # as on the other ranks
-            error = UsageError(f"{call} within `with engine.averaged_weights()`: end the block first")
-            self.world.raise_together(error)
 
     def apart(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
         """Return those that are resident, and whose master of this rank's rows is other memory."""

@@ -9,7 +9,6 @@ import torch
 
 from zstore.errors import UsageError
 
-from ..optim.kernel import AVERAGED
 from ..params.record import ParameterRecord
 from .access import Access
 
@@ -62,7 +61,7 @@ class StateOfParameter(Mapping[str, torch.Tensor]):
 
     def _slots(self) -> list[str]:
         state, record = self._access.state, self._record
-        scalars = [name for name in state.scalars[record] if name not in ("updates", AVERAGED)]  # the engine's own
+        scalars = [name for name in state.scalars[record] if name != "updates"]  # the engine's own
         return [*scalars, *(slot.name for slot in state.kernel_slots(record))]
 
     def __iter__(self) -> Iterator[str]:

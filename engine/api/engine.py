@@ -452,13 +452,6 @@ class Engine(nn.Module):
         """
         self.access.set_optimizer_state(name, slot, values)
 
-    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Give the parameters their averages over the steps in a `with` block, to evaluate with, in no more memory (all ranks).
-
-        In the block there is no backward, step, save or load. Raises UsageError without `zstore.ema` in the config.
-        """
-        return self.access.averaged_weights(self.training_state.gather_resident)
-
     @_phase("access", meets=True)
     def save_16bit_model(
         self,
@@ -598,7 +591,6 @@ class Engine(nn.Module):
         "backward" and with a loader of `initialize`, and for client state that cannot be stored, CheckpointExistsError for
         a tag that another run committed unless `overwrite`.
         """
-        self.access.require_own_weights("engine.save_checkpoint()")
         state = client_state if client_state is not None else client_sd
         options = SaveOptions(
             folder=user_location(save_dir),

@@ -71,8 +71,7 @@ class LossBackward:
         return _replaced(output, views) if views else output
 
     def require_no_block(self, call: str) -> None:
-        """Raise UsageError within a block of `averaged_weights`, and of `zstore.gather` if a backward begun now updates."""
-        self._access.require_own_weights(call)
+        """Raise UsageError within a block of `zstore.gather` if a backward begun now updates."""
         if self._training.pending.in_backward is not None and self._training.accumulation.is_boundary:
             self._access.require_no_block(f'{call}, which with "step_overlap": "backward" updates,')
 

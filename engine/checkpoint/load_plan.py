@@ -13,7 +13,7 @@ from torch import nn
 
 from zstore.checkpoint import LOW, TIE, ArraySource, Range, ReadStatistics, codes_of_scales, rest_of_master, scales_of
 from zstore.errors import CheckpointMismatchError, UsageError, shortened
-from zstore.format import AVERAGES, buffer_array, model_array, optimizer_array
+from zstore.format import buffer_array, model_array, optimizer_array
 from zstore.io import Priority
 
 from ..build.model import stored_whole
@@ -163,11 +163,7 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
         ],
         whole=whole.keys() & found,
         resized=set(resized),
-        updated=[
-            r
-            for r in state.scalars
-            if options.optimizer and found.issuperset(n for n in names[r] if not n.startswith(f"{AVERAGES}/"))
-        ],
+        updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
         missing=missing,
         unexpected=unexpected,
     )
@@ -263,8 +259,7 @@ def _differences(
         for name, shape in wanted.items()
         if name in stored and stored[name] != shape
     ]
-    # Averages begin with the next step if there are none yet.
-    absent = [name for name in missing if name not in unsaved and not name.startswith(f"{AVERAGES}/")]
+    absent = [name for name in missing if name not in unsaved]
     refused = [*_short(_MISSING, absent), *_short(_UNEXPECTED, unexpected)] if options.load_module_strict else []
     refused += _short("", unequal)
     if refused:

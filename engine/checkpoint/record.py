@@ -72,7 +72,7 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
             training.loader.restore(int(record["data_position"]), batch)
     for parameter in plan.updated:
         scalars = {name: float(v) for name, v in record["scalars"][parameter.name].items()}
-        training.state.scalars[parameter] = training.state.averaging(parameter, scalars)
+        training.state.scalars[parameter] = scalars
     if options.schedule:
         _apply_groups(training, record["groups"], whole=options.optimizer)
     saved_ratio, ratio = record.get("offload_ratio"), _ratio(training)

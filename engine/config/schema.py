@@ -27,7 +27,7 @@ from .sections import (
     TimersSection,
     WandbSection,
 )
-from .values import Auto, BelowOne, Bool, Count, DataType, Drives, Folder, OneOf, Options, Positive, Real, Rules, Words
+from .values import Auto, Bool, Count, DataType, Drives, Folder, OneOf, Options, Positive, Real, Rules, Words
 from .zero import ZeroSection
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -92,10 +92,6 @@ class ZstoreSection(Section):
     at most 256. The update computes in fp32 and rounds stochastically, alike on every tier, at every world size and after a
     resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" if bf16.bf16_optimizer_states or fp32_optimizer_states
     of the optimizer's params asks for that. See docs/moments.md."""
-    ema: BelowOne | None = built(None)
-    """Keep an exponential moving average of the master weights with this decay, as 0.999: in fp32, 4 bytes an element,
-    beside the optimizer's state, in checkpoints under `optimizer/ema/`. `zstore consolidate --ema` exports it, and
-    `engine.averaged_weights()` evaluates with it. Unset: there is none. See docs/optimizers.md."""
     activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = built(None)
     """Where tensors that the forward saves for the backward are kept between the two: inputs of checkpointed blocks, and of
     blocks without checkpointing all that autograd saves. "host": copied to host memory behind the forward. "disk": written

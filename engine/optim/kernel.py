@@ -18,7 +18,7 @@ import torch
 
 from zstore.errors import UsageError
 
-from ..plan.plan import ADAM_SLOTS, EMA
+from ..plan.plan import ADAM_SLOTS
 from .lion import Lion
 
 Tensors = Sequence[torch.Tensor]
@@ -225,56 +225,6 @@ class FusedAdamStep(ListStep):
         return {"step": self.step}
 
 
-AVERAGED = "averaged"
-"""Scalar that counts the steps in it."""
-
-
-class Averaging(Kernel):
-    """The update of another kernel, after which `ema` moves towards the master: `ema += (1 - decay) * (master - ema)`.
-
-    It begins as the master after the first step. Source of both: torch.optim.swa_utils (AveragedModel, get_ema_multi_avg_fn).
-    """
-
-    def __init__(self, kernel: FusedAdam | TorchKernel, decay: float) -> None:
-        self.kernel = kernel
-        self.slots = (*kernel.slots, EMA)
-        self._weight = 1 - decay
-
-    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
-        return [*self.kernel.arrays(numel, shape), SlotArray(EMA, entry=EMA)]
-
-    def initial(self) -> Scalars:
-        return {**self.kernel.initial(), AVERAGED: 0.0}
-
-    def present(self, scalars: Scalars) -> dict[str, Any]:
-        """Return the scalars of the other kernel's class, in its types, and the count of averaged steps."""
-        return {**self.kernel.present(scalars), AVERAGED: torch.tensor(scalars.get(AVERAGED, 0.0))}
-
-    def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        others = {name: value for name, value in scalars.items() if name != AVERAGED}
-        return _AveragingStep(self.kernel.start(group, others), self._weight, scalars.get(AVERAGED, 0.0))
-
-
-class _AveragingStep:
-    """A step of one parameter by an Averaging kernel."""
-
-    def __init__(self, step: ParameterStep, weight: float, averaged: float) -> None:
-        self._step = step
-        self._weight = weight
-        self._averaged = averaged
-
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Tensors) -> None:
-        *others, ema = slots
-        self._step.tile(master, gradient, others)
-        if self._averaged:
-            ema.lerp_(master, self._weight)
-        else:
-            ema.copy_(master)
-
-    def scalars(self) -> Scalars:
-        return {**self._step.scalars(), AVERAGED: self._averaged + 1}
-
-
 class TorchKernel(Kernel):
     """Any element-wise torch optimizer: an instance of its class steps proxy parameters over tile after tile."""
 
@@ -388,7 +338,7 @@ class _TorchStep(ListStep):
 
 def takes_threads(kernel: Kernel) -> bool:
     """Return whether several threads may each take a tile of one step at once: torch's fused kernel keeps nothing."""
-    return isinstance(kernel.kernel if isinstance(kernel, Averaging) else kernel, FusedAdam)
+    return isinstance(kernel, FusedAdam)
 
 
 def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> FusedAdam | TorchKernel:

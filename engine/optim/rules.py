@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from zstore.errors import UsageError
 from zstore.ranks.world import World
 
 from ..config.config import Config
 from ..plan.plan import Slots
-from .kernel import ELEMENT_WISE, Averaging, FusedAdam, Kernel, SlotCodec, TorchKernel, kernel_for
+from .kernel import ELEMENT_WISE, Kernel, SlotCodec, kernel_for
 from .state import OptimizerState
 from .stepper import ClientStep, Stepper, WholeKernel, require_no_closure, whole_step_error
 
@@ -90,22 +89,9 @@ def rule_of(kind: Kind, *, whole: bool = False) -> Rule:
     return _rules.get(kind, CLIENT if whole else TILES)
 
 
-def kernels_for(rule: Rule, kind: Kind, groups: Iterable[Mapping[str, Any]], ema: float | None = None) -> list[Kernel]:
-    """Return the kernel of each group, with an average of masters of decay `ema`.
-
-    Raises the errors of `kernel_for`, and UsageError for an average beside an optimizer that steps whole tensors.
-    """
-    kernels = [rule.kernel(kind, group) for group in groups]
-    if ema is None:
-        return kernels
-    tiled = [kernel for kernel in kernels if isinstance(kernel, FusedAdam | TorchKernel)]
-    if rule.stepper is not None or len(tiled) < len(kernels):
-        names = ", ".join(each.__name__ for each in ELEMENT_WISE)
-        raise UsageError(
-            f'"ema": {ema}: masters are averaged as tiles of them are updated, and {kind.__name__} steps whole tensors: leave '
-            f"the key out, or use one of {names}"
-        )
-    return [Averaging(kernel, ema) for kernel in tiled]
+def kernels_for(rule: Rule, kind: Kind, groups: Iterable[Mapping[str, Any]]) -> list[Kernel]:
+    """Return the kernel of each group. Raises the errors of `kernel_for`."""
+    return [rule.kernel(kind, group) for group in groups]
 
 
 def check_client(client: torch.optim.Optimizer, config: Config) -> None:
@@ -114,7 +100,6 @@ def check_client(client: torch.optim.Optimizer, config: Config) -> None:
     for key, unfit in (
         ("step_overlap", config.step_overlap == "backward"),
         ("split_master", config.own.split_master),
-        ("ema", config.own.ema is not None),
     ):
         if unfit:
             raise whole_step_error(type(client).__name__, key)

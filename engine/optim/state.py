@@ -22,9 +22,9 @@ from zstore.store import ModeName, Stream, TensorStore, TierName, Tile
 
 from ..params.record import ParameterRecord, RowsInStore
 from ..params.sharding import GradientTypes
-from ..plan.plan import EMA, Places
+from ..plan.plan import Places
 from ..runtime.device import Scratch, Transfers, one_thread
-from .kernel import AVERAGED, FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles, Tensors, TorchKernel
+from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles, Tensors, TorchKernel
 from .split_master import join_master, split_master
 
 Tiles = Generator[Tile, None, None]
@@ -306,24 +306,6 @@ class OptimizerState:
         if record.group is None:
             raise KeyError(f"{record.name} is frozen")
         return self.kernels[record.group], record.group
-
-    def averaging(self, record: ParameterRecord, scalars: Scalars) -> Scalars:
-        """Return loaded scalars of a parameter in the form of this kernel: with a count of averaged steps if it averages,
-        else without one."""
-        others = {name: value for name, value in scalars.items() if name != AVERAGED}
-        return {**others, AVERAGED: scalars.get(AVERAGED, 0.0)} if AVERAGED in self.scalars[record] else others
-
-    def exchange_averages(self) -> None:
-        """Swap masters and their averages, and cast the masters into the parameters' own rows."""
-        records = [r for r, scalars in self.scalars.items() if scalars.get(AVERAGED) and r.owned_numel]
-        groups = [[*self.master_arrays(r), optimizer_array(EMA, r.name)] for r in records]
-        with self.passing(groups, "update") as tiles:
-            for tile in tiles:
-                *held, average = [as_torch(view) for view in tile.views]
-                master = self.take_master(held).to(average.device, copy=True)
-                self.put_master(average, held)
-                self.transfers.copy_into(average, master)
-        self.refresh_parameters()
 
     def passing(
         self,

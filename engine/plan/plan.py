@@ -96,8 +96,6 @@ FP32 = "float32"
 
 ADAM_SLOTS = ("exp_avg", "exp_avg_sq")
 """Slots of Adam and AdamW, without amsgrad."""
-EMA = "ema"
-"""Slot of the average over the steps of a parameter's master."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     rule = rule_of(optimizer.kind, whole=config.stage == 0 and config.offload_optimizer.device == "none")
     if rule is CLIENT:
         check_client(optimizer.client, config)
-    kernels = kernels_for(rule, optimizer.kind, optimizer.param_groups, config.own.ema)
+    kernels = kernels_for(rule, optimizer.kind, optimizer.param_groups)
     codec = codec_of(config, kernels, optimizer.kind.__name__)
     section = config.settings.activation_checkpointing
     set_up_checkpointing(model, section, enable=config.own.gradient_checkpointing and not config.frozen)

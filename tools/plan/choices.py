@@ -293,7 +293,7 @@ def _plan(job: PlannedJob, text: str) -> Plan:
         budget = machine.memory_bytes * _BUDGET_PERCENT // 100
     share = budget // machine.num_ranks if isinstance(budget, int) else None
     settings = placement_settings(resolved, budget_bytes=share, device_is_host=machine.device_is_host)
-    slots, units = slots_of(job.model, resolved.optimizer, resolved.own.ema), job.model.units
+    slots, units = slots_of(job.model, resolved.optimizer), job.model.units
     ranks, native = machine.world_size, not machine.device_is_host
     needs = find_needs(
         job.model.shapes, slots, resolved, world_size=ranks, rank=0, units=units, local_world_size=machine.num_ranks

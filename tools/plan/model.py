@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from zstore.engine.config.config import DTYPES, OptimizerConfig
 from zstore.engine.plan.activations import Width
 from zstore.engine.plan.needs import ParameterShape
-from zstore.engine.plan.plan import ADAM_SLOTS, EMA, Slots
+from zstore.engine.plan.plan import ADAM_SLOTS, Slots
 from zstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -143,21 +143,19 @@ ADAM = OptimizerConfig(kind="AdamW", arguments={})
 """Planned if a config leaves the optimizer to the script."""
 
 
-def slots_of(model: ModelShape, optimizer: OptimizerConfig | None, ema: float | None = None) -> Mapping[str, Slots]:
-    """Return the slots of each parameter of a model, by its name, with an average of decay `ema`. Only for optimizers other
-    than a usual Adam that loads torch, whose classes tell their slots.
+def slots_of(model: ModelShape, optimizer: OptimizerConfig | None) -> Mapping[str, Slots]:
+    """Return the slots of each parameter of a model, by its name. Only for optimizers other than a usual Adam that
+    loads torch, whose classes tell their slots.
 
     Raises ConfigError for arguments that the optimizer does not take.
     """
     kind = optimizer or ADAM
     if kind.kind in ("Adam", "AdamW") and not (kind.arguments.get("amsgrad") or kind.arguments.get("maximize")):
-        return dict.fromkeys((one.name for one in model.shapes), ADAM_SLOTS if ema is None else (*ADAM_SLOTS, EMA))
-    return slots_of_module(model.module, kind, ema)
+        return dict.fromkeys((one.name for one in model.shapes), ADAM_SLOTS)
+    return slots_of_module(model.module, kind)
 
 
-def slots_of_module(
-    module: nn.Module, optimizer: OptimizerConfig | None, ema: float | None = None
-) -> Mapping[str, Slots]:
+def slots_of_module(module: nn.Module, optimizer: OptimizerConfig | None) -> Mapping[str, Slots]:
     """Return the same for a model on the meta device, as its optimizer has them."""
     from zstore.engine.extras import register_parts
     from zstore.engine.optim.optimizer import optimizer_from_config
@@ -168,7 +166,7 @@ def slots_of_module(
     with _without_compiler():
         made = optimizer_from_config(optimizer or ADAM, None, module)
     rule = rule_of(type(made))
-    kernels = kernels_for(rule, type(made), made.param_groups, ema)
+    kernels = kernels_for(rule, type(made), made.param_groups)
     of = {
         parameter: kernel
         for group, kernel in zip(made.param_groups, kernels, strict=True)

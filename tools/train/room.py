@@ -36,7 +36,7 @@ def require_room(model: str, seq_len: int, config: Config, answers: Mapping[str,
         module,
         resolved,
         world,
-        slots_of_module(module, resolved.optimizer, resolved.own.ema),
+        slots_of_module(module, resolved.optimizer),
         budget_of_rank(resolved, world),
         device_is_host=world.device.type == "cpu",
     )

@@ -4,7 +4,6 @@ The names below are public, for code built on the store; only the store's own pa
 """
 
 from .arrays import (
-    AVERAGES,
     FLOAT8,
     FLOATING,
     STEM,
@@ -34,7 +33,7 @@ from .pieces import ArrayLayout, lay_out
 from .shardfile import ShardLayout, layout_of
 
 __all__ = [
-    "ALIGN_NUMEL", "AVERAGES", "BITS", "FLOAT8", "FLOATING", "STEM", "SUFFIX", "Array", "ArrayLayout", "ArraySpec", "Box",
+    "ALIGN_NUMEL", "BITS", "FLOAT8", "FLOATING", "STEM", "SUFFIX", "Array", "ArrayLayout", "ArraySpec", "Box",
     "Bytes", "Grid",
     "ShardLayout", "buffer_array", "client_array", "flat_ranges", "gather", "grid_in_checkpoint",
     "grid_of_rows", "lay_out", "layout_of", "make_grid", "model_array", "numpy_dtype", "optimizer_array",

@@ -179,10 +179,6 @@ def model_array(name: str) -> str:
     return f"model/{name}"
 
 
-AVERAGES = "optimizer/ema"
-"""The array group of the averages of parameters over the steps."""
-
-
 def optimizer_array(slot: str, name: str) -> str:
     """Return the array of the optimizer's state of a parameter, such as slot "exp_avg"."""
     return f"optimizer/{slot}/{name}"

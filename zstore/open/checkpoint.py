@@ -58,18 +58,17 @@ def load_state_dict(
     dtype: Dtype = None,
     names: str | Sequence[str] | None = None,
     overflow: Overflow = "error",
-    ema: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Return a checkpoint's parameters and buffers as a state dict, for `model.load_state_dict`; see `open_checkpoint`.
 
     `dtype` is that of the floating weights returned (None: their best stored precision), `names` a name or a pattern with `*`,
-    `?`, `[...]`, or several. Tied parameters have each of their names, as one tensor. With `ema`
-    they are the averages over the steps. Raises CheckpointMismatchError for a pattern that matches nothing, and if there are
-    no averages, CheckpointError if a value does not fit the type (unless `overflow` is "inf" or "clamp").
+    `?`, `[...]`, or several. Tied parameters have each of their names, as one tensor. Raises
+    CheckpointMismatchError for a pattern that matches nothing, CheckpointError if a value does not fit the type (unless
+    `overflow` is "inf" or "clamp").
     """
     with open_checkpoint(location, tag, storage_options=storage_options) as checkpoint:
-        return checkpoint.consolidated(dtype, overflow=overflow, ema=ema).load(names)
+        return checkpoint.consolidated(dtype, overflow=overflow).load(names)
 
 
 class Checkpoint(Mapping[str, LazyArray], Closing):
@@ -156,12 +155,9 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
         if self._closed:
             raise UsageError(f"the checkpoint {self.location} was closed: read its arrays before, or open it again")
 
-    def consolidated(self, dtype: Dtype = None, *, overflow: Overflow = "error", ema: bool = False) -> Weights:
-        """Return the parameters, as tensors of `dtype`, and the buffers by their names in the state dict, read one by one.
-
-        With `ema` parameters that were trained are their averages over the steps.
-        """
-        return Weights(self, _zarr_name(dtype), overflow, ema=ema)
+    def consolidated(self, dtype: Dtype = None, *, overflow: Overflow = "error") -> Weights:
+        """Return the parameters, as tensors of `dtype`, and the buffers by their names in the state dict, read one by one."""
+        return Weights(self, _zarr_name(dtype), overflow)
 
     def verify(self) -> list[VerifyFault]:
         """Check every byte, and return each fault; an empty list means a whole checkpoint."""
@@ -224,11 +220,11 @@ class Weights(Mapping[str, "Tensor"]):
     without torch. Tied parameters have each of their names.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str | None, overflow: Overflow, *, ema: bool = False) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: str | None, overflow: Overflow) -> None:
         self._checkpoint = checkpoint
         self._overflow: Overflow = overflow
         source = checkpoint.source
-        found = sorted(list_weights(source, dtype, ema=ema), key=lambda weight: natural_key(weight.name))
+        found = sorted(list_weights(source, dtype), key=lambda weight: natural_key(weight.name))
         self._weights = {weight.name: weight for weight in found}
         for weight in found:
             named = f"model/{weight.name}"  # an average has no other names

@@ -19,7 +19,7 @@ from ..checkpoint.moments import scales_of, whole_moment
 from ..checkpoint.source import ArraySource
 from ..checkpoint.split import complete_master, rest_of_master
 from ..errors import CheckpointMismatchError
-from ..format.arrays import AVERAGES, FLOATING, Array, empty_array, numpy_dtype
+from ..format.arrays import FLOATING, Array, empty_array, numpy_dtype
 from .cast import Overflow, cast_into
 from .layout import FileLayout, Weight
 from .writer import Lost, WeightsWriter
@@ -38,17 +38,13 @@ Put = Callable[[str, int, Array], None]
 """`put(array, first, values)`, from several threads: flat elements of an array from `first` on, 1-D."""
 
 
-def list_weights(reader: ArraySource, dtype: str | None, *, ema: bool = False) -> list[Weight]:
+def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
     """Return the parameters and buffers of a checkpoint; floating parameters are written as `dtype`, None: as they are.
-    Buffers keep their types. With `ema` parameters that were trained are their averages over the steps.
+    Buffers keep their types.
 
     Tied parameters are there once, under their first name. A split master is written in the precision that it has
     with the arrays that complete it. Raises CheckpointMismatchError if there are no weights.
     """
-    if ema and not any(name.startswith(f"{AVERAGES}/") for name in reader.arrays):
-        raise CheckpointMismatchError(
-            f'{reader.location} has no averages of parameters: train with "ema" in the config\'s "zstore" section'
-        )
     weights: dict[str, Weight] = {}
     for name, stored in reader.arrays.items():
         spec = stored.spec
@@ -58,10 +54,8 @@ def list_weights(reader: ArraySource, dtype: str | None, *, ema: bool = False) -
         if key in weights:
             raise CheckpointMismatchError(f"{reader.location} has both a parameter and a buffer called {key!r}")
         casts = spec.dtype in FLOATING and name.startswith("model/")
-        average = f"{AVERAGES}/{key}"
-        array = average if ema and casts and average in reader.arrays else name
-        target = dtype if dtype is not None and casts else whole_dtype(reader, array)
-        weights[key] = Weight(name=key, array=array, shape=spec.shape, dtype=target)
+        target = dtype if dtype is not None and casts else whole_dtype(reader, name)
+        weights[key] = Weight(name=key, array=name, shape=spec.shape, dtype=target)
     if not weights:
         raise CheckpointMismatchError(f"{reader.location} has no weights: expected arrays under `model/`")
     return list(weights.values())

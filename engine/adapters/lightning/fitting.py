@@ -20,11 +20,8 @@ from zstore.ranks.world import World
 from .settings import GivenConfig, check_optimizer
 
 _CALLBACKS: Mapping[str, str] = {
-    "StochasticWeightAveraging": 'it averages whole copies of the model: write "zstore": {"ema": 0.999} into the config of '
-    "ZstoreStrategy for an average over the steps, or average checkpoints that `zstore consolidate` exported",
-    "WeightAveraging": 'it keeps a whole copy of the model: write "zstore": {"ema": DECAY} into the config of '
-    "ZstoreStrategy, which averages the same beside the optimizer's state; `trainer.strategy.engine.averaged_weights()` and "
-    "`zstore consolidate --ema` give the averages",
+    "StochasticWeightAveraging": "it averages whole copies of the model: average exports of `zstore consolidate`",
+    "WeightAveraging": "it keeps a whole copy of the model: average exports of `zstore consolidate`",
     "LearningRateFinder": 'it trains and then takes the steps back: find the rate with strategy="auto" first',
     "BatchSizeFinder": 'it trains and then takes the steps back: find the size with strategy="auto" first',
     "BaseFinetuning": "it adds parameters to the optimizer while training: set requires_grad before fit(), and train each "
