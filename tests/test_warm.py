@@ -55,6 +55,19 @@ def test_a_forked_process_does_as_one_started_anew(program: str, tmp_path: Path)
     assert (forked.returncode, forked.stdout, forked.stderr) == (anew.returncode, anew.stdout, anew.stderr)
 
 
+def test_a_pipe_that_another_process_keeps_open_stops_nobody() -> None:
+    """It did: the timeout came, and then closing the stream waited for the thread that read it."""
+    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '1000']).pid, file=sys.stderr)"
+    with (
+        pytest.raises(subprocess.TimeoutExpired),
+        warm.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stderr is not None
+        sleeping = int(process.stderr.readline())
+        process.communicate(timeout=0.5)
+    os.kill(sleeping, signal.SIGKILL)
+
+
 def test_modules_and_scripts_run_too(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 5")
     (tmp_path / "script.py").write_text("import sys, beside\nprint(beside.VALUE, sys.argv, __name__, __file__)")

@@ -147,10 +147,9 @@ class Popen:
         for thread in threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
+                # A process that outlived it has the pipe, and to close a stream that is being read waits for the read.
+                self.stdout = self.stderr = None
                 raise TimeoutExpired(self.args, timeout or 0)
-        for stream in (self.stdout, self.stderr):
-            if stream is not None:
-                stream.close()
         self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return found["stdout"], found["stderr"]
 
@@ -203,7 +202,8 @@ def ends_within(process: Any, seconds: float) -> bool:
 
 def _reader(stream: IO[Any], found: dict[str, Any], name: str) -> Callable[[], None]:
     def read() -> None:
-        found[name] = stream.read()
+        with stream:
+            found[name] = stream.read()
 
     return read
 
