@@ -49,7 +49,7 @@ pythons: ## run the tests on every Python from 3.11 on that is found
 soak: $(VENV)/stamp-test ## run the long tests, and those of the oldest and newest versions: hours
 	$(PY) -m pytest --new-processes
 	$(PY) -m pytest --sqrt-errs tests/engine tests/integrations/test_offloaded*.py
-	$(PY) -m pytest -m soak --timeout 14400
+	$(PY) -m pytest -m soak --timeout 14400 -o faulthandler_timeout=0
 	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory oldest
 	@$(MAKE) --no-print-directory newest

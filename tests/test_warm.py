@@ -58,13 +58,11 @@ def test_a_forked_process_does_as_one_started_anew(program: str, tmp_path: Path)
 def test_a_pipe_that_another_process_keeps_open_stops_nobody() -> None:
     """It did: the timeout came, and then closing the stream waited for the thread that read it."""
     code = "import subprocess, sys; print(subprocess.Popen(['sleep', '1000']).pid, file=sys.stderr)"
-    with (
-        pytest.raises(subprocess.TimeoutExpired),
-        warm.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
-    ):
+    with warm.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         sleeping = int(process.stderr.readline())
-        process.communicate(timeout=0.5)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.communicate(timeout=0.5)
     os.kill(sleeping, signal.SIGKILL)
 
 
