@@ -30,7 +30,7 @@ COMMANDS = {
     "ls": "List the checkpoints in a folder: step, world size, size on disk, shared size, age.",
     "inspect": "Show a checkpoint's step, world size and size on disk, and its arrays with shapes, types and bytes.",
     "verify": "Read a checkpoint and check every checksum; exit code 1 if one is wrong or a file is missing.",
-    "diff": "Show which arrays differ between two checkpoints, by their checksums; exit code 1 if any does.",
+    "diff": "Show which arrays differ between two checkpoints; exit code 1 if any does.",
     "consolidate": "Write a checkpoint's weights as safetensors in the Hugging Face layout.",
     "reshard": "Write a copy for another number of ranks, compressed, or to a URL.",
     "convert": "Convert a checkpoint between zstore, DCP, safetensors and torch files; reads those of DeepSpeed too.",

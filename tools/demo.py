@@ -202,8 +202,8 @@ def next_commands(folder: str, model: str, steps: int) -> list[tuple[str, str]]:
     return [
         (f"{zstore} serve {folder}", f"a page that shows the runs, their checkpoints and arrays{extra}"),
         (f"{zstore} ls {run}", "the checkpoints, and what they share"),
-        (f"{zstore} inspect {run} --stats", "the arrays: shape, bytes, range, norm, histogram"),
-        (f"{zstore} diff {before} {last} --values", f"what the last {SAVE_EVERY} steps changed"),
+        (f"{zstore} inspect {run}", "the arrays: shape, type, bytes"),
+        (f"{zstore} diff {before} {last}", f"what the last {SAVE_EVERY} steps changed"),
         (f"{zstore} train --config {config} --model {model} {on}", "continue training"),
         (f"{zstore} doctor --path {folder}", "what this machine and its drive can do"),
         (f"{zstore} plan --model gpt-base", "how a larger model's training fits on this machine"),

@@ -1,4 +1,4 @@
-"""`zstore inspect`: the contents of a folder of checkpoints or of one of them, with statistics of values if asked. No torch."""
+"""`zstore inspect`: the contents of a folder of checkpoints, or of one of them. No torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint import (
     METADATA_FILE,
@@ -36,47 +34,27 @@ from .printing import cell, make_console, make_table, printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from zstore.open.stats import ArrayStats
-
-_STATS = ("min", "max", "mean", "norm", "NaN", "inf", "histogram")
-"""Columns that `--stats` adds."""
 _LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")
 
 
-def inspect_command(
-    ckpt: Location,
-    common: Common = DEFAULTS,
-    *,
-    tag: Tag = None,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Read all values and show min, max, mean, norm, NaN count and a histogram.")
-    ] = False,
-) -> int:
+def inspect_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None) -> int:
     """Print tags and, of the newest checkpoint or `tag`, step, world size and arrays; return the exit code.
 
-    With `stats` every array is read, and statistics of its values are added. With `json`, one JSON object (see `describe`),
-    and the bytes read.
+    With `json`, one JSON object (see `describe`), and the bytes read.
     """
     title = f"inspect {shown(os.fspath(ckpt))}"
     with reporting(title, common) as progress, open_location(ckpt, common, tag) as source:
         infos, refusals = _neighbours(ckpt, source, common)
-        found: dict[str, ArrayStats] = {}
-        if stats:
-            from zstore.open.stats import collect_stats
-
-            progress.expect(array_bytes(source))
-            found = collect_stats(source, list(source.arrays), progress.advance)
-        else:
-            progress.advance(_opened_bytes(source))
+        progress.advance(_opened_bytes(source))
         read = read_of(progress, source)
-        progress.document |= (describe(source, infos, refusals, found) | read) if common.json else {}
+        progress.document |= (describe(source, infos, refusals) | read) if common.json else {}
     if not common.json:
         console = make_console()
         if infos:
             console.print(_tags_table(infos, source))
         for line in _summary(source):
             console.print(printable(line), soft_wrap=True)
-        console.print(_arrays_table(source, found))
+        console.print(_arrays_table(source))
         print_refusals(refusals)
     return 0
 
@@ -104,9 +82,7 @@ def _neighbours(
     return list(found.tags), list(found.refusals)
 
 
-def describe(
-    source: ArraySource, infos: list[TagInfo], refusals: list[Refusal], stats: Mapping[str, ArrayStats]
-) -> dict[str, Any]:
+def describe(source: ArraySource, infos: list[TagInfo], refusals: list[Refusal]) -> dict[str, Any]:
     """Return the document of `--json`: `tags`, `refused`, `checkpoint` (with totals in bytes), `arrays`.
 
     Facts that another software's checkpoint does not tell are null.
@@ -139,10 +115,7 @@ def describe(
             "array_bytes": array_bytes(source),
             **_describe_files(source),
         },
-        "arrays": [
-            _describe_array(source, array) | ({"stats": stats[array.spec.name].document()} if stats else {})
-            for array in sorted_arrays(source.arrays)
-        ],
+        "arrays": [_describe_array(source, array) for array in sorted_arrays(source.arrays)],
     }
 
 
@@ -197,7 +170,7 @@ def _tags_table(infos: list[TagInfo], source: ArraySource) -> Table:
 
 
 def _summary(source: ArraySource) -> Iterator[str]:
-    facts = describe(source, [], [], {})["checkpoint"]
+    facts = describe(source, [], [])["checkpoint"]
     trained = facts["training_world_size"]
     resharded = f" (trained on {trained})" if trained != facts["world_size"] else ""
     whose = "" if source.kind == "zstore" else f"{source.kind}, "
@@ -222,12 +195,10 @@ def _archive(source: ArraySource, facts: Mapping[str, Any]) -> str:
     return f", compressed with {', '.join(codecs)} ({facts['array_bytes'] / facts['file_bytes']:.2f} times)"
 
 
-def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table:
+def _arrays_table(source: ArraySource) -> Table:
     from rich.text import Text
 
     table = make_table(("array", "shape", "type"), ("array data", "shards"))
-    for column in _STATS if stats else ():
-        table.add_column(column, justify="left" if column == "histogram" else "right", no_wrap=True)
     for group, members in _grouped(sorted_arrays(source.arrays), lambda array: _group(array.spec.name)):
         table.add_row(Text(cell(group), "bold"), *_totals(members), style="cyan")
         for layer, parts in _grouped(members, _layer):
@@ -238,7 +209,6 @@ def _arrays_table(source: ArraySource, stats: Mapping[str, ArrayStats]) -> Table
             for array in parts:
                 spec = array.spec
                 cells = [cell(list(spec.shape)), spec.dtype, format_bytes(spec.nbytes), str(array.grid.num_shards)]
-                cells += _stats_cells(stats[spec.name]) if stats else []
                 table.add_row(indent + cell(_inside(array)), *cells)
     return table
 
@@ -269,13 +239,3 @@ def _layer(array: StoredArray) -> str:
 
 def _totals(arrays: Sequence[StoredArray]) -> tuple[str, str, str, str]:
     return f"{len(arrays)} arrays", "", format_bytes(sum(array.spec.nbytes for array in arrays)), ""
-
-
-def _stats_cells(stats: ArrayStats) -> list[str]:
-    numbers = (stats.low, stats.high, stats.mean, stats.norm) if stats.finite else (None,) * 4
-    return [
-        *("" if number is None else f"{number:.4g}" for number in numbers),
-        str(stats.nan) if stats.nan else "",
-        str(stats.inf) if stats.inf else "",
-        "" if stats.histogram is None else stats.histogram.bars(),
-    ]

@@ -22,9 +22,8 @@ ARRAYS = {"model/w": np.arange(300_000, dtype=np.float32).reshape(1000, 300), "m
 
 READING = {
     "inspect": ["inspect", "{last}"],
-    "inspect --stats": ["inspect", "{last}", "--stats"],
     "verify": ["verify", "{last}"],
-    "diff": ["diff", "{first}", "{last}", "--values"],
+    "diff": ["diff", "{other}", "{last}"],
     "ls": ["ls", "{run}"],
 }
 WRITING = {
@@ -57,9 +56,10 @@ def memory() -> Iterator[Any]:
 @pytest.fixture
 def run(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs one of `ALL` with more words; returns the exit code, and what it printed on stdout and stderr."""
-    first = save_arrays(tmp_path / "run", ARRAYS, world_size=2, step=1)
+    save_arrays(tmp_path / "run", ARRAYS, world_size=2, step=1)
     last = save_arrays(tmp_path / "run", ARRAYS | {"model/b": np.ones(77, np.float32)}, world_size=2, step=2)
-    places = {"run": tmp_path / "run", "first": first, "last": last, "out": tmp_path / "out"}
+    other = save_arrays(tmp_path / "other", ARRAYS, world_size=3)  # cut in another way: it is read
+    places = {"run": tmp_path / "run", "other": other, "last": last, "out": tmp_path / "out"}
 
     def run(name: str, *more: str) -> tuple[int, str, str]:
         if name == "prune URL":

@@ -96,14 +96,14 @@ def others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_inspect_names_its_kind_and_arrays(others: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect_command(others, Common(json=True), stats=True) == 0
+    assert inspect_command(others, Common(json=True)) == 0
     told = json.loads(capsys.readouterr().out)
     checkpoint = told["checkpoint"]
     assert (checkpoint["kind"], checkpoint["step"], checkpoint["num_arrays"]) == ("Somebody's, stage 2", 7, 3)
     assert {checkpoint[key] for key in ("num_files", "num_shard_files", "file_bytes", "committed")} == {None}
     assert (told["tags"], told["refused"]) == ([], [])
     (w,) = [entry for entry in told["arrays"] if entry["name"] == "model/w"]
-    assert (w["shape"], w["stats"]["max"]) == ([100, 30], 2999)
+    assert w["shape"] == [100, 30]
     assert inspect_command(others) == 0
     assert "Somebody's, stage 2, step 7" in capsys.readouterr().out
 

@@ -69,9 +69,9 @@ def test_ls_lists_sizes(run: Path, url: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_inspect_and_verify_are_the_same(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    inspect_command(run, JSON, stats=True)
+    inspect_command(run, JSON)
     here = told(capsys)
-    assert inspect_command(url, JSON, stats=True) == 0
+    assert inspect_command(url, JSON) == 0
     there = told(capsys)
     assert there["arrays"] == here["arrays"]
     assert there["checkpoint"] | {"path": ""} == here["checkpoint"] | {"path": ""}
@@ -82,21 +82,21 @@ def test_inspect_and_verify_are_the_same(run: Path, url: str, capsys: pytest.Cap
 def test_diff_compares_across_places_by_checksums(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert diff_command(run, url, common=JSON) == 0
     assert told(capsys)["bytes"] == 0
-    assert diff_command(run / "step-00000001", url, values=True, common=JSON) == 1
+    assert diff_command(run / "step-00000001", url, common=JSON) == 1
     (entry,) = told(capsys)["arrays"]
-    assert (entry["name"], entry["changed"], entry["max_abs"]) == ("model/b", 77, 1.0)
+    assert (entry["name"], entry["status"]) == ("model/b", "values")
 
 
-@pytest.mark.parametrize("command", ["inspect --stats", "verify", "diff --values"])
+@pytest.mark.parametrize("command", ["verify", "diff"])
 def test_what_was_read_for_what_was_asked_is_told(
-    command: str, run: Path, url: str, capsys: pytest.CaptureFixture[str]
+    command: str, run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def call(common: Common) -> int:
-        if command == "diff --values":
-            return diff_command(f"{url}/step-00000001", url, values=True, common=common)
-        return verify_command(url, common) if command == "verify" else inspect_command(url, common, stats=True)
+    other = save_arrays(tmp_path / "other", ARRAYS, world_size=1)
 
-    assert call(Common()) == (command == "diff --values")
+    def call(common: Common) -> int:
+        return diff_command(other, url, common=common) if command == "diff" else verify_command(url, common)
+
+    assert call(Common()) == (command == "diff")
     text = capsys.readouterr().err
     line = re.search(r"read [\d.]+ [kM]B.* in (\d+) requests", text)
     assert line
@@ -104,10 +104,8 @@ def test_what_was_read_for_what_was_asked_is_told(
     assert ("needed, since chunks are read whole" in text) == (command != "verify")
     call(JSON)
     found = told(capsys)
-    # Of both checkpoints together.
-    asked = 2 * 77 * 4 if command == "diff --values" else sum(array.nbytes for array in ARRAYS.values())
-    assert found["asked_bytes"] == asked
-    assert found["read_bytes"] > asked
+    assert found["asked_bytes"] >= sum(array.nbytes for array in ARRAYS.values())
+    assert found["read_bytes"] > found["asked_bytes"]
     assert found["requests"] == int(line[1]) > 3
 
 
