@@ -31,7 +31,6 @@ from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from ..optim.rules import rule_of
 from ..plan.activations import hidden_size
 from ..plan.rates import MatmulRates, find_rates, say_precision
-from ..plan.rungs import leave_advice
 from ..report.monitors import open_monitors
 from ..runtime.device import Streams
 from ..runtime.distributed import init_distributed
@@ -132,7 +131,6 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if resolved.stage == 3:
         mark_leaves_of(resolved, model)
     with _watched(world, resolved.own.silent_rank_s or None):
-        leave_advice(resolved, world)
         _take_back(model, loaded)
         facade = _optimizer(resolved, optimizer, model_parameters, model)
         schedule = _schedule(resolved, lr_scheduler, facade)

@@ -1,23 +1,14 @@
-"""Advice for a lack of host memory: the next rung of `zstore plan`'s ladder, told to whoever started the ranks.
-
-A rank that the kernel kills for lack of memory cannot report anything. So the engine leaves the advice in a file before it
-takes memory, if a launcher named one in ADVICE_VARIABLE, and the launcher prints it when SIGKILL ended a rank.
-"""
+"""Advice for a lack of host memory: the next rung of `zstore plan`'s ladder."""
 
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from zstore.ranks.world import World
 
 from ..config.config import Config
 
-ADVICE_VARIABLE = "ZSTORE_ADVICE_FILE"
-"""Environment variable that names the file for the advice; set by `zstore run` and `zstore train`."""
 FOLDER = "FOLDER_ON_A_DRIVE"
 
 
@@ -44,15 +35,6 @@ def next_rung(config: Config, world_size: int, *, device_is_host: bool) -> dict[
     if parameters in here:
         return {"zero_optimization.stage": 3, "zero_optimization.offload_param": on_disk}
     return {}
-
-
-def leave_advice(config: Config, world: World) -> None:
-    """Leave the advice for a lack of memory to the launcher of this machine's ranks, if it asks for that."""
-    path = os.environ.get(ADVICE_VARIABLE)
-    if not path or world.local_rank or config.frozen:
-        return
-    with suppress(OSError):  # of a launcher that is gone
-        Path(path).write_text(advice(config, world), encoding="utf-8")
 
 
 def advice(config: Config, world: World) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import zstore
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.plan.run import plan_run
@@ -25,7 +24,6 @@ from zstore.tools.plan.job import Choice, make_job
 from zstore.tools.plan.model import slots_of_module
 from zstore.tools.plan.options import PlanOptions
 from zstore.tools.plan.report import differences, headline
-from zstore.tools.run.ranks import MemoryWatch
 from zstore.tools.sample.models import build_model
 
 BASE: dict[str, Any] = {
@@ -294,34 +292,3 @@ def test_each_rung_that_is_told_takes_less_host_memory_in_the_plan(tmp_path: Pat
     told = [keys[-1].rpartition(".")[2] for keys in seen]
     expected = ["gradient_accumulation_steps", "gradient_checkpointing", "offload_optimizer", "offload_param"]
     assert told == (expected[2:3] if gpus else expected)
-
-
-def machine(folder: Path, kills: int | None) -> Path:
-    """A system whose kernel has killed so many processes for lack of memory."""
-    (folder / "proc").mkdir(exist_ok=True)
-    (folder / "proc/meminfo").write_text("MemTotal: 8000000 kB\nMemAvailable: 100 kB\n")
-    (folder / "proc/vmstat").write_text("" if kills is None else f"pgfault 9\noom_kill {kills}\n")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "told"),
-    [
-        (3, 3, "the kernel has killed nothing for lack of memory meanwhile, so somebody else did"),
-        (3, 5, "memory ran out (kernel's kills for lack of memory meanwhile: 2; memory: 8.19 GB). Next, set "),
-        (None, None, "as the kernel does when memory runs out (memory: 8.19 GB). Next, set "),
-    ],
-)
-def test_a_rank_that_was_killed_for_memory_is_told_with_the_next_rung(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int | None, after: int | None, told: str
-) -> None:
-    with MemoryWatch(machine(tmp_path, before)) as watch:
-        for name, value in watch.environment.items():
-            monkeypatch.setenv(name, value)
-        with zstore.initialize(model=torch.nn.Linear(4, 4), config=BASE)[0]:
-            pass
-        machine(tmp_path, after)
-        text = watch.text()
-    assert text.startswith(told)
-    rung = "set train_micro_batch_size_per_gpu to 1 and gradient_accumulation_steps to 8; `zstore plan` shows what fits"
-    assert before == after == 3 or text.endswith(rung)

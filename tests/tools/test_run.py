@@ -14,14 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from tests import warm
 from tests.tools.run_machines import two_namespaces, with_programs
-from zstore.tools.run.agent import agent
-from zstore.tools.run.guard import LauncherGuard
 
 RUN = [sys.executable, "-m", "zstore", "run", "--shutdown-timeout", "1"]
 
@@ -149,8 +144,9 @@ def test_a_rank_that_the_kernel_might_have_killed_is_told_with_the_memory(
     )
     code, _, err = finish(tmp_path, environment, "--nproc", "2", "killed.py")
     assert code == 128 + signal.SIGKILL
-    # What the count of the kernel's kills says depends on the machine.
-    assert re.search(r"zstore: rank 1 was ended by SIGKILL first; .*(lack of memory|memory runs out)", err)
+    assert re.search(
+        r"zstore: rank 1 was ended by SIGKILL first; if the kernel .* lack of memory .*offload_optimizer", err
+    )
 
 
 def test_ranks_start_anew_where_they_may(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -184,38 +180,10 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, environment:
         assert rest(process)[0] == -signal.SIGKILL
 
 
-def test_the_guard_knows_of_a_rank_before_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher may be killed at any time."""
-    events: list[str] = []
-    monkeypatch.setattr(LauncherGuard, "add", lambda _, pid: events.append(f"add {pid}"))
-    monkeypatch.setattr(LauncherGuard, "watch", lambda _, pids: events.append(f"watch {list(pids)}"))
-
-    def start(_: Any, group: Any) -> dict[int, int]:
-        made = [subprocess_handler.SubprocessHandler("true", (), {}, None, None, rank, None) for rank in range(2)]
-        events.append("started")
-        return {rank: handler.proc.wait() or handler.proc.pid for rank, handler in enumerate(made)}
-
-    monkeypatch.setattr(LocalElasticAgent, "_start_workers", start)
-    spec = WorkerSpec("role", 2, rdzv_handler=None, entrypoint="true")  # type: ignore[arg-type]
-    with agent(spec, 0) as one:
-        pids = one._start_workers(one.get_worker_group()).values()
-    assert events == [*(f"add {pid}" for pid in pids), "started", f"watch {list(pids)}"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere.py"], "zstore: no script 'nowhere.py'"),
-        (
-            ["--hostfile", "hosts", "--include", "c", "sums.py"],
-            "unknown host 'c'; expected one of 127.0.0.1, localhost",
-        ),
-    ],
-)
-def test_wrong_usage_ends_with_2(tmp_path: Path, environment: dict[str, str], words: list[str], message: str) -> None:
-    code, _, err = finish(tmp_path, environment, *words)
+def test_wrong_usage_ends_with_2(tmp_path: Path, environment: dict[str, str]) -> None:
+    code, _, err = finish(tmp_path, environment, "--hostfile", "hosts", "--include", "c", "sums.py")
     assert code == 2
-    assert message in err
+    assert "unknown host 'c'; expected one of 127.0.0.1, localhost" in err
 
 
 # -- several machines -----------------------------------------------------------------------------------------------------

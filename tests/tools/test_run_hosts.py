@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import subprocess
 import sys
@@ -19,11 +18,10 @@ from hypothesis import strategies as st
 from zstore.errors import UsageError
 from zstore.tools import cli
 from zstore.tools.run import plan as planning
-from zstore.tools.run.command import EPILOG
+from zstore.tools.run.command import EPILOG, RunOptions
 from zstore.tools.run.hosts import Host, limit, parse_filter, parse_hostfile, select
-from zstore.tools.run.job import RunJob
-from zstore.tools.run.options import RunOptions
-from zstore.tools.run.plan import LaunchPlan, make_plan
+from zstore.tools.run.plan import make_jobs
+from zstore.tools.run.ranks import RunJob
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
 POOLS = st.dictionaries(NAMES, st.integers(1, 9), min_size=1, max_size=5)
@@ -87,16 +85,12 @@ TWO = [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 1, 2, 3))]
     [
         ("c", "", "unknown host 'c'; expected one of a, b"),
         ("", "c:1", "unknown host 'c'"),
-        ("a:2", "", "host 'a' has no slot 2; it has slots 0 and 1"),
-        ("b:4", "", "it has slots 0 to 3"),
-        ("a:0@a", "", "named with and without slots"),
-        ("a@a", "", "named with and without slots"),
-        ("a:0@a:0", "", "names slot 0 twice"),
-        ("a:1,1", "", "names slot 1 twice"),
+        ("a:2", "", "host 'a' has no slot 2; it has 0, 1"),
+        ("b:4", "", "it has 0, 1, 2, 3"),
+        ("a:0@a:1", "", "host 'a' is named twice"),
         ("a:", "", "expected HOST"),
         ("a:x", "", "expected HOST"),
         ("@a", "", "expected HOST"),
-        ("a", "b", "cannot both be given"),
         ("", "a@b", "leaves no slot"),
     ],
 )
@@ -122,14 +116,10 @@ def test_a_wrong_hostfile_is_wrong_usage(text: str, message: str) -> None:
         parse_hostfile(text, name="hosts")
 
 
-def test_a_host_of_several_parts_of_a_filter_has_the_slots_of_all() -> None:
-    assert select(TWO, include="b:3@a:1@b:0") == [Host(name="a", slots=(1,)), Host(name="b", slots=(0, 3))]
-
-
 def test_the_first_hosts_and_slots_are_taken() -> None:
     assert limit(TWO, num_hosts=1, ranks_per_host=None) == TWO[:1]
     assert [host.slots for host in limit(TWO, num_hosts=None, ranks_per_host=2)] == [(0, 1), (0, 1)]
-    with pytest.raises(UsageError, match=r"--nnodes 3: there is only 2 hosts \(a, b\)"):
+    with pytest.raises(UsageError, match=r"--nnodes 3: there are only 2 \(a, b\)"):
         limit(TWO, num_hosts=3, ranks_per_host=None)
     with pytest.raises(UsageError, match="--nproc 3: host 'a' has 2 slots"):
         limit(TWO, num_hosts=None, ranks_per_host=3)
@@ -138,8 +128,8 @@ def test_the_first_hosts_and_slots_are_taken() -> None:
 # -- plans ----------------------------------------------------------------------------------------------------------------
 
 
-def planned(environment: Mapping[str, str] | None = None, gpus: int = 0, **options: Any) -> LaunchPlan:
-    return make_plan(RunOptions(script="train.py", **options), environment or {}, lambda: gpus)
+def planned(environment: Mapping[str, str] | None = None, gpus: int = 0, **options: Any) -> list[RunJob]:
+    return make_jobs(RunOptions(script="train.py", **options), environment or {}, lambda: gpus)
 
 
 @pytest.fixture
@@ -150,47 +140,39 @@ def hostfile(tmp_path: Path) -> Path:
 
 
 def test_a_script_alone_runs_here_as_it_is() -> None:
-    plan = planned(args=["--lr", "$x", "--", "--help"])
-    assert plan.job.command == (sys.executable, "-u", "train.py", "--lr", "$x", "--", "--help")
-    assert (plan.starts, plan.job.num_nodes, plan.job.master_port, plan.job.num_ranks) == ((), 1, 0, None)
-    assert planned(module=True).job.command[1:] == ("-u", "-m", "train.py")
-    assert planned(no_python=True, args=["x"]).job.command == ("train.py", "x")
-
-
-def test_deepspeed_scripts_run_under_their_module() -> None:
-    job = planned(as_deepspeed=True, args=["--x"]).job
-    assert job.command[1:] == ("-u", "-m", "zstore.as_deepspeed", "train.py", "--x")
+    (job,) = planned(args=["--lr", "$x", "--", "--help"])
+    assert job.command == (sys.executable, "-u", "train.py", "--lr", "$x", "--", "--help")
+    assert (job.ssh, job.world_size, job.master_port, job.num_ranks) == ((), None, 0, None)
+    assert planned(module=True)[0].command[1:] == ("-u", "-m", "train.py")
+    assert planned(no_python=True, args=["x"])[0].command == ("train.py", "x")
+    job = planned(as_deepspeed=True, module=True, args=["--x"])[0]
+    assert job.command[1:] == ("-u", "-m", "zstore.as_deepspeed", "-m", "train.py", "--x")
     assert job.environment == {"ZSTORE_AS_DEEPSPEED": "1"}
-    job = planned(as_deepspeed=True, module=True, no_local_rank=True).job
-    assert job.command[3:] == ("zstore.as_deepspeed", "--no_local_rank", "-m", "train.py")
 
 
 def test_slots_of_this_machine_are_its_gpus_or_what_is_named() -> None:
-    assert planned(gpus=4, include="localhost:1,3").job.slots == (1, 3)
-    assert planned(gpus=4, exclude="localhost:1,3").job.slots == (0, 2)
-    assert planned(gpus=4, include="localhost", nproc=2).job.slots == (0, 1)
-    assert planned(include="localhost:0,5").job.slots == (0, 5)
+    assert planned(gpus=4, include="localhost:1,3")[0].slots == (1, 3)
+    assert planned(gpus=4, exclude="localhost:1,3")[0].slots == (0, 2)
+    assert planned(gpus=4, include="localhost", nproc=2)[0].slots == (0, 1)
+    assert planned(include="localhost:0,5")[0].slots == (0, 5)
     with pytest.raises(UsageError, match="no slot 4"):
         planned(gpus=4, include="localhost:4")
     with pytest.raises(UsageError, match="has 2 slots"):
         planned(gpus=4, include="localhost:0,1", nproc=3)
-    assert "CUDA_VISIBLE_DEVICES=7" in planned({"CUDA_VISIBLE_DEVICES": "7"}, gpus=2, include="localhost:1").note
 
 
 def test_hosts_are_reached_by_ssh(hostfile: Path) -> None:
     environment = {"NCCL_DEBUG": "INFO", "SECRET": "s", "MINE": "m", "PYTHONPATH": "/a b"}
-    plan = planned(environment, hostfile=hostfile, export=["MINE", "X=1=2"], ssh_port=2222, launcher_args="-i 'my key'")
-    assert [start.name for start in plan.starts] == ["a", "b"]
-    one = plan.starts[1]
-    assert one.command[:3] == ("ssh", "-i", "my key")
-    assert one.command[-4:-1] == ("-p", "2222", "b")
-    assert "PYTHONPATH='/a b'" in one.command[-1] or "'PYTHONPATH=/a b'" in one.command[-1]
-    assert one.job.environment == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/a b", "MINE": "m", "X": "1=2"}
-    assert (one.job.node_rank, one.job.num_nodes, one.job.master_addr, one.job.master_port) == (1, 2, "a", 29500)
-    assert [start.job.slots for start in plan.starts] == [(0, 1), (0, 1, 2, 3)]
-    assert RunJob.from_json(one.job.to_json()) == one.job
-    assert [start.name for start in planned(hostfile=hostfile, include="b:2").starts] == ["b"]
-    assert [start.name for start in planned(hostfile=hostfile, nnodes=1).starts] == ["a"]
+    first, one = planned(environment, hostfile=hostfile, export=["MINE", "X=1=2"], launcher_args="-i 'my key'")
+    assert one.ssh[:3] == ("ssh", "-i", "my key")
+    assert one.ssh[-2] == "b"
+    assert one.environment == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/a b", "MINE": "m", "X": "1=2"}
+    assert (one.first_rank, one.world_size, one.master_addr, one.master_port) == (2, 6, "a", 29500)
+    assert [job.slots for job in (first, one)] == [(0, 1), (0, 1, 2, 3)]
+    assert [job.machine for job in planned(hostfile=hostfile, include="b:2")] == ["b"]
+    assert [job.machine for job in planned(hostfile=hostfile, nnodes=1)] == ["a"]
+    with pytest.raises(UsageError, match="on one machine only"):
+        planned(hostfile=hostfile, max_restarts=1)
 
 
 def test_the_shell_of_another_machine_finds_folder_and_program(
@@ -203,9 +185,9 @@ def test_the_shell_of_another_machine_finds_folder_and_program(
     program.chmod(0o700)
     monkeypatch.chdir(folder)
     monkeypatch.setattr("sys.executable", str(program))
-    shell = planned({"PYTHONPATH": "/a b;c"}, hostfile=hostfile).starts[0].command[-1]
+    shell = planned({"PYTHONPATH": "/a b;c"}, hostfile=hostfile)[0].ssh[-1]
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{folder}\n/a b;c|-u|-m|zstore.tools.run.remote|"
+    assert done.stdout == f"{folder}\n/a b;c|-u|-c|{planning._FAR_END}|"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +199,6 @@ def test_the_shell_of_another_machine_finds_folder_and_program(
         ({"include": "a", "exclude": "b"}, "cannot both be given"),
         ({"module": True, "no_python": True}, "cannot both be given"),
         ({"as_deepspeed": True, "no_python": True}, "cannot both be given"),
-        ({"no_local_rank": True}, "belongs to --as-deepspeed"),
         ({"export": ["NOT_SET"]}, "--export NOT_SET: the variable is not set"),
         ({"export": ["1=2"]}, "expected NAME or NAME=VALUE"),
     ],
@@ -227,28 +208,10 @@ def test_what_cannot_be_met_is_wrong_usage(options: dict[str, Any], message: str
         planned(**options)
 
 
-def test_several_machines_do_not_start_ranks_anew(hostfile: Path) -> None:
-    with pytest.raises(UsageError, match="on one machine only"):
-        planned(hostfile=hostfile, max_restarts=1)
-
-
-def test_files_of_deepspeed_are_read_for_its_scripts(
-    tmp_path: Path, hostfile: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    Path("env").write_text("A=1\n\nB=x=y\n")
-    environment = {"DS_ENV_FILE": "env"}
-    assert planned(environment, hostfile=hostfile).starts[0].job.environment == {}
-    job = planned(environment, hostfile=hostfile, as_deepspeed=True).starts[0].job
-    assert job.environment == {"A": "1", "B": "x=y", "ZSTORE_AS_DEEPSPEED": "1"}
-    Path("env").write_text("A\n")
-    with pytest.raises(UsageError, match="line 1: expected NAME=VALUE"):
-        planned(environment, hostfile=hostfile, as_deepspeed=True)
+def test_the_hostfile_of_deepspeed_is_read_for_its_scripts(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "_JOB_HOSTFILE", hostfile)
-    os.unlink("env")
-    assert [start.name for start in planned(as_deepspeed=True).starts] == ["a", "b"]
-    assert planned().starts == ()
+    assert [job.machine for job in planned(as_deepspeed=True)] == ["a", "b"]
+    assert planned()[0].ssh == ()
 
 
 # -- the command line -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A process beside a launcher that ends its ranks when the launcher dies without doing so, killed for instance.
 
-It runs as a file, in a Python without packages, and is told on stdin: `rank PID` for each rank, `forget` once they ended
-by themselves. When stdin ends, the ranks get SIGTERM, and after a while the rest of their process groups gets SIGKILL.
+It runs as a file, in a Python without packages, and reads on stdin: `rank PID` for each rank, `forget` once they ended.
+When stdin ends, the ranks get SIGTERM, and after a while the rest of their process groups gets SIGKILL.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 
 _LOOK_S = 0.05
 
 
-class LauncherGuard:
+class LauncherGuard(contextlib.AbstractContextManager["LauncherGuard"]):
     """The launcher's side."""
 
     def __init__(self, patience_s: float) -> None:
@@ -30,17 +29,15 @@ class LauncherGuard:
             start_new_session=True,
         )
 
-    def watch(self, pids: Iterable[int]) -> None:
-        """End these ranks, each the leader of a process group, if this process dies; they replace the former ones."""
-        self._tell("".join(["forget\n", *(f"rank {pid}\n" for pid in pids)]))
-
     def add(self, pid: int) -> None:
-        """End this rank too."""
+        """End this rank, the leader of a process group, if this process dies."""
         self._tell(f"rank {pid}\n")
 
-    def close(self) -> None:
-        """Let go of the ranks and end the guard."""
+    def forget(self) -> None:
+        """Let go of the ranks."""
         self._tell("forget\n")
+
+    def __exit__(self, *_: object) -> None:
         stream = self._process.stdin
         if stream is not None:
             with contextlib.suppress(OSError):

@@ -1,133 +1,131 @@
-"""Ranks on several machines: starts ssh for each, passes signals on and turns their ends into one."""
+"""Ranks on several machines: ssh starts this module's `main` on each, and says on its stdin what to do.
+
+The first line is the job, as JSON; each that follows is the number of a signal, SIGKILL to end the ranks at once. The end of
+the lines means that the launcher or the connection is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import os
+import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
-from zstore.errors import UsageError
+from pydantic import TypeAdapter
 
-from .ending import STOPPED_EXIT_CODE, RunEnd
-from .job import ALIVE_EVERY_S
-from .plan import Start
-from .signals import Wakeups
+from zstore.errors import UsageError, ZstoreError
 
-_LOOK_S = 0.1
+from .ranks import RunEnd, RunJob, catching_signals, run_ranks, supervise
+
 _SSH_FAILED = 255
 """Exit code of ssh if it failed itself."""
 _SLACK_S = 10.0
 """Time for the way to a machine and back, beyond the time that its ranks have."""
 
 
-def run_machines(starts: Sequence[Start]) -> RunEnd:
-    """Run what `starts` say and return how their programs ended, by machine; call it in the main thread.
+class _Machine(subprocess.Popen[bytes]):
+    """The ssh that runs the ranks of a machine."""
 
-    When this process dies or loses a machine, the agents there end their ranks: their stdin ends. Raises UsageError if
-    ssh is not installed.
+    def __init__(self, job: RunJob) -> None:
+        # A session of its own: Ctrl-C in a terminal is for this process, which passes it on.
+        super().__init__(job.ssh, stdin=subprocess.PIPE, start_new_session=True)
+        self._killed_s: float | None = None
+        self._tell(json.dumps(dataclasses.asdict(job)))
+
+    def send_signal(self, number: int) -> None:
+        """Pass a signal on to its ranks."""
+        self._tell(str(number))
+
+    def kill(self) -> None:
+        """End its ranks, and after a while the connection: the other end sees that if it did not get the word."""
+        if self._killed_s is None:
+            self._killed_s = time.monotonic()
+            self._tell(str(int(signal.SIGKILL)))
+        elif time.monotonic() > self._killed_s + _SLACK_S:
+            super().send_signal(signal.SIGTERM)
+
+    def close(self) -> None:
+        """End the connection."""
+        if self.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.stdin.close()
+        super().send_signal(signal.SIGTERM)
+        self.wait()
+
+    def _tell(self, line: str) -> None:
+        if self.stdin is not None and self.poll() is None:
+            with contextlib.suppress(OSError):  # it is ending
+                self.stdin.write(f"{line}\n".encode())
+                self.stdin.flush()
+
+
+def run_machines(jobs: Sequence[RunJob]) -> RunEnd:
+    """Run `jobs` over ssh and return how they ended, by machine; call it in the main thread.
+
+    When this process dies or loses a machine, the ranks there end: their side's stdin ends. Raises UsageError if ssh is not
+    installed.
     """
-    with Wakeups() as wakeups, contextlib.ExitStack() as stack:
-        machines = Machines(stack)
-        # A stopped launcher would seem to be gone.
-        before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
-        stack.callback(signal.signal, signal.SIGTSTP, before)
-        for start in starts:
-            machines.start(start)
-        while machines.are_running():
-            came, _ = wakeups.wait(_LOOK_S)
-            for number in came:
-                machines.pass_on(number)
-            machines.look()
-        return machines.ended()
-
-
-class Machines:
-    """The programs that reach the machines."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._patience_s = 0.0
-        self._came: list[int] = []
-        self._first: str | None = None
-        self._kill_at = float("inf")
-        self._told_kill = False
-        self._alive_at = 0.0
-
-    def start(self, start: Start) -> None:
-        """Start one and give it its job."""
-        self._patience_s = start.job.shutdown_timeout_s
+    machines: dict[str, _Machine] = {}
+    with catching_signals() as arrived:
         try:
-            # A session of its own: Ctrl-C in a terminal is for this process, which passes it on.
-            process = subprocess.Popen(start.command, stdin=subprocess.PIPE, start_new_session=True)
+            for job in jobs:
+                machines[job.machine] = _Machine(job)
+            return supervise(machines, arrived, jobs[0].shutdown_timeout_s + _SLACK_S)
         except FileNotFoundError as error:
-            raise UsageError(f"no program {start.command[0]!r} on PATH, which reaches the other machines") from error
-        self._processes[start.name] = process
-        self._stack.callback(_end, process)
-        _tell(process, start.job.to_json())
-
-    def are_running(self) -> bool:
-        """Return whether any runs."""
-        return any(process.poll() is None for process in self._processes.values())
-
-    def pass_on(self, number: int) -> None:
-        """Pass a signal on to the ranks; the second SIGINT kills them."""
-        if number == signal.SIGINT and number in self._came:
-            self._kill_at = 0.0
-        elif number == signal.SIGINT:
-            self._end_by(self._patience_s + _SLACK_S)
-        self._came.append(number)
-        self._tell(f"signal {number}")
-
-    def look(self) -> None:
-        """Tell the agents that this process is alive, note who failed, and end programs that are overdue."""
-        now = time.monotonic()
-        if now > self._alive_at:
-            self._alive_at = now + ALIVE_EVERY_S
-            self._tell("alive")
-        codes = {name: process.poll() for name, process in self._processes.items()}
-        failed = [name for name, code in codes.items() if code not in (None, 0, STOPPED_EXIT_CODE)]
-        if failed and self._first is None:
-            self._first = failed[0]
-            self._tell("failed")
-            self._end_by(self._patience_s + _SLACK_S)
-        if now > self._kill_at:
-            for process in self._processes.values() if self._told_kill else ():
-                # The connection ends with it: the agent sees that if it did not get the word.
-                process.terminate()
-            self._tell("kill")
-            self._told_kill, self._kill_at = True, now + _SLACK_S
-
-    def _end_by(self, seconds: float) -> None:
-        self._kill_at = min(self._kill_at, time.monotonic() + seconds)
-
-    def _tell(self, word: str) -> None:
-        for process in self._processes.values():
-            _tell(process, word)
-
-    def ended(self) -> RunEnd:
-        """Return how they ended."""
-        codes = {name: process.wait() for name, process in self._processes.items()}
-        lost = self._first is not None and codes[self._first] == _SSH_FAILED
-        hint = "above: ssh could not connect, or lost the connection" if lost else "its output above"
-        return RunEnd(codes=codes, first=self._first, came=tuple(self._came), hint=hint)
+            raise UsageError(f"no program {jobs[0].ssh[0]!r} on PATH, which reaches the other machines") from error
+        finally:
+            for machine in machines.values():
+                machine.close()
 
 
-def _tell(process: subprocess.Popen[bytes], line: str) -> None:
-    stream = process.stdin
-    if stream is not None and process.poll() is None:
-        with contextlib.suppress(OSError):  # it is ending
-            stream.write(f"{line}\n".encode())
-            stream.flush()
+def hint_of(ended: RunEnd) -> str:
+    """Return where to look for what happened."""
+    lost = ended.first is not None and ended.codes[ended.first] == _SSH_FAILED
+    return "see above: ssh could not connect, or lost the connection" if lost else "see its output above"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    stream = process.stdin
-    if stream is not None:
-        with contextlib.suppress(OSError):
-            stream.close()
-    if process.poll() is None:
-        process.terminate()
-    process.wait()
+class _Lines:
+    """The other machine's end: the launcher's words, from a file descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._rest = b""
+        self.lost = False
+
+    def take(self) -> list[str]:
+        """Return the lines that came, at least a part of one."""
+        got = os.read(self._descriptor, 65536)
+        self.lost = not got
+        *lines, self._rest = (self._rest + got).split(b"\n")
+        return [line.decode() for line in lines]
+
+    def wait(self, timeout_s: float) -> list[int]:
+        if not select.select([self._descriptor], [], [], timeout_s)[0]:
+            return []
+        numbers = [int(line) for line in self.take()]
+        return [*numbers, signal.SIGTERM] if self.lost else numbers
+
+
+def main() -> int:
+    """Run the ranks of this machine as the launcher says on stdin; return the exit code."""
+    # The ranks' stdin is empty: this process's input is not for them.
+    control = _Lines(os.dup(0))
+    first: list[str] = []
+    while not first:
+        first = control.take()
+        if control.lost:
+            return 1
+    job = TypeAdapter(RunJob).validate_json(first[0])
+    try:
+        ended = run_ranks(job, control)
+    except (ZstoreError, OSError) as error:
+        print(f"zstore: {job.machine}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    ended.say(job.machine)
+    return ended.exit_code

@@ -1,67 +1,254 @@
-"""Runs the ranks of this machine to their end, whoever started them: `zstore run`, `zstore train`, or ssh."""
+"""Starts the ranks of this machine and waits for them, whoever asks: `zstore run`, `zstore train`, or ssh.
+
+[Note: how a run ends]
+Ranks save when a signal comes and end with 75, one a little after the other; when one fails, the others find out which and say
+so. So signals are passed on and no rank is killed at once: only after a failure, SIGINT, or the loss of the launcher do those
+that still run have a limited time. Torch's elastic agent kills all ranks of a machine as soon as one has ended, so ranks are
+processes of our own here, with the variables that torchrun sets, and meet at a store in the first machine's launcher.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from zstore.engine.plan.rungs import ADVICE_VARIABLE
 from zstore.errors import ZstoreError
-from zstore.io import count_memory_kills, num_cores, read_host_memory
-from zstore.sizes import format_bytes
 
-from .agent import INTERVAL_S, Agent, NeverStarted, agent
-from .ending import RunEnd
-from .job import Control, RunJob
-from .signals import Wakeups
+from .guard import LauncherGuard
 
-_LOOK_S = 0.1
-_MEET_S = 900
-"""How long the machines wait for each other."""
+STOPPED_EXIT_CODE = 75
+"""Of ranks that saved and stopped because of a signal; the engine's."""
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)]
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunJob:
+    """The ranks of a machine, and how they meet the others."""
+
+    command: tuple[str, ...]
+    """Program and arguments, given to each rank as they are."""
+    slots: tuple[int, ...] | None = None
+    """Indices of the GPUs that ranks get, one each; None: not chosen."""
+    num_ranks: int | None = None
+    """Ranks on this machine without slots; None: its GPUs, or one."""
+    machine: str = ""
+    """Its name, for messages; "": this one."""
+    ssh: tuple[str, ...] = ()
+    """The command that reaches the machine."""
+    first_rank: int = 0
+    world_size: int | None = None
+    """None: that of this machine."""
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """0: any free port, if there is only one machine."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    shutdown_timeout_s: float = 30.0
+    """How long ranks may take to end once one failed, Ctrl-C came or the launcher is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """How a group of processes ended."""
+
+    codes: Mapping[str, int]
+    """Exit code of each by its name, negative for the signal that ended it."""
+    first: str | None = None
+    """Name of the first to fail."""
+    came: Sequence[int] = ()
+    """Signals that were passed on to them, in order."""
+
+    @property
+    def exit_code(self) -> int:
+        """0; 75 if they stopped; 128 and the number of the signal that ended them; or the code of the first to fail."""
+        if self.first is None:
+            # No code at all: they were never started.
+            return max(self.codes.values()) if self.codes else 128 + self.came[-1]
+        if self.came:
+            return 128 + self.came[-1]
+        code = self.codes[self.first]
+        return 128 - code if code < 0 else code
+
+    def say(self, where: str = "", hint: str = "see its output above") -> None:
+        """Print on stderr why they failed, if they did, with the machine `where`; ranks that stopped say so themselves."""
+        if self.exit_code in (0, STOPPED_EXIT_CODE):
+            return
+        if self.came:
+            text = f"{where and f'{where}: '}stopped by {signal.Signals(self.came[-1]).name}"
+        else:
+            code = self.codes[self.first or ""]
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+            order = " first" if len(self.codes) > 1 else ""
+            if code == -signal.SIGKILL:
+                hint = (
+                    "if the kernel killed it for lack of memory (see dmesg), move optimizer state to a drive "
+                    "(offload_optimizer) or lower the micro-batch; `zstore plan` shows what fits"
+                )
+            text = f"{self.first}{where and f' on {where}'} {how}{order}; {hint}"
+        print(f"zstore: {text}", file=sys.stderr, flush=True)
+
+
+class Member(Protocol):
+    """A process of a run."""
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Pass a signal on."""
+
+    def kill(self) -> None:
+        """End it, with all that it started."""
+
+
+class Control(Protocol):
+    """What a launcher on another machine says."""
+
+    lost: bool
+    """Whether the launcher is gone."""
+
+    def wait(self, timeout_s: float) -> list[int]:
+        """Return the signals that it passed on: SIGKILL to end at once, SIGTERM when the launcher is gone."""
+
+
+@contextlib.contextmanager
+def catching_signals() -> Iterator[list[int]]:
+    """Yield a list to which the signals that come are added, in place of what they do; call it in the main thread.
+
+    A signal that was ignored before, as under nohup, stays ignored.
+    """
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    caught = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    try:
+        for number in caught:
+            signal.signal(number, lambda number, _: came.append(number))
+        yield came
+    finally:
+        for number in caught:
+            signal.signal(number, before[number] or signal.SIG_DFL)
+
+
+def supervise(
+    members: Mapping[str, Member], arrived: list[int], patience_s: float, control: Control | None = None
+) -> RunEnd:
+    """Wait until all members ended, pass signals on, and return how they ended. See [Note: how a run ends].
+
+    `arrived`: of `catching_signals`. After a failure, SIGINT or the loss of `control`, members that still run after
+    `patience_s` are killed; after a second SIGINT or SIGKILL at once.
+    """
+    came: list[int] = []
+    first, end_s = None, float("inf")
+    while True:
+        codes = {name: member.poll() for name, member in members.items()}
+        failed = [name for name, code in codes.items() if code not in (None, 0, STOPPED_EXIT_CODE)]
+        if failed and first is None:
+            first, end_s = failed[0], min(end_s, time.monotonic() + patience_s)
+        if None not in codes.values():
+            return RunEnd(codes={name: member.poll() or 0 for name, member in members.items()}, first=first, came=came)
+        if time.monotonic() > end_s:
+            for member in members.values():
+                member.kill()
+        while arrived:
+            number = arrived.pop(0)
+            if number == signal.SIGKILL or (number == signal.SIGINT and number in came):
+                end_s = 0.0
+                continue
+            if number == signal.SIGINT or (control is not None and control.lost):
+                end_s = min(end_s, time.monotonic() + patience_s)
+            came.append(number)
+            for member in members.values():
+                member.send_signal(number)
+        if control is None or control.lost:
+            time.sleep(_LOOK_S)
+        else:
+            arrived += control.wait(_LOOK_S)
+
+
+class _Rank(subprocess.Popen[bytes]):
+    """A rank, the leader of a process group."""
+
+    def kill(self) -> None:
+        """End its process group."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
 
 def run_ranks(job: RunJob, control: Control | None = None) -> RunEnd:
     """Run the ranks of this machine and return how they ended; call it in the main thread.
 
-    SIGTERM, SIGUSR1, SIGHUP and SIGINT go to every rank, here or as words of `control`; if its other side is gone, SIGTERM.
-    Ranks that do not end within the job's patience after a failure, SIGINT or that loss are killed; none outlives this
-    process. Raises UsageError if the script does not exist, ZstoreError if the machines did not meet.
+    SIGTERM, SIGUSR1, SIGHUP and SIGINT go to every rank, here or from `control`; see `supervise`. None outlives this process.
+    Raises ZstoreError if the port is taken.
     """
-    job.require_script()
-    slots = job.slots
-    num_ranks = len(slots) if slots is not None else job.num_ranks or max(1, count_gpus())
-    own = dict(job.environment)
-    if slots is not None:
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
-    # Not torch's 1: the update of offloaded state runs on these threads.
-    own.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", str(num_cores() // num_ranks or 1)))
-    with (
-        MemoryWatch() as memory,
-        _environment(own | memory.environment),
-        _spec(job, num_ranks) as spec,
-        agent(spec, job.shutdown_timeout_s) as one,
-        Wakeups() as wakeups,
-    ):
-        work = _AgentThread(one, wakeups)
-        work.start()
-        while work.is_alive() and not one.may_leave():
-            came, ready = wakeups.wait(_LOOK_S, [] if control is None or control.said_lost else [control.fileno()])
-            for number in came:
-                _pass_on(one, number, job.shutdown_timeout_s)
-            if control is not None:
-                _obey(one, control, bool(ready), job.shutdown_timeout_s)
-        if work.error is not None:
-            where = f"{spec.master_addr}:{spec.master_port}"
-            raise ZstoreError(f"the machines of the run did not meet at {where}: {work.error}") from work.error
-        ended = one.ended()
-        return replace(ended, about_kill=memory.text()) if ended.was_killed else ended
+    num_ranks = len(job.slots) if job.slots is not None else job.num_ranks or max(1, count_gpus())
+    ended = None
+    with LauncherGuard(job.shutdown_timeout_s) as guard, catching_signals() as arrived:
+        for attempt in range(job.max_restarts + 1):
+            store = _store(job)
+            port = job.master_port or store.port
+            ranks: dict[str, _Rank] = {}
+            try:
+                for local_rank in range(0 if arrived else num_ranks):
+                    variables = _variables(job, local_rank, num_ranks, port, attempt)
+                    ranks[f"rank {variables['RANK']}"] = rank = _Rank(
+                        job.command,
+                        env=os.environ | variables,
+                        stdin=None if control is None else subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
+                    guard.add(rank.pid)
+                ended = supervise(ranks, arrived, job.shutdown_timeout_s, control) if ranks else None
+            finally:
+                for rank in ranks.values():
+                    rank.kill()
+                    rank.wait()
+                guard.forget()
+            if ended is None or ended.first is None or ended.came:
+                break
+        return ended or RunEnd(codes={}, came=arrived)
+
+
+def _variables(job: RunJob, local_rank: int, num_ranks: int, port: int, attempt: int) -> dict[str, str]:
+    """The variables of a rank, as torchrun sets them."""
+    from zstore.io import num_cores
+
+    given = {
+        "RANK": job.first_rank + local_rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": job.world_size or num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": job.master_addr,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
+        "TORCHELASTIC_RUN_ID": "zstore",
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        # Not torch's 1: the update of offloaded state runs on these threads.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", num_cores() // num_ranks or 1),
+    }
+    slots = {} if job.slots is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.slots))}
+    return {name: str(value) for name, value in given.items()} | slots | dict(job.environment)
+
+
+def _store(job: RunJob) -> Any:
+    """The store at which the ranks meet, on the first machine; it is in this process, so that it outlives rank 0."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if job.first_rank:
+        return None
+    try:
+        return TCPStore("localhost", job.master_port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise ZstoreError(f"port {job.master_port} cannot be had, give another --master-port: {error}") from error
 
 
 def count_gpus() -> int:
@@ -69,132 +256,3 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-class _AgentThread(threading.Thread):
-    """Torch's agent at work. A daemon: it may wait for machines that never come."""
-
-    def __init__(self, one: Agent, wakeups: Wakeups) -> None:
-        super().__init__(name="ranks", daemon=True)
-        self._agent = one
-        self._wakeups = wakeups
-        self.error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._agent.run()
-        except NeverStarted:
-            pass
-        except Exception as error:
-            self.error = error
-        finally:
-            self._wakeups.wake()
-
-
-def _pass_on(one: Agent, number: int, patience_s: float) -> None:
-    if number == signal.SIGINT:
-        one.end_within(0 if signal.SIGINT in one.came else patience_s)
-    one.pass_on(number)
-
-
-def _obey(one: Agent, control: Control, ready: bool, patience_s: float) -> None:
-    for word, number in control.words() if ready else ():
-        if word == "signal":
-            _pass_on(one, number, patience_s)
-        elif word == "failed":
-            one.others_failed()
-        elif word == "kill":
-            one.end_within(0)
-    if control.is_lost() and not control.said_lost:
-        control.said_lost = True
-        one.pass_on(signal.SIGTERM)
-        one.end_within(patience_s)
-
-
-@contextmanager
-def _environment(own: dict[str, str]) -> Iterator[None]:
-    """Have these variables within the block: ranks get this process's."""
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _spec(job: RunJob, num_ranks: int) -> Iterator[Any]:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    port, taken = job.master_port, None
-    if not port:
-        # Here and not in rank 0: the port is free, and torch's agent shares the store.
-        taken = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-        port = taken.port
-    address = f"[{job.master_addr}]" if ":" in job.master_addr else job.master_addr
-    handler = get_rendezvous_handler(
-        RendezvousParameters(
-            backend="static",
-            endpoint=f"{address}:{port}",
-            run_id="zstore",
-            min_nodes=job.num_nodes,
-            max_nodes=job.num_nodes,
-            timeout=_MEET_S,
-            rank=job.node_rank,
-        )
-    )
-    program, *arguments = job.command
-    yield WorkerSpec(
-        role="default",
-        local_world_size=num_ranks,
-        entrypoint=program,
-        # Torch replaces variables in them, and two dollar signs by one.
-        args=tuple(word.replace("$", "$$") for word in arguments),
-        rdzv_handler=handler,
-        max_restarts=job.max_restarts,
-        monitor_interval=INTERVAL_S,
-        master_addr=job.master_addr,
-        master_port=port,
-    )
-    handler.shutdown()
-    del taken
-
-
-_GENERAL = "rest optimizer state on a drive (offload_optimizer), or lower the micro-batch"
-
-
-class MemoryWatch(AbstractContextManager["MemoryWatch"]):
-    """Collects the kernel's kills during a run, and the advice of ranks. `root`: see `read_host_memory`."""
-
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._root = root
-        self._before = count_memory_kills(root)
-        self._folder = tempfile.TemporaryDirectory(prefix="zstore-run-", ignore_cleanup_errors=True)
-        self._advice = Path(self._folder.name) / "advice"
-        self.environment = {ADVICE_VARIABLE: str(self._advice)}
-        """For the ranks."""
-
-    def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
-
-    def text(self) -> str:
-        """Return the explanation to print once SIGKILL ended a rank."""
-        now, before = count_memory_kills(self._root), self._before
-        kills = None if now is None or before is None else now - before
-        if kills == 0:
-            return "the kernel has killed nothing for lack of memory meanwhile, so somebody else did"
-        memory = read_host_memory(self._root)
-        told = [] if kills is None else [f"kernel's kills for lack of memory meanwhile: {kills}"]
-        if memory.usable_bytes is not None:
-            limited = " by control group" if memory.usable_bytes == memory.limit_bytes else ""
-            told.append(f"memory: {format_bytes(memory.usable_bytes)}{limited}")
-        what = "as the kernel does when memory runs out" if kills is None else "memory ran out"
-        advice = self._advice.read_text(encoding="utf-8") if self._advice.is_file() else _GENERAL
-        return f"{what}{' (' + '; '.join(told) + ')' if told else ''}. Next, {advice}; `zstore plan` shows what fits"

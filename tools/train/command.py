@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -11,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.errors import UsageError, ZstoreError, storage_error
+from zstore.errors import UsageError, storage_error
 from zstore.io import is_url
 from zstore.remote.upload import require_uploads
 
-from ..run.job import RunJob
+from ..run.ranks import RunJob, run_ranks
 from .config import TrainOptions, answers, load_train_config, offloads
 from .rank_errors import said_once
 from .resume import Position, require_free_tags, resume_source, saved_run, start_position
@@ -129,24 +128,8 @@ _END_WELL_S = 20.0
 
 def launch(command: Sequence[str], num_ranks: int) -> None:
     """Run `command` in `num_ranks` processes of one group, each with the variables that torchrun sets; return when all
-    ended well. None of them outlives this process.
-
-    SIGTERM, SIGUSR1 and SIGHUP go to every rank. Raises SystemExit with code 75 if the ranks saved and stopped because
-    of one, with 128 and the signal's number if one ended them, and ZstoreError if a rank failed.
-    """
-    from ..run.ranks import run_ranks
-
+    ended well, else raise SystemExit with the code of `zstore run`. None of them outlives this process."""
     ended = run_ranks(RunJob(command=tuple(command), num_ranks=num_ranks, shutdown_timeout_s=_END_WELL_S))
-    if not ended.exit_code:
-        return
-    if ended.stopped:
+    ended.say()
+    if ended.exit_code:
         raise SystemExit(ended.exit_code)
-    if ended.came:
-        name = signal.Signals(ended.came[-1]).name
-        print(f"zstore: stopped by {name}; committed checkpoints remain valid", file=sys.stderr)
-        raise SystemExit(ended.exit_code)
-    failed = [name.removeprefix("rank ") for name in ended.failed]
-    where = f"ranks {', '.join(failed)}" if failed[1:] else f"rank {failed[0]}"
-    if ended.was_killed and ended.about_kill:
-        raise ZstoreError(f"training failed: SIGKILL ended {ended.first or where}; {ended.about_kill}")
-    raise ZstoreError(f"training failed on {where}; see the error above")
