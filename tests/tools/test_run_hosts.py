@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from zstore.errors import UsageError
 from zstore.tools import cli
 from zstore.tools.run import plan as planning
-from zstore.tools.run.command import EPILOG, RunOptions
+from zstore.tools.run.command import EPILOG
 from zstore.tools.run.hosts import Host, limit, parse_filter, parse_hostfile, select
-from zstore.tools.run.plan import make_jobs
+from zstore.tools.run.plan import RunOptions, make_jobs
 from zstore.tools.run.ranks import RunJob
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)

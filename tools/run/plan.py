@@ -1,4 +1,7 @@
-"""From options to the jobs to start, where, and with which variables. Reads files and variables, starts nothing."""
+"""From options to the jobs to start, where, and with which variables. Reads files and variables, starts nothing.
+
+Each option may be written with underscores as well, as torchrun and DeepSpeed do.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,100 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
+
+import typer
 
 from zstore.errors import UsageError
 
 from .hosts import Host, limit, parse_filter, parse_hostfile, select
 from .ranks import RunJob
 
-if TYPE_CHECKING:
-    from .command import RunOptions
-
 _JOB_HOSTFILE = Path("/job/hostfile")
 """Where DeepSpeed's launcher looks for one."""
 _PORT = 29500
 _FAR_END = "import sys; from zstore.tools.run.machines import main; sys.exit(main())"
 _HERE = ("localhost", "127.0.0.1", "::1")
+
+
+_RANKS = "Ranks on each machine. Default: its slots, else its GPUs, or 1."
+_EXPORT = "Variable that ranks on other machines get too, NAME or NAME=VALUE; may be repeated."
+_DEEPSPEED = "Answer `import deepspeed` in the script with zstore, for this run alone."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options on the command line. None or "": not given."""
+
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script, or with --module a module.")]
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Given to the script as they are.")] = (
+        None
+    )
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc", "--nproc-per-node", "--num-gpus", "--num-accelerators", help=_RANKS, min=1, metavar="N"
+        ),
+    ] = None
+    nnodes: Annotated[
+        int | None,
+        typer.Option("--nnodes", "--num-nodes", help="Machines: the first N that there are.", min=1, metavar="N"),
+    ] = None
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", "-H", help="File with a line `HOST slots=N` for each machine.", metavar="FILE"),
+    ] = None
+    include: Annotated[
+        str, typer.Option("--include", "-i", help="Use only these: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
+    ] = ""
+    exclude: Annotated[
+        str, typer.Option("--exclude", "-e", help="Use all but these: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
+    ] = ""
+    as_deepspeed: Annotated[bool, typer.Option("--as-deepspeed", help=_DEEPSPEED)] = False
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for `python -m`.")] = False
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program; do not start it by Python.")] = (
+        False
+    )
+    no_local_rank: Annotated[
+        bool, typer.Option("--no-local-rank", help="With --as-deepspeed: do not pass --local_rank=N to the script.")
+    ] = False
+    launcher_args: Annotated[str, typer.Option(help="Arguments for ssh, like '-p 2222'.", metavar="ARGS")] = ""
+    master_addr: Annotated[
+        str, typer.Option(help="Address of the first machine. Default: its name.", metavar="HOST")
+    ] = ""
+    master_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port on the first machine. Default: 29500, on a machine alone one that is free.",
+            min=1,
+            max=65535,
+            metavar="PORT",
+        ),
+    ] = None
+    export: Annotated[list[str] | None, typer.Option(help=_EXPORT, metavar="NAME[=VALUE]")] = None
+    max_restarts: Annotated[
+        int, typer.Option(help="Start ranks anew so often after a failure; on one machine.", min=0)
+    ] = 0
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that ranks have to end after another failed, after Ctrl-C, or once the launcher is gone.",
+            min=0,
+            metavar="S",
+        ),
+    ] = 30.0
+
+    def __post_init__(self) -> None:
+        together = [
+            ("--module", self.module, "--no-python", self.no_python),
+            ("--as-deepspeed", self.as_deepspeed, "--no-python", self.no_python),
+            ("--include", bool(self.include), "--exclude", bool(self.exclude)),
+        ]
+        for one, has_one, other, has_other in together:
+            if has_one and has_other:
+                raise UsageError(f"{one} and {other} cannot both be given; leave one out")
 
 
 def make_jobs(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> list[RunJob]:
