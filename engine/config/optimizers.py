@@ -61,15 +61,20 @@ class OptimizerParams(Section):
         return found
 
 
-class AdamParams(OptimizerParams):
-    """Arguments of Adam and AdamW."""
+class MomentParams(OptimizerParams):
+    """Arguments of those that keep two moments."""
 
     lr: Real | Auto = built(1e-3)
-    """Learning rate; the default is torch's and DeepSpeed's."""
+    """Learning rate; the default is DeepSpeed's."""
     betas: Betas | Auto = built((0.9, 0.999))
-    """Decay of the two moments, each below 1."""
+    """Decay of the two moments."""
     eps: Real | Auto = built(1e-8)
     """Added to the denominator."""
+
+
+class AdamParams(MomentParams):
+    """Arguments of Adam and AdamW."""
+
     weight_decay: Real | Auto | None = built(None)
     """Decay of the weights per step, times lr. Unset: 0, but 0.01 for AdamW with torch_adam, as torch has it."""
     adam_w_mode: Bool = built(True)
@@ -141,38 +146,29 @@ class RMSpropParams(_Decayed):
     """Divide by an estimate of the variance, which keeps the mean of gradients too."""
 
 
-class _TwoMoments(_Decayed):
-    """Arguments of those that keep two moments."""
+class NAdamParams(MomentParams, _Decayed):
+    """Arguments of NAdam."""
 
     lr: Real | Auto = built(2e-3)
     """Learning rate; the default is torch's."""
-    betas: Betas | Auto = built((0.9, 0.999))
-    """Decay of the two moments."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
-
-
-class NAdamParams(_TwoMoments):
-    """Arguments of NAdam."""
-
     momentum_decay: Real = built(4e-3)
     """Decay of the momentum's schedule."""
     decoupled_weight_decay: Bool = built(False)
     """Decay as in AdamW."""
 
 
-class AdamaxParams(_TwoMoments):
+class AdamaxParams(MomentParams, _Decayed):
     """Arguments of Adamax."""
 
+    lr: Real | Auto = built(2e-3)
+    """Learning rate; the default is torch's."""
     betas: Betas | Auto = built((0.9, 0.999))
     """Decay of the moment and of the largest gradient."""
 
 
-class RAdamParams(_TwoMoments):
+class RAdamParams(MomentParams, _Decayed):
     """Arguments of RAdam."""
 
-    lr: Real | Auto = built(1e-3)
-    """Learning rate; the default is torch's."""
     decoupled_weight_decay: Bool = built(False)
     """Decay as in AdamW."""
 

@@ -13,12 +13,12 @@ from ..config.optimizers import OPTIMIZERS
 from ..config.schema import add_section
 from .elasticity import ElasticitySection
 from .one_bit.section import OneBitAdamParams, OneBitLambParams, ZeroOneAdamParams
-from .sparse_attention.section import SparseAttentionSection
+from .sparse_attention.section import Pattern
 from .whole_tensors.section import AdafactorParams, LambParams, MuonParams
 
 _EXTRAS: dict[str, tuple[str, type[Section] | None]] = {
     "zstore.journal": ("journal.journal:RunJournal", None),  # first: it notes a step before others take their time
-    "sparse_attention": ("sparse_attention.models:SparseAttention", SparseAttentionSection),
+    "sparse_attention": ("sparse_attention.attend:SparseAttention", Pattern),
 }
 
 for _key, (_home, _section) in _EXTRAS.items():
@@ -38,5 +38,5 @@ OPTIMIZERS.update(
 
 def register_parts() -> None:
     """Register the rules, codecs and exchanges of the extras, with torch."""
-    for name in ("moments", "one_bit.register", "whole_tensors.register", "zeropp"):
+    for name in ("moments", "one_bit.step", "whole_tensors.register", "zeropp"):
         import_module(f"{__name__}.{name}")

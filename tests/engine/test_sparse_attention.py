@@ -3,10 +3,8 @@ same mask, and the section at work in models."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,76 +13,61 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zstore
-from bench import sparse_attention
-from zstore.attention import (
-    BigBird,
-    BSLongformer,
-    Dense,
-    Fixed,
-    Pattern,
-    Variable,
-    apply,
-    attend,
-    block_mask,
-    dense_mask,
-)
+from zstore.attention import Pattern, apply, attend, block_mask, dense_mask, pattern_of
 from zstore.engine.config.config import load_config
-from zstore.engine.extras.sparse_attention.patterns import pattern_of
+from zstore.engine.extras.sparse_attention.attend import layout_of
 from zstore.errors import ConfigError, UsageError
 from zstore.tools.sample.models import Attention, Gpt, GptConfig
 
+CAUSAL: dict[str, Any] = {"attention": "unidirectional"}
 PATTERNS = {
-    "fixed": Fixed(block=8),
-    "fixed, causal, by head": Fixed(
-        block=8, attention="unidirectional", different_layout_per_head=True, num_different_global_patterns=4
+    "fixed": pattern_of("fixed", block=8),
+    "fixed, causal, by head": pattern_of(
+        "fixed", block=8, different_layout_per_head=True, num_different_global_patterns=4, **CAUSAL
     ),
-    "fixed, horizontal": Fixed(block=8, num_local_blocks=6, num_global_blocks=2, horizontal_global_attention=True),
-    "variable": Variable(block=16, local_window_blocks=(1, 2, 3), num_random_blocks=2, global_block_indices=(0, 5)),
-    "variable, ranges": Variable(block=8, global_block_indices=(1, 7), global_block_end_indices=(3, 8)),
-    "bigbird": BigBird(block=8, different_layout_per_head=True),
-    "bigbird, causal": BigBird(block=24, attention="unidirectional", num_sliding_window_blocks=5),
-    "bslongformer": BSLongformer(block=8, num_sliding_window_blocks=5, global_block_indices=(0, 9)),
-    "dense, causal": Dense(attention="unidirectional"),
+    "fixed, horizontal": pattern_of(
+        "fixed", block=8, num_local_blocks=6, num_global_blocks=2, horizontal_global_attention=True
+    ),
+    "variable": pattern_of("variable", local_window_blocks=[1, 2, 3], num_random_blocks=2, global_block_indices=[0, 5]),
+    "variable, ranges": pattern_of(
+        "variable",
+        block=8,
+        global_block_indices=[1, 7],
+        global_block_end_indices=[3, 8],
+        horizontal_global_attention=True,
+    ),
+    "bigbird": pattern_of("bigbird", block=8, different_layout_per_head=True),
+    "bigbird, causal": pattern_of("bigbird", block=24, num_sliding_window_blocks=5, **CAUSAL),
+    "bslongformer": pattern_of("bslongformer", block=8, num_sliding_window_blocks=5, global_block_indices=[0, 9]),
+    "dense, causal": pattern_of("dense", **CAUSAL),
 }
 
 
-def plain_layout(pattern: Pattern, head: int, blocks: int) -> np.ndarray[Any, Any]:
-    """What the modes without random blocks say, pair by pair."""
-    found = np.zeros((blocks, blocks), bool)
-    for row in range(blocks):
-        for column in range(blocks):
-            found[row, column] = row == column or (
-                (column <= row or not pattern.is_causal) and _attends(pattern, head, row, column, blocks)
-            )
-    return found
-
-
-def _attends(pattern: Pattern, head: int, row: int, column: int, blocks: int) -> bool:
-    if isinstance(pattern, Fixed):
-        window, each = pattern.num_local_blocks, pattern.num_global_blocks
-        if row // window == column // window:
-            return True
-        place = window - (1 + head % pattern.num_different_global_patterns) * each
+def attends(pattern: Pattern, head: int, row: int, column: int, blocks: int) -> bool:
+    """What the modes without random blocks say of a pair of blocks."""
+    value = pattern.argument
+    if row == column or pattern.mode == "dense":
+        return row == column or column < row or not pattern.is_causal
+    if column > row and pattern.is_causal:
+        return False
+    if pattern.mode == "fixed":
+        window, each = value("num_local_blocks"), value("num_global_blocks")
+        place = window - (1 + head % value("num_different_global_patterns")) * each
 
         def is_global(block: int) -> bool:
             first = min(block // window * window + place, blocks - each)
-            return first <= block < first + each
+            return bool(first <= block < first + each)
 
-        return is_global(column) or (pattern.horizontal_global_attention and is_global(row))
-    if isinstance(pattern, BSLongformer):
-        near = abs(row - column) <= pattern.num_sliding_window_blocks // 2
-        return near or row in pattern.global_block_indices or column in pattern.global_block_indices
-    if isinstance(pattern, Variable):
-        starts, row_window, column_window, start, number = [], -1, -2, 0, 0
-        while start < blocks:
-            size = pattern.local_window_blocks[min(number, len(pattern.local_window_blocks) - 1)]
-            row_window = number if start <= row < start + size else row_window
-            column_window = number if start <= column < start + size else column_window
-            start, number = start + size, number + 1
-        ends = pattern.global_block_end_indices or [i + 1 for i in pattern.global_block_indices]
-        starts = list(zip(pattern.global_block_indices, ends, strict=True))
-        return row_window == column_window or any(first <= column < end for first, end in starts)
-    return True
+        across = value("horizontal_global_attention") and is_global(row)
+        return row // window == column // window or is_global(column) or across
+    starts = value("global_block_indices")
+    ranges = list(zip(starts, value("global_block_end_indices") or [one + 1 for one in starts], strict=True))
+    globals_ = {block for first, end in ranges for block in range(first, end)}
+    if pattern.mode == "bslongformer":
+        return abs(row - column) <= value("num_sliding_window_blocks") // 2 or bool({row, column} & globals_)
+    windows = [n for n, size in enumerate([*value("local_window_blocks"), *[4] * blocks]) for _ in range(size)]
+    across = value("horizontal_global_attention") and row in globals_
+    return windows[row] == windows[column] or column in globals_ or across
 
 
 @given(
@@ -93,21 +76,22 @@ def _attends(pattern: Pattern, head: int, row: int, column: int, blocks: int) ->
 )
 @settings(max_examples=60, deadline=None)
 def test_layouts_are_what_their_sources_describe(blocks: int, name: str) -> None:
-    pattern = PATTERNS[name]
-    layout = pattern.layout(4, blocks)
+    layout = layout_of(PATTERNS[name], 4, blocks)
     for head in range(4):
-        expected = plain_layout(pattern, head, blocks)
-        assert (layout[head if len(layout) > 1 else 0] == expected).all()
+        pairs = [
+            [attends(PATTERNS[name], head, row, column, blocks) for column in range(blocks)] for row in range(blocks)
+        ]
+        assert layout[head if len(layout) > 1 else 0].tolist() == pairs
 
 
 @given(blocks=st.integers(1, 40), count=st.integers(0, 4), causal=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_random_blocks_are_as_many_as_asked_and_always_the_same(blocks: int, count: int, causal: bool) -> None:
-    direction: Any = "unidirectional" if causal else "bidirectional"
+    direction = CAUSAL if causal else {}
     arguments = {"different_layout_per_head": True, "num_sliding_window_blocks": 1, "num_global_blocks": 0}
-    bigbird = BigBird(num_random_blocks=count, attention=direction, **arguments)  # type: ignore[arg-type]
-    layout = bigbird.layout(3, blocks)
-    assert (layout == bigbird.layout(3, blocks)).all()
+    layout = layout_of(pattern_of("bigbird", num_random_blocks=count, **direction, **arguments), 3, blocks)
+    layout_of.cache_clear()
+    assert layout.equal(layout_of(pattern_of("bigbird", num_random_blocks=count, **direction, **arguments), 3, blocks))
     for head in layout:
         for row, columns in enumerate(head):
             assert columns[row]
@@ -117,61 +101,45 @@ def test_random_blocks_are_as_many_as_asked_and_always_the_same(blocks: int, cou
             assert min(count, most) <= columns.sum() <= min(count, most) + 1
     if blocks > 30 and count:
         assert len(layout) == 3
-        assert (layout[0] != layout[1]).any()
+        assert not layout[0].equal(layout[1])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("tokens", [37, 200])
-def test_attention_and_its_gradients_are_those_of_dense_attention_under_the_mask(name: str, tokens: int) -> None:
-    pattern, (batch, heads) = PATTERNS[name], (2, 4)
-    blocks = -(-tokens // pattern.block)
-    layout = torch.from_numpy(pattern.layout(heads, blocks))
-    mask = layout.repeat_interleave(pattern.block, 1).repeat_interleave(pattern.block, 2)[None, :, :tokens, :tokens]
-    mask = mask.tril() if pattern.is_causal else mask
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = inputs = tuple(
-        torch.randn(batch, heads, tokens, 16, generator=generator, requires_grad=True) for _ in range(3)
-    )
-    outgoing = torch.randn(batch, heads, tokens, 16, generator=generator)
-    padding = (torch.arange(tokens) < tokens - 5)[None, None, None]
-    assert dense_mask(pattern, heads, tokens).expand_as(mask).equal(mask)
-    for more in (None, padding, (mask & padding).expand(batch, -1, -1, -1)):
-        allowed = mask if more is None else mask & more
-        expected = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
-        gradients = torch.autograd.grad(expected, inputs, outgoing)
-        kernels: tuple[Any, ...] = ("blocks", "dense")
-        for kernel in kernels:
-            found = attend(query, key, value, pattern, mask=more, kernel=kernel)
-            torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
-            for mine, theirs in zip(torch.autograd.grad(found, inputs, outgoing), gradients, strict=True):
-                torch.testing.assert_close(mine, theirs, atol=5e-6, rtol=0)
-
-
-def test_flex_attention_takes_the_mask_and_gives_the_same() -> None:
+@pytest.mark.parametrize("tokens", [37, 256])
+def test_attention_is_dense_attention_under_the_mask_and_flex_attention_the_same(name: str, tokens: int) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
-    pattern = PATTERNS["fixed, causal, by head"]
-    query, key, value = torch.randn(3, 1, 4, 256, 16, generator=torch.Generator().manual_seed(0))
-    mask = block_mask(pattern, 4, 256)
-    with torch.no_grad(), pytest.warns(UserWarning, match="flex_attention called without torch.compile"):
-        mixed = flex_attention(query, key, value, block_mask=mask)
+    pattern, heads = PATTERNS[name], 4
+    layout = layout_of(pattern, heads, -(-tokens // pattern.block))
+    mask = layout.repeat_interleave(pattern.block, 1).repeat_interleave(pattern.block, 2)[None, :, :tokens, :tokens]
+    mask = mask.tril() if pattern.is_causal else mask
+    query, key, value = torch.randn(3, 2, heads, tokens, 16, generator=torch.Generator().manual_seed(0))
+    padding = (torch.arange(tokens) < tokens - 5)[None, None, None]
+    assert dense_mask(pattern, heads, tokens).expand_as(mask).equal(mask)
+    for more in (None, padding, (mask & padding).expand(2, -1, -1, -1)):
+        allowed = mask if more is None else mask & more
+        expected = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+        torch.testing.assert_close(attend(query, key, value, pattern, mask=more), expected, atol=2e-6, rtol=0)
+    with torch.no_grad():
+        mixed = flex_attention(query, key, value, block_mask=block_mask(pattern, heads, tokens))
     torch.testing.assert_close(mixed, attend(query, key, value, pattern), atol=2e-6, rtol=0)
-    # Blocks of 128 x 128 that nothing attends to are left out.
-    assert block_mask(BSLongformer(attention="unidirectional"), 4, 1024).sparsity() > 60
 
 
-def test_fewer_heads_of_keys_and_a_cache_of_keys() -> None:
-    pattern = Fixed(block=4, attention="unidirectional")
+def test_blocks_that_nothing_attends_to_are_left_out_by_flex_attention() -> None:
+    assert block_mask(pattern_of("bslongformer", **CAUSAL), 4, 1024).sparsity() > 60
+
+
+def test_fewer_heads_of_keys_a_causal_call_and_a_cache_of_keys() -> None:
+    pattern = pattern_of("fixed", block=4, **CAUSAL)
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 50, 8, generator=generator)
     key, value = torch.randn(2, 1, 2, 50, 8, generator=generator)
-    whole = attend(query, key, value, pattern, kernel="blocks")
-    each = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=dense_mask(pattern, 4, 50), enable_gqa=True, scale=None
-    )
+    whole = attend(query, key, value, pattern)
+    each = F.scaled_dot_product_attention(query, key, value, attn_mask=dense_mask(pattern, 4, 50), enable_gqa=True)
     torch.testing.assert_close(whole, each, atol=2e-6, rtol=0)
-    last = attend(query[:, :, -3:], key, value, pattern)
-    torch.testing.assert_close(last, whole[:, :, -3:], atol=2e-6, rtol=0)
+    assert attend(query, key, value, pattern_of("fixed", block=4), is_causal=True).equal(whole)
+    torch.testing.assert_close(attend(query[:, :, -3:], key, value, pattern), whole[:, :, -3:], atol=2e-6, rtol=0)
     with pytest.raises(UsageError, match=r"got \(1, 4, 50, 8\), \(1, 3, 50, 8\)"):
         attend(query, torch.zeros(1, 3, 50, 8), torch.zeros(1, 3, 50, 8), pattern)
 
@@ -262,7 +230,7 @@ def test_the_section_acts_on_transformers_models() -> None:
 
 def test_a_model_without_exchangeable_attention_is_refused() -> None:
     with pytest.raises(UsageError, match="Linear has no attention that can be exchanged"):
-        apply(nn.Linear(2, 2), Dense())
+        apply(nn.Linear(2, 2), pattern_of("dense"))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +242,7 @@ def test_a_model_without_exchangeable_attention_is_refused() -> None:
         ({"num_different_global_patterns": 2}, "set different_layout_per_head to true"),
         ({"attention": "unidirectional", "horizontal_global_attention": True}, "horizontal_global_attention needs"),
         ({"mode": "bslongformer", "global_block_indices": [1], "global_block_end_indices": [1]}, "after its start"),
-        ({"mode": "variable", "global_block_indices": [1], "global_block_end_indices": [2, 3]}, "has 2 entries"),
+        ({"mode": "variable", "global_block_indices": [1], "global_block_end_indices": [2, 3]}, "expected 1 ends"),
     ],
 )
 def test_a_section_that_cannot_be_is_an_error(section: dict[str, Any], words: str) -> None:
@@ -291,7 +259,7 @@ def test_deepspeeds_names() -> None:
 
     config = FixedSparsityConfig(2, 8, False, 2, 1, "unidirectional")
     assert config.make_layout(48).equal(
-        torch.from_numpy(Fixed(block=8, num_local_blocks=2).layout(1, 6)).tril().long().expand(2, -1, -1)
+        layout_of(pattern_of("fixed", block=8, num_local_blocks=2, **CAUSAL), 1, 6).long().expand(2, -1, -1)
     )
     with pytest.raises(ValueError, match="a multiple of block"):
         config.make_layout(20)
@@ -301,14 +269,7 @@ def test_deepspeeds_names() -> None:
     found = SparseSelfAttention(BigBirdSparsityConfig(num_heads=2, block=8))(
         query, key, value, key_padding_mask=padding
     )
-    allowed = dense_mask(BigBird(block=8), 2, 48) & (torch.arange(48) < 40)
+    allowed = dense_mask(pattern_of("bigbird", block=8), 2, 48) & (torch.arange(48) < 40)
     torch.testing.assert_close(
         found, F.scaled_dot_product_attention(query, key, value, attn_mask=allowed), atol=2e-6, rtol=0
     )
-
-
-def test_the_benchmark_sets_each_mode_beside_dense_attention(capsys: pytest.CaptureFixture[str]) -> None:
-    sparse_attention.main(["--tokens", "64", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--blocks", "8"])
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.partition(",")[0] for line in lines] == list(sparse_attention.MODES)
-    assert all(re.search(r"[0-9.]+ times as long, dense causal [0-9.]+$", line) for line in lines)

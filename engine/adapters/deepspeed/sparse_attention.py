@@ -1,4 +1,4 @@
-"""`deepspeed.ops.sparse_attention`: its configs, whose layouts are zstore's patterns, and `SparseSelfAttention`."""
+"""`deepspeed.ops.sparse_attention`: its configs, whose layouts are those of zstore's patterns, and `SparseSelfAttention`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from zstore.engine.extras.sparse_attention.attend import attend
-from zstore.engine.extras.sparse_attention.patterns import Pattern, pattern_of
+from zstore.engine.extras.sparse_attention.attend import attend, layout_of, pattern_of
 from zstore.errors import UsageError
 
 from .names import by_place
-
-_FIRST = "num_heads block different_layout_per_head"
 
 
 class SparsityConfig:
     """A pattern for `num_heads` heads; the other arguments are those of the config's section `sparse_attention`, by name or
     in the `order` of DeepSpeed's."""
 
-    mode, order = "dense", _FIRST
+    mode, order = "dense", ""
 
     def __init__(self, *values: Any, **given: Any) -> None:
-        named = by_place(type(self).__name__, self.order, values, given)
+        order = f"num_heads block different_layout_per_head {self.order}"
+        named = by_place(type(self).__name__, order, values, given)
         self.num_heads = int(named.pop("num_heads"))
-        self.pattern: Pattern = pattern_of(self.mode, **{n: v for n, v in named.items() if v is not None})
+        self.pattern = pattern_of(self.mode, **named)
         self.block = self.pattern.block
         self.different_layout_per_head = self.pattern.different_layout_per_head
 
@@ -36,43 +34,43 @@ class SparsityConfig:
         """
         if seq_len % self.block:
             raise ValueError(f"expected a sequence of a multiple of block ({self.block}) tokens, got {seq_len}")
-        layout = torch.from_numpy(self.pattern.layout(self.num_heads, seq_len // self.block))
+        layout = layout_of(self.pattern, self.num_heads, seq_len // self.block)
         return layout.long().expand(self.num_heads, -1, -1).contiguous()
 
 
 class DenseSparsityConfig(SparsityConfig):
-    """DeepSpeed's arguments of `zstore.attention.Dense`."""
+    """The mode "dense"."""
 
 
 class FixedSparsityConfig(SparsityConfig):
-    """DeepSpeed's arguments of `zstore.attention.Fixed`."""
+    """The mode "fixed"."""
 
     mode = "fixed"
-    order = f"{_FIRST} num_local_blocks num_global_blocks attention horizontal_global_attention num_different_global_patterns"
+    order = "num_local_blocks num_global_blocks attention horizontal_global_attention num_different_global_patterns"
 
 
 class VariableSparsityConfig(SparsityConfig):
-    """DeepSpeed's arguments of `zstore.attention.Variable`."""
+    """The mode "variable"."""
 
     mode = "variable"
     order = (
-        f"{_FIRST} num_random_blocks local_window_blocks global_block_indices global_block_end_indices attention "
+        "num_random_blocks local_window_blocks global_block_indices global_block_end_indices attention "
         "horizontal_global_attention"
     )
 
 
 class BigBirdSparsityConfig(SparsityConfig):
-    """DeepSpeed's arguments of `zstore.attention.BigBird`."""
+    """The mode "bigbird"."""
 
     mode = "bigbird"
-    order = f"{_FIRST} num_random_blocks num_sliding_window_blocks num_global_blocks attention"
+    order = "num_random_blocks num_sliding_window_blocks num_global_blocks attention"
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
-    """DeepSpeed's arguments of `zstore.attention.BSLongformer`."""
+    """The mode "bslongformer"."""
 
     mode = "bslongformer"
-    order = f"{_FIRST} num_sliding_window_blocks global_block_indices global_block_end_indices attention"
+    order = "num_sliding_window_blocks global_block_indices global_block_end_indices attention"
 
 
 class SparseSelfAttention(nn.Module):
@@ -104,11 +102,9 @@ class SparseSelfAttention(nn.Module):
         """
         if rpe is not None:
             raise UsageError("SparseSelfAttention: rpe is not supported; add positions to query and key")
-        mask = None
-        if key_padding_mask is not None:
-            mask = _allowed(key_padding_mask, self._modes[0]).reshape(query.shape[0], 1, 1, -1)
+        mask = None if key_padding_mask is None else _allowed(key_padding_mask, self._modes[0])[:, None, None, :]
         if attn_mask is not None:
-            whole = _allowed(attn_mask, self._modes[1])[None, None]
+            whole = _allowed(attn_mask, self._modes[1])
             mask = whole if mask is None else mask & whole
         return attend(query, key, value, self.sparsity_config.pattern, mask=mask)
 

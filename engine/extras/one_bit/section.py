@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from ...config.keys import ConfigProblem, built
-from ...config.optimizers import Betas, OptimizerParams
+from ...config.optimizers import MomentParams
 from ...config.values import Auto, BelowOne, Bool, Positive, Real
 
 
-class _OneBitParams(OptimizerParams):
+class _OneBitParams(MomentParams):
     """Arguments that the 1-bit optimizers share."""
 
     whole_tensors = True
@@ -16,12 +16,6 @@ class _OneBitParams(OptimizerParams):
     exact: ClassVar[str] = "AdamW"
     """The optimizer that sends gradients."""
 
-    lr: Real | Auto = built(1e-3)
-    """Learning rate; the default is DeepSpeed's."""
-    betas: Betas | Auto = built((0.9, 0.999))
-    """Decay of the two moments."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
     bias_correction: Bool = built(True)
     """Correct the moments for starting at zero, so that the warm-up is that of the exact optimizer; false: use them as
     they are, which DeepSpeed does whatever this says."""
@@ -31,30 +25,29 @@ class _OneBitParams(OptimizerParams):
     @classmethod
     def conflicts(cls, settings: Any, kind: str) -> Iterator[ConfigProblem]:
         optimizer, zero, own = settings.optimizer, settings.zero_optimization, settings.zstore
-        named = () if optimizer is None else ("optimizer.type",)
-        instead = f'or write type "{cls.exact}" in place of {kind}'
-        if zero.stage > 1:
-            message = f"every rank sends what it has of whole gradients, which are sharded then; write stage 0 or 1, {instead}"
-            yield ConfigProblem(("zero_optimization.stage", *named), message)
-        moments, masters = "its moments are kept in fp32", "its masters are kept in fp32"
-        asks = optimizer is not None and not optimizer.params.fp32_optimizer_states
+        clips = "gradient_clipping" in settings.model_fields_set and settings.gradient_clipping not in {0.0, "auto"}
+        fp32 = "its moments are kept in fp32"
         beside = {
             "zero_optimization.offload_optimizer": (
                 zero.offload_optimizer.device != "none",
                 "its state is on the device",
             ),
-            "gradient_clipping": (
-                "gradient_clipping" in settings.model_fields_set and settings.gradient_clipping not in {0.0, "auto"},
-                "ranks keep their own gradients, of which there is no norm to clip by",
+            "gradient_clipping": (clips, "ranks keep their own gradients, of which there is no norm to clip by"),
+            "zstore.moments": (own.moments not in (None, "fp32"), fp32),
+            "bf16.bf16_optimizer_states": (settings.bf16.bf16_optimizer_states, fp32),
+            "optimizer.params.fp32_optimizer_states": (
+                optimizer is not None and not optimizer.params.fp32_optimizer_states,
+                fp32,
             ),
-            "zstore.moments": (own.moments not in (None, "fp32"), moments),
-            "bf16.bf16_optimizer_states": (settings.bf16.bf16_optimizer_states, moments),
-            "optimizer.params.fp32_optimizer_states": (asks, moments),
-            "zstore.split_master": (own.split_master, masters),
+            "zstore.split_master": (own.split_master, "its masters are kept in fp32"),
         }
-        for key, (asked, why) in beside.items():
-            if asked:
-                yield ConfigProblem((key, *named), f"{why}; leave {key} out, {instead}")
+        found = {key: f"{why}; leave {key} out" for key, (asked, why) in beside.items() if asked}
+        if zero.stage > 1:
+            whole = "every rank sends what it has of whole gradients, which are sharded then; write stage 0 or 1"
+            found["zero_optimization.stage"] = whole
+        named = () if optimizer is None else ("optimizer.type",)
+        for key, what in found.items():
+            yield ConfigProblem((key, *named), f'{what}, or write type "{cls.exact}" in place of {kind}')
 
 
 class OneBitAdamParams(_OneBitParams):

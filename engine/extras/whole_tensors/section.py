@@ -5,23 +5,17 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ...config.keys import built
-from ...config.optimizers import Betas, OptimizerParams
+from ...config.optimizers import Betas, MomentParams, OptimizerParams
 from ...config.values import Auto, BelowOne, Bool, Number, OneOf, Positive, Real, Words
 
 EpsPair = Annotated[tuple[Real | None, Real], Words("two numbers of at least 0; null for the first is fp32's epsilon")]
 
 
-class LambParams(OptimizerParams):
+class LambParams(MomentParams):
     """Arguments of LAMB: Adam whose step is scaled, for each tensor, by the norm of the weights over that of the update."""
 
     whole_tensors = True
 
-    lr: Real | Auto = built(1e-3)
-    """Learning rate; the default is DeepSpeed's."""
-    betas: Betas | Auto = built((0.9, 0.999))
-    """Decay of the two moments."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
     eps_inside_sqrt: Bool = built(False)
     """Add eps under the square root."""
     weight_decay: Real | Auto = built(0.0)
