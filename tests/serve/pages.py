@@ -11,13 +11,12 @@ from urllib.parse import quote
 from playwright.sync_api import Browser, Page
 
 from tests.serve.browser import WIDE, Scheme, Watched, new_context, open_browser, watch
-from tests.serve.sample import HOSTILE_ARRAY, HOSTILE_RUN, RUN, make_sample
+from tests.serve.sample import HOSTILE_RUN, RUN, make_sample
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 
 TOKEN = "correct-horse-battery-staple"
 LAST = "step-00000300"
-ARRAY = "model/wte.weight"
 
 
 @dataclass(frozen=True)
@@ -29,24 +28,22 @@ class View:
     ready: str
 
 
-def views_of(run: str, last: str, array: str) -> list[View]:
+def views_of(run: str, last: str) -> list[View]:
     """Return all views of a run."""
     base = f"/#/run/{quote(run, safe='')}"
-    shown = f"{base}/checkpoint/{last}"
     return [
         View("run", base, "[data-test=chart-loss] canvas"),
-        View("memory", f"{base}/memory", "[data-test=treemap]"),
+        View("memory", f"{base}/memory", "[data-test=map]"),
         View("checkpoints", f"{base}/checkpoints", "[data-test=checkpoint-link]"),
-        View("checkpoint", shown, "[data-test=tree-array], [data-test=tree-group]"),
-        View("array", f"{shown}?array={quote(array, safe='')}", "[data-test=array-name]"),
+        View("checkpoint", f"{base}/checkpoint/{last}", "[data-test=array]"),
     ]
 
 
 VIEWS = [
     View("runs", "/#/", "[data-test=run]"),
-    *views_of(RUN, LAST, ARRAY),
+    *views_of(RUN, LAST),
 ]
-HOSTILE_VIEWS = views_of(HOSTILE_RUN, "checkpoint-40/step-00000040", HOSTILE_ARRAY)
+HOSTILE_VIEWS = views_of(HOSTILE_RUN, "checkpoint-40/step-00000040")
 
 
 @dataclass
@@ -76,8 +73,7 @@ class Site:
 
     def turn_to(self, view: View, watched: Watched) -> Page:
         """Show a view as a link within the page does, without loading the page again, and wait until it is drawn."""
-        follow = "path => { history.pushState(null, '', path); dispatchEvent(new PopStateEvent('popstate')); }"
-        watched.page.evaluate(follow, view.path)
+        watched.page.evaluate("path => { location.hash = path.slice(1); }", view.path)
         watched.page.wait_for_selector(view.ready)
         return watched.page
 

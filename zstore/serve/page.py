@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import FileResponse, RedirectResponse
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
@@ -41,13 +41,6 @@ class Assets(StaticFiles):
 @router.get("/")
 def _page() -> FileResponse:
     return FileResponse(ASSETS / "index.html", headers=HEADERS)
-
-
-@router.get("/run/{view:path}")
-def _view(request: Request) -> RedirectResponse:
-    path = request.scope["raw_path"].decode("ascii", "replace")
-    query = request.scope["query_string"].decode("ascii", "replace")
-    return RedirectResponse(f"{'../' * (path.count('/') - 1)}#{path}{'?' if query else ''}{query}", 307)
 
 
 @router.get("/{run}")

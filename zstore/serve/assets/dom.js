@@ -1,4 +1,6 @@
-// Elements made of text nodes only: nothing that comes from data is ever parsed as HTML.
+// Elements made of text nodes only: nothing that comes from data is ever parsed as HTML. And the pieces that views share.
+
+import { NOTHING, ago, when } from "./format.js";
 
 /**
  * Return an element. `attributes`: `on*` functions become listeners, `style` is an object of CSS properties, `test` becomes
@@ -11,26 +13,17 @@ export function h(tag, attributes, ...children) {
   return element;
 }
 
-/** Return a row that begins with a title, and has `rest` at its end. */
-export function titled(title, ...rest) {
-  return h("div", { class: "row" }, title, h("span", { class: "spring" }), rest);
-}
-
 /** Put `children` into `container` in place of what it held. */
 export function replace(container, ...children) {
   container.replaceChildren(...nodes(children));
   return container;
 }
 
-/** Return a function that calls `work` at the next frame, once however often it was asked. */
-export function atFrame(work) {
-  let frame = 0;
-  return () => {
-    frame ||= requestAnimationFrame(() => {
-      frame = 0;
-      work();
-    });
-  };
+/** Put `make(data)` into `container`, unless `data` is what it shows already: focus and selected text stay. */
+export function refill(container, data, make) {
+  const text = JSON.stringify(data);
+  if (container.shown !== text) replace(container, make(data));
+  container.shown = text;
 }
 
 function set(element, name, value) {
@@ -53,4 +46,78 @@ function nodes(children) {
     .flat(Infinity)
     .filter((child) => child !== null && child !== undefined && child !== false)
     .map((child) => (child instanceof Node ? child : document.createTextNode(String(child))));
+}
+
+/** Return the address of a run's view: `view` is "", memory, checkpoints or checkpoint/<path>. */
+export function runUrl(run, view = "") {
+  return `#/${["run", run, ...view.split("/")].filter(Boolean).map(encodeURIComponent).join("/")}`;
+}
+
+/** Return a row that begins with a title, and has `rest` at its end. */
+export function titled(title, ...rest) {
+  return h("div", { class: "row" }, title, h("span", { class: "spring" }), rest);
+}
+
+/** Return a panel with a heading; `test` names it for tests. */
+export function panel(title, test, ...children) {
+  return h("section", { class: "panel", test }, title === null ? null : h("h2", null, title), children);
+}
+
+/** Return an entry of `facts`; `hint` is said when the pointer rests on it. */
+export function fact(name, value, { test = null, hint = null } = {}) {
+  return h("div", { title: hint }, h("dt", null, name), h("dd", { test }, value));
+}
+
+/** Return a list of facts. */
+export function facts(...entries) {
+  return h("dl", { class: "facts" }, entries);
+}
+
+/** Return how long ago a time was, with its date as a hint. */
+export function age(at) {
+  return at === null ? NOTHING : h("time", { title: when(at) }, ago(at));
+}
+
+const KINDS = {
+  training: "good",
+  committed: "good",
+  uploaded: "good",
+  done: "good",
+  begun: "warn",
+  interrupted: "warn",
+  lost: "bad",
+  failed: "bad",
+  killed: "bad",
+};
+
+/** Return the state of a run or a save, as a small word with a colour. */
+export function stateTag(state) {
+  return h("span", { class: `tag ${KINDS[state] ?? "muted"}`, test: "state" }, state);
+}
+
+/** Return a swatch in the colour of a series; `kind` is another class. */
+export function swatch(index, kind = "") {
+  return h("i", { class: `swatch ${kind}`, style: { "--c": `var(--series-${index})` } });
+}
+
+/** Return the panel of what is not there: why, and commands that change that. */
+export function empty(title, text, ...commands) {
+  return panel(
+    title,
+    "empty",
+    h("p", null, text),
+    commands.map((command) => h("pre", { tabindex: "0" }, command)),
+  );
+}
+
+/** Return the panel of an error, in the service's words, with a button to try again. */
+export function problem(error, retry) {
+  const titles = { 0: "No answer", 401: "A token is needed", 403: "Not allowed", 404: "Not found" };
+  return h(
+    "section",
+    { class: "panel problem", role: "alert", test: "problem" },
+    h("h2", null, titles[error.status] ?? "Something went wrong"),
+    h("p", null, error.message ?? String(error)),
+    h("button", { type: "button", onclick: retry, test: "retry" }, "Try again"),
+  );
 }

@@ -1,116 +1,114 @@
-// The page: its header, and the view that the URL names.
+// The page: its head, and the view that the fragment of the URL names.
 //
-// A view is a module that exports `async show(container, params, context)`. `params` holds what the pattern of its route
-// names, and `query` (URLSearchParams). It replaces what stands in `container` and returns a function that ends what it started,
-// or nothing.
-// Modules export functions, classes and constants by name, import them by name and in no circle, and load nothing later.
+// A view is a module that exports `async show(container, params)`, where `params` holds what its route names. It fills
+// `container` and returns a function that ends what it started, or nothing.
 
-import { get } from "./data.js";
-import { h, replace } from "./dom.js";
-import { follow, go, here, link, match } from "./router.js";
-import { runBar } from "./runbar.js";
-import { empty, loading, problem } from "./states.js";
-import { themeSwitch } from "./themes.js";
-import { ROUTES } from "./views.js";
+import { show as checkpoint } from "./checkpoint.js";
+import { show as checkpoints } from "./checkpoints.js";
+import { empty, h, problem, replace, runUrl } from "./dom.js";
+import { show as memory } from "./memory.js";
+import { show as run } from "./run.js";
+import { show as runs } from "./runs.js";
+
+/** `tab` is the view's place in the bar of its run. */
+const ROUTES = [
+  { pattern: /^\/?$/, title: () => "Runs", show: runs },
+  { pattern: /^\/run\/([^/]+)$/, title: ({ run }) => run, tab: "", show: run },
+  { pattern: /^\/run\/([^/]+)\/memory$/, title: ({ run }) => `Memory of ${run}`, tab: "memory", show: memory },
+  {
+    pattern: /^\/run\/([^/]+)\/checkpoints$/,
+    title: ({ run }) => `Checkpoints of ${run}`,
+    tab: "checkpoints",
+    show: checkpoints,
+  },
+  {
+    pattern: /^\/run\/([^/]+)\/checkpoint\/(.+)$/,
+    title: ({ run, checkpoint }) => `${checkpoint} of ${run}`,
+    tab: "checkpoints",
+    show: checkpoint,
+  },
+];
+const TABS = [
+  ["", "Training"],
+  ["memory", "Memory"],
+  ["checkpoints", "Checkpoints"],
+];
 
 const main = document.getElementById("main");
 const announcer = document.getElementById("announcer");
-let service = { version: "", needs_token: false };
 let shown = 0;
 let stop = null;
-let lastPath = null;
 
-start();
+addEventListener("hashchange", () => void show(true));
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // The fragment names the view.
+  main.focus();
+});
+void show(false);
 
-async function start() {
-  follow(() => void show());
-  document.querySelector(".skip").addEventListener("click", (event) => {
-    event.preventDefault(); // The fragment names the view.
-    main.focus();
-  });
-  try {
-    service = await get("api");
-  } catch {
-    // The view says what is wrong.
-  }
-  await show();
-}
-
-async function show() {
+async function show(isTurned) {
   const ticket = ++shown;
   stop?.();
   stop = null;
-  const { path, query } = here();
-  const found = find(path);
-  const title = found === null ? "No such page" : found.route.title(found.params);
+  const { title, params, route } = find(location.hash.slice(1));
   document.title = title === "Runs" ? "zstore" : `${title} · zstore`;
-  header();
-  const container = h("div", { class: "view" }, loading());
-  const bar = found?.params.run === undefined ? null : runBar(found.params.run, found.route.tab);
-  replace(main, bar, container);
-  if (lastPath !== null && lastPath !== path) {
+  const container = h("div", { class: "view" }, h("p", { class: "muted", role: "status" }, "Loading"));
+  replace(main, params.run === undefined ? null : runBar(params.run, route.tab), container);
+  if (isTurned) {
     scrollTo(0, 0);
     main.focus({ preventScroll: true });
     announcer.textContent = title;
   }
-  lastPath = path;
-  if (found === null) {
-    replace(container, empty("No such page", `Nothing is at ${path}. The list of runs is at the top left.`));
+  if (route === null) {
+    replace(container, empty(title, "The list of runs is at the top left."));
     return;
   }
   try {
-    const ended = await found.route.show(container, { ...found.params, query }, context());
-    if (ticket === shown) stop = ended ?? null;
-    else ended?.();
+    const end = (await route.show(container, params)) ?? null;
+    if (ticket === shown) stop = end;
+    else end?.();
   } catch (error) {
-    if (ticket === shown && error.name !== "AbortError") fail(container, error);
+    if (error.status === undefined) console.error(error);
+    if (ticket === shown)
+      replace(
+        container,
+        problem(error, () => void show(false)),
+      );
   }
 }
 
 function find(path) {
   for (const route of ROUTES) {
-    const params = match(route.pattern, path);
-    if (params !== null) return { route, params };
+    const found = route.pattern.exec(path);
+    if (found === null) continue;
+    const [run, checkpoint] = found.slice(1).map(decode);
+    const params = { run, checkpoint };
+    return { route, params, title: route.title(params) };
   }
-  return null;
+  return { route: null, params: {}, title: "No such page" };
 }
 
-function fail(container, error) {
-  if (error.status === undefined) console.error(error);
-  replace(container, problem(error, () => void show()));
+function decode(path) {
+  try {
+    return decodeURIComponent(path);
+  } catch {
+    return path;
+  }
 }
 
-/** What a view gets beside its parameters. */
-function context() {
-  return {
-    /** The answer of `GET /api`, as it was when the page began. */
-    get service() {
-      return service;
-    },
-    go,
-    link,
-    /** Say something to people who do not see the page. */
-    announce: (text) => {
-      announcer.textContent = text;
-    },
-    /** Show the view again. */
-    reload: show,
-  };
-}
-
-function header() {
-  const { path } = here();
-  const place = (href, text, test) =>
-    h("a", { href: link(href), test, "aria-current": path === href ? "page" : null }, text);
-  replace(
-    document.getElementById("top"),
-    h("a", { class: "brand", href: link("/"), "aria-label": "zstore, list of runs" }, "zstore"),
+/** Return the name of a run and its views, with `active` marked. */
+function runBar(run, active) {
+  const tabs = TABS.map(([view, text]) =>
     h(
-      "nav",
-      { "aria-label": "Page" },
-      place("/", "Runs", "nav-runs"),
+      "a",
+      { href: runUrl(run, view), test: `tab-${text.toLowerCase()}`, "aria-current": view === active ? "page" : null },
+      text,
     ),
-    h("span", { class: "spring" }),
-    themeSwitch(),
+  );
+  return h(
+    "div",
+    { class: "runbar" },
+    h("h1", { test: "run-name" }, run),
+    h("nav", { class: "tabs", "aria-label": "Views of the run" }, tabs),
   );
 }
