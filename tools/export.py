@@ -1,17 +1,15 @@
-"""The weights of a checkpoint as a plain torch state dict, written in bounded memory without torch."""
+"""The weights of a checkpoint as a plain torch state dict, written in bounded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from zstore.checkpoint import ArraySource, ReadAhead
 from zstore.format import Bytes, numpy_dtype
-from zstore.interop.torch_archive import Tensor, write_archive
-from zstore.io import Files, NewFile
+from zstore.io import Files
 from zstore.weights.cast import cast_into
 from zstore.weights.from_checkpoint import list_weights, whole_values
 from zstore.weights.layout import Weight
@@ -48,25 +46,38 @@ def write_state_dict(source: ArraySource, path: Path, dtype: str | None, advance
     values that `dtype` cannot hold. The file is durable when this returns.
     """
     weights = list_weights(source, dtype)
-    tensors = {w.name: Tensor(number, w.shape, w.dtype) for number, w in enumerate(weights)}
-    state = dict(tensors)
+    names = {weight.name: weight for weight in weights}
     for weight in weights:
-        for alias in source.arrays[weight.array].spec.aliases:
-            state.setdefault(alias, tensors[weight.name])
-    files, nbytes = Files(), sum(tensor.nbytes for tensor in tensors.values())
+        names = dict.fromkeys(source.arrays[weight.array].spec.aliases, weight) | names
+    files, nbytes = Files(direct=False), sum(weight.nbytes for weight in weights)
     files.require_room(path.parent, nbytes, f"the weights need {nbytes} bytes")
+    offsets = _save_without_values(path, names)
     lost: dict[str, int] = {}
-    with ExitStack() as opened:
-        sink = NewFile(files, path, opened)
-        ranges = [(weight.array, 0, weight.numel) for weight in weights if weight.numel]
-        ahead = opened.enter_context(ReadAhead(source, ranges))
-
-        def parts(weight: Weight) -> Iterator[Bytes]:
+    with (
+        files.opened(path, write=True) as file,
+        ReadAhead(source, [(weight.array, 0, weight.numel) for weight in weights if weight.numel]) as ahead,
+    ):
+        for weight in weights:
+            at = offsets[weight.name]
             for data, count in values_of(source, ahead, weight.array, weight.numel, weight.dtype, advance):
+                files.write_from(file, data, at)
+                at += data.size
                 if count:
                     lost[weight.name] = lost.get(weight.name, 0) + count
-                yield data
-
-        write_archive(sink, state, ((weight.nbytes, parts(weight)) for weight in weights))
-        sink.finish()
+        files.sync_data(file)
     return [Lost(name=name, count=count) for name, count in lost.items()]
+
+
+def _save_without_values(path: Path, names: Mapping[str, Weight]) -> dict[str, int]:
+    """Save tensors of these names, as files with holes in place of the values; return the offset of each in the file."""
+    import torch
+    from torch._subclasses import FakeTensorMode
+
+    from zstore.io.tensors import torch_dtype
+
+    with FakeTensorMode():
+        tensors = {w.name: torch.empty(w.shape, dtype=torch_dtype(w.dtype)) for w in names.values()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save({name: tensors[weight.name] for name, weight in names.items()}, path)
+    saved = torch.load(path, map_location="meta", weights_only=True)
+    return {name: int(tensor.untyped_storage()._checkpoint_offset) for name, tensor in saved.items()}

@@ -33,7 +33,7 @@ def test_there_are_cases_of_every_kind() -> None:
     assert {kind["stage"] for kind in kinds} == {0, 1, 2, 3}
     assert {kind["world_size"] for kind in kinds} >= {1, 2, 3}
     assert {kind.get("precision", "fp32") for kind in kinds} == {"fp32", "bf16", "fp16"}
-    for special in ("groups", "nvme", "universal", "folder", "legacy", "elastic", "client"):
+    for special in ("groups", "nvme", "universal", "folder", "client"):
         assert any(kind.get(special) for kind in kinds), special
 
 

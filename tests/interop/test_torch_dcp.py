@@ -12,20 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from zstore.errors import CorruptionError
-from zstore.interop import dcp_entries
-from zstore.interop.dcp_entries import FileRange, Opaque, PickledEntries
-from zstore.interop.torch_archive import write_archive
-from zstore.io.files import Files
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-FILES = Files(direct=False)
 
 
 def save(state: dict[str, Any], path: Path) -> Path:
@@ -87,106 +80,12 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 # -- entries ----------------------------------------------------------------------------------------------------------
 
 
-def look(path: Path) -> tuple[str, Any]:
-    return PickledEntries(FILES).look(FileRange(path=path, offset=0, nbytes=path.stat().st_size))
-
-
-def read(entry: Opaque, first: int, stop: int) -> bytes:
-    out = np.empty(stop - first, np.uint8)
-    entry.read(FILES, first, out)
-    return out.tobytes()
-
-
-class FileSink:
-    """A file that our own writer of archives writes."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    @property
-    def offset(self) -> int:
-        return len(self.data)
-
-    def write(self, data: Any) -> None:
-        self.data += bytes(data)
-
-    def patch(self, offset: int, data: bytes) -> None:
-        self.data[offset : offset + len(data)] = data
-
-
-def written(value: bytes, how: int, path: Path) -> Path:
-    """A file with pickled bytes: by torch with a protocol, or (0) by us."""
-    if how:
-        torch.save(value, path, pickle_protocol=how)
-        return path
-    sink = FileSink()
-    write_archive(sink, value)
-    path.write_bytes(sink.data)
-    return path
-
-
-@pytest.mark.parametrize("how", [0, 2, 3, 4, 5])
-@pytest.mark.parametrize("size", [0, 1, 5, 300, 70_000, 3 * 2**20])
-def test_bytes_are_found_and_read_in_ranges(how: int, size: int, tmp_path: Path) -> None:
-    rng = np.random.default_rng(size)
-    value = rng.integers(0, 256, size, np.uint8).tobytes()
-    kind, entry = look(written(value, how, tmp_path / "it"))
-    assert (kind, entry.nbytes) == ("bytes", size)
-    assert read(entry, 0, size) == value
-    for _ in range(20):
-        first, stop = sorted(rng.integers(0, size + 1, 2).tolist())
-        assert read(entry, first, stop) == value[first:stop]
-    assert size < 300 or not isinstance(entry, dcp_entries.LoadedBytes), "nothing is unpickled to read them"
-
-
-@settings(deadline=None, max_examples=200)
-@given(text=st.binary(max_size=40), block=st.integers(1, 9), data=st.data())
-def test_text_that_stands_for_bytes_is_decoded_as_pythons(
-    text: bytes, block: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    if data.draw(st.booleans()):
-        text = text.decode("latin1").encode()
-    path = tmp_path_factory.getbasetemp() / "text"
-    path.write_bytes(b"...." + text + b"....")
-    place = FileRange(path=path, offset=4, nbytes=len(text))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dcp_entries, "_BLOCK_BYTES", block)
-        try:
-            right = text.decode().encode("latin1")
-        except UnicodeError:
-            with pytest.raises(CorruptionError, match="not the encoding of bytes"):
-                dcp_entries.TextBytes(FILES, place)
-            return
-        entry = dcp_entries.TextBytes(FILES, place)
-        assert entry.nbytes == len(right)
-        first, stop = sorted(data.draw(st.tuples(st.integers(0, len(right)), st.integers(0, len(right)))))
-        assert read(entry, first, stop) == right[first:stop]
-
-
-def test_plain_data_is_loaded_and_what_is_large_or_endless_is_kept_as_it_is(tmp_path: Path) -> None:
-    endless: list[Any] = ["x"]
-    for _ in range(20):
-        endless = [endless] * 10
-    large = [float(n) for n in range(600_000)]
-    for value, kind in (
-        ({"a": (1, 2.5)}, ""),
-        ([b"x"], ""),
-        (endless, "pickle"),
-        (large, "pickle"),
-        ({1, 2}, "pickle"),
-    ):
-        path = tmp_path / "it"
-        torch.save(value, path)
-        found, entry = look(path)
-        assert found == kind
-        assert kind == "" or read(entry, 0, entry.nbytes) == path.read_bytes()
-
-
 @alone
-def test_what_is_no_tensor_is_not_held(tmp_path: Path) -> None:
-    """Two kinds of entries, each of a megabyte."""
+def test_bytes_and_pickles_are_read_in_ranges_and_not_held(tmp_path: Path) -> None:
+    """Entries of each kind, of which some have a megabyte."""
     raw = np.random.default_rng(0).integers(0, 256, 2**20, np.uint8).tobytes()
-    state = {f"raw{n}": raw for n in range(8)} | {f"odd{n}": {raw} for n in range(8)}
+    large = [float(n) for n in range(300_000)]
+    state = {f"raw{n}": raw for n in range(8)} | {"odd": {raw}, "large": large, "empty": b"", "few": {"a": (1, b"x")}}
     save(state, tmp_path / "a")
     with open_resources(pool_bytes=4096, num_threads=1) as resources:
         open_source(tmp_path / "a", resources=resources).close()
@@ -195,31 +94,20 @@ def test_what_is_no_tensor_is_not_held(tmp_path: Path) -> None:
             with open_source(tmp_path / "a", resources=resources) as source:
                 held, _ = tracemalloc.get_traced_memory()
                 assert source.read_array("client/raw3").tobytes() == raw
-                assert source.read_bytes == 2**20
-                assert torch.load(_saved(source, "client/odd7", tmp_path), weights_only=False) == {raw}
+                part = np.empty(100, np.uint8)
+                source.read("client/raw3", 70_000, 70_100, part)
+                assert part.tobytes() == raw[70_000:70_100]
+                document = source.record.state["dcp"]
+                assert document["values"] == [[["few", "a"], {"$tuple": [1, {"$bytes": "eA=="}]}]]
+                kinds = {key.removeprefix("client/"): kind for key, kind in document["opaque"].items()}
+                assert kinds == dict.fromkeys([*(f"raw{n}" for n in range(8)), "empty"], "bytes") | {
+                    "odd": "pickle",
+                    "large": "pickle",
+                }
+                for name, value in (("odd", {raw}), ("large", large)):
+                    path = tmp_path / name
+                    path.write_bytes(source.read_array(f"client/{name}").tobytes())
+                    assert torch.load(path, weights_only=False) == value
         finally:
             tracemalloc.stop()
     assert held < 2**20
-
-
-def _saved(source: Any, name: str, folder: Path) -> Path:
-    path = folder / "entry"
-    path.write_bytes(source.read_array(name).tobytes())
-    return path
-
-
-@alone
-def test_entries_that_lie_over_one_another_are_refused(tmp_path: Path) -> None:
-    save({f"raw{n}": bytes(2**16) for n in range(4)}, tmp_path / "a")
-
-    def over(metadata: Any) -> None:
-        first, *others = metadata.storage_data.values()
-        for info in others:
-            info.offset, info.length = first.offset, first.length
-        more = {f"x{n}": metadata.state_dict_metadata["raw0"] for n in range(50)}
-        metadata.state_dict_metadata |= more
-        metadata.storage_data |= {dcp.metadata.MetadataIndex(key): first for key in more}
-
-    edit(tmp_path / "a", over)
-    with pytest.raises(CorruptionError, match="they overlap"):
-        open_source(tmp_path / "a")

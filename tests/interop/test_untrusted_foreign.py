@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,6 @@ from zstore.errors import CorruptionError, ZstoreError
 from zstore.io.shards import IoResources, open_resources
 from zstore.open.sources import open_source
 from zstore.tools.convert import ConvertOptions, convert_command
-
-LISTS = b"\x80\x04(" + b"]" * 2**22 + b"."
-"""A list for each byte."""
-_PUTS = np.zeros(2**19, np.dtype([("code", "S1"), ("place", "<u4")]))
-_PUTS["code"], _PUTS["place"] = b"r", np.arange(2**19)
-PLACES = b"\x80\x02N" + _PUTS.tobytes() + b"."
-"""A place in the memo for every five bytes."""
 
 
 def save_dcp(path: Path) -> Path:
@@ -79,8 +71,6 @@ def hostile_dcp(folder: Path) -> Iterator[Path]:
     def forged() -> Any:
         return pickle.loads(pickle.dumps(original))
 
-    yield variant("lists", LISTS)
-    yield variant("places", PLACES)
     path = variant("no end", b"")
     sparse(path / ".metadata", 2**40)
     yield path
@@ -106,23 +96,12 @@ def hostile_dcp(folder: Path) -> Iterator[Path]:
     yield path
 
 
-def write_archive(path: Path, content: bytes) -> None:
-    """A file of torch.save with another pickle in it."""
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", content)
-        archive.writestr("archive/version", "3\n")
-
-
 def hostile_deepspeed(folder: Path) -> Iterator[Path]:
     deepspeed_data.write(folder / "good")
 
     def variant(name: str, **model: Any) -> Path:
         return deepspeed_data.write(folder / name, model=model)
 
-    for file in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
-        path = variant(f"lists-{file}")
-        write_archive(path / file, LISTS)
-        yield path
     path = variant("no end")
     sparse(path / "mp_rank_00_model_states.pt", 2**40)
     yield path
@@ -155,14 +134,11 @@ def hostile_hugging_face(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("hostile", [hostile_dcp, hostile_deepspeed, hostile_hugging_face])
-def test_hostile_files_take_little_memory(hostile: Any, everything: bool, tmp_path: Path) -> None:
+def test_hostile_files_take_little_memory(hostile: Any, tmp_path: Path) -> None:
     paths = list(hostile(tmp_path / "in"))
-    # Pickles of millions of instructions, which take seconds until they are refused, as they are opened.
-    slow = ("lists", "places", "endless")
-    opened = [path for path in paths if path.relative_to(tmp_path / "in").parts[0].startswith(slow) and not everything]
-    assert bool(opened) == (hostile is not hostile_hugging_face and not everything)
+    # A pickle of millions of references, which takes seconds until it is refused, as it is opened.
+    opened = [path for path in paths if path.relative_to(tmp_path / "in").parts[0] == "endless"]
     growth = grown("tests.interop.watching", tmp_path / "in/good", tmp_path / "out", paths, opened=opened)
     assert len(growth) == len(paths)
     assert max(growth.values()) < MOST_GROWN_BYTES, growth

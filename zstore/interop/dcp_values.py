@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checkpoint.format import MAX_RECORD_BYTES, MAX_RECORD_VALUES
 from ..errors import CorruptionError
 from .dcp_names import STATE, Names, Path, key_of, path_from_json, paths_of
 
@@ -22,69 +21,50 @@ BYTES = "bytes"
 PICKLE = "pickle"
 """An opaque array that is the output of torch.save for an object."""
 _MOST_DEPTH = 24
-_BRACKETS_BYTES = 4
-_MOST_LETTER_BYTES = 12
+_MOST_ENTRY_BYTES = 1024 * 1024
+"""About the most that the JSON of one entry may take."""
+_VALUE_BYTES = 4
+_MOST_BITS = 10_000
+"""Of a whole number: Python writes and reads no more digits than 4300."""
 
 
 class NotPlainError(Exception):
     """A value that JSON cannot express."""
 
 
-@dataclass
-class RecordRoom:
-    """The room for values in a record: their number, and about the bytes of their JSON."""
-
-    values: int = MAX_RECORD_VALUES
-    nbytes: int = MAX_RECORD_BYTES
-
-    def take(self, value: object) -> None:
-        """Count a value, without its content. Raises NotPlainError if there is no room for it."""
-        self.values -= 1
-        self.nbytes -= _BRACKETS_BYTES
-        if isinstance(value, str):
-            self.nbytes -= len(value) if value.isascii() else _MOST_LETTER_BYTES * len(value)
-        elif isinstance(value, bytes):
-            self.nbytes -= 4 * len(value) // 3
-        elif isinstance(value, int):
-            self.nbytes -= value.bit_length() // 3
-        if self.values < 0 or self.nbytes < 0:
-            raise NotPlainError("more values than a record has room for")
-
-
-def encode_value(value: object, room: RecordRoom | None = None) -> Any:
+def encode_value(value: object) -> Any:
     """Return plain data as JSON: None, bool, int, float, text, bytes, lists, tuples and dicts of them, nothing else.
 
     Tuples, bytes and dicts with other keys than plain text are objects with one key that begins with `$`. Raises
-    NotPlainError; subclasses are not plain, since they would come back as something else, nor are deeply nested ones, or those
-    that take more than there is `room` for (then `room` is as before): a small pickle may hold one list a million times.
+    NotPlainError; subclasses are not plain, since they would come back as something else, nor is what is nested deeply or
+    takes megabytes: a small pickle may hold one list a million times.
     """
-    room = RecordRoom() if room is None else room
-    before = (room.values, room.nbytes)
-    try:
-        return _encode(value, room, 0)
-    except NotPlainError:
-        room.values, room.nbytes = before
-        raise
+    return _Encoder().encode(value, 0)
 
 
-def _encode(value: object, room: RecordRoom, depth: int) -> Any:
-    room.take(value)
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if depth > _MOST_DEPTH:
-        raise NotPlainError(f"nested more than {_MOST_DEPTH} levels deep")
-    if isinstance(value, list) and kind is list:
-        return [_encode(item, room, depth + 1) for item in value]
-    if isinstance(value, tuple) and kind is tuple:
-        return {"$tuple": [_encode(item, room, depth + 1) for item in value]}
-    if isinstance(value, bytes) and kind is bytes:
-        return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, dict) and kind is dict:
-        plain = all(type(key) is str and not key.startswith("$") for key in value)
-        pairs = [[_encode(key, room, depth + 1), _encode(item, room, depth + 1)] for key, item in value.items()]
-        return dict(pairs) if plain else {"$dict": pairs}
-    raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} is not plain data")
+class _Encoder:
+    def __init__(self) -> None:
+        self._left_bytes = _MOST_ENTRY_BYTES
+
+    def encode(self, value: object, depth: int) -> Any:
+        kind = type(value)
+        self._left_bytes -= _VALUE_BYTES + (len(value) if isinstance(value, str | bytes) else 0)
+        endless = isinstance(value, int) and value.bit_length() > _MOST_BITS
+        if self._left_bytes < 0 or depth > _MOST_DEPTH or endless:
+            raise NotPlainError("too large, or too deeply nested, for the record")
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if isinstance(value, list) and kind is list:
+            return [self.encode(item, depth + 1) for item in value]
+        if isinstance(value, tuple) and kind is tuple:
+            return {"$tuple": [self.encode(item, depth + 1) for item in value]}
+        if isinstance(value, bytes) and kind is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, dict) and kind is dict:
+            plain = all(type(key) is str and not key.startswith("$") for key in value)
+            pairs = [[self.encode(key, depth + 1), self.encode(item, depth + 1)] for key, item in value.items()]
+            return dict(pairs) if plain else {"$dict": pairs}
+        raise NotPlainError(f"a {kind.__module__}.{kind.__qualname__} is not plain data")
 
 
 def decode_value(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A checkpoint of torch.distributed.checkpoint, `.metadata` and `.distcp` files, read as arrays. No torch.
+"""A checkpoint of torch.distributed.checkpoint, `.metadata` and `.distcp` files, read as arrays.
 
 [Note: the folder]
 `.metadata` is a pickle of dataclasses: for each key a tensor's size and the blocks that it was cut into, or that it is
@@ -10,46 +10,77 @@ Source: torch/distributed/checkpoint/metadata.py and filesystem.py of torch 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..errors import CheckpointMismatchError, CorruptionError
 from ..format.arrays import ArraySpec, Bytes, client_array
 from ..format.boxes import Box, gather, tiles
 from ..io.files import Files
 from ..io.shards import IoResources
-from .dcp_entries import FileRange, Opaque, PickledEntries
-from .dcp_names import STATE, Names, key_of, name_arrays, step_of
+from .dcp_names import STATE, key_of, name_arrays, step_of
 from .dcp_names import Path as KeyPath
-from .dcp_values import make_document
-from .pickles import Global, PickledObject, Table, Walk, brief, inert, load_pickle
+from .dcp_values import BYTES, PICKLE, NotPlainError, encode_value, make_document
 from .source import ForeignSource, record_of
-from .torchfile import TORCH, TorchTensor, load_torch_file
+from .torchfile import Inert, TorchTensor, load_torch_file, opened_file
 
 METADATA = ".metadata"
 _MOST_KEPT = 4096
 """Blocks whose place in their file is remembered."""
-_MOST_BLOCK_PICKLE_BYTES = 1024 * 1024
-_LEAST_STEPS, _BYTES_A_STEP = 1_000_000, 16
-"""A block costs four steps, and has well over a hundred bytes in the metadata."""
+_MOST_LOADED_BYTES = 64 * 1024 * 1024
+"""Larger entries are not looked into: they stay pickles."""
 _MODULE = "torch.distributed.checkpoint"
 _KINDS = (
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
     *("_MEM_FORMAT_ENCODING", "MetadataIndex", "StorageMeta"),
 )
-_TABLE: Table = {
-    **TORCH,
-    **inert(
-        *(f"{_MODULE}.metadata.{kind}" for kind in _KINDS),
-        f"{_MODULE}.filesystem._StorageInfo",
-        "torch.serialization._get_layout",
-        "pathlib.PosixPath",
-        "pathlib.PurePosixPath",
-        "pathlib.WindowsPath",
-        "pathlib._local.PosixPath",
-    ),
-}
+_INERT = (
+    *(f"{_MODULE}.metadata.{kind}" for kind in _KINDS),
+    f"{_MODULE}.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib.PurePosixPath",
+    "pathlib.WindowsPath",
+    "pathlib._local.PosixPath",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRange:
+    """Bytes `[offset, offset + nbytes)` of a file: a block of a tensor, or an entry."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+    def load(self) -> Any:
+        """Return the object that was saved there."""
+        return load_torch_file(self.path, (self.offset, self.nbytes))
+
+    def read(self, files: Files, first: int, out: Bytes) -> None:
+        """Fill `out` with the bytes from number `first` on. Raises StorageError if the file is shorter now."""
+        with files.opened(self.path) as file:
+            files.read_into(file, out, self.offset + first)
+
+
+@dataclass(frozen=True)
+class LoadedBytes:
+    """A `bytes` object, loaded again whenever a part of it is read."""
+
+    place: FileRange
+    nbytes: int
+
+    def read(self, files: Files, first: int, out: Bytes) -> None:
+        value = self.place.load()
+        if type(value) is not bytes or len(value) != self.nbytes:
+            raise CorruptionError(f"{self.place.path} changed while it was read")
+        out[:] = np.frombuffer(value, np.uint8)[first : first + out.size]
 
 
 _Blocks = list[tuple[Box, FileRange]]
@@ -66,14 +97,16 @@ class TorchDcpSource(ForeignSource):
     kind = "torch DCP"
 
     def __init__(self, folder: Path, resources: IoResources | None = None) -> None:
-        files = Files(direct=False)
-        tensors, self._opaque, document = _Metadata(folder).described(PickledEntries(files))
-        self._blocks = {name: blocks for name, (_, blocks) in tensors.items()}
+        metadata = _Metadata(folder)
+        tensors = metadata.tensors()
+        self._blocks = {spec.name: blocks for spec, blocks in tensors}
+        self._opaque: dict[str, FileRange | LoadedBytes] = {}
+        document = metadata.add_entries(self._opaque)
         self._found: dict[FileRange, TorchTensor] = {}
-        specs = [spec for spec, _ in tensors.values()]
+        specs = [spec for spec, _ in tensors]
         specs += [ArraySpec(name=name, shape=(it.nbytes,), dtype="uint8") for name, it in self._opaque.items()]
         record = record_of(folder, step_of(folder.resolve().name), {STATE: document})
-        super().__init__(folder, record, specs, resources, files)
+        super().__init__(folder, record, specs, resources, Files(direct=False))
 
     def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
         if name in self._opaque:
@@ -93,7 +126,7 @@ class TorchDcpSource(ForeignSource):
             known = self._found.get(place)
         if known is not None:
             return known
-        tensor = load_torch_file(place.path, part=(place.offset, place.nbytes), most_bytes=_MOST_BLOCK_PICKLE_BYTES)
+        tensor = place.load()
         if not isinstance(tensor, TorchTensor) or (tensor.shape, tensor.dtype) != (box.sizes, spec.dtype):
             got = f"{tensor.dtype} of shape {tensor.shape}" if isinstance(tensor, TorchTensor) else "no tensor"
             raise CorruptionError(
@@ -107,135 +140,118 @@ class TorchDcpSource(ForeignSource):
         return tensor
 
 
+class _Unpickler(pickle.Unpickler):
+    """Builds the objects of `.metadata` as `Inert` ones, sizes as tuples and types as their names, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in _INERT:
+            return Inert.named(name)
+        if full in ("torch.Size", "collections.OrderedDict"):
+            return tuple if name == "Size" else dict
+        if module == "torch" and name.isidentifier() and name.islower():
+            return name
+        raise CheckpointMismatchError(
+            f"it names {full[:200]!r}, which the metadata of FileSystemWriter does not: nothing was called"
+        )
+
+
 class _Metadata:
     """The content of `.metadata`, checked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / METADATA
-        with self._path.open("rb") as file:
-            size = self._path.stat().st_size
-            self._walk = Walk(str(self._path), max(_LEAST_STEPS, size // _BYTES_A_STEP))
-            root = load_pickle(file, str(self._path), _TABLE, size=size)
-        self._entries = self._dict(self._object(root, "Metadata").get("state_dict_metadata"))
-        if not all(isinstance(key, str) for key in self._entries):
-            raise self._damaged("its entries have no names")
-        self._storage = self._index(self._dict(root.get("storage_data")))
-        planner = root.get("planner_data")
-        kept = planner if isinstance(planner, dict) else {}
-        self._paths = {key: self._key_path(key, kept.get(key)) for key in self._entries}
+        with opened_file(self._path) as (file, _), self._checked():
+            root = _Unpickler(file).load().state
+            self._entries: dict[str, Inert] = root["state_dict_metadata"]
+            self._places = dict(self._place(index, info) for index, info in root["storage_data"].items())
+            kept = root.get("planner_data")
+            kept = kept if isinstance(kept, dict) else {}
+            self._paths = {key: _key_path(key, kept.get(key)) for key in self._entries}
+            self._tensor_keys = [key for key, entry in self._entries.items() if entry.name == "TensorStorageMetadata"]
+            self._names = name_arrays({key: self._paths[key] for key in self._tensor_keys})
 
-    def described(
-        self, looked_into: PickledEntries
-    ) -> tuple[dict[str, tuple[ArraySpec, _Blocks]], dict[str, Opaque], dict[str, Any]]:
-        """Return tensors by array name, opaque arrays, and the record's `state["dcp"]`."""
-        tensors = {key: entry for key, entry in self._entries.items() if self._kind(entry) == "TensorStorageMetadata"}
-        names = name_arrays({key: self._paths[key] for key in tensors})
-        described = {names.arrays[key]: self._tensor(key, names.arrays[key], entry) for key, entry in tensors.items()}
-        values: list[tuple[KeyPath, Any]] = []
-        opaque: dict[str, Opaque] = {}
-        kinds: dict[str, str] = {}
-        for key, entry in self._entries.items():
-            if key in tensors:
-                continue
-            if self._kind(entry) != "BytesStorageMetadata":
-                raise self._damaged(f"{key!r} is neither a tensor nor bytes")
-            kind, value = looked_into.look(self._place(key, None))
-            if kind:
-                name = self._opaque_name(key, names, described)
-                opaque[name], kinds[name] = value, kind
-            else:
-                values.append((self._paths[key], value))
-        return described, opaque, make_document(names, values, kinds)
-
-    def _opaque_name(self, key: str, names: Names, tensors: Mapping[str, Any]) -> str:
-        name = client_array(key)
-        if name in tensors:
-            raise CheckpointMismatchError(f"{self._path}: {key!r} and a tensor would both be the array {name!r}")
-        names.paths[name] = self._paths[key]
-        return name
-
-    # -- tensors -----------------------------------------------------------------------------------------------------
-
-    def _tensor(self, key: str, name: str, entry: PickledObject) -> tuple[ArraySpec, _Blocks]:
-        shape = self._extents(entry.get("size"))
-        properties = self._object(entry.get("properties"), "TensorProperties").state
-        dtype = properties[0] if isinstance(properties, tuple) and properties else None
-        if not isinstance(dtype, Global):
-            raise self._damaged(f"{key!r} has no data type")
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Name the file in the errors of the block; what fails in another way was not written by torch."""
         try:
-            spec = ArraySpec(name=name, shape=shape, dtype=dtype.name.removeprefix("torch."))
+            yield
+        except (CheckpointMismatchError, CorruptionError) as error:
+            if str(self._path.parent) in str(error):
+                raise
+            raise type(error)(f"{self._path}: {error}") from error
+        except Exception as error:
+            raise CorruptionError(
+                f"{self._path} is damaged, or was written in an unsupported way ({type(error).__name__}: {error!s:.200})"
+            ) from error
+
+    def tensors(self) -> list[tuple[ArraySpec, _Blocks]]:
+        """Return the array of each tensor, and its blocks."""
+        with self._checked():
+            return [self._tensor(key) for key in self._tensor_keys]
+
+    def add_entries(self, opaque: dict[str, FileRange | LoadedBytes]) -> dict[str, Any]:
+        """Add the arrays of bytes to `opaque`, and return the record's `state["dcp"]`."""
+        values: list[tuple[KeyPath, Any]] = []
+        kinds: dict[str, str] = {}
+        with self._checked():
+            for key in (key for key in self._entries if key not in self._names.arrays):
+                kind, value = _look(self._places[key, None])
+                if not kind:
+                    values.append((self._paths[key], value))
+                    continue
+                name = client_array(key)
+                if name in self._names.arrays.values():
+                    raise CheckpointMismatchError(f"{key!r} and a tensor would both be the array {name!r}")
+                opaque[name], kinds[name] = value, kind
+                self._names.paths[name] = self._paths[key]
+            return make_document(self._names, values, kinds)
+
+    def _tensor(self, key: str) -> tuple[ArraySpec, _Blocks]:
+        entry = self._entries[key].state
+        shape = _extents(entry["size"])
+        try:
+            spec = ArraySpec(name=self._names.arrays[key], shape=shape, dtype=entry["properties"].state[0])
         except ValueError as error:
-            raise CheckpointMismatchError(f"{self._path}: {key!r}: {error}") from error
+            raise CheckpointMismatchError(f"{key!r}: {error}") from error
         blocks: _Blocks = []
-        chunks = entry.get("chunks")
-        if not isinstance(chunks, list):
-            raise self._damaged(f"expected a list of blocks, got {brief(chunks)}")
-        for chunk in chunks:
-            piece = self._object(chunk, "ChunkStorageMetadata")  # which counts a step
-            offsets, sizes = self._extents(piece.get("offsets")), self._extents(piece.get("sizes"))
-            try:
-                box = Box(shape, offsets, sizes)
-            except ValueError as error:
-                raise self._damaged(f"{key!r}: {error}") from error
+        for chunk in entry["chunks"]:
+            offsets, sizes = _extents(chunk.state["offsets"]), _extents(chunk.state["sizes"])
+            box = Box(shape, offsets, sizes)
             if box.numel:
-                blocks.append((box, self._place(key, offsets)))
+                blocks.append((box, self._places[key, offsets]))
         if not tiles(shape, (box for box, _ in blocks)):
-            raise self._damaged(f"the blocks of {key!r} do not cover its {spec.numel} elements exactly once")
+            raise CorruptionError(f"the blocks of {key!r} do not cover its {spec.numel} elements exactly once")
         return spec, blocks
 
-    def _extents(self, value: object) -> tuple[int, ...]:
-        if type(value) is not tuple or len(value) > 64 or not all(type(n) is int and 0 <= n < 2**48 for n in value):
-            raise self._damaged(f"expected a size, got {brief(value)}")
-        return value
+    def _place(self, index: Inert, info: Inert) -> tuple[tuple[str, tuple[int, ...] | None], FileRange]:
+        offset, file = index.state.get("offset"), info.state["relative_path"]
+        if Path(file).name != file or file in ("", ".."):
+            raise CorruptionError(f"an entry is in {file!r:.100}, which is not a file of the folder")
+        if info.state.get("transform_descriptors"):
+            raise CheckpointMismatchError("it was written through an extension, which is not supported")
+        start, nbytes = _extents((info.state["offset"], info.state["length"]))
+        place = FileRange(path=self._folder / file, offset=start, nbytes=nbytes)
+        return (index.state["fqn"], None if offset is None else _extents(offset)), place
 
-    # -- places -----------------------------------------------------------------------------------------------------
 
-    def _index(self, storage: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], FileRange]:
-        found: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
-        for key, value in storage.items():
-            index, info = self._object(key, "MetadataIndex"), self._object(value, "_StorageInfo")
-            fqn, offset, file = index.get("fqn"), index.get("offset"), info.get("relative_path")
-            start, nbytes = info.get("offset"), info.get("length")
-            if not isinstance(fqn, str) or not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
-                raise self._damaged(f"an entry is in {brief(file)}, which is not a file of the folder")
-            if type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
-                raise self._damaged(f"{fqn!r} is at {brief(start)}, {brief(nbytes)} bytes")
-            if info.get("transform_descriptors"):
-                raise CheckpointMismatchError(
-                    f"{self._path}: {fqn!r} was written through an extension, which is not supported"
-                )
-            place = FileRange(path=self._folder / file, offset=start, nbytes=nbytes)
-            found[fqn, None if offset is None else self._extents(offset)] = place
-        return found
+def _look(place: FileRange) -> tuple[str, Any]:
+    """Return an empty kind and JSON for plain data, otherwise the kind and where its bytes are."""
+    if place.nbytes <= _MOST_LOADED_BYTES:
+        with contextlib.suppress(NotPlainError, CheckpointMismatchError):
+            value = place.load()
+            return (BYTES, LoadedBytes(place, len(value))) if type(value) is bytes else ("", encode_value(value))
+    return PICKLE, place
 
-    def _place(self, key: str, offsets: tuple[int, ...] | None) -> FileRange:
-        place = self._storage.get((key, offsets))
-        if place is None:
-            raise self._damaged(f"no file is listed for {key!r} at {offsets}")
-        return place
 
-    def _key_path(self, key: str, path: object) -> KeyPath:
-        if isinstance(path, tuple | list) and path and all(type(part) in (str, int) for part in path):
-            return tuple(path) if key_of(tuple(path)) == key else (key,)
-        return (key,)
+def _extents(value: Any) -> tuple[int, ...]:
+    if type(value) is not tuple or len(value) > 64 or not all(type(n) is int and 0 <= n < 2**48 for n in value):
+        raise CorruptionError(f"expected a size, got {value!r:.100}")
+    return value
 
-    # -- objects of a pickle ----------------------------------------------------------------------------------------
 
-    def _object(self, value: object, kind: str) -> PickledObject:
-        self._walk.step()
-        if not isinstance(value, PickledObject) or self._kind(value) != kind:
-            raise self._damaged(f"expected a {kind}, got {brief(value)}")
-        return value
-
-    @staticmethod
-    def _kind(value: object) -> str:
-        return value.name.rpartition(".")[2] if isinstance(value, PickledObject) else ""
-
-    def _dict(self, value: object) -> dict[Any, Any]:
-        if not isinstance(value, dict):
-            raise self._damaged(f"expected a dict, got {brief(value)}")
-        return value
-
-    def _damaged(self, what: str) -> CorruptionError:
-        return CorruptionError(f"{self._path}: {what}: it is damaged, or was written in an unsupported way")
+def _key_path(key: str, path: object) -> KeyPath:
+    if isinstance(path, tuple | list) and path and all(type(part) in (str, int) for part in path):
+        return tuple(path) if key_of(tuple(path)) == key else (key,)
+    return (key,)

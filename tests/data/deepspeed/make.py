@@ -31,7 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
     "stage0-fp16-1": {"stage": 0, "world_size": 1, "precision": "fp16", "groups": "two"},
     "stage1-fp32-2": {"stage": 1, "world_size": 2, "accumulation": 3},
     "stage1-bf16-3": {"stage": 1, "world_size": 3, "precision": "bf16"},
-    "stage1-elastic-2": {"stage": 1, "world_size": 2, "precision": "fp16", "elastic": True},
     "stage2-bf16-groups-2": {"stage": 2, "world_size": 2, "precision": "bf16", "groups": "two"},
     "stage2-fp16-1": {"stage": 2, "world_size": 1, "precision": "fp16", "client": True},
     "stage2-fp32-3": {"stage": 2, "world_size": 3, "groups": "two", "zero": {"round_robin_gradients": True}},
@@ -41,7 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
         "precision": "bf16",
         "zero": {"offload_optimizer": {"device": "cpu"}},
     },
-    "stage2-legacy-1": {"stage": 2, "world_size": 1, "precision": "bf16", "legacy": True},
     "stage3-bf16-1": {"stage": 3, "world_size": 1, "precision": "bf16"},
     "stage3-bf16-groups-2": {
         "stage": 3,
@@ -73,8 +71,6 @@ def config(case: dict[str, Any], nvme: str) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": case["stage"], **case.get("zero", {})}
     if case["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = 10
-    if case.get("elastic"):
-        zero["elastic_checkpoint"] = True
     if case.get("nvme"):
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": nvme, "buffer_count": 5}
     accumulation = case.get("accumulation", 1)
@@ -89,8 +85,6 @@ def config(case: dict[str, Any], nvme: str) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1000,
     }
-    if case.get("legacy"):
-        made["checkpoint"] = {"checkpoint_serialization": False}
     precision = case.get("precision", "fp32")
     if precision == "bf16":
         made["bf16"] = {"enabled": True}

@@ -8,10 +8,8 @@ parts of a group of tensors follow each other (`Striped`).
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -43,41 +41,26 @@ Part = TorchTensor | MemoryPart
 """A flat tensor that holds a part of others."""
 
 
-class Vector:
-    """The concatenation of `parts`, all of one type."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = parts
-        self.starts = [0, *accumulate(part.numel for part in parts)]
-        """Elements before each part, and all of them."""
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.starts[-1]
-
-
 @dataclass(frozen=True)
 class Joined:
-    """A range of a vector, from its element `start` on."""
+    """A range of the concatenation of `parts`, all of one type, from its element `start` on."""
 
-    vector: Vector
+    parts: Sequence[Part]
     start: int = 0
 
     @property
     def dtype(self) -> str:
         """Type of the elements, as Zarr names it."""
-        return self.vector.parts[0].dtype
+        return self.parts[0].dtype
 
     def pieces(self, first: int, stop: int) -> Iterator[tuple[Part, int, int]]:
         """Yield the part, and the range in it, of each piece of flat elements `[first, stop)`, in order."""
-        parts, starts = self.vector.parts, self.vector.starts
-        position, end = self.start + first, self.start + stop
-        while position < end:
-            number = bisect_right(starts, position) - 1
-            upto = min(end, starts[number + 1])
-            yield parts[number], position - starts[number], upto - starts[number]
-            position = upto
+        begin, first, stop = 0, self.start + first, self.start + stop
+        for part in self.parts:
+            low, high = max(first, begin), min(stop, begin + part.numel)
+            if low < high:
+                yield part, low - begin, high - begin
+            begin += part.numel
 
 
 @dataclass(frozen=True)
@@ -104,11 +87,6 @@ class Striped:
 
 Elements = Joined | Striped
 """The elements of one global tensor."""
-
-
-def whole(part: Part) -> Joined:
-    """Return the elements of a tensor that is one part."""
-    return Joined(Vector([part]))
 
 
 MASTER = "fp32"

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...checkpoint.format import Record
 from ...io.files import Files
-from ..pickles import PickledObject
+from ..torchfile import Inert
 from .pieces import States
 from .values import Fields, Plain, number_of, table_of
 
@@ -158,7 +158,7 @@ class ProgressRecord:
 
     def _loss_scale(self, steps: int) -> dict[str, Any]:
         scaler = self._states.scaler
-        found = table_of(scaler.state if isinstance(scaler, PickledObject) else scaler)
+        found = table_of(scaler.state if isinstance(scaler, Inert) else scaler)
 
         def number(key: str, default: float) -> float:
             value = number_of(found.get(key), self._files)

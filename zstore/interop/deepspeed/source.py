@@ -19,7 +19,7 @@ from ...io.shards import IoResources
 from ..source import ForeignSource
 from ..torchfile import TorchTensor
 from .folder import CheckpointFiles, check_ranks, find, refusal
-from .pieces import MASTER, Elements, MemoryPart, States, Striped, whole
+from .pieces import MASTER, Elements, Joined, MemoryPart, States, Striped
 from .progress import ProgressRecord
 from .states import StateReader
 from .values import Fields, buffer_names, shapes_of, table_of, tensor_of
@@ -56,7 +56,7 @@ class DeepSpeedSource(ForeignSource):
         record = progress.record(folder.tag, parameters)
         for name, value in progress.client.tensors.items():
             part = value if isinstance(value, TorchTensor) else MemoryPart(value.reshape(-1), value.dtype.name)
-            self._add(name, value.shape, whole(part))
+            self._add(name, value.shape, Joined([part]))
         super().__init__(folder.path, record, self._specs.values(), resources, files)
         self.kind = _kind(folder, states, progress)
         self.notes = (*progress.notes, _ALWAYS_LOST)
@@ -96,14 +96,14 @@ class DeepSpeedSource(ForeignSource):
             self._add_frozen_fragments(states.world_size, other_names)
         for name, value in table_of(self._model.get("module")).items():
             if isinstance(name, str) and name not in known and isinstance(value, TorchTensor) and not striped:
-                self._add(model_array(name), value.shape, whole(value), other_names.get(name, ()))
+                self._add(model_array(name), value.shape, Joined([value]), other_names.get(name, ()))
 
     def _add_buffers(self, names: set[str]) -> None:
         seen = set()
         for name, value in self._model.fields("module").entries.items():
             if name in names and isinstance(value, TorchTensor) and (not value.numel or value.identity not in seen):
                 seen.add(value.identity)
-                self._add(buffer_array(name), value.shape, whole(value))
+                self._add(buffer_array(name), value.shape, Joined([value]))
 
     def _add_frozen_fragments(self, world_size: int, aliases: Mapping[str, tuple[str, ...]]) -> None:
         found = self._model.get("frozen_param_shapes")

@@ -14,72 +14,56 @@ from typing import Any
 
 from ...errors import CheckpointMismatchError, CorruptionError
 from ...io.files import Files
-from ..pickles import brief
-from ..torchfile import Storage, TorchTensor, load_torch_file
+from ..torchfile import Inert, TorchTensor, brief, load_torch_file
 from .folder import CheckpointFiles, check_ranks, refusal
-from .pieces import MASTER, Elements, Joined, Part, Shapes, States, Striped, TrainedParameter, Vector, whole
-from .values import (
-    CLASSES,
-    Fields,
-    enum_value,
-    flat_of,
-    indices_of,
-    number_of,
-    scalars_of,
-    shapes_of,
-    table_of,
-    tensor_of,
-)
+from .pieces import MASTER, Elements, Joined, Part, Shapes, States, Striped, TrainedParameter
+from .values import Fields, flat_of, indices_of, number_of, scalars_of, shapes_of, table_of, tensor_of
 from .whole import WholeStates
 
 
+@dataclass(frozen=True)
 class StateReader:
     """Reads the optimizer's files of a folder whose model states, rank 0's, are `model`."""
 
-    def __init__(self, folder: CheckpointFiles, model: Fields, files: Files) -> None:
-        self._folder = folder
-        self._model = model
-        self._files = files
+    folder: CheckpointFiles
+    model: Fields
+    files: Files
 
     def read(self) -> States:
         """Return the states; of a folder that has no optimizer's files, none of them."""
-        if self._folder.universal:
+        if self.folder.universal:
             return self._universal()
-        if not self._folder.optimizer:
-            return WholeStates(self._model, self._files).read()
-        first = min(self._folder.optimizer)
-        head = self._state_of(self._folder.optimizer[first])
+        if not self.folder.optimizer:
+            return WholeStates(self.model, self.files).read()
+        first = min(self.folder.optimizer)
+        head = self._state_of(first)
         stage, world_size = _stage_of(head), _world_size_of(head)
         if head.get("ds_zero_partition_groups") is not None:
-            raise CheckpointMismatchError(
-                refusal(self._folder.path, "expert parallel", "its ranks partition in groups")
-            )
-        check_ranks(self._folder, self._folder.optimizer, world_size, "optimizer states")
-        ranks = [self._state_of(self._folder.optimizer[rank]) if rank != first else head for rank in range(world_size)]
+            raise CheckpointMismatchError(refusal(self.folder.path, "expert parallel", "its ranks partition in groups"))
+        check_ranks(self.folder, self.folder.optimizer, world_size, "optimizer states")
+        ranks = [head if rank == first else self._state_of(rank) for rank in range(world_size)]
         states = States(stage=stage, world_size=world_size, scaler=head.get("loss_scaler"))
         if stage == 3:
-            _Stage3(self._folder, self._files, ranks, states).read(self._shapes("param_shapes"))
+            _Stage3(self.folder, self.files, ranks, states).read(self._shapes())
         else:
-            _Stage2(self._folder, self._files, ranks, states).read(self._joined_shapes(ranks))
+            has_shapes = self.model.get("param_shapes") is not None
+            _Stage2(self.folder, self.files, ranks, states).read(self._shapes() if has_shapes else self._sliced(ranks))
         return states
 
-    def _state_of(self, path: Any) -> Fields:
-        return Fields.load(path).fields("optimizer_state_dict")
+    def _state_of(self, rank: int) -> Fields:
+        return Fields.load(self.folder.optimizer[rank]).fields("optimizer_state_dict")
 
-    def _shapes(self, key: str) -> list[Shapes]:
-        where = f"{self._model.where}: {key}"
-        return [shapes_of(shapes, where) for shapes in self._model.items(key)]
+    def _shapes(self) -> list[Shapes]:
+        where = f"{self.model.where}: param_shapes"
+        return [shapes_of(shapes, where) for shapes in self.model.items("param_shapes")]
 
-    def _joined_shapes(self, ranks: Sequence[Fields]) -> list[Shapes]:
-        if self._model.get("param_shapes") is not None:
-            return self._shapes("param_shapes")
-        # With bf16 and no stage the model states do not say; the fragments do, and the weights have the shapes.
-        module = self._model.fields("module")
+    def _sliced(self, ranks: Sequence[Fields]) -> list[Shapes]:
+        """Return the shapes with bf16 and no stage: the fragments name the parameters, and the weights have the shapes."""
+        module = self.model.fields("module")
         groups: list[Shapes] = []
         for rank in ranks:
             for number, mapping in enumerate(rank.items("param_slice_mappings")):
-                if number == len(groups):
-                    groups.append({})
+                groups += [{}] if number == len(groups) else []
                 for name in table_of(mapping):
                     groups[number].setdefault(name, tensor_of(module.get(name), f"{module.where}: {brief(name)}").shape)
         return groups
@@ -87,49 +71,45 @@ class StateReader:
     # -- universal folders ------------------------------------------------------------------------------------------
 
     def _universal(self) -> States:
-        folder, model = self._folder, self._model
-        path = folder.universal.get("optimizer_state.pt")
-        head = Fields.load(path) if path is not None else Fields({}, str(folder.path))
-        striped = _stage_of(head) == 3
-        states = States(
-            stage=_stage_of(head), world_size=max(1, model.count("dp_world_size")), scaler=head.get("loss_scaler")
-        )
+        path = self.folder.universal.get("optimizer_state.pt")
+        head = Fields.load(path) if path is not None else Fields({}, str(self.folder.path))
+        stage, world_size = _stage_of(head), max(1, self.model.count("dp_world_size"))
+        states = States(stage=stage, world_size=world_size, scaler=head.get("loss_scaler"))
         states.groups = [table_of(group) for group in head.items("param_groups")] if path is not None else []
-        inner = table_of(table_of(head.get("optimizer_state_dict")).get("state")) if striped else {}
-        for number, shapes in enumerate(self._shapes("param_shapes")):
-            step = number_of(table_of(inner.get(number)).get("step"), self._files)
+        inner = table_of(table_of(head.get("optimizer_state_dict")).get("state")) if stage == 3 else {}
+        for number, shapes in enumerate(self._shapes()):
+            step = number_of(table_of(inner.get(number)).get("step"), self.files)
             for name, shape in shapes.items():
                 states.parameters[name] = self._universal_parameter(name, shape, step)
         return states
 
     def _universal_parameter(self, name: str, shape: tuple[int, ...], step: float | None) -> TrainedParameter:
         # The name is looked up among the existing ones; it is never made a path.
-        base = self._folder.universal.get(name)
+        base = self.folder.universal.get(name)
         if base is None:
             raise CorruptionError(
-                f"{self._folder.path}: the universal folder lacks parameter {name[:200]!r}: it is incomplete"
+                f"{self.folder.path}: the universal folder lacks parameter {name[:200]!r}: it is incomplete"
             )
         found: dict[str, Elements] = {}
-        for file in sorted(base.iterdir()):
-            key = file.name.removesuffix(".pt")
-            if key == file.name:
-                continue
-            value = load_torch_file(file, CLASSES)
+        for file in sorted(base.glob("*.pt")):
+            value = load_torch_file(file)
             value = value.get("param") if isinstance(value, dict) else value
-            if key == "step":
-                step = number_of(value, self._files)
+            if file.stem == "step":
+                step = number_of(value, self.files)
                 continue
             tensor = flat_of(value, str(file))
             if tensor.numel != math.prod(shape):
                 raise CorruptionError(f"{file} holds {tensor.numel} elements, parameter {name!r} has shape {shape}")
-            found[key] = whole(tensor)
+            found[file.stem] = Joined([tensor])
         if MASTER not in found:
             raise CorruptionError(f"{base} has no {MASTER}.pt: the universal folder is incomplete")
         return TrainedParameter(shape, found, {} if step is None else {"step": step})
 
 
 def _stage_of(state: Fields) -> int:
-    stage = enum_value(state.get("zero_stage"))
+    stage = state.get("zero_stage")
+    if isinstance(stage, Inert) and len(stage.args) == 1:  # an enum's member
+        stage = stage.args[0]
     if stage is None:
         return 1 if state.get("single_partition_of_fp32_groups") is not None else 0
     if stage not in (1, 2, 3):
@@ -143,11 +123,8 @@ def _world_size_of(state: Fields) -> int:
     if not counts or any(type(n) is not int or not 0 < n <= 2**20 for n in counts):
         raise CorruptionError(f"{state.where}: invalid number of partitions")
     if len(set(counts)) > 1:
-        raise CheckpointMismatchError(
-            refusal(
-                Path(state.where), "expert parallel", f"its parameter groups are cut for {sorted(set(counts))} ranks"
-            )
-        )
+        cut = f"its parameter groups are cut for {sorted(set(counts))} ranks"
+        raise CheckpointMismatchError(refusal(Path(state.where), "expert parallel", cut))
     return int(counts[0])
 
 
@@ -160,8 +137,11 @@ class _Layout:
     ranks: Sequence[Fields]
     states: States
 
-    def same_scalars(self, where: str, each: Sequence[dict[str, float]]) -> dict[str, float]:
+    def same_scalars(
+        self, where: str, states: Sequence[Mapping[Any, Any]], group: Mapping[Any, Any]
+    ) -> dict[str, float]:
         """Return the numbers that all ranks have. Raises CorruptionError if they differ."""
+        each = [scalars_of(state, group, self.files) for state in states]
         steps = {numbers.get("step") for numbers in each}
         if len(steps) > 1:
             raise CorruptionError(
@@ -184,74 +164,70 @@ class _Layout:
                 )
         return names
 
+    def short(self, where: str, found: int, expected: int) -> CorruptionError:
+        """Return the error for a flat tensor that does not have the elements of its parameters."""
+        return CorruptionError(
+            f"{self.folder.path}: {where} has {found} elements, its parameters need {expected}: files of two runs are mixed, "
+            "or damaged"
+        )
+
 
 class _Stage2(_Layout):
     """Flat groups: stages 1 and 2, and bf16 without a stage."""
 
     def read(self, groups: Sequence[Shapes]) -> None:
         """Fill in the parameters."""
-        base = self.ranks[0].get("base_optimizer_state")
-        if isinstance(base, dict):
-            self.states.groups = [table_of(group) for group in Fields(base, self.ranks[0].where).items("param_groups")]
-        else:  # an "elastic" checkpoint has no settings: the loader keeps its own
-            self.states.groups = [{} for _ in groups]
+        bases = [rank.get("base_optimizer_state") for rank in self.ranks]
+        if isinstance(bases[0], list):
+            raise CheckpointMismatchError(
+                f"{self.folder.path} was saved with zero_optimization.elastic_checkpoint, which has no settings of the "
+                "optimizer and is not read: save it with DeepSpeed's default, or as a universal checkpoint"
+            )
+        optimizers = [
+            Fields(base, f"{rank.where}: base_optimizer_state") for base, rank in zip(bases, self.ranks, strict=True)
+        ]
+        self.states.groups = [table_of(group) for group in optimizers[0].items("param_groups")]
         all_paddings = self.ranks[0].get("param_alignment_paddings")
         for number, shapes in enumerate(groups):
             paddings: Any = [0] * len(shapes)
             if isinstance(all_paddings, list) and number < len(all_paddings):
                 paddings = all_paddings[number]
-            if (
-                not isinstance(paddings, list)
-                or len(paddings) != len(shapes)
-                or any(type(n) is not int or n < 0 for n in paddings)
-            ):
+            if len(paddings) != len(shapes) or any(type(n) is not int or n < 0 for n in paddings):
                 raise CorruptionError(
                     f"{self.ranks[0].where}: the paddings of group {number} do not fit its parameters"
                 )
-            self._group(number, shapes, paddings)
+            states = [self._state(optimizer, number) for optimizer in optimizers]
+            self._group(number, shapes, paddings, states)
 
-    def _group(self, number: int, shapes: Shapes, paddings: Sequence[int]) -> None:
+    def _group(self, number: int, shapes: Shapes, paddings: Sequence[int], states: Sequence[Mapping[Any, Any]]) -> None:
         where = f"parameter group {number}"
         masters = [
-            flat_of(_item(rank.items("single_partition_of_fp32_groups"), number, rank.where), f"{rank.where}: {where}")
+            flat_of(rank.item("single_partition_of_fp32_groups", number), f"{rank.where}: {where}")
             for rank in self.ranks
         ]
-        states = [self._state(rank, number) for rank in self.ranks]
-        group = self.states.groups[number] if number < len(self.states.groups) else {}
-        least = masters[0].numel
-        names = self.slot_names(states[0], lambda value: value.numel >= max(least, 1))
-        flat: dict[str, Vector] = {MASTER: _vector(masters, where)}
-        for name in names:
-            flat[name] = _vector([flat_of(s.get(name), f"{where}: {name}") for s in states], where)
-        scalars = self.same_scalars(where, [scalars_of(s, group, self.files) for s in states])
-        if (
-            "step" not in scalars
-            and (step := number_of(self.ranks[0].get("base_optimizer_state_step"), self.files)) is not None
-        ):
-            scalars["step"] = step
+        least = max(masters[0].numel, 1)
+        flat: dict[str, Sequence[TorchTensor]] = {MASTER: masters}
+        for name in self.slot_names(states[0], lambda value: value.numel >= least):
+            flat[name] = [flat_of(state.get(name), f"{where}: {name}") for state in states]
+        if any(len({part.dtype for part in parts}) > 1 for parts in flat.values()):
+            raise CorruptionError(f"{where}: the ranks' parts have different types")
+        scalars = self.same_scalars(where, states, self.states.groups[number])
         start = 0
         for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            self.states.parameters[name] = TrainedParameter(
-                shape, {key: Joined(vector, start) for key, vector in flat.items()}, dict(scalars)
-            )
-            start += math.prod(shape)
-            end, start = start, start + padding
-            for key, vector in flat.items():
-                if end > vector.numel:
-                    raise _short(self.folder, f"{where}: {key}", vector.numel, end)
+            elements: dict[str, Elements] = {key: Joined(parts, start) for key, parts in flat.items()}
+            self.states.parameters[name] = TrainedParameter(shape, elements, dict(scalars))
+            end = start + math.prod(shape)
+            start = end + padding
+            for key, parts in flat.items():
+                if end > (numel := sum(part.numel for part in parts)):
+                    raise self.short(f"{where}: {key}", numel, end)
         # The padding for the ranks is less than two elements for each.
-        if flat[MASTER].numel - start > 2 * len(self.ranks):
-            raise _short(self.folder, where, flat[MASTER].numel, start)
+        if (numel := sum(part.numel for part in masters)) - start > 2 * len(self.ranks):
+            raise self.short(where, numel, start)
 
-    def _state(self, rank: Fields, number: int) -> Mapping[Any, Any]:
-        base = rank.get("base_optimizer_state")
-        if isinstance(base, list):  # an "elastic" checkpoint
-            return table_of(_item(base, number, rank.where))
-        fields = Fields(base, f"{rank.where}: base_optimizer_state")
-        group = table_of(_item(fields.items("param_groups"), number, rank.where))
-        indices = indices_of(group)
-        key = indices[0] if len(indices) == 1 else number
-        return table_of(table_of(fields.get("state")).get(key))
+    def _state(self, optimizer: Fields, number: int) -> Mapping[Any, Any]:
+        indices = indices_of(table_of(optimizer.item("param_groups", number)))
+        return table_of(table_of(optimizer.get("state")).get(indices[0] if len(indices) == 1 else number))
 
 
 class _Stage3(_Layout):
@@ -272,10 +248,7 @@ class _Stage3(_Layout):
         where = f"sub-group {number}"
         cuts = [-(-math.prod(shape) // len(self.ranks)) for shape in shapes.values()]
         numel = sum(cuts)
-        masters = [
-            tensor_of(_item(rank.items("fp32_flat_groups"), number, rank.where), f"{rank.where}: {where}")
-            for rank in self.ranks
-        ]
+        masters = [tensor_of(rank.item("fp32_flat_groups", number), f"{rank.where}: {where}") for rank in self.ranks]
         # The file on NVMe is named by an attribute of the master.
         keys = [master.attributes.get("ds_id") for master in masters]
         flat: dict[str, list[Part]] = {
@@ -284,7 +257,7 @@ class _Stage3(_Layout):
         for name in self.slot_names(states[0], lambda value: value.numel in (0, numel)):
             tensors = [tensor_of(state.get(name), f"{where}: {name}") for state in states]
             flat[name] = [self._part(t, numel, rank, f"{name}-{keys[rank]}", where) for rank, t in enumerate(tensors)]
-        scalars = self.same_scalars(where, [scalars_of(state, group, self.files) for state in states])
+        scalars = self.same_scalars(where, states, group)
         start = 0
         for (name, shape), cut in zip(shapes.items(), cuts, strict=True):
             elements: dict[str, Elements] = {key: Striped(parts, start, cut) for key, parts in flat.items()}
@@ -296,7 +269,7 @@ class _Stage3(_Layout):
         if value.numel == numel:
             return flat_of(value, where)
         if value.numel:
-            raise _short(self.folder, f"{where} of rank {rank}", value.numel, numel)
+            raise self.short(f"{where} of rank {rank}", value.numel, numel)
         # The name is looked up among the existing ones; it is never made a path.
         path = self.folder.offloaded.get(rank, {}).get(f"{file}.tensor.swp")
         if path is None:
@@ -308,22 +281,4 @@ class _Stage3(_Layout):
         if found < expected:
             raise CorruptionError(f"{path} has {found} bytes, expected at least {expected}: it is truncated")
         self.states.num_offloaded += 1
-        return TorchTensor(storage=Storage(path, expected), dtype=value.dtype, first=0, shape=(numel,), stride=(1,))
-
-
-def _vector(parts: Sequence[TorchTensor], where: str) -> Vector:
-    if len({part.dtype for part in parts}) > 1:
-        raise CorruptionError(f"{where}: the ranks' parts have different types")
-    return Vector(parts)
-
-
-def _item(items: Sequence[Any], number: int, where: str) -> Any:
-    if number >= len(items):
-        raise CorruptionError(f"{where}: expected at least {number + 1} parameter groups, got {len(items)}")
-    return items[number]
-
-
-def _short(folder: CheckpointFiles, where: str, found: int, expected: int) -> CorruptionError:
-    return CorruptionError(
-        f"{folder.path}: {where} has {found} elements, its parameters need {expected}: files of two runs are mixed, or damaged"
-    )
+        return TorchTensor(path=path, offset=0, shape=(numel,), stride=(1,), dtype=value.dtype, itemsize=value.itemsize)

@@ -7,35 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.format import MAX_RECORD_BYTES
+import numpy as np
+import numpy.typing as npt
+
 from ...checkpoint.metadata import MAX_NUMEL
 from ...errors import CorruptionError
 from ...format.arrays import client_array
 from ...io.files import Files
-from ..pickled_numpy import NUMPY, numpy_value
-from ..pickles import Global, PickledObject, Table, Walk, brief, inert
-from ..torchfile import MAX_DIMS, TorchTensor, load_torch_file
+from ..torchfile import Inert, TorchTensor, Walk, brief, load_torch_file
 
 _MAX_DEPTH = 60
-_MOST_COPIED_BYTES = 64 * 1024 * 1024
+_MAX_DIMS = 64
+_MOST_TEXT = 16 * 1024 * 1024
 _MOST_NAMED = 100
 """Of entries that are left out; there may be a million."""
 _MOST_BITS = 1000
 """Of a whole number that a float can hold."""
-
-CLASSES: Table = {
-    **inert(
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-        "deepspeed.checkpoint.constants.SubparamShape",
-        "argparse.Namespace",
-        "types.SimpleNamespace",
-    ),
-    **NUMPY,
-}
-"""Classes in files of DeepSpeed, and of programs around it, beside tensors and plain containers. None of them is imported."""
 
 
 class Fields:
@@ -50,7 +37,7 @@ class Fields:
     @staticmethod
     def load(path: Path) -> Fields:
         """Return the dict that a file of torch.save holds."""
-        return Fields(load_torch_file(path, CLASSES), str(path))
+        return Fields(load_torch_file(path), str(path))
 
     def get(self, key: Any) -> Any:
         """Return an entry; None if there is none."""
@@ -67,12 +54,24 @@ class Fields:
             raise CorruptionError(f"{self.where}: expected a list {key!r}, got {brief(value)}")
         return list(value)
 
+    def item(self, key: Any, number: int) -> Any:
+        """Return item `number` of an entry that is a list."""
+        items = self.items(key)
+        if number >= len(items):
+            raise CorruptionError(f"{self.where}: expected at least {number + 1} parameter groups, got {len(items)}")
+        return items[number]
+
     def count(self, key: Any) -> int:
         """Return an entry that is a whole number, not negative."""
         value = self.get(key)
         if type(value) is not int or not 0 <= value < 2**53:
             raise CorruptionError(f"{self.where}: expected a number {key!r}, got {brief(value)}")
         return value
+
+
+def table_of(value: Any) -> Mapping[Any, Any]:
+    """Return `value` if it is a dict, otherwise an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 def tensor_of(value: Any, where: str) -> TorchTensor:
@@ -94,11 +93,11 @@ def shapes_of(value: Any, where: str) -> dict[str, tuple[int, ...]]:
     """Return names and shapes, in the order of the file."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in Fields(value, where).entries.items():
-        good = isinstance(name, str) and name and type(shape) is tuple and len(shape) <= MAX_DIMS
+        good = isinstance(name, str) and name and isinstance(shape, tuple) and len(shape) <= _MAX_DIMS
         good = good and all(type(n) is int and 0 <= n <= MAX_NUMEL for n in shape)
         if not good or math.prod(shape) > MAX_NUMEL:
             raise CorruptionError(f"{where}: parameter {brief(name)} has no valid shape")
-        shapes[name] = shape
+        shapes[name] = tuple(shape)
     return shapes
 
 
@@ -106,11 +105,9 @@ def number_of(value: Any, files: Files) -> float | None:
     """Return a number, or the value of a tensor of one element; None for anything else."""
     if isinstance(value, TorchTensor) and value.numel == 1 and value.dtype in ("float32", "float64", "int64", "int32"):
         return float(value.whole(files).reshape(-1)[0])
-    if isinstance(value, PickledObject):
+    if isinstance(value, Inert):
         value = numpy_value(value)
-    elif isinstance(value, bool):
-        return None
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+    if isinstance(value, bool) or (isinstance(value, int) and value.bit_length() > _MOST_BITS):
         return None
     return float(value) if isinstance(value, int | float) else None
 
@@ -135,9 +132,33 @@ def buffer_names(model: Fields) -> set[str]:
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 
-def enum_value(value: Any) -> Any:
-    """Return the value of an enum's member."""
-    return value.args[0] if isinstance(value, PickledObject) and len(value.args) == 1 else value
+def numpy_value(found: Inert) -> npt.NDArray[Any] | float | None:
+    """Return the array or number that an object of numpy's represents; None if it is of no plain type, or damaged."""
+    try:
+        match found.name.rpartition(".")[2]:
+            case "scalar":
+                dtype, data = found.args
+                number: float = _array(data, dtype, ()).item()
+                return number
+            case "_reconstruct":
+                _, shape, dtype, fortran, data = found.state
+                return _array(data, dtype, shape, "F" if fortran else "C")
+            case "_frombuffer":
+                data, dtype, shape, order = found.args
+                return _array(data, dtype, shape, order)
+    except (TypeError, ValueError):
+        pass
+    return None
+
+
+def _array(data: bytes, dtype: Inert, shape: tuple[int, ...], order: Any = "C") -> npt.NDArray[Any]:
+    plain = np.dtype(dtype.args[0] if len(str(dtype.args[0])) <= 3 else "O")
+    if plain.kind not in "biuf":
+        raise ValueError("no plain type")
+    if isinstance(dtype.state, tuple) and dtype.state[1] == ">":
+        plain = plain.newbyteorder(">")
+    array = np.frombuffer(data, plain).reshape(shape, order=order)
+    return array.astype(plain.newbyteorder("<"), order="C", copy=False)
 
 
 class Plain:
@@ -145,8 +166,7 @@ class Plain:
 
     def __init__(self, where: str) -> None:
         self._walk = Walk(where)
-        self._room_bytes = MAX_RECORD_BYTES
-        self._copied_bytes = 0
+        self._text_left = _MOST_TEXT
         self.tensors: dict[str, Any] = {}
         """Tensors and numpy arrays by place; their places hold `{"$tensor": "client/<where>"}`."""
         self.left_out: list[str] = []
@@ -155,13 +175,11 @@ class Plain:
         """Return the JSON form of `value`; None in place of values that are left out."""
         self._walk.step()
         if isinstance(value, str):  # one text may be there a million times
-            self._room_bytes -= len(value)
-            return value if self._room_bytes >= 0 else self._leave(where, "more text than a record has room for")
+            self._text_left -= len(value)
+            return value if self._text_left >= 0 else self._leave(where, "more text than a record has room for")
         if value is None or isinstance(value, bool | int | float):
             return value
-        if isinstance(value, Global):
-            return value.name
-        if isinstance(value, PickledObject):
+        if isinstance(value, Inert):
             return self._object(value, where, depth)
         if isinstance(value, TorchTensor):
             return self._aside(value, where)
@@ -177,7 +195,7 @@ class Plain:
             return [self.of(item, f"{where}.{i}", depth + 1) for i, item in enumerate(value)]
         return self._leave(where, type(value).__name__)
 
-    def _object(self, value: PickledObject, where: str, depth: int) -> Any:
+    def _object(self, value: Inert, where: str, depth: int) -> Any:
         if value.name in ("argparse.Namespace", "types.SimpleNamespace") and isinstance(value.state, dict):
             return self.of(value.state, where, depth + 1)
         found = numpy_value(value)
@@ -189,18 +207,9 @@ class Plain:
         name = client_array(where)
         if name in self.tensors:
             return self._leave(where, "a duplicate name")
-        if not isinstance(value, TorchTensor) and value.base is None:  # not over the pickle's own bytes
-            self._copied_bytes += value.nbytes
-            if self._copied_bytes > _MOST_COPIED_BYTES:
-                return self._leave(where, "arrays in Fortran order or big endian, too large to convert")
         self.tensors[name] = value
         return {"$tensor": name}
 
     def _leave(self, where: str, what: str) -> None:
         if len(self.left_out) <= _MOST_NAMED:
             self.left_out.append(f"{where} ({what})" if len(self.left_out) < _MOST_NAMED else "and more")
-
-
-def table_of(value: Any) -> Mapping[Any, Any]:
-    """Return `value` if it is a dict, otherwise an empty one."""
-    return value if isinstance(value, dict) else {}

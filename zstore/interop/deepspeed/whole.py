@@ -11,7 +11,7 @@ Source: deepspeed/runtime/fp16/fused_optimizer.py and unfused_optimizer.py of 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from ...format.arrays import numpy_dtype
 from ...io.files import Files
 from ..torchfile import TorchTensor
-from .pieces import MASTER, Joined, States, TrainedParameter, Vector, whole
+from .pieces import MASTER, Joined, States, TrainedParameter
 from .values import Fields, buffer_names, indices_of, scalars_of, table_of
 
 _COMPARED_NUMEL = 4096
@@ -35,7 +35,8 @@ class WholeStates:
     def __init__(self, model: Fields, files: Files) -> None:
         self._model = model
         self._files = files
-        self._buffers = buffer_names(model)
+        self._left = self._candidates()
+        """Parameters that nothing was matched with yet, in the model's order."""
 
     def read(self) -> States:
         """Return the states; without parameters if the optimizer kept none, or none that can be matched."""
@@ -47,65 +48,41 @@ class WholeStates:
         groups = inner.get("param_groups")
         states.groups = [table_of(group) for group in groups] if isinstance(groups, list) else []
         states.scaler = optimizer
+        flat, single = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
         try:
-            if isinstance(optimizer.get("fp32_groups_flat"), list):
-                self._flat(optimizer["fp32_groups_flat"], table_of(inner.get("state")), states)
+            if isinstance(flat, list):
+                for number, master in enumerate(flat):
+                    self._flat(number, master, table_of(table_of(inner.get("state")).get(number)), states)
             else:
-                self._single(optimizer.get("fp32_groups"), table_of(inner.get("state")), states)
+                self._single(single if isinstance(single, list) else None, table_of(inner.get("state")), states)
         except _UnmatchedError as error:
             states.parameters.clear()
             states.notes.append(f"the optimizer's state, as {error}")
         return states
 
     def _candidates(self) -> dict[str, TorchTensor]:
-        """Return the model's parameters, tied ones under their first name, in order."""
-        seen: set[Any] = set()
+        """Return the model's parameters, tied ones under their first name."""
+        buffers, seen = buffer_names(self._model), set[Any]()
         found: dict[str, TorchTensor] = {}
         for name, value in self._model.fields("module").entries.items():
-            if not isinstance(value, TorchTensor) or name in self._buffers or (value.numel and value.identity in seen):
+            if not isinstance(value, TorchTensor) or name in buffers or (value.numel and value.identity in seen):
                 continue
             seen.add(value.identity)
             found[name] = value
         return found
 
-    # -- one flat tensor for each group -------------------------------------------------------------------------------
-
-    def _flat(self, masters: Sequence[Any], state: Mapping[Any, Any], states: States) -> None:
-        candidates = self._candidates()
-        for number, master in enumerate(masters):
-            group = states.groups[number] if number < len(states.groups) else {}
-            own = table_of(state.get(number))
-            flat = {MASTER: master} | {key: value for key, value in own.items() if key != "step"}
-            vectors = {
-                key: Vector([value])
-                for key, value in flat.items()
-                if isinstance(value, TorchTensor) and isinstance(master, TorchTensor) and value.shape == master.shape
-            }
-            if MASTER not in vectors:
-                raise _UnmatchedError(f"group {number} has no flat master")
-            start, names = 0, list(candidates)
-            while start < master.numel:
-                name = self._match(names, candidates, master, start)
-                names = names[names.index(name) + 1 :]
-                shape = candidates.pop(name).shape
-                states.parameters[name] = TrainedParameter(
-                    shape,
-                    {key: Joined(vector, start) for key, vector in vectors.items()},
-                    scalars_of(own, group, self._files),
-                )
-                start += math.prod(shape)
-
-    def _match(
-        self, names: Sequence[str], candidates: Mapping[str, TorchTensor], master: TorchTensor, start: int
-    ) -> str:
-        """Return the first of `names` whose values are equal to those of `master` from `start` on, cast."""
-        for name in names:
-            weight = candidates[name]
-            if weight.numel and start + weight.numel <= master.numel and self._agree(weight, master, start):
+    def _take(self, after: str | None, shapes: set[tuple[int, ...]], master: Any, start: int = 0) -> str:
+        """Return the first parameter behind `after` of these shapes whose values are those of `master`, cast."""
+        behind = after is None
+        for name, weight in self._left.items():
+            if behind and shapes <= {weight.shape} and (master is None or self._agree(weight, master, start)):
                 return name
-        raise _UnmatchedError("the masters do not give the weights in the model's order")
+            behind = behind or name == after
+        raise _UnmatchedError("its tensors do not fit the weights in the model's order")
 
     def _agree(self, weight: TorchTensor, master: TorchTensor, start: int) -> bool:
+        if not weight.numel or start + weight.numel > master.numel:
+            return False
         count = min(weight.numel, _COMPARED_NUMEL)
         kept = np.empty(count, numpy_dtype(weight.dtype))
         weight.read(self._files, 0, count, kept.view(np.uint8))
@@ -114,53 +91,68 @@ class WholeStates:
         with np.errstate(over="ignore", invalid="ignore"):
             return exact.astype(kept.dtype).tobytes() == kept.tobytes()
 
-    # -- a tensor for each parameter --------------------------------------------------------------------------------
+    def _flat(self, number: int, master: Any, own: Mapping[Any, Any], states: States) -> None:
+        """Match one flat master, of a parameter group."""
+        if not isinstance(master, TorchTensor):
+            raise _UnmatchedError(f"group {number} has no flat master")
+        group = states.groups[number] if number < len(states.groups) else {}
+        flat = {MASTER: master} | {key: value for key, value in _slots(own).items() if value.shape == master.shape}
+        start, name, used = 0, None, []
+        while start < master.numel:
+            name = self._take(name, set(), master, start)
+            used.append(name)
+            shape = self._left[name].shape
+            states.parameters[name] = TrainedParameter(
+                shape,
+                {key: Joined([value], start) for key, value in flat.items()},
+                scalars_of(own, group, self._files),
+            )
+            start += math.prod(shape)
+        for name in used:
+            del self._left[name]
 
-    def _single(self, masters: Any, state: Mapping[Any, Any], states: States) -> None:
-        candidates = self._candidates()
+    def _single(self, masters: list[Any] | None, state: Mapping[Any, Any], states: States) -> None:
+        """Match a state for each parameter, and a master for each if there are any."""
         shapes_of_groups: list[set[tuple[int, ...]]] = []
         for number, group in enumerate(states.groups):
-            given = group.get("param_names")
-            own_masters = masters[number] if isinstance(masters, list) and number < len(masters) else None
-            names = list(candidates)
+            names, own_masters = group.get("param_names"), masters[number] if masters else None
+            name, used = None, []
             shapes_of_groups.append(set())
             for position, index in enumerate(indices_of(group)):
                 own = table_of(state.get(index))
-                slots = {key: v for key, v in own.items() if isinstance(v, TorchTensor) and v.shape and key != "step"}
                 if not own:
                     continue
-                master = (
-                    own_masters[position] if isinstance(own_masters, list) and position < len(own_masters) else None
-                )
-                if isinstance(given, list) and position < len(given) and given[position] in candidates:
-                    name = given[position]
+                slots = _slots(own)
+                master = _nth(own_masters, position)
+                shapes = {value.shape for value in (*slots.values(), *((master,) if master else ()))}
+                if (given := _nth(names, position)) in self._left:
+                    name = given
                 else:
-                    name = self._match_shape(names, candidates, slots, master)
-                    names = names[names.index(name) + 1 :]
-                    shapes_of_groups[-1].add(candidates[name].shape)
-                states.parameters[name] = self._parameter(
-                    candidates.pop(name), slots, master, scalars_of(own, group, self._files)
+                    name = self._take(name, shapes, master)
+                    shapes_of_groups[-1].add(self._left[name].shape)
+                used.append(name)
+                weight = self._left[name]
+                found = {MASTER: master or weight} | slots
+                states.parameters[name] = TrainedParameter(
+                    weight.shape,
+                    {key: Joined([value]) for key, value in found.items()},
+                    scalars_of(own, group, self._files),
                 )
-        if not isinstance(masters, list) and any(
+            for name in used:
+                self._left.pop(name, None)
+        if masters is None and any(
             one & other for i, one in enumerate(shapes_of_groups) for other in shapes_of_groups[:i]
         ):
             raise _UnmatchedError("its parameter groups have tensors of one shape and no names")
 
-    def _match_shape(
-        self, names: Sequence[str], candidates: Mapping[str, TorchTensor], slots: Mapping[Any, TorchTensor], master: Any
-    ) -> str:
-        shapes = {value.shape for value in slots.values()}
-        for name in names:
-            weight = candidates[name]
-            if shapes <= {weight.shape} and (
-                not isinstance(master, TorchTensor) or (master.shape == weight.shape and self._agree(weight, master, 0))
-            ):
-                return name
-        raise _UnmatchedError("its tensors do not fit the weights in the model's order")
 
-    def _parameter(
-        self, weight: TorchTensor, slots: Mapping[Any, TorchTensor], master: Any, scalars: dict[str, float]
-    ) -> TrainedParameter:
-        best = master if isinstance(master, TorchTensor) else weight
-        found = {MASTER: best} | {key: value for key, value in slots.items() if isinstance(key, str) and "/" not in key}
-        return TrainedParameter(weight.shape, {key: whole(value) for key, value in found.items()}, scalars)
+def _slots(state: Mapping[Any, Any]) -> dict[str, TorchTensor]:
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(key, str) and "/" not in key and key != "step" and isinstance(value, TorchTensor) and value.shape
+    }
+
+
+def _nth(items: Any, position: int) -> Any:
+    return items[position] if isinstance(items, list) and position < len(items) else None
