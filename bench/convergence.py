@@ -121,9 +121,9 @@ def train(rank: int, config: dict[str, Any], arguments: dict[str, Any], seed: in
         ranks, before = engine.world_size, engine.statistics()
         for step in range(arguments["steps"]):
             first = (step * ranks + rank) * batch
-            ids, labels = corpus.batch(range(first, first + batch), arguments["tokens"], seed)
+            ids = corpus.batch(range(first, first + batch), arguments["tokens"], seed)
             started = time.perf_counter()
-            loss = engine(ids, labels=labels)
+            loss = engine(ids, labels=ids)
             engine.backward(loss)
             engine.step()
             seconds.append(time.perf_counter() - started)

@@ -128,9 +128,9 @@ def _run(step: Step, options: argparse.Namespace) -> tuple[list[float], float]:
     losses: list[float] = []
     seconds: list[float] = []
     for number in range(options.steps):
-        ids, labels = corpus.batch(range(number * batch, (number + 1) * batch), options.tokens, _SEED)
+        ids = corpus.batch(range(number * batch, (number + 1) * batch), options.tokens, _SEED)
         started = time.perf_counter()
-        losses.append(step(ids, labels))
+        losses.append(step(ids, ids))
         seconds.append(time.perf_counter() - started)
     return losses, statistics.median(seconds)
 

@@ -11,18 +11,19 @@ import gc
 import importlib
 import os
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from zstore._version import __version__
-from zstore.errors import ZstoreError
+from zstore.errors import UsageError, ZstoreError
 
-from .train.rank_errors import exit_code, say
+from .printing import printable
 
 COMMANDS = {
-    "train": "Train a model on text; `torchrun ... -m zstore train` works too.",
+    "train": "Train a small model on text; `torchrun ... -m zstore train` works too.",
     "run": "Start a script's ranks, on one machine or several; --as-deepspeed for scripts that import deepspeed.",
     "plan": "Show where a model's training state fits, how long a step takes, and which config to use.",
     "config": "Check a config: what each key does here, every problem, and what is filled in for auto.",
@@ -90,8 +91,12 @@ def main() -> None:
     try:
         app()
     except (ZstoreError, OSError) as error:
-        say(error)
-        _end(exit_code(error))
+        if os.environ.get("ZSTORE_TRACEBACK") == "1":
+            traceback.print_exception(error)
+        else:
+            rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+            print(printable(f"zstore: {rank}{error}"), file=sys.stderr, flush=True)
+        _end(2 if isinstance(error, UsageError) else 1)
     except SystemExit as ended:
         _end(ended.code)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import time
 from pathlib import Path
@@ -181,18 +180,6 @@ def test_log_level_and_throughput(caplog: pytest.LogCaptureFixture) -> None:
             start(config(log_level="loud"), Two())
     finally:
         logger.setLevel(before)
-
-
-def test_train_shows_utilisation(tmp_path: Path) -> None:
-    from zstore.tools.train.metrics import TrainProgress
-
-    row = {"step": 1, "loss": 1.0, "tokens_per_s": 5.0, "mfu": 0.415, "disk_read_bytes": 0, "disk_write_bytes": 0}
-    lines: list[str] = []
-    with TrainProgress(1, 0) as progress:
-        progress.say = lines.append  # type: ignore[method-assign]
-        progress.show(row | {"step_s": 1.0, "peak_memory_bytes": 0})
-    assert "MFU 41.5 %" in lines[-1]
-    assert json.loads(json.dumps(row))["mfu"] == 0.415
 
 
 # -- labels -------------------------------------------------------------------------------------------------------------

@@ -240,7 +240,6 @@ def test_the_command_trains_to_a_url_and_goes_on_from_it(tmp_path: Path, fs: Obj
         fs.rm_file(name)
     first = train(2, None, 16)
     assert first == whole[:2]
-    assert fs.object_path("bucket/run/config.json").read_bytes() == model.read_bytes()
     assert train(3, f"{URL}:step-00000002", None) == whole[2:]
     assert [info.tag for info in tags(open_folder(URL, {"folder": str(tmp_path / "objects")}))] == ["step-00000003"]
     assert train(4, "auto", None)

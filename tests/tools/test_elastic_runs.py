@@ -136,12 +136,13 @@ def test_a_run_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_zstore_train_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    config = CONFIG | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zstore": {"keep": 3}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 1000)
-    train = ["train", "--config", str(tmp_path / "ds.json"), "--model", "gpt-tiny", "--seq-len", "16", "--lr", "1e-4"]
+    train = ["train", "--config", str(tmp_path / "ds.json"), "--model", "gpt-tiny", "--seq-len", "16"]
     train += ["--data", str(tmp_path / "text.txt")]
     saved = tmp_path / "saved"
-    words = ["-m", "zstore", *train, "--steps", "1000000", "--save", str(saved), "--save-every", "10", "--keep", "3"]
+    words = ["-m", "zstore", *train, "--steps", "1000000", "--save", str(saved), "--save-every", "10"]
     port = free_port()
     command = torchrun(tmp_path, port, *words, "--resume", "auto", "--metrics", str(tmp_path / "all.jsonl"))
 

@@ -111,9 +111,10 @@ def test_torchrun_passes_a_signal_on_and_its_ranks_end_with_75(tmp_path: Path, t
 
 
 def test_best_and_every_are_kept(tmp_path: Path, text: Path) -> None:
-    more = {"save": tmp_path / "run", "save_every": 1, "keep": 1, "keep_every": 3, "keep_best": "loss:min", "steps": 5}
+    config = config_file(tmp_path, zstore={"keep": {"last": 1, "every": 3, "best": "loss:min"}})
     metrics = tmp_path / "m.jsonl"
-    train_command(options(tmp_path, text, config_file(tmp_path), metrics=metrics, **more))
+    more = {"save": tmp_path / "run", "save_every": 1, "steps": 5}
+    train_command(options(tmp_path, text, config, metrics=metrics, **more))
     best = min(rows(metrics), key=lambda row: float(row["loss"]))["step"]
     assert [info.record.step for info in tags(tmp_path / "run")] == sorted({3, 5, best})
 

@@ -88,21 +88,12 @@ def test_generation_repeats_with_its_generator_and_slides_past_the_last_position
     assert torch.equal(first[:, :20], prompt)
 
 
-def test_the_seed_gives_the_weights() -> None:
-    assert all(torch.equal(a, b) for a, b in zip(small_model().parameters(), small_model().parameters(), strict=True))
-
-
 def test_seq_len_beyond_the_shipped_positions_gets_more_of_them() -> None:
     longest = SHIPPED["gpt-tiny"].max_positions
     assert build_model("gpt-tiny", longest)._modules["transformer"].wpe.num_embeddings == longest
     assert build_model("gpt-tiny", longest + 1)._modules["transformer"].wpe.num_embeddings == longest + 1
     with pytest.raises(ConfigError, match="got a sequence of 25 tokens, but the model has 24"):
         small_model()(torch.zeros(1, 25, dtype=torch.int64))
-
-
-def test_bad_shapes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="multiple of num_heads"):
-        GptConfig(hidden=10, num_layers=1, num_heads=3)
 
 
 NEO = {
@@ -156,18 +147,10 @@ def test_configs_that_cannot_serve_are_refused(tmp_path: Path, changes: Mapping[
         build_model(str(path), seq_len=32)
 
 
-def test_broken_json_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="cannot build"):
-        build_model(str(path), seq_len=32)
-
-
 def test_unknown_names_are_answered_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"did you mean gpt-small\?.*gpt-tiny, gpt-small, gpt-base"):
-        build_model("gpt-smal", seq_len=32)
-    with pytest.raises(ConfigError, match=r"config\.json is not there"):
-        build_model(str(tmp_path), seq_len=32)
+    for name in ("gpt-smal", str(tmp_path)):
+        with pytest.raises(ConfigError, match=r"unknown model.*gpt-tiny, gpt-small, gpt-base.*config\.json"):
+            build_model(name, seq_len=32)
 
 
 def test_without_transformers_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

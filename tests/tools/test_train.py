@@ -28,11 +28,9 @@ from zstore.errors import (
 )
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.train.command import OFFLOAD_ENVIRONMENT, train_command
-from zstore.tools.train.config import load_train_config
 
 FIELDS = (
-    "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "mfu", "forward_s", "backward_s", "optimizer_s",
-    "disk_read_bytes", "disk_write_bytes", "peak_memory_bytes", "links",
+    "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "disk_read_bytes", "disk_write_bytes", "peak_memory_bytes",
 )  # fmt: skip
 
 
@@ -58,39 +56,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(tmp_path: Path, 
     for name in ("loss", "lr", "grad_norm"):
         assert [row[name] for row in first[2:]] == [row[name] for row in second]
     assert all(tuple(row) == FIELDS for row in first)
-    assert all(0 < row["mfu"] < 2 for row in first)  # asked for with --metrics, and so from the first step on
     assert first[1]["disk_read_bytes"] > 0 < first[1]["disk_write_bytes"]
     assert first[0]["peak_memory_bytes"] > 10**8
-    for row in first:
-        assert row["links"]["disk_read"]["bytes"] == row["disk_read_bytes"]
-        assert set(row["links"]["disk_read"]["stall_s"]) <= {"not read yet", "no free buffer"}
-
-
-def test_where_activations_rest_changes_no_loss(tmp_path: Path, text: Path) -> None:
-    config = config_file(tmp_path, zstore={"activations_path": str(tmp_path)})
-    plain, moved = tmp_path / "plain.jsonl", tmp_path / "moved.jsonl"
-    train_command(options(tmp_path, text, config, optimizer="lion", steps=2, seq_len=128, metrics=plain))
-    words = [
-        "--config",
-        config,
-        "--data",
-        text,
-        "--model",
-        "gpt-tiny",
-        "--seq-len",
-        128,
-        "--steps",
-        2,
-        "--metrics",
-        moved,
-    ]
-    asked = ["--gradient-checkpointing", "--activations", "disk", "--optimizer", "lion"]
-    done = zstore("train", *words, *asked)
-    assert done.returncode == 0, done.stderr
-    assert [row["loss"] for row in rows(moved)] == [row["loss"] for row in rows(plain)]
-    written = [row["links"].get("activation_write", {"bytes": 0})["bytes"] for row in rows(moved)]
-    assert all(written)
-    assert "activation_write" not in rows(plain)[0]["links"]
 
 
 def test_a_killed_run_that_saves_each_step_goes_on(tmp_path: Path, text: Path) -> None:
@@ -135,23 +102,15 @@ def test_two_processes_and_one_see_the_same_batches(tmp_path: Path, text: Path) 
     assert open_checkpoint(tmp_path / "run").record.world_size == 2
 
 
-def test_a_failure_on_every_rank_is_told_once_and_once_more_by_the_launcher(tmp_path: Path, text: Path) -> None:
-    config = config_file(
-        tmp_path,
-        zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(text / "none")}},
-    )
+def test_a_failure_on_every_rank_names_each(tmp_path: Path, text: Path) -> None:
+    offload = {"device": "nvme", "nvme_path": str(text / "none")}
+    config = config_file(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": offload})
     done = zstore("train", "--config", config, "--data", text, "--model", "gpt-tiny", "--steps", 1, "--nproc", 2)
     assert done.returncode == 1
-    assert done.stderr == (
-        "zstore: ranks 0, 1: nvme_path: expected a folder, or one that can be made: Not a directory "
-        f"(path={text / 'none'})\nzstore: training failed on ranks 0, 1; see the error above\n"
-    )
-
-
-def test_keep_leaves_the_newest_checkpoints(tmp_path: Path, text: Path) -> None:
-    train_command(options(tmp_path, text, config_file(tmp_path), save=tmp_path / "run", save_every=1, keep=2))
-    tags = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
-    assert [tag for tag in tags if tag.startswith("step-")] == ["step-00000003", "step-00000004"]
+    what = f"nvme_path: expected a folder, or one that can be made: Not a directory (path={text / 'none'})"
+    *said, last = done.stderr.splitlines()
+    assert sorted(said) == [f"zstore: rank {rank}: {what}" for rank in (0, 1)]
+    assert last.endswith("failed with exit code 1 first; see its output above")
 
 
 def test_resume_auto_starts_fresh_where_nothing_is_and_goes_on_where_something_is(tmp_path: Path, text: Path) -> None:
@@ -168,42 +127,13 @@ def test_a_second_run_does_not_replace_the_checkpoints_of_the_first(tmp_path: Pa
     config, metrics, run = config_file(tmp_path), tmp_path / "m.jsonl", tmp_path / "run"
     train_command(options(tmp_path, text, config, save=str(run), save_every=2))
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    with pytest.raises(CheckpointExistsError, match=r"step-00000002 and 1 more of another run.*--resume auto.*prune"):
+    with pytest.raises(CheckpointExistsError, match=r"step-00000004 of another run.*--resume auto.*prune"):
         train_command(options(tmp_path, text, config, save=str(run), metrics=metrics))
-    elsewhere = f"{tmp_path / 'other'}:step-00000001"
-    train_command(options(tmp_path, text, config, save=str(tmp_path / "other"), steps=1))
-    with pytest.raises(
-        CheckpointExistsError, match=r"and 1 more of another run.*--resume \S+/run:step-00000004 to go on"
-    ):
-        train_command(options(tmp_path, text, config, save=str(run), resume=elsewhere, metrics=metrics))
     assert not metrics.exists()  # nothing was trained
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-    # Where no name is met, two runs may share a folder; and a run may go back and write its own again.
-    train_command(options(tmp_path, text, config, save=str(run), steps=1))
+    # A run may go back and write its own again.
     train_command(options(tmp_path, text, config, save=str(run), resume=f"{run}:step-00000002"))
-    assert sorted(path.name for path in run.glob("step-*")) == ["step-00000001", "step-00000002", "step-00000004"]
-
-
-def test_the_learning_rate_of_the_command_line_wins(tmp_path: Path, text: Path) -> None:
-    metrics = tmp_path / "m.jsonl"
-    config = config_file(
-        tmp_path, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 2}}
-    )
-    train_command(options(tmp_path, text, config, lr=5e-4, metrics=metrics))
-    assert rows(metrics)[-1]["lr"] == pytest.approx(5e-4)
-
-
-def test_the_optimizer_of_the_command_line_wins_with_arguments_of_its_own(tmp_path: Path, text: Path) -> None:
-    config = config_file(tmp_path)  # of AdamW with lr 1e-3
-    chosen = load_train_config(options(tmp_path, text, config, optimizer="lion", lr=2e-4)).settings.optimizer
-    assert chosen is not None
-    assert (chosen.type, chosen.params.lr) == ("Lion", 2e-4)
-    same = load_train_config(options(tmp_path, text, config, optimizer="adamw")).settings.optimizer
-    assert same is not None
-    assert (same.type, same.params.lr) == ("AdamW", 1e-3)
-    metrics = tmp_path / "m.jsonl"
-    train_command(options(tmp_path, text, config, optimizer="Muon", steps=2, metrics=metrics))
-    assert len(rows(metrics)) == 2
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-00000002", "step-00000004"]
 
 
 def test_a_schedule_ends_with_the_steps_that_are_asked_for(tmp_path: Path, text: Path) -> None:
@@ -219,14 +149,13 @@ def test_a_transformers_config_trains(tmp_path: Path, text: Path) -> None:
     folder.mkdir()
     config = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
     (folder / "config.json").write_text(json.dumps(config))
-    metrics = tmp_path / "m.jsonl"
-    (folder / "tokenizer_config.json").write_text("{}")
-    run = tmp_path / "run"
-    more = {"model": str(folder), "metrics": metrics, "lr": 1e-2, "steps": 8, "save": run}
-    train_command(options(tmp_path, text, config_file(tmp_path), **more))
+    metrics, run = tmp_path / "m.jsonl", tmp_path / "run"
+    more = {"model": str(folder), "metrics": metrics, "steps": 8, "save": run}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    train_command(options(tmp_path, text, config_file(tmp_path, optimizer=optimizer, scheduler=None), **more))
     assert rows(metrics)[-1]["loss"] < rows(metrics)[0]["loss"] < 6
     assert consolidate_command(run, tmp_path / "weights", "fp32", 10**9, "error") in (0, None)
-    assert (tmp_path / "weights" / "tokenizer_config.json").exists()
+    (tmp_path / "weights/config.json").write_text((folder / "config.json").read_text())
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
     with open_checkpoint(run) as reader:
         for name, parameter in model.named_parameters():
@@ -262,21 +191,9 @@ def test_a_resumed_run_refuses_another_order_of_data(tmp_path: Path, text: Path)
 
 
 def test_ctrl_c_leaves_the_last_checkpoint_whole(tmp_path: Path, text: Path) -> None:
-    config = config_file(tmp_path)
+    config = config_file(tmp_path, zstore={"keep": 2})
     words = ["--config", config, "--data", text, "--model", "gpt-tiny", "--steps", 10**6, "--seq-len", 16]
-    command = [
-        sys.executable,
-        "-m",
-        "zstore",
-        "train",
-        *words,
-        "--save",
-        tmp_path / "run",
-        "--save-every",
-        1,
-        "--keep",
-        2,
-    ]
+    command = [sys.executable, "-m", "zstore", "train", *words, "--save", tmp_path / "run", "--save-every", 1]
     with warm.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:

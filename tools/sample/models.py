@@ -7,7 +7,6 @@ the model compares each prediction with the token after it. `loss_of` takes the 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zstore.errors import ConfigError
-
-from .corpus import has_tokenizer
 
 BYTE_VOCABULARY = 256
 
@@ -198,30 +195,36 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
     if shipped is not None:
         return Gpt(replace(shipped, max_positions=max(shipped.max_positions, seq_len)))
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        path /= "config.json"
-    with from_transformers(path):
-        automatic, config = _transformers_config(name_or_path, path, seq_len)
-        built: nn.Module = automatic.from_config(config)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(
+            f"unknown model {name_or_path!r}: expected one of {', '.join(SHIPPED)}, or the path of a transformers config.json "
+            f"or of a folder that holds one"
+        )
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(f"{path} needs transformers, which is not installed: pip install 'zstore[hf]'") from error
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        _require_fit(path, config, seq_len)
+        built: nn.Module = AutoModelForCausalLM.from_config(config)
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"transformers cannot build a causal language model from {path}: {error}") from error
     return built.float()
 
 
-def load_or_build(name_or_path: str, seq_len: int, config: Any) -> nn.Module:
-    """A model in shards, placed as `config`, that of `zstore.initialize`, says (all ranks).
-
-    With the weights of the folder `name_or_path` if that has safetensors files, else with random ones, as
-    `build_model` makes it. Raises the same errors.
-    """
-    import zstore
-
-    folder = Path(name_or_path).expanduser()
-    if not (folder.is_dir() and any(folder.glob("*.safetensors"))):
-        with zstore.Init(config=config):
-            return build_model(name_or_path, seq_len)
-    path = folder / "config.json"
-    with from_transformers(path):
-        automatic, _ = _transformers_config(name_or_path, path, seq_len)
-    return zstore.from_pretrained(automatic, folder, config=config)
+def _require_fit(path: Path, config: Any, seq_len: int) -> None:
+    vocab_size = getattr(config, "vocab_size", BYTE_VOCABULARY)
+    if vocab_size < BYTE_VOCABULARY:
+        raise ConfigError(
+            f"{path}: vocab_size is {vocab_size}, but text is read as bytes and needs {BYTE_VOCABULARY} or more"
+        )
+    positions = getattr(config, "max_position_embeddings", None) or seq_len
+    if positions < seq_len:
+        raise ConfigError(f"{path}: max_position_embeddings is {positions}, but the sequences have {seq_len} tokens")
 
 
 def loss_of(output: Any) -> Tensor:
@@ -232,47 +235,6 @@ def loss_of(output: Any) -> Tensor:
             f"the model returned no loss for labels but {type(output).__name__}: it cannot be trained on text"
         )
     return loss
-
-
-def _unknown(name: str, path: Path) -> str:
-    near = difflib.get_close_matches(name, SHIPPED, n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    looked = f"{path} is not there" if path.name == "config.json" else "no such file"
-    return (
-        f"unknown model {name!r}{hint}: expected one of {', '.join(SHIPPED)}, or the path of a "
-        f"transformers config.json or of a folder that holds one ({looked})"
-    )
-
-
-@contextlib.contextmanager
-def from_transformers(path: Path) -> Iterator[None]:
-    """Raise ConfigError if transformers refuses anything in the block."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"transformers cannot build a causal language model from {path}: {error}") from error
-
-
-def _transformers_config(name: str, path: Path, seq_len: int) -> tuple[Any, Any]:
-    """Return transformers' class that makes causal language models, and the config at `path`, which can be trained."""
-    if not path.is_file():
-        raise ConfigError(_unknown(name, path))
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError(f"{path} needs transformers, which is not installed: pip install 'zstore[hf]'") from error
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    vocab_size = getattr(config, "vocab_size", BYTE_VOCABULARY)
-    if vocab_size < BYTE_VOCABULARY and not has_tokenizer(str(path.parent)):
-        raise ConfigError(
-            f"{path}: vocab_size is {vocab_size}, but text is read as bytes and needs {BYTE_VOCABULARY} or more"
-        )
-    positions = getattr(config, "max_position_embeddings", None) or seq_len
-    if positions < seq_len:
-        raise ConfigError(f"{path}: max_position_embeddings is {positions}, but the sequences have {seq_len} tokens")
-    return AutoModelForCausalLM, config
 
 
 @contextlib.contextmanager

@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zstore.errors import UsageError, storage_error
+from zstore.errors import storage_error
 from zstore.io import is_url
 from zstore.remote.upload import require_uploads
 
 from ..run.ranks import RunJob, run_ranks
 from .config import TrainOptions, answers, load_train_config, offloads
-from .rank_errors import said_once
-from .resume import Position, require_free_tags, resume_source, saved_run, start_position
+from .resume import Position, require_own_folder, resume_source, start_position
 
 if TYPE_CHECKING:
     from zstore.engine.config.config import Config
 
-    from ..sample.corpus import TrainingData
+    from ..sample.corpus import Corpus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class _Start:
     source: tuple[str, str | None] | None
     """Folder and tag of the checkpoint to resume from."""
     position: Position
-    data: TrainingData
+    corpus: Corpus
 
 
 OFFLOAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
@@ -43,44 +42,34 @@ need the cores; storage that is refilled for every unit is in huge pages, which 
 
 def train_command(options: TrainOptions) -> None:
     """Train as `options` say; with `nproc` over 1 in that many processes started here."""
-    with said_once():
-        if offloads(load_train_config(options)):
-            for name, value in OFFLOAD_ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
+    if offloads(load_train_config(options)):
+        for name, value in OFFLOAD_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     if options.nproc > 1 and "RANK" not in os.environ:
         _prepare(options)  # errors are reported once, not by every rank
-        launch([sys.executable, "-m", "zstore", "train", *options.arguments()], options.nproc)
+        launch([sys.executable, "-m", "zstore", *sys.argv[1:]], options.nproc)  # RANK is set there
     else:
-        with said_once():
-            _train(options)
+        _train(options)
 
 
 def _prepare(options: TrainOptions) -> _Start:
     """Return the start of the run. Raises errors that can be found before anything is built, and leaves nothing behind."""
-    from ..sample.corpus import open_data
+    from ..sample.corpus import open_corpus
 
     config = load_train_config(options)
     storage = config.storage_options
     source = resume_source(options.resume, options.save, storage_options=storage)
-    saved = None if source is None else saved_run(*source, storage_options=storage)
-    position = start_position(
-        options.seed, options.seq_len, None if saved is None else saved.position, options.validation_split
-    )
-    data = open_data(options.data, options.model, validation=options.validation, validation_split=position.split)
-    if options.eval_every is not None and data.validation is None:
-        raise UsageError("--eval-every needs --validation PATH or --validation-split X, what to evaluate on")
-    for text in (data.train, data.validation):
-        if text is not None:
-            text.require(position.seq_len)
+    position = start_position(options.seed, options.seq_len, source, storage_options=storage)
+    corpus = open_corpus(options.data)
+    corpus.require(position.seq_len)
     if options.save is not None:
-        # Any of these may end with a save: a signal decides that, too.
-        steps = range(1 if saved is None else saved.step + 1, options.steps + 1)
-        require_free_tags(options.save, steps, None if saved is None else saved.id, storage_options=storage)
-        require_place(options.save, storage)
-    return _Start(config=config, source=source, position=position, data=data)
+        if source is None:
+            require_own_folder(options.save, storage_options=storage)
+        _require_place(options.save, storage)
+    return _Start(config=config, source=source, position=position, corpus=corpus)
 
 
-def require_place(location: str, storage_options: Mapping[str, Any]) -> None:
+def _require_place(location: str, storage_options: Mapping[str, Any]) -> None:
     """Raise StorageError if nothing can be saved in a folder or at a URL: now, and not after hours of training. A
     missing folder is not created."""
     if is_url(location):
@@ -101,25 +90,21 @@ def _train(options: TrainOptions) -> None:
 
     import zstore
 
-    from ..sample.models import load_or_build
+    from ..sample.models import build_model
     from .loop import TrainLoop
-    from .room import require_room
 
     start = _prepare(options)
     zstore.init_distributed()
     torch.manual_seed(start.position.seed)
-    auto, chosen = answers(options, start.config)
-    require_room(options.model, start.position.seq_len, start.config, auto)
-    model = load_or_build(options.model, start.position.seq_len, start.config)
-    if chosen and os.environ.get("RANK", "0") == "0":
-        print(chosen, file=sys.stderr)
-    engine, *_ = zstore.initialize(model=model, config=start.config, auto=auto)
+    with zstore.Init(config=start.config):
+        model = build_model(options.model, start.position.seq_len)
+    engine, *_ = zstore.initialize(model=model, config=start.config, auto=answers(options, start.config))
     with engine:
         if options.save is not None:
             engine.note_save_folder(str(options.save))
         if start.source is not None:
             engine.load_checkpoint(*start.source)
-        TrainLoop(options, engine, start.data, start.position).run()
+        TrainLoop(options, engine, start.corpus, start.position).run()
 
 
 _END_WELL_S = 20.0

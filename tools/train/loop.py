@@ -1,122 +1,96 @@
-"""The loop of `zstore train`: steps with metrics, evaluations and saves."""
+"""The loop of `zstore train`: steps with metrics and saves."""
 
 from __future__ import annotations
 
-import contextlib
-import math
+import json
+import logging
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from zstore.checkpoint import LocalFolder
 from zstore.engine import Engine
-from zstore.engine.api.batches import evaluating
-from zstore.engine.checkpoint.rng import load_rng_state, rng_state
-from zstore.open.sources import folder_of
-from zstore.weights.companions import companions
 
-from ..sample.corpus import TrainingData, validation_samples
+from ..progress import PLAIN_LINE_S
+from ..sample.corpus import Corpus
 from ..sample.models import loss_of
 from .config import TrainOptions
-from .metrics import MetricsFile, StepMeter, TrainProgress
 from .resume import STATE_KEY, Position
+
+_log = logging.getLogger("zstore")
 
 
 class TrainLoop:
     """Runs steps from the engine's current one to `options.steps`, with metrics and saves."""
 
-    def __init__(self, options: TrainOptions, engine: Engine, data: TrainingData, position: Position) -> None:
+    def __init__(self, options: TrainOptions, engine: Engine, corpus: Corpus, position: Position) -> None:
         self._options = options
         self._engine = engine
-        self._corpus = data.train
+        self._corpus = corpus
         self._position = position
-        self._evaluation = None
-        if data.validation is not None:
-            samples = validation_samples(data.validation, options.eval_samples, position.seq_len)
-            self._evaluation = Evaluation(engine, samples, options.eval_every, options.steps)
-        self._evaluated: dict[str, float] = {}
-        """Results of the last evaluation."""
         self._first_step = engine.global_steps
         self._row: dict[str, Any] = {}
         """Metrics of the last step."""
-        self._saved = False
+        self._line_s = float("-inf")
+        """When the last line of progress was printed."""
         engine.journal.note(
             loop="train", total_steps=options.steps, tokens=engine.train_batch_size() * position.seq_len
         )
-        if options.metrics is not None:
-            engine.report.want(measures=True)
-        self._meter = StepMeter(engine, position.seq_len)
 
     def run(self) -> None:
         """Train; the last state is saved, and every save is complete when this returns."""
         options, engine = self._options, self._engine
-        leader = engine.global_rank == 0
         if engine.global_steps >= options.steps:
-            if leader:
-                print(
-                    f"the checkpoint is at step {engine.global_steps} of {options.steps}: nothing to do",
-                    file=sys.stderr,
-                )
+            self._say(f"the checkpoint is at step {engine.global_steps} of {options.steps}: nothing to do")
             return
-        with contextlib.ExitStack() as opened:
-            metrics = progress = None
-            if leader and options.metrics is not None:
-                metrics = opened.enter_context(MetricsFile(options.metrics, first_step=engine.global_steps + 1))
-            if leader:
-                progress = opened.enter_context(TrainProgress(options.steps, engine.global_steps))
-            if options.save is not None:
-                engine.watch_signals()
-            while engine.global_steps < options.steps:
-                row = self._row = self._step()
-                if self._evaluation is not None and self._evaluation.is_due:
-                    self._evaluated = self._evaluation.run()
-                    row |= self._evaluated
-                if metrics is not None:
-                    metrics.write(row)
-                if progress is not None:
-                    progress.show(row)
-                    if "eval_loss" in row:
-                        progress.say(
-                            f"step {row['step']}: evaluation loss {row['eval_loss']:.4f}, perplexity {row['perplexity']:.2f}"
-                        )
-                due, stop = self._is_save_due(), engine.stop_requested
-                if due or stop is not None:
-                    stall_s = self._save()
-                    if progress is not None:
-                        progress.say(f"step {engine.global_steps}: save stall {1000 * stall_s:.1f} ms")
-                if stop is not None and engine.global_steps < options.steps:
-                    engine.save_and_stop(None)
-            engine.wait_for_checkpoint()
-
-    def _keep_model_files(self) -> None:
-        """Put config and tokenizer of a transformers model beside the checkpoints, where `consolidate` finds them."""
-        model, save = Path(self._options.model).expanduser(), self._options.save
-        if save is None or not model.exists():
-            return
-        files = {name: model / name for name in companions(LocalFolder(model))} if model.is_dir() else {}
-        place = folder_of(save, self._engine.training_state.config.storage_options)
-        for name, path in (files or {"config.json": model}).items():
-            place.write_small(name, path.read_bytes())
+        if options.metrics is not None and engine.global_rank == 0:
+            _drop_lines_from(options.metrics, engine.global_steps + 1)
+        if options.save is not None:
+            engine.watch_signals()
+        engine.module.train()
+        while engine.global_steps < options.steps:
+            self._row = self._step()
+            self._report()
+            stop = engine.stop_requested
+            if self._is_save_due() or stop is not None:
+                self._say(f"step {engine.global_steps}: save stall {1000 * self._save():.1f} ms")
+            if stop is not None and engine.global_steps < options.steps:
+                engine.save_and_stop(None)
+        engine.wait_for_checkpoint()
 
     def _step(self) -> dict[str, Any]:
-        engine, meter = self._engine, self._meter
-        meter.start()
-        model = engine.module
-        model.train()
+        """Take a step and return its row: the mean loss over ranks and micro-batches, sums of bytes over ranks."""
+        engine = self._engine
+        started_s, before = time.perf_counter(), engine.statistics().store
+        losses = []
         for micro in range(engine.gradient_accumulation_steps()):
             inputs, labels = self._batch(micro)
-            with meter.phase("forward"):
-                loss = loss_of(engine(inputs, labels=labels))
-            meter.add_loss(loss)
-            with meter.phase("backward"):
-                engine.backward(loss)
-            with meter.phase("optimizer"):
-                engine.step()
-        return meter.finish()
+            loss = loss_of(engine(inputs, labels=labels))
+            losses.append(loss.detach().float())
+            engine.backward(loss)
+            engine.step()
+        step_s, now = time.perf_counter() - started_s, engine.statistics()
+        mine = (
+            sum(map(float, losses)) / len(losses),
+            now.store.disk_read_bytes - before.disk_read_bytes,
+            now.store.disk_write_bytes - before.disk_write_bytes,
+            now.memory.process_peak_bytes,
+        )
+        loss, read, written, peak = (sum(column) for column in zip(*engine.world.all_gather_object(mine), strict=True))
+        return {
+            "step": engine.global_steps,
+            "loss": loss / engine.world_size,
+            "lr": engine.get_lr()[0],
+            "grad_norm": engine.get_global_grad_norm(),
+            "tokens_per_s": engine.train_batch_size() * self._position.seq_len / step_s,
+            "step_s": step_s,
+            "disk_read_bytes": read,
+            "disk_write_bytes": written,
+            "peak_memory_bytes": peak,
+        }
 
     def _batch(self, micro: int) -> tuple[Tensor, Tensor]:
         """Return this rank's samples of micro-batch number `micro` as (inputs, labels), [micro-batch size, seq_len].
@@ -126,17 +100,14 @@ class TrainLoop:
         engine = self._engine
         size = engine.train_micro_batch_size_per_gpu()
         first = self._samples + (micro * engine.world_size + engine.global_rank) * size
-        inputs, labels = self._corpus.batch(range(first, first + size), self._position.seq_len, self._position.seed)
-        return inputs.to(engine.device), labels.to(engine.device)
+        ids = self._corpus.batch(range(first, first + size), self._position.seq_len, self._position.seed)
+        return ids.to(engine.device), ids.to(engine.device)
 
     @property
     def _samples(self) -> int:
         """Samples of the run that its finished steps have seen."""
         steps = self._engine.global_steps - self._first_step
         return self._position.samples + steps * self._engine.train_batch_size()
-
-    def _state(self) -> dict[str, Any]:
-        return {STATE_KEY: asdict(self._position) | {"samples": self._samples}}
 
     def _is_save_due(self) -> bool:
         options, step = self._options, self._engine.global_steps
@@ -146,66 +117,48 @@ class TrainLoop:
 
     def _save(self) -> float:
         """Pin the state and let training go on; returns the seconds that took."""
-        if not self._saved and self._engine.global_rank == 0:
-            self._keep_model_files()
-        self._saved = True
         handle = self._engine.save_checkpoint(
             str(self._options.save),
-            client_state=self._state(),
-            metrics={name: value for name in ("loss", "grad_norm") if (value := self._row[name]) is not None}
-            | {name: value for name, value in self._evaluated.items() if math.isfinite(value)},
+            client_state={STATE_KEY: asdict(self._position) | {"samples": self._samples}},
+            metrics={name: value for name in ("loss", "grad_norm") if (value := self._row[name]) is not None},
             wait=False,
         )
         return float(handle.stall_s)
 
+    def _report(self) -> None:
+        """Write the step's row to the file of metrics, and now and then a line on stderr."""
+        row, path = self._row, self._options.metrics
+        if self._engine.global_rank != 0:
+            return
+        if path is not None:
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                _log.warning("--metrics %s: lines are missing; training goes on: %s", path, error)
+        now_s = time.monotonic()
+        if row["step"] < self._options.steps and now_s - self._line_s < (1 if sys.stderr.isatty() else PLAIN_LINE_S):
+            return
+        self._line_s = now_s
+        rate = (row["disk_read_bytes"] + row["disk_write_bytes"]) / row["step_s"] / 1e9
+        self._say(
+            f"step {row['step']}/{self._options.steps}  loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  "
+            f"disk {rate:.2f} GB/s  memory {row['peak_memory_bytes'] / 1e9:.2f} GB"
+        )
 
-class Evaluation:
-    """Evaluates a model on `samples`, int64 [samples, seq_len], the same ones each time."""
+    def _say(self, text: str) -> None:
+        if self._engine.global_rank == 0:
+            print(text, file=sys.stderr, flush=True)
 
-    def __init__(self, engine: Engine, samples: Tensor, every: int | None, last_step: int) -> None:
-        self._engine = engine
-        self._batches = torch.split(samples, engine.train_micro_batch_size_per_gpu())
-        self._num_samples = len(samples)
-        self._every = every
-        self._last_step = last_step
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the step that has just ended is one to evaluate after."""
-        step = self._engine.global_steps
-        return step == self._last_step or (self._every is not None and step % self._every == 0)
-
-    def run(self) -> dict[str, float]:
-        """Return `eval_loss`, the mean over all samples, and `perplexity`, its exponential; tell monitors and journal (all
-        ranks). Generators of random numbers and the model's modes are as before."""
-        engine, world = self._engine, self._engine.world
-        before, total = rng_state(), 0.0
+def _drop_lines_from(path: Path, first_step: int) -> None:
+    """Drop the lines of steps that a resumed run repeats, and the last one of a killed run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
-            with evaluating(engine):
-                for first in range(0, len(self._batches), world.world_size):
-                    # Every rank calls the model equally often, since its parameters may be gathered.
-                    mine = first + world.rank
-                    batch = self._batches[min(mine, len(self._batches) - 1)].to(engine.device)
-                    loss = loss_of(engine(batch, labels=batch))
-                    total += float(loss) * len(batch) if mine < len(self._batches) else 0.0
-        finally:
-            load_rng_state(before)
-        mean = math.fsum(world.all_gather_object(total)) / self._num_samples
-        found = {"eval_loss": mean, "perplexity": _exp(mean)}
-        self._tell(found)
-        return found
-
-    def _tell(self, found: dict[str, float]) -> None:
-        engine = self._engine
-        engine.journal.evaluated(found["eval_loss"], found["perplexity"], self._num_samples)
-        events: list[tuple[Any, ...]] = [
-            (f"Train/Samples/{name}", value, engine.global_samples) for name, value in found.items()
-        ]
-        engine.monitor.write_events(events)
-
-
-def _exp(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+            if json.loads(line)["step"] < first_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    path.write_text("".join(kept), encoding="utf-8")

@@ -286,11 +286,6 @@ class RunJournal(StepJournal, Extra):
             told,
         )
 
-    def evaluated(self, loss: float, perplexity: float, samples: int) -> None:
-        """Record an evaluation after the last step: the mean loss of so many samples over all ranks."""
-        if self.enabled:
-            self._add("eval", loss=loss, perplexity=perplexity, samples=samples)
-
     def logged(self, values: Mapping[str, Any]) -> None:
         """Record numbers of the loop's own after the last step; see `Engine.log`."""
         found = {name: value for name, given in values.items() if (value := number_of(given)) is not None}
