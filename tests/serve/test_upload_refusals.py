@@ -308,5 +308,3 @@ def test_a_service_without_a_folder_for_runs_takes_uploads_under_its_run_s_name(
         client.plan(client.begin(run="mine"))
         listed = http.request("GET", f"{base}/api/runs/mine/checkpoints", headers=TOKEN).json()
         assert [one["tag"] for one in listed["checkpoints"]] == ["step-00000002"]
-        ((name, state, nbytes),) = [tuple(one.values()) for one in listed["unfinished"]]
-        assert (name, state, nbytes > 500) == ("step-00000001", "under way", True)

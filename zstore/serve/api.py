@@ -130,13 +130,10 @@ def _summary(library: Library, run: Run) -> RunSummary:
 
 
 def _cut(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state within `_MOST_STATE_BYTES`: the largest values are replaced by their size. Numbers are finite."""
+    """Return a state within `_MOST_STATE_BYTES`, its largest values replaced by their size. Numbers are finite."""
     found = json.loads(json.dumps(state), parse_constant=lambda _: None)
     sizes = {key: len(json.dumps(value)) for key, value in found.items()}
-    total = sum(sizes.values()) + sum(map(len, sizes))
     for key in sorted(sizes, key=lambda key: -sizes[key]):
-        if total <= _MOST_STATE_BYTES:
-            break
-        found[key] = f"({sizes[key]} bytes of JSON, not shown)"
-        total -= sizes[key] - len(found[key])
+        if len(json.dumps(found)) > _MOST_STATE_BYTES:
+            found[key] = f"({sizes[key]} bytes of JSON, not shown)"
     return dict(found)

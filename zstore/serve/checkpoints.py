@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, their files' bytes, and saves that are not committed.
+"""The checkpoints of a run: which there are, and their files' bytes.
 
 A committed checkpoint never changes, except for the names that its files have elsewhere. So records and files are read once for
 each state of the run's folder (inode and time of every folder in it), and afterwards only the names are counted again. See
@@ -20,12 +20,10 @@ import numpy as np
 
 from ..checkpoint.catalog import LOOPS_FOLDER, Catalog, TagInfo, list_nested, meant_of, newest_of, scan
 from ..checkpoint.folder import Folder
-from ..checkpoint.lock import owner_is_dead
-from ..checkpoint.names import LATEST_FILE, LOCK, TEMPORARY, own_name, parse_own_name
+from ..checkpoint.names import LATEST_FILE, parse_own_name
 from ..checkpoint.usage import StoredFiles, shared_files, stored_files
-from ..errors import CheckpointNotFoundError, ZstoreError
-from .models import CheckpointEntry, CheckpointList, Newest, RefusedFolder, Unfinished
-from .uploads.upload import unfinished_uploads
+from ..errors import CheckpointNotFoundError
+from .models import CheckpointEntry, CheckpointList, Newest, RefusedFolder
 
 _FRESH_S, _SHARE = 0.5, 10.0
 """A list is made again after this time, or so many times what making it took."""
@@ -161,7 +159,6 @@ class RunCheckpoints:
         return CheckpointList(
             checkpoints=entries,
             refused=refused,
-            unfinished=_find_unfinished(self._folder),
             total_bytes=shared.total_bytes,
         )
 
@@ -216,32 +213,3 @@ def _subfolders(path: str | os.PathLike[str]) -> list[tuple[str, int, int]]:
                     status = entry.stat()
                     found.append((entry.name, status.st_ino, status.st_mtime_ns))
     return sorted(found)
-
-
-def _find_unfinished(folder: Folder) -> list[Unfinished]:
-    """Return the saves in a folder of this machine that are not committed, and uploads to it; sorted by name."""
-    if not folder.is_local:
-        return []
-    try:
-        found = _unfinished_saves(folder, "") + unfinished_uploads(folder.path)
-        for name in filter(LOOPS_FOLDER.fullmatch, folder.entries().folders):
-            found += _unfinished_saves(folder.child(name), f"{name}/")
-    except (OSError, ZstoreError):
-        return []
-    return sorted(found, key=lambda one: one.name)
-
-
-def _unfinished_saves(folder: Folder, start: str) -> list[Unfinished]:
-    saves: dict[tuple[str, str], int] = {}
-    """Bytes by the tag's folder and the id of the save."""
-    entries = folder.entries()
-    for name in (*entries.folders, *entries.files):
-        own = parse_own_name(name)
-        if own is not None and own[1] in (TEMPORARY, LOCK):
-            nbytes = sum(n or 0 for n in folder.sizes(name).values()) if own[1] == TEMPORARY else 0
-            saves[own[0], own[2]] = saves.get((own[0], own[2]), 0) + nbytes
-    found = []
-    for (name, save_id), nbytes in saves.items():
-        with owner_is_dead(folder.path / own_name(name, LOCK, save_id)) as dead:
-            found.append(Unfinished(name=f"{start}{name}", state="interrupted" if dead else "under way", nbytes=nbytes))
-    return found

@@ -24,7 +24,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -41,7 +41,7 @@ from ..checkpoint.names import LATEST_FILE
 from ..errors import CheckpointNotFoundError, UsageError
 from ..weights.companions import COMPANIONS
 from .library import Library, NamedRun, Shared
-from .ranges import Part, choose
+from .ranges import choose
 from .runs import Run
 
 _RUN_FILES = (LATEST_FILE, "journal-*.jsonl", *COMPANIONS)
@@ -77,17 +77,17 @@ class IsFolderError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenedFile:
-    """A file's bytes; to be closed."""
+class Representation:
+    """Bytes that are behind a URL; to be closed, or read to the end."""
 
     size: int
     etag: str | None
     """Changes whenever the bytes under the same URL do. None: not known."""
     media_type: str
     """Never one that a browser runs."""
-    read: Callable[[int, int], bytes]
-    """Returns bytes `[start, stop)`."""
-    close: Callable[[], None]
+    blocks: Callable[[int, int], Blocks]
+    """Yields bytes `[start, stop)`, and closes what they are read from."""
+    close: Callable[[], None] = lambda: None
 
 
 @router.get("/zarr/{run}", response_class=Response)
@@ -105,12 +105,10 @@ async def _file(run: NamedRun, path: str, request: Request, library: Shared, rec
     if parts[-1] == "":
         return await run_in_threadpool(_listing, library, run, parts, request, recursive)
     try:
-        opened = await run_in_threadpool(first, library, run, parts, open_place)
+        found = await run_in_threadpool(first, library, run, parts, open_place)
     except IsFolderError:
         return _with_slash(request)
-    part = choose(request.method, request.headers, opened.etag, opened.size)
-    answer = Representation(etag=opened.etag, media_type=opened.media_type, close=opened.close)
-    return await answer_part(request, part, answer, file_blocks(library, opened, part))
+    return await answer(request, request.headers, found)
 
 
 def _with_slash(request: Request) -> Response:
@@ -122,36 +120,18 @@ def _with_slash(request: Request) -> Response:
 # -- answers ------------------------------------------------------------------------------------------------------------
 
 
-async def file_blocks(library: Library, opened: OpenedFile, part: Part) -> Blocks:
-    """Yield the bytes of a part of a file, and close it."""
-    try:
-        for start in range(part.start, part.stop, _BLOCK_BYTES):
-            read = partial(opened.read, start, min(start + _BLOCK_BYTES, part.stop))
-            yield await anyio.to_thread.run_sync(read, limiter=library.file_reads)
-    finally:
-        opened.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Representation:
-    """What an answer with bytes says of them."""
-
-    etag: str | None
-    media_type: str
-    close: Callable[[], None] = lambda: None
-    """Called if no bytes are asked for; else the blocks end what they use."""
-
-
-async def answer_part(request: Request, part: Part, answer: Representation, blocks: Blocks) -> Response:
-    """Return the answer with a part of a representation. Its first block is made before anything is sent, so that what is wrong
-    with it still is an answer; what is wrong with a later one ends the connection before all bytes were sent."""
-    headers = {"Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", "X-Content-Type-Options": "nosniff"}
-    headers |= part.headers | ({} if answer.etag is None else {"ETag": answer.etag})
+async def answer(request: Request, headers: Mapping[str, str], found: Representation) -> Response:
+    """Return the answer with what a request with `headers` asks for. Its first block is made before anything is sent, so that
+    what is wrong with it still is an answer; what is wrong with a later one ends the connection before all bytes were sent."""
+    part = choose(request.method, headers, found.etag, found.size)
+    shown = {"Accept-Ranges": "bytes", "Cache-Control": "private, no-cache", "X-Content-Type-Options": "nosniff"}
+    shown |= part.headers | ({} if found.etag is None else {"ETag": found.etag})
     has_bytes = part.status in (200, 206)
     if request.method == "HEAD" or part.nbytes == 0 or not has_bytes:
-        answer.close()
-        return Response(None, part.status, headers, answer.media_type if has_bytes else None)
-    return StreamingResponse(_chain(await anext(blocks), blocks), part.status, headers, answer.media_type)
+        found.close()
+        return Response(None, part.status, shown, found.media_type if has_bytes else None)
+    blocks = found.blocks(part.start, part.stop)
+    return StreamingResponse(_chain(await anext(blocks), blocks), part.status, shown, found.media_type)
 
 
 async def _chain(begun: bytes | memoryview, blocks: Blocks) -> Blocks:
@@ -221,25 +201,37 @@ def is_run_file(name: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _RUN_FILES)
 
 
-def open_place(library: Library, place: Place) -> OpenedFile:
+def open_place(library: Library, place: Place) -> Representation:
     """Return the file at a place. Raises FileNotFoundError, and IsFolderError for a folder."""
     if place.is_run or (place.identity is not None and not place.path):
         raise IsFolderError
     name = place.path.rpartition("/")[2]
     kind = _TYPES[".txt"] if name == LATEST_FILE else _TYPES.get(os.path.splitext(name)[1], "application/octet-stream")
     if place.folder.is_local:
-        return _open_local(place, kind)
+        return _open_local(library, place, kind)
     try:
         size = place.folder.size(place.path)
     except IsADirectoryError as error:
         raise IsFolderError from error
     key = None if place.identity is None else f"{place.folder.location}\0{place.identity}\0{place.path}"
     etag = None if key is None else f'"{hashlib.sha256(key.encode()).hexdigest()[:32]}"'
-    read = partial(place.folder.read_range, place.path)
-    return OpenedFile(size=size, etag=etag, media_type=kind, read=read, close=lambda: None)
+    blocks = partial(_blocks_of, library, partial(place.folder.read_range, place.path), lambda: None)
+    return Representation(size=size, etag=etag, media_type=kind, blocks=blocks)
 
 
-def _open_local(place: Place, media_type: str) -> OpenedFile:
+async def _blocks_of(
+    library: Library, read: Callable[[int, int], bytes], close: Callable[[], None], start: int, stop: int
+) -> Blocks:
+    """Yield the bytes of a file, and close it."""
+    try:
+        for first_byte in range(start, stop, _BLOCK_BYTES):
+            make = partial(read, first_byte, min(first_byte + _BLOCK_BYTES, stop))
+            yield await anyio.to_thread.run_sync(make, limiter=library.file_reads)
+    finally:
+        close()
+
+
+def _open_local(library: Library, place: Place, media_type: str) -> Representation:
     descriptor = _open_below(place)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
@@ -248,13 +240,9 @@ def _open_local(place: Place, media_type: str) -> OpenedFile:
             raise IsFolderError
         raise FileNotFoundError(place.path)
     etag = f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"'
-    return OpenedFile(
-        size=status.st_size,
-        etag=etag,
-        media_type=media_type,
-        read=lambda start, stop: os.pread(descriptor, stop - start, start),
-        close=partial(os.close, descriptor),
-    )
+    close = partial(os.close, descriptor)
+    blocks = partial(_blocks_of, library, lambda start, stop: os.pread(descriptor, stop - start, start), close)
+    return Representation(size=status.st_size, etag=etag, media_type=media_type, blocks=blocks, close=close)
 
 
 def _open_below(place: Place) -> int:

@@ -200,14 +200,6 @@ class CheckpointEntry(Answer):
     metrics: dict[str, float]
 
 
-class Unfinished(Answer):
-    """A save or upload that is not committed."""
-
-    name: str
-    state: Literal["under way", "interrupted"]
-    nbytes: int
-
-
 class RefusedFolder(Answer):
     """A folder that looks like a checkpoint and is not."""
 
@@ -220,7 +212,6 @@ class CheckpointList(Answer):
 
     checkpoints: list[CheckpointEntry]
     refused: list[RefusedFolder]
-    unfinished: list[Unfinished]
     total_bytes: int
     """All files, each once."""
 
@@ -268,13 +259,6 @@ class WeightsFile(Answer):
 class WeightsFolder(Answer):
     """`GET /weights/{run}/{checkpoint}/?dtype=bf16&max_shard_size=5GB&overflow=error`: files to download, with that query."""
 
-    run: str
     checkpoint: str
     """By its own name if `latest` was asked for."""
-    id: str
-    """Of the checkpoint's record."""
-    tag: str
-    step: int
-    dtype: str
-    overflow: str
     files: list[WeightsFile]

@@ -35,10 +35,9 @@ from ..weights.companions import companions, is_companion
 from ..weights.from_checkpoint import DTYPES, list_weights
 from ..weights.layout import MAX_FILE_BYTES, FileLayout, index_document, index_file, plan_model
 from ..weights.parts import cut_blocks, read_block
-from .files import Blocks, OpenedFile, Place, Representation, answer_part, file_blocks, open_place
+from .files import Blocks, Place, Representation, answer, open_place
 from .library import Library, NamedRun, Shared
 from .models import WeightsFile, WeightsFolder
-from .ranges import choose
 from .runs import Run
 
 _log = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class _Source:
         """Return config and tokenizer files by name, with the folder: in a checkpoint, or beside it."""
         return {name: folder for folder in (self.info.folder.parent, self.info.folder) for name in companions(folder)}
 
-    def companion(self, name: str) -> OpenedFile:
+    def companion(self, name: str) -> Representation:
         """Return a config or tokenizer file, opened. Raises CheckpointNotFoundError if there is none."""
         folder = self.companions().get(name)
         if folder is None:
@@ -148,16 +147,12 @@ async def _weights(
         headers.pop("range", None)  # the file that was begun may be another's
     file = await run_in_threadpool(lambda: next((file for file in source.files() if file.name == name), None))
     if file is None:
-        opened = await run_in_threadpool(source.companion, name)
-        part = choose(request.method, headers, opened.etag, opened.size)
-        answer = Representation(etag=opened.etag, media_type=opened.media_type, close=opened.close)
-        return await answer_part(request, part, answer, file_blocks(library, opened, part))
+        return await answer(request, headers, await run_in_threadpool(source.companion, name))
     if wanted.overflow == "error" and (reason := library.unfit.find(source.key)) is not None:
         raise CheckpointMismatchError(reason)
-    part = choose(request.method, headers, file.etag, file.size)
     kind = "application/json" if name.endswith(".json") else "application/octet-stream"
-    blocks = _made(source, file, part.start, part.stop)
-    return await answer_part(request, part, Representation(etag=file.etag, media_type=kind), blocks)
+    made = Representation(size=file.size, etag=file.etag, media_type=kind, blocks=partial(_made, source, file))
+    return await answer(request, headers, made)
 
 
 def _folder(source: _Source) -> WeightsFolder:
@@ -168,17 +163,7 @@ def _folder(source: _Source) -> WeightsFolder:
             closing(open_place(source.library, Place(folder=folder, path=name, identity=None))) as opened,
         ):
             files.append(WeightsFile(name=name, size=opened.size, etag=opened.etag))
-    record, wanted = source.info.record, source.wanted
-    return WeightsFolder(
-        run=source.run.name,
-        checkpoint=source.path,
-        id=record.id,
-        tag=source.info.tag,
-        step=record.step,
-        dtype=wanted.dtype,
-        overflow=wanted.overflow,
-        files=files,
-    )
+    return WeightsFolder(checkpoint=source.path, files=files)
 
 
 async def _made(source: _Source, file: _File, start: int, stop: int) -> Blocks:

@@ -1,6 +1,6 @@
-// The checkpoints of a run: their sizes, what they share, and what was left unfinished.
+// The checkpoints of a run: their sizes, and what they share.
 
-import { age, empty, fact, facts, h, panel, refill, replace, runUrl, stateTag, swatch } from "./dom.js";
+import { age, empty, fact, facts, h, panel, refill, replace, runUrl, swatch } from "./dom.js";
 import { ago, bytes, count, number } from "./format.js";
 import { api, get, repeat } from "./service.js";
 import { Table } from "./table.js";
@@ -49,13 +49,13 @@ export async function show(container, { run }) {
     'engine.save_checkpoint("folder")',
   );
   const draw = (answer) => {
-    const { checkpoints, unfinished, refused } = answer;
+    const { checkpoints, refused } = answer;
     const most = Math.max(...checkpoints.map((entry) => entry.size_bytes));
     table.show(checkpoints.map((entry) => ({ ...entry, most, ago: ago(entry.committed_at) })));
     list.hidden = checkpoints.length === 0;
     none.hidden = checkpoints.length > 0;
     refill(head, [answer, ago(checkpoints.at(-1)?.committed_at)], () => headOf(answer));
-    refill(leavings, [unfinished, refused], () => [unfinishedPanel(unfinished), refusedPanel(refused)]);
+    refill(leavings, refused, refusedPanel);
   };
   draw(first);
   replace(container, lost, h("section", { class: "panel" }, head), list, none, leavings);
@@ -130,22 +130,6 @@ export function barOf(entry) {
     return h("i", { style });
   });
   return h("div", { class: "bar", "aria-hidden": "true" }, bars);
-}
-
-/** Return the panel of saves and uploads that are not committed, null if there are none. */
-function unfinishedPanel(unfinished) {
-  if (unfinished.length === 0) return null;
-  const entries = unfinished.map(({ name, state, nbytes }) =>
-    h(
-      "li",
-      null,
-      h("span", { class: "name" }, name),
-      stateTag(state),
-      h("span", { class: "muted" }, `${bytes(nbytes)} so far`),
-    ),
-  );
-  const text = "Saves and uploads that are running or were interrupted. The next save removes what was interrupted.";
-  return panel("Not committed", "unfinished", h("p", { class: "muted" }, text), h("ul", { class: "plain" }, entries));
 }
 
 /** Return the panel of folders that look like checkpoints and are none, null if there are none. */

@@ -28,7 +28,6 @@ from ..runs import UPLOADS_FOLDER, RunTable
 from .messages import ALIVE_S, OFFER_FILE, Committed, KeepRules, UploadOffer, UploadState
 from .upload import Upload
 
-_MOST_NEIGHBOURS = 16
 KEPT_S = 24 * 3600.0
 """An upload whose client was silent for this long is removed when the service next looks at uploads."""
 
@@ -104,10 +103,7 @@ class Inbox:
             for one in others:
                 if (one.record.run, one.record.tag) == (new.record.run, new.record.tag):
                     self.remove(one)
-            upload = self._begun(new)
-            runs = (run.folder for run in self._runs.all().values() if run.folder.is_local)
-            upload.neighbours = [place.path for place in runs if place.path != folder][:_MOST_NEIGHBOURS]
-            return upload.state()
+            return self._begun(new).state()
 
     def _begun(self, new: Upload) -> Upload:
         upload = next((one for one in self.all() if one.id == new.id), None)

@@ -68,11 +68,6 @@ class UploadState(_Message):
     run_id: str
     state: Literal["begun", "planned", "committed"]
     """begun: metadata and manifests are to be sent, then a plan asked for."""
-    started_at: float
-    active_at: float
-    done_bytes: int
-    total_bytes: int
-    """Of the files that the service did not have; 0 before the plan."""
     files: list[UploadFile]
     """Begun: metadata and manifests. Planned: those that are not whole yet, of the rank that was asked for, else of all."""
 

@@ -22,13 +22,12 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ...checkpoint.catalog import TagInfo, scan
+from ...checkpoint.catalog import scan
 from ...checkpoint.commit import Committer, sweep
 from ...checkpoint.format import Record, dump_metadata
 from ...checkpoint.lock import owner_is_dead
@@ -43,9 +42,8 @@ from ...errors import (
 )
 from ...io.files import Files, make_read_only
 from ...io.pool import Workers
-from ..models import Unfinished
 from ..runs import UPLOADS_FOLDER
-from .messages import ALIVE_S, OFFER_FILE, UploadFile, UploadOffer, UploadState
+from .messages import OFFER_FILE, UploadFile, UploadOffer, UploadState
 from .plan import Content, KnownContent, ShardContent, UploadPlan, check_extras, documents_of, make_plan
 from .verify import file_sha256, verify_shard
 
@@ -63,7 +61,7 @@ class Upload:
         self.path = folder / UPLOADS_FOLDER / upload_id
         self.checkpoint = self.path / "checkpoint"
         self.record = Record.decode(offer.record.encode(), RECORD_FILE)
-        self.started_at = self.active_at = time.time()
+        self.active_at = time.time()
         self.lock = threading.RLock()
         """Held for work on all files."""
         self.senders: dict[str, object] = {}
@@ -74,12 +72,9 @@ class Upload:
             name: KnownContent(num_bytes=extra.bytes, sha256=extra.sha256) for name, extra in offer.extras.items()
         }
         check_extras(self._extras)
-        self.neighbours: Sequence[Path] = ()
-        """Folders of other runs, whose newest checkpoint is searched too."""
         self._plan: UploadPlan | None = None
         self._candidates: dict[str, Path] = {}
         """Files of committed checkpoints that are those to come, seemingly."""
-        self._total_bytes = 0
 
     # -- on disk ----------------------------------------------------------------------------------------------------
 
@@ -100,7 +95,7 @@ class Upload:
         """
         offer = UploadOffer.model_validate_json((path / OFFER_FILE).read_bytes())
         upload = cls(path.name, offer, path.parent.parent, files)
-        upload.started_at = upload.active_at = os.stat(path / OFFER_FILE).st_mtime
+        upload.active_at = os.stat(path / OFFER_FILE).st_mtime
         upload._take_back()
         return upload
 
@@ -143,7 +138,6 @@ class Upload:
                 plan = make_plan(self.record, self.checkpoint, self._extras)
                 self._candidates = self._find_candidates(plan)
                 self._plan = plan
-                self._total_bytes = sum(content.num_bytes for content in self._to_come().values())
             return self._plan
 
     def require_room(self) -> None:
@@ -161,7 +155,7 @@ class Upload:
         shards = plan.shards.items()
         left = {file: one for file, one in shards if one.array.codec is None and not self.is_whole(file)}
         found: dict[str, Path] = {}
-        for info in self._searched():
+        for info in reversed(scan(self.folder).tags[-_NUM_SEARCHED:]):
             if not left:
                 break
             with contextlib.suppress(ZstoreError, OSError), CheckpointReader(info) as reader:
@@ -176,13 +170,6 @@ class Upload:
                             found[file] = reader.path / file
                             del left[file]
         return found
-
-    def _searched(self) -> Iterator[TagInfo]:
-        """Yield the checkpoints that may have files of this one, the likeliest first."""
-        yield from reversed(scan(self.folder).tags[-_NUM_SEARCHED:])
-        for folder in self.neighbours:
-            with contextlib.suppress(ZstoreError, OSError):
-                yield from scan(folder).tags[-1:]
 
     def _contents(self) -> dict[str, Content]:
         """Return all files that come over the network, by path."""
@@ -246,17 +233,12 @@ class Upload:
         with self.lock:
             if files and all(self.is_whole(file) for file in self._documents):
                 self.plan()
-            left = sum(content.num_bytes - self.received(file) for file, content in self._to_come().items())
             return UploadState(
                 id=self.id,
                 run=self.offer.run,
                 tag=self.record.tag,
                 run_id=self.record.run,
                 state="begun" if self._plan is None else "planned",
-                started_at=self.started_at,
-                active_at=self.active_at,
-                done_bytes=max(self._total_bytes - left, 0),
-                total_bytes=self._total_bytes,
                 files=self.missing(rank) if files else [],
             )
 
@@ -283,8 +265,7 @@ class Upload:
                 raise CorruptionError(f"{source} was replaced meanwhile")
         except (OSError, ZstoreError):
             with self.lock:  # then it is to be sent
-                if self._candidates.pop(file, None) is not None:
-                    self._total_bytes += content.num_bytes
+                self._candidates.pop(file, None)
             return False
         return True
 
@@ -352,19 +333,3 @@ class Upload:
             raise
         finally:
             committer.close()
-
-
-def unfinished_uploads(folder: Path) -> list[Unfinished]:
-    """Return the uploads to a run's folder that are not committed."""
-    found: list[Unfinished] = []
-    for path in folder.glob(f"{UPLOADS_FOLDER}/*/{OFFER_FILE}"):
-        with contextlib.suppress(OSError, ValueError, ZstoreError):  # one that was just committed
-            offer = UploadOffer.model_validate_json(path.read_bytes())
-            record = Record.decode(offer.record.encode(), str(path))
-            alive = time.time() - path.stat().st_mtime < ALIVE_S
-            came = sum(
-                each.lstat().st_size for name in ("checkpoint", "parts") for each in (path.parent / name).rglob("*")
-            )
-            state = "under way" if alive else "interrupted"
-            found.append(Unfinished(name=tag_folder(record.tag), state=state, nbytes=came))
-    return found
