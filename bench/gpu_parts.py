@@ -118,13 +118,13 @@ def _ceilings(setting: Setting) -> Part:
     links = _run("links", "bench.links", setting, "--gib", "0.06" if setting.tiny else "1")
     runs = (
         links,
-        _tests("cuda", "tests/engine/test_cuda.py", setting, "split_master_on_the_device"),
+        _tests("cuda", "tests/engine/test_cuda.py", setting, "moments_in_bf16"),
         _tests("nccl", "tests/engine/test_nccl.py", setting, "collectives_of_one_rank and gloo"),
         _tests(
             "late copies",
             "tests/engine/test_cuda.py",
             setting,
-            "split_master_on_the_device",
+            "moments_in_bf16",
             ZSTORE_TEST_LATE_COPIES="1",
         ),
     )

@@ -11,7 +11,7 @@ from zstore.checkpoint import ArraySource, ReadAhead
 from zstore.format import Bytes, numpy_dtype
 from zstore.io import Files
 from zstore.weights.cast import cast_into
-from zstore.weights.from_checkpoint import list_weights, whole_values
+from zstore.weights.from_checkpoint import list_weights
 from zstore.weights.layout import Weight
 from zstore.weights.writer import Lost
 
@@ -28,12 +28,11 @@ def values_of(
     left = numel
     while left and (span := ahead.take()) is not None:
         stored = span.data.view(numpy_dtype(source.arrays[array].spec.dtype))
-        for _, values in whole_values(source, array, span.first, stored, dtype):
-            cast, lost = values, 0
-            if values.dtype != numpy_dtype(dtype):
-                cast = np.empty(values.size, numpy_dtype(dtype))
-                lost = cast_into(values, cast, dtype, "error")
-            yield cast.view(np.uint8), lost
+        cast, lost = stored, 0
+        if stored.dtype != numpy_dtype(dtype):
+            cast = np.empty(stored.size, numpy_dtype(dtype))
+            lost = cast_into(stored, cast, dtype, "error")
+        yield cast.view(np.uint8), lost
         left -= span.stop - span.first
         advance(span.nbytes)
         ahead.release(span)

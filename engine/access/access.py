@@ -10,13 +10,14 @@ import difflib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from zstore.errors import UsageError, listed
-from zstore.format import BITS, model_array
+from zstore.format import model_array, optimizer_array
 from zstore.io.tensors import as_torch, plain_memory
 
 from ..params.record import ParameterRecord, Residency
@@ -25,7 +26,6 @@ from .full_tensors import ArrayPiece, RankArray, WholeArrays
 from .statedict import StateDictGuard
 
 if TYPE_CHECKING:
-    from ..optim.kernel import SlotTiles
     from ..training.training import Training
     from ..zero.unshard import ShardedUnits
 
@@ -49,8 +49,6 @@ class Access:
         """Blocks of `zstore.gather` that are open."""
         self.before_reading: Callable[[], None] | None = None
         """Takes over values that a script changed in place."""
-        self.kept: dict[ParameterRecord, torch.Tensor] = {}
-        """This rank's rows, while blocks are open, of parameters that are a part of their master themselves."""
         records = self.state.records
         self._by_name = {name: record for record in records for name in (record.name, *record.aliases)}
         self._by_parameter = {record.parameter: record for record in records}
@@ -184,33 +182,19 @@ class Access:
 
     def master(self, record: ParameterRecord) -> RankArray:
         """Return this rank's rows of a parameter's master, or of the parameter if it is not trained."""
-        state = self.state
-        if not state.is_split(record):
-            return self.source(record, "model")
-
-        def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
-            weight, low, ties = state.master_arrays(record)
-            tickets = [state.store.read(name, first, stop) for name in (weight, low)]
-            tickets.append(state.store.read(ties, first // BITS, -(-stop // BITS)))
-            return lambda: state.take_master([as_torch(ticket.wait()) for ticket in tickets])
-
-        return RankArray(record=record, name=model_array(record.name), dtype=torch.float32, begin=begin)
+        return self.source(record, "model")
 
     def _slot(self, record: ParameterRecord, slot: str) -> RankArray:
         """Return this rank's rows of an optimizer slot of a parameter, moments in fp32 whatever type they are kept in."""
-        state, group = self.state, f"optimizer/{slot}"
-        names, moment = state.slot(record, slot)
-        if state.store.spec(names[0]).dtype == "float32":
-            return self.source(record, group)
+        found = self.source(record, f"optimizer/{slot}")
+        if found.dtype == torch.float32:
+            return found
 
         def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
-            parts = [
-                (name, first // block, -(-stop // block)) for name, block in zip(names, moment.blocks, strict=True)
-            ]
-            tickets = [state.store.read(*part) for part in parts]
-            return lambda: moment.dequantize([as_torch(ticket.wait()) for ticket in tickets])[0]
+            ticket = found.begin(first, stop)
+            return lambda: ticket().float()
 
-        return RankArray(record=record, name=names[0], dtype=torch.float32, begin=begin)
+        return replace(found, dtype=torch.float32, begin=begin)
 
     def source(self, record: ParameterRecord, group: str) -> RankArray:
         """Return this rank's rows of an array of a parameter, for `WholeArrays`."""
@@ -296,9 +280,8 @@ class Access:
             scalars[slot] = float(self.world.broadcast_object(float(values)))
             return
         full = self.from_rank0(record, values, torch.float32)
-        names, moment = self.state.slot(record, slot)
         with self._changing():
-            self._fill(record, full, *names, moment=moment if len(names) > 1 else None)
+            self._fill(record, full, optimizer_array(slot, record.name))
 
     def check_values(self, record: ParameterRecord, values: Any) -> None:
         """Raise UsageError for values of another shape than the parameter's; None will do on other ranks than 0."""
@@ -325,27 +308,20 @@ class Access:
 
         with self._changing():
             for record, full in values:
-                self._fill(record, full, *self.state.master_arrays(record))
+                self._fill(record, full, model_array(record.name))
                 if record.rest is not None and record.rest != model_array(record.name):
                     self._fill(record, full, record.rest)
                 elif record.shard is not None:
                     record.shard.copy_(full[slice(*record.owned_range)])
                 if record.residency is not Residency.RELEASED and record.full is not full:
                     record.full.copy_(full)
-                if record in self.kept:
-                    self.kept[record].copy_(record.owned())
 
-    def _fill(self, record: ParameterRecord, full: torch.Tensor, *names: str, moment: SlotTiles | None = None) -> None:
-        """Set this rank's rows of an array, of the arrays of a master, or of a `moment` in codes and scales, to those of
-        `full`."""
+    def _fill(self, record: ParameterRecord, full: torch.Tensor, name: str) -> None:
+        """Set this rank's rows of an array to those of `full`."""
         rows = full[slice(*record.owned_range)]
-        with self.state.passing([names], "fill") as tiles:
+        with self.state.passing([[name]], "fill") as tiles:
             for tile in tiles:
-                part, views = rows[tile.first : tile.stop], [as_torch(view) for view in tile.views]
-                if moment is None:
-                    self.state.put_master(part, views)
-                else:
-                    moment.quantize([part.to(views[0].device, copy=True)], views, tile.first)
+                self.state.transfers.copy_into(as_torch(tile.views[0]), rows[tile.first : tile.stop])
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -363,7 +339,7 @@ class Access:
             record
             for record in records
             if record.group is not None and record.owned_numel and record.residency is Residency.RESIDENT
-            if not (state.is_master(record) or state.is_split(record))
+            if not state.is_master(record)
         ]
 
     def take_over(self, records: Sequence[ParameterRecord]) -> None:
@@ -380,20 +356,6 @@ class Access:
                 master.copy_(torch.where(differs, own.float(), master))
         if self.units is not None:
             self.units.forget()
-
-    def enter_block(self, records: Sequence[ParameterRecord]) -> None:
-        """Note that a block of `zstore.gather` begins."""
-        self.open_blocks += 1
-        for record in records:
-            resident = record.residency is Residency.RESIDENT
-            if resident and self.state.is_split(record) and record not in self.kept:
-                self.kept[record] = record.owned().clone()
-
-    def leave_block(self) -> None:
-        """Note that a block ends."""
-        self.open_blocks -= 1
-        if not self.open_blocks:
-            self.kept.clear()
 
     def close(self) -> None:
         """Let `zstore.gather` forget this run, and take the hooks off the model."""

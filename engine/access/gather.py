@@ -127,7 +127,7 @@ class _RunBlock:
         self._access.finished(self._call, lambda: _check_rank(rank, self.world), changes=rank is not None)
         if self._access.units is not None:
             self._access.units.hold(self._records, self._fill)
-        self._access.enter_block(self._records)
+        self._access.open_blocks += 1
         self._versions = [record.parameter._version for record in self._records]
 
     def _fill(self, records: Sequence[ParameterRecord]) -> None:
@@ -152,7 +152,7 @@ class _RunBlock:
         finally:
             for record, shape in zip(self._records, self._shapes, strict=True):
                 _take_over(record, shape, keep=False)
-            self._access.leave_block()
+            self._access.open_blocks -= 1
             if self._access.units is not None:
                 self._access.units.let_go(self._records)
 
@@ -206,15 +206,14 @@ class _RunBlock:
                 record = records[tile.group]
                 first = record.owned_range[0]
                 here = record.full[first + tile.first : first + tile.stop]
-                kept = self._access.kept.get(record)
-                there = as_torch(tile.views[0]) if kept is None else kept[tile.first : tile.stop]
+                there = as_torch(tile.views[0])
                 found[tile.group] |= not same_bits(here, there.to(here.device, record.dtype))
         return agree_any(self.world, found)
 
     def _restore(self, records: Sequence[ParameterRecord]) -> None:
         """Cast masters into all values of parameters that are not released (all ranks)."""
-        access, kept = self._access, self._access.kept
-        sources = [rows_source(r, kept[r], r.dtype) if r in kept else access.source(r, "model") for r in records]
+        access = self._access
+        sources = [access.source(r, "model") for r in records]
         access.read_into({r: r.full for r in records if r.residency is not Residency.RELEASED}, sources)
         self._accept(records)
 

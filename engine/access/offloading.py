@@ -2,7 +2,7 @@
 
 [Note: the moved states]
 optim_states              the optimizer's state beside the masters
-hp_params                 fp32 masters, and the rest of a split master beside the parameter
+hp_params                 fp32 masters
 lp_params                 the parameters that the model computes with, on any tier
 lp_grads,                 the memory that collects gradients: between two steps it is empty, so it is freed, and
 contiguous_grad_buffer    allocated again by the next backward
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zstore.checkpoint import LOW, TIE
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, make_grid, model_array
 from zstore.io import return_free_memory
@@ -96,8 +95,7 @@ class OffloadedStates:
                 record.use_in_place(None)
             own = record.rest if record.rest is not None else model_array(record.name)
             for array in state.arrays_of(record):
-                completes_master = array.startswith((f"{LOW}/", f"{TIE}/"))
-                group = "optim_states" if array.startswith("optimizer/") and not completes_master else "hp_params"
+                group = "optim_states" if array.startswith("optimizer/") else "hp_params"
                 if self._is_parameter(record, array):
                     group = "lp_params" if record.rest is not None else ""
                 if group in names:
@@ -113,7 +111,7 @@ class OffloadedStates:
     def _is_parameter(self, record: ParameterRecord, array: str) -> bool:
         """Return whether an array is the parameter's own memory, or the array of its rows."""
         state = self._training.state
-        own = record.group is None or state.is_master(record) or state.is_split(record)
+        own = record.group is None or state.is_master(record)
         return array == model_array(record.name) and own
 
     def _move_array(self, name: str, tier: TierName, *, fetched: bool = False) -> None:

@@ -28,10 +28,9 @@ from zstore.checkpoint import (
     MEMORY_BYTES,
     ArraySource,
     KnownFile,
+    Range,
     ReadAhead,
-    complete_master,
     read_into,
-    whole_moment,
 )
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from zstore.format import layout_of, model_array, numpy_dtype
@@ -44,7 +43,6 @@ from ..runtime.device import one_thread
 from ..runtime.messages import warn_once
 from . import client_state as client
 from .load_plan import (
-    LoadedArray,
     LoadOptions,
     LoadPlan,
     LoadReport,
@@ -190,40 +188,40 @@ class Restore:
 
     # -- arrays -----------------------------------------------------------------------------------------------------
 
-    def _link(self, reader: ArraySource, one: LoadedArray) -> bool:
+    def _link(self, reader: ArraySource, one: Range) -> bool:
         """Link the file of an array into the run folder if it has the run's layout. See [Note: loading by links]."""
-        name, store = one.into[0], self._training.state.store
+        name, store = one[0], self._training.state.store
         local = store.local(name)
-        if one.converts or not local.valid_numel or store.tier_of(name) != "disk":
+        if not local.valid_numel or store.tier_of(name) != "disk":
             return False
-        found = _file_of(reader, one.stored[0], local)
+        found = _file_of(reader, name, local)
         if found is None or not store.adopt(name, *found):
             return False
         self._linked_bytes += layout_of(local.grid, local.shard, local.spec.dtype).file_bytes
         return True
 
-    def _load_arrays(self, reader: ArraySource, arrays: list[LoadedArray]) -> set[str]:
+    def _load_arrays(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
         """Load arrays; return the masters among them that parameters are cast from already."""
-        straight: list[LoadedArray] = []
-        others: list[LoadedArray] = []
+        straight: list[Range] = []
+        others: list[Range] = []
         for one in arrays:
             (straight if self._is_straight(reader, one) else others).append(one)
         done = self._load_straight(reader, straight)
         self._load_ahead(reader, others)
         return done
 
-    def _is_straight(self, reader: ArraySource, one: LoadedArray) -> bool:
+    def _is_straight(self, reader: ArraySource, one: Range) -> bool:
         """Return whether the stored elements are those of the array in the host's memory."""
-        name, store = one.into[0], self._training.state.store
-        alike = not one.converts and reader.array(one.stored[0]).spec.dtype == store.spec(name).dtype
+        name, store = one[0], self._training.state.store
+        alike = reader.array(name).spec.dtype == store.spec(name).dtype
         return alike and (
             store.tier_of(name) == "host" or (store.tier_of(name) == "device" and store.options.device == "cpu")
         )
 
-    def _load_straight(self, reader: ArraySource, arrays: list[LoadedArray]) -> set[str]:
+    def _load_straight(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
         """Read into the arrays' own memory, by several threads at once, and cast parameters from each piece that was read;
         return the masters of these."""
-        names, state = [one.into[0] for one in arrays], self._training.state
+        names, state = [name for name, _, _ in arrays], self._training.state
         parameters = state.rows_in_memory()
         with state.store.changing(names):
             masters = [as_torch(state.store.memory(name)) for name in names]
@@ -234,38 +232,30 @@ class Restore:
                     with one_thread():
                         rows[first:stop].copy_(masters[number][first:stop])
 
-            read_into(reader, [(one.stored, as_numpy(m)) for one, m in zip(arrays, masters, strict=True)], cast)
+            read_into(reader, [(one, as_numpy(m)) for one, m in zip(arrays, masters, strict=True)], cast)
         return parameters.keys() & names
 
-    def _load_ahead(self, reader: ArraySource, arrays: list[LoadedArray]) -> None:
+    def _load_ahead(self, reader: ArraySource, arrays: list[Range]) -> None:
         """Read ahead, convert, and hand on."""
         state = self._training.state
         spare_bytes = state.store.budget.free_bytes
         most_bytes = MEMORY_BYTES if spare_bytes is None else max(_LEAST_AHEAD_BYTES, min(MEMORY_BYTES, spare_bytes))
         most_bytes = min(most_bytes, reader.resources.pool.nbytes // 2)
         with (
-            ReadAhead(reader, [one.stored for one in arrays], memory_bytes=most_bytes) as ahead,
-            state.passing([one.into for one in arrays], "fill") as tiles,
+            ReadAhead(reader, arrays, memory_bytes=most_bytes) as ahead,
+            state.passing([[name] for name, _, _ in arrays], "fill") as tiles,
         ):
             for tile in tiles:
-                one, views = arrays[tile.group], [as_torch(view) for view in tile.views]
-                name, first, _ = one.stored
-                if one.converts:
-                    values = _read_whole(ahead, reader, name, first + tile.first, tile.stop - tile.first)
-                    if one.moment is None:
-                        state.put_master(values, views)
-                    else:
-                        one.moment.quantize([values.to(views[0].device, torch.float32)], views, tile.first)
-                else:
-                    _read_into(ahead, reader.array(name).spec.dtype, name, first + tile.first, views[0])
+                name, first, _ = arrays[tile.group]
+                dtype = reader.array(name).spec.dtype
+                _read_into(ahead, dtype, name, first + tile.first, as_torch(tile.views[0]))
 
     def _know_frozen(self, reader: ArraySource, plan: LoadPlan) -> None:
         """Note the files of frozen parameters, which the next save need not write again."""
         state, world = self._training.state, self._training.world
         frozen = {model_array(record.name): record for record in state.records if record.group is None}
-        for one in plan.arrays:
-            name = one.into[0]
-            if name not in frozen or one.converts:
+        for name, _, _ in plan.arrays:
+            if name not in frozen:
                 continue
             grid = state.grid_in_files(frozen[name], name, world.world_size)
             shard = LocalShard(state.store.spec(name), grid, world.rank)
@@ -317,16 +307,6 @@ def _file_of(reader: ArraySource, name: str, shard: LocalShard) -> tuple[Path, S
         return None
     path, crcs = reader.file_of(name, shard.shard), reader.shard_crcs(name, shard.shard)
     return None if path is None or crcs is None else (path, crcs)
-
-
-def _read_whole(ahead: ReadAhead, reader: ArraySource, name: str, first: int, numel: int) -> torch.Tensor:
-    """Return global flat elements of a stored master or moment, 1-D, in the type that they have all their digits in."""
-    stored = np.empty(numel, numpy_dtype(reader.array(name).spec.dtype))
-    ahead.read(name, first, first + numel, stored)
-    if name.startswith("optimizer/"):
-        return as_torch(whole_moment(reader, name, first, stored))
-    master = complete_master(reader, name, first, stored)
-    return as_torch(stored if master is None else master)
 
 
 def _read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from zstore.checkpoint import LOW, TIE, ArraySource, Range, ReadStatistics, codes_of_scales, rest_of_master, scales_of
+from zstore.checkpoint import ArraySource, Range, ReadStatistics
 from zstore.errors import CheckpointMismatchError, UsageError, shortened
-from zstore.format import buffer_array, model_array, optimizer_array
+from zstore.format import buffer_array, model_array
 from zstore.io import Priority
 
 from ..build.model import stored_whole
-from ..optim.kernel import SlotTiles
 from ..optim.state import OptimizerState
 from ..optim.stepper import STATE_KEY, Stepper
 from ..params.record import ParameterRecord
@@ -76,25 +75,12 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedArray:
-    """Elements of an array of a checkpoint, and the arrays to load them into."""
-
-    stored: Range
-    into: list[str]
-    """Arrays of the store that are filled together; their rows are those of `stored`."""
-    converts: bool = False
-    """It is a master that is split in the store or in the checkpoint, and not in both."""
-    moment: SlotTiles | None = None
-    """Makes `into` out of fp32 values, for a moment that is kept in another type than in the checkpoint."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class LoadPlan:
     """The parts to load of a checkpoint that was compared with the model."""
 
     options: LoadOptions
-    arrays: list[LoadedArray]
-    """The arrays to read, in this order."""
+    arrays: list[Range]
+    """This rank's elements of the arrays to read, in this order."""
     whole: set[str]
     """Arrays that are not cut over the ranks: buffers, and parameters that were added after `initialize`."""
     resized: set[str]
@@ -140,7 +126,7 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
 
     Raises CheckpointMismatchError, with all differences, if the checkpoint is of another model or optimizer.
     """
-    names = {r: [model_array(r.name), *(_slots(state, r) if options.optimizer else ())] for r in state.records}
+    names = {r: state.arrays_of(r)[: None if options.optimizer else 1] for r in state.records}
     whole = {name: tuple(tensor.shape) for name, tensor in stored_whole(model, (r.parameter for r in state.records))}
     resized = {
         name: reader.arrays[name].spec.shape
@@ -155,11 +141,10 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
     return LoadPlan(
         options=options,
         arrays=[
-            one
+            (name, *state.owned_range(record, name))
             for record, arrays in names.items()
             for name in arrays
             if name in found
-            for one in _from(reader, state, record, name)
         ],
         whole=whole.keys() & found,
         resized=set(resized),
@@ -200,33 +185,12 @@ def check_saved_state(step: Stepper, reader: ArraySource) -> None:
         )
 
 
-def _slots(state: OptimizerState, record: ParameterRecord) -> list[str]:
-    """Return the arrays of the optimizer's slots of the parameter; scales belong to their codes."""
-    return [optimizer_array(slot.name, record.name) for slot in state.slots_of(record) if slot.block == 1]
-
-
-def _from(reader: ArraySource, state: OptimizerState, record: ParameterRecord, name: str) -> Iterator[LoadedArray]:
-    """Yield the arrays to read for `name` of a parameter; a master or a moment with all its parts."""
-    if name == model_array(record.name):
-        into = state.master_arrays(record)
-        alike, moment = (rest_of_master(reader.arrays, name) is None) == (len(into) == 1), None
-    else:
-        into, moment = state.slot(record, name.split("/", 2)[1])
-        # Plain values of one type are read as those of another.
-        alike = (scales_of(reader.arrays, name) is None) == (len(into) == 1)
-    if alike:
-        for part in into:
-            yield LoadedArray(stored=(part, *state.owned_range(record, part)), into=[part])
-    else:
-        yield LoadedArray(stored=(name, *record.owned_range), into=into, converts=True, moment=moment)
-
-
 def converted_moments(state: OptimizerState, reader: ArraySource, plan: LoadPlan) -> str:
     """Return the types of moments in the checkpoint and here, if they differ; else nothing."""
     pairs = {
-        (reader.array(one.stored[0]).spec.dtype, state.store.spec(one.into[0]).dtype)
-        for one in plan.arrays
-        if one.stored[0].startswith("optimizer/") and (one.moment is not None or not one.converts)
+        (reader.array(name).spec.dtype, state.store.spec(name).dtype)
+        for name, _, _ in plan.arrays
+        if name.startswith("optimizer/")
     }
     return "; ".join(f"{there} in the checkpoint, {here} here" for there, here in sorted(pairs) if there != here)
 
@@ -238,11 +202,7 @@ def _differences(
     frozen = {record.name for record in state.records if record.group is None}
 
     def counts(name: str) -> bool:
-        # An array that completes a master or scales a moment belongs to it, however it is kept here.
-        codes = codes_of_scales(name)
-        if name.startswith(("client/", f"{LOW}/", f"{TIE}/", "gradient")) or (
-            codes is not None and codes in reader.arrays
-        ):
+        if name.startswith(("client/", "gradient")):
             return False
         # Slots of a parameter that is frozen now are left alone.
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
@@ -285,7 +245,7 @@ def _repeated(state: OptimizerState, reader: ArraySource) -> list[str]:
 
 def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int]) -> bool:
     """Return whether both arrays are there, in one type and shape, with the same bytes in the elements `rows`."""
-    if one not in reader.arrays or other not in reader.arrays or rest_of_master(reader.arrays, one) is not None:
+    if one not in reader.arrays or other not in reader.arrays:
         return False
     spec, twin = reader.arrays[one].spec, reader.arrays[other].spec
     if (spec.shape, spec.dtype) != (twin.shape, twin.dtype):

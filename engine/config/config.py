@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from zstore.checkpoint import Moments
 from zstore.errors import ConfigError, UsageError
 from zstore.format import round_up
 from zstore.io import PAGE_BYTES, user_path
@@ -15,7 +14,7 @@ from zstore.io import PAGE_BYTES, user_path
 from .answers import problem_text
 from .jsonc import load_jsonc
 from .keys import Notice
-from .optimizers import OPTIMIZERS, AdamParams, OptimizerParams
+from .optimizers import OPTIMIZERS, AdamParams, Moments, OptimizerParams
 from .parse import parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
 from .scheduler import SchedulerSection
@@ -355,8 +354,7 @@ class Config:
 _OF_TRAINING = (
     "optimizer", "scheduler", "gradient_", "prescale_gradients", "fp16.", "steps_per_print", "wall_clock_breakdown",
     "memory_breakdown", "zero_optimization.offload_optimizer", "zero_optimization.reduce_",
-    "zstore.step_overlap", "zstore.split_master",
-    "zstore.moments", "bf16.bf16_optimizer_states",
+    "zstore.step_overlap", "zstore.moments", "bf16.bf16_optimizer_states",
 )  # fmt: skip
 """Prefixes of the keys that have no effect on an engine without an optimizer."""
 

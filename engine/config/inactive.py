@@ -19,8 +19,8 @@ _ANY_SIZE = "every checkpoint loads at any world size"
 _ONE_WAY = "parameters are always gathered flat, unit by unit"
 _UNUSED = "DeepSpeed's class does not use it either; eps is added to the root"
 _FP32 = (
-    "masters are kept in fp32, which takes 4 bytes a parameter; zstore.split_master saves nearly 2 of them, "
-    "zstore.moments up to 6 of the 8 of Adam's moments, and offload_optimizer takes them off the device"
+    "masters are kept in fp32, which takes 4 bytes a parameter; zstore.moments saves 4 of the 8 of Adam's moments, and "
+    "offload_optimizer takes them off the device"
 )
 _IO = "requests are always submitted singly and overlapped, by threads"
 NOT_PARTITIONED = (

@@ -1,7 +1,7 @@
 """The section `optimizer`: optimizers that a config may name, each with its own arguments and their defaults."""
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainValidator
 from pydantic_core.core_schema import ValidationInfo
@@ -24,6 +24,20 @@ _OTHERS = {
     "lbfgs": "it calls the model again within its step, which the engine cannot do; train with it in plain torch",
     "sparseadam": "it needs sparse gradients, which are not supported",
 }
+
+Moments = Literal["fp32", "bf16"]
+_AVERAGES = frozenset({"exp_avg", "momentum_buffer", "exp_avg_sq", "square_avg", "acc_delta", "exp_inf"})
+_EXACT_WITH = {"square_avg": {"grad_avg"}, "exp_avg_sq": {"max_exp_avg_sq", "max_exp_avg_sqs"}}
+"""Slots that stay in fp32 beside others: centered RMSprop subtracts the square of a mean, which must not be larger, and in
+amsgrad's maximum every rounding up would stay."""
+
+
+def reduced_slots(slots: Iterable[str]) -> set[str]:
+    """Return those of an optimizer's fp32 slots that moments in bf16 mean: averages that forget, so that roundings do not add
+    up."""
+    all_slots = set(slots)
+    return {slot for slot in all_slots & _AVERAGES if not all_slots & _EXACT_WITH.get(slot, set())}
+
 
 Betas = Annotated[tuple[BelowOne, BelowOne], Words("two numbers, each from 0 to below 1")]
 Pair = Annotated[tuple[Real, Real], Words("two numbers of at least 0")]

@@ -188,11 +188,6 @@ def resolve_settings(
         problems.append(
             'fp16.enabled and bf16.enabled: both are true with the answers to "auto"; answer one with false'
         )
-    if settings.zstore.split_master and not values["bf16.enabled"] and not context.frozen:
-        problems.append(
-            "zstore.split_master: true needs bf16, since it keeps a part of each master as the bf16 weight; set "
-            '"bf16": {"enabled": true}, or leave split_master out'
-        )
     problems += _group_problems(settings.zero_optimization, context.world_size)
     derived, defaults, missing = _fill(settings, context.hidden_size)
     return _replaced(settings, values | derived | defaults), (*problems, *missing), defaults

@@ -83,15 +83,11 @@ class ZstoreSection(Section):
     quantized_gradient_bits: Annotated[Literal[4, 8], OneOf()] = built(4)
     """Bits of an element of a gradient that `zero_optimization.zero_quantized_gradients` sends: 4, as in DeepSpeed, or 8, which
     sends twice as much and is about 18 times as exact."""
-    split_master: Bool = built(False)
-    """Keep each fp32 master as the bf16 weight and the remaining bits, 2 1/8 bytes an element in place of 4: less memory and
-    traffic, the same bits. Needs bf16."""
-    moments: Annotated[Literal["fp32", "bf16", "int8"], OneOf()] | None = built(None)
+    moments: Annotated[Literal["fp32", "bf16"], OneOf()] | None = built(None)
     """Type of the optimizer's moments, at every tier and in checkpoints: averages of gradients and of their squares, as
-    exp_avg and exp_avg_sq. "bf16": 2 bytes an element each. "int8": a little over 1, codes with a scale for each block of
-    at most 256. The update computes in fp32 and rounds stochastically, alike on every tier, at every world size and after a
-    resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" if bf16.bf16_optimizer_states or fp32_optimizer_states
-    of the optimizer's params asks for that. See docs/moments.md."""
+    exp_avg and exp_avg_sq. "bf16": 2 bytes an element each. The update computes in fp32 and rounds stochastically, alike on
+    every tier, at every world size and after a resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" if
+    bf16.bf16_optimizer_states or fp32_optimizer_states of the optimizer's params asks for that."""
     activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = built(None)
     """Where tensors that the forward saves for the backward are kept between the two: inputs of checkpointed blocks, and of
     blocks without checkpointing all that autograd saves. "host": copied to host memory behind the forward. "disk": written

@@ -78,8 +78,6 @@ class SlotArray:
 
     name: str
     dtype: torch.dtype = torch.float32
-    block: int = 1
-    """Elements of the parameter for each value."""
     entry: str = ""
     """Entry of the class's state that it belongs to."""
     shape: tuple[int, ...] | None = None
@@ -92,22 +90,13 @@ class SlotTiles:
     def __init__(self, stored: Sequence[SlotArray]) -> None:
         self._stored = stored
 
-    @property
-    def blocks(self) -> list[int]:
-        """Elements for each value of each array."""
-        return [slot.block for slot in self._stored]
-
     def update(
         self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
     ) -> None:
         """Take `step` over a tile whose first element is this rank's number `first`; `views` are of the arrays."""
         step.tile(master, gradient, views)
 
-    def dequantize(self, views: Tensors) -> list[torch.Tensor]:
-        """Return the values of a tile of the arrays, 1-D fp32 [n] a slot; for slots stored in fp32, the views themselves."""
-        return list(views)
-
-    def quantize(self, values: Tensors, views: Tensors, first: int) -> None:
+    def put(self, values: Tensors, views: Tensors, first: int) -> None:
         """Set a tile's `views`, whose first element is this rank's number `first`, to `values`, which may be overwritten."""
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
@@ -119,7 +108,7 @@ class SlotCodec:
     is_plain = True
     """Whether that is so."""
 
-    def stored(self, slots: Sequence[SlotArray], stored_shape: tuple[int, ...]) -> Sequence[SlotArray]:
+    def stored(self, slots: Sequence[SlotArray]) -> Sequence[SlotArray]:
         """Return the stored arrays of a kernel's slots of a parameter, in their order."""
         return slots
 

@@ -97,9 +97,5 @@ def kernels_for(rule: Rule, kind: Kind, groups: Iterable[Mapping[str, Any]]) -> 
 def check_client(client: torch.optim.Optimizer, config: Config) -> None:
     """Raise UsageError if the config does not let the client's own object take the steps."""
     require_no_closure(client)
-    for key, unfit in (
-        ("step_overlap", config.step_overlap == "backward"),
-        ("split_master", config.own.split_master),
-    ):
-        if unfit:
-            raise whole_step_error(type(client).__name__, key)
+    if config.step_overlap == "backward":
+        raise whole_step_error(type(client).__name__, "step_overlap")

@@ -1,8 +1,7 @@
 """Masters and optimizer slots in the store, beside stored parameters and gradients.
 
-A checkpoint consists of the `model/` and `optimizer/` arrays. With split masters (see [Note: the split]),
-`model/` is the bf16 parameter itself, and `optimizer/` has the master's other bits. `parameter/` (16-bit rows of
-offloaded parameters) and `gradient/` (rows that wait on disk for the update) are swap: they never leave the run.
+A checkpoint consists of the `model/` and `optimizer/` arrays. `parameter/` (16-bit rows of offloaded parameters) and
+`gradient/` (rows that wait on disk for the update) are swap: they never leave the run.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from zstore.checkpoint import LOW, TIE, ties_spec
-from zstore.format import BITS, Grid, grid_in_checkpoint, make_grid, model_array, optimizer_array, stored_shape
+from zstore.format import Grid, grid_in_checkpoint, make_grid, model_array, optimizer_array, stored_shape
 from zstore.io.tensors import as_torch
 from zstore.store import ModeName, Stream, TensorStore, TierName, Tile
 
 from ..params.record import ParameterRecord, RowsInStore
 from ..params.sharding import GradientTypes
 from ..plan.plan import Places
-from ..runtime.device import Scratch, Transfers, one_thread
-from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles, Tensors, TorchKernel
-from .split_master import join_master, split_master
+from ..runtime.device import Transfers, one_thread
+from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles, TorchKernel
 
 Tiles = Generator[Tile, None, None]
 
@@ -43,8 +40,8 @@ class InPlace(NamedTuple):
 
 
 class OptimizerState:
-    """This rank's arrays. `kernels` has one entry for each parameter group; `splits` says whether masters are split, and
-    `types` in which type gradients wait on disk."""
+    """This rank's arrays. `kernels` has one entry for each parameter group; `types` says in which type gradients wait on
+    disk."""
 
     def __init__(
         self,
@@ -53,14 +50,12 @@ class OptimizerState:
         transfers: Transfers,
         *,
         is_sharded: bool = False,
-        splits: bool = False,
         types: GradientTypes[torch.dtype] | None = None,
     ) -> None:
         self.store = store
         self.transfers = transfers
         self.is_sharded = is_sharded
         """Whether each rank holds its own rows alone; else every rank holds everything."""
-        self._splits = splits
         self.codec = SlotCodec()
         """How slots are stored; set before `add`."""
         self.owns_fp32 = False
@@ -101,10 +96,6 @@ class OptimizerState:
         elif record.dtype == torch.float32 and (offloaded or placement.state == "device" or self.owns_fp32):
             self._add_own(record, initial, placement.parameter)
             self._own_master.add(record)
-        elif self.is_split(record):
-            if isinstance(initial, RowsInStore):
-                initial = as_torch(self.store.read(initial.array).wait())
-            self._add_split(record, initial, placement)
         else:
             self._create(record, "model", torch.float32, placement.state, fill=initial)
             if offloaded:
@@ -135,17 +126,6 @@ class OptimizerState:
         else:
             record.rest = self._create(record, "model", record.dtype, _fetched(tier), fill=initial)
 
-    def _add_split(self, record: ParameterRecord, initial: torch.Tensor, placement: Places) -> None:
-        """Let the parameter's own rows be its `model/` array, and create the arrays for its master's other bits."""
-        self._add_own(record, initial, placement.parameter)
-        low = self._create(record, LOW, torch.uint16, placement.state)
-        ties = ties_spec(record.spec("model", record.dtype))
-        self.store.create(ties, grid=record.state_grid.packed(), shard=record.state_shard, tier=placement.state)
-        with self.passing([[model_array(record.name), low, ties.name]], "fill") as tiles:
-            for tile in tiles:
-                part = initial[tile.first : tile.stop].float()
-                self.put_master(part, [as_torch(view) for view in tile.views])
-
     def _create(
         self,
         record: ParameterRecord,
@@ -173,19 +153,17 @@ class OptimizerState:
 
     def _create_slot(self, record: ParameterRecord, slot: SlotArray, tier: TierName) -> None:
         name = f"optimizer/{slot.name}"
-        if slot.block == 1 and slot.shape is None:
+        if slot.shape is None:
             self._create(record, name, slot.dtype, tier)
             return
-        elements, grid = record.spec(name, slot.dtype), self.state_grid_of(record, slot)
-        spec = replace(elements, shape=slot.shape or (grid.rows,))
-        if slot.shape is not None:
-            self._own_shapes[spec.name] = slot
-        self.store.create(spec, grid=grid, shard=record.state_shard, tier=tier)
+        spec = replace(record.spec(name, slot.dtype), shape=slot.shape)
+        self._own_shapes[spec.name] = slot
+        self.store.create(spec, grid=self.state_grid_of(record, slot), shard=record.state_shard, tier=tier)
 
     def slots_of(self, record: ParameterRecord) -> Sequence[SlotArray]:
         """Return a parameter's arrays beside its master, in the kernel's order; none of a frozen one."""
         if record not in self._slots:
-            self._slots[record] = self.codec.stored(self.kernel_slots(record), stored_shape(record.shape))
+            self._slots[record] = self.codec.stored(self.kernel_slots(record))
         return self._slots[record]
 
     def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
@@ -196,18 +174,10 @@ class OptimizerState:
         """Return a parameter's slots in step number `step`; see `SlotCodec.tiles`."""
         return self.codec.tiles(self.slots_of(record), record.name, step, record.owned_range[0], former)
 
-    def slot(self, record: ParameterRecord, slot: str) -> tuple[list[str], SlotTiles]:
-        """Return the stored arrays of one of the kernel's slots, and what makes its values out of them."""
-        found = [one for one in self.slots_of(record) if slot in (one.name, one.entry)]
-        names = [optimizer_array(one.name, record.name) for one in found]
-        return names, self.codec.tiles(found, record.name, 0, record.owned_range[0])
-
     def state_grid_of(self, record: ParameterRecord, slot: SlotArray | None = None) -> Grid:
         """Return how this rank's state of a parameter is cut: an array of its shape, or that of `slot`."""
-        if slot is None or (slot.shape is None and slot.block == 1):
+        if slot is None or slot.shape is None:
             return record.state_grid
-        if slot.shape is None:
-            return record.state_grid.packed(slot.block)
         shape = stored_shape(slot.shape)
         return record.over_ranks(shape) if self.is_sharded else make_grid(shape, 1)
 
@@ -223,58 +193,11 @@ class OptimizerState:
         """Return the memory of a slot of a parameter whose state is whole on the device, 1-D [numel]."""
         return as_torch(self.store.memory(optimizer_array(slot, record.name)))
 
-    def is_split(self, record: ParameterRecord) -> bool:
-        """Return whether the master is kept as the bf16 parameter and its other bits. See [Note: the split]."""
-        return self._splits and record.group is not None and record.dtype == torch.bfloat16
-
-    def master_arrays(self, record: ParameterRecord) -> list[str]:
-        """Return the names of the arrays that make up the master, or the parameter if it is not trained."""
-        return self.arrays_of(record)[: 3 if self.is_split(record) else 1]
-
-    def take_master(self, views: Tensors, room: Scratch | None = None) -> torch.Tensor:
-        """Return the master out of `views`, 1-D tiles of `master_arrays`: the view itself if there is one.
-
-        A split master is on the device of its low bits; with `room` it is there until the next one is taken.
-        """
-        if len(views) == 1:
-            return views[0]
-        weight, low, ties = views
-        here, room = self._beside(low, weight, weight.dtype), room or Scratch()
-        return join_master(
-            here, low, ties, room.take("master", low, torch.float32), room.take("bits", low, torch.int32)
-        )
-
-    def put_master(
-        self,
-        master: torch.Tensor,
-        views: Tensors,
-        room: Scratch | None = None,
-        put: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
-    ) -> None:
-        """Set `views`, 1-D tiles of `master_arrays`, to those of `master`, of any floating type if it is not split. With `put`
-        a weight in another memory than its low bits is put there by it."""
-        if len(views) == 1:
-            if views[0] is not master:
-                self.transfers.copy_into(views[0], master)
-            return
-        weight, low, ties = views
-        master = self._beside(low, master, torch.float32)
-        here = weight if self.transfers.link(low, weight) is None else torch.empty_like(low, dtype=weight.dtype)
-        split_master(master, here, low, ties, (room or Scratch()).take("bits", master, torch.int32))
-        if here is not weight:
-            (put or self.transfers.copy_into)(weight, here)
-
-    def _beside(self, other: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return `values` in `dtype` in the memory of `other`; themselves if they are that."""
-        copy = self.transfers.bring(values, other)
-        return (values if copy is None else self.transfers.finish(copy)).to(dtype)
-
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""
         if name in self._own_shapes:
             return record.over_ranks(self.store.spec(name).stored_shape)
-        grid, numel = record.state_grid if self.is_sharded else record.grid, self._numel_per_value(record, name)
-        return grid if numel == 1 else grid.packed(numel)
+        return record.state_grid if self.is_sharded else record.grid
 
     def grid_in_files(self, record: ParameterRecord, name: str, world_size: int) -> Grid:
         """Return how an array of the parameter is cut in a checkpoint of so many ranks."""
@@ -287,19 +210,7 @@ class OptimizerState:
             grid = self.state_grid_of(record, self._own_shapes[name])
             rows = grid.shard_range(record.state_shard)
             return rows[0] * grid.row_numel, rows[1] * grid.row_numel
-        first, stop = record.owned_range
-        numel = self._numel_per_value(record, name)
-        # A rank without rows has none, wherever it would begin.
-        return first // numel, -(-stop // numel) if first < stop else first // numel
-
-    def _numel_per_value(self, record: ParameterRecord, name: str) -> int:
-        """Return the number of the parameter's elements for each value of its array."""
-        if name.startswith(f"{TIE}/"):
-            return BITS
-        if self.codec.is_plain:
-            return 1
-        slots = self.slots_of(record)
-        return next((slot.block for slot in slots if optimizer_array(slot.name, record.name) == name), 1)
+        return record.owned_range
 
     def kernel_of(self, record: ParameterRecord) -> tuple[Kernel, int]:
         """Return the kernel of a trained parameter, and the number of its group."""
@@ -348,7 +259,7 @@ class OptimizerState:
         names = list(self.all_arrays(record))
         kernel = self.kernel_of(record)[0]
         takes_lists = isinstance(kernel, FusedAdam | TorchKernel)
-        if not takes_lists or not self.codec.is_plain or self.is_split(record):
+        if not takes_lists or not self.codec.is_plain:
             return None
         if record in self.spilled or any(self.store.tier_of(name) == "disk" for name in names):
             return None
@@ -392,11 +303,11 @@ class OptimizerState:
                     change()
 
     def arrays_of(self, record: ParameterRecord) -> list[str]:
-        """Return the names of `master_arrays` and slots, in the kernel's order: the parameter's arrays in a checkpoint."""
+        """Return the names of the master, or of the parameter if it is not trained, and of the slots in the kernel's order: the
+        parameter's arrays in a checkpoint."""
         if record not in self._names:
-            split = [f"{LOW}/{record.name}", f"{TIE}/{record.name}"] if self.is_split(record) else []
             slots = [optimizer_array(slot.name, record.name) for slot in self.slots_of(record)]
-            self._names[record] = [model_array(record.name), *split, *slots]
+            self._names[record] = [model_array(record.name), *slots]
         return list(self._names[record])
 
     def all_arrays(self, record: ParameterRecord) -> dict[str, ModeName]:
@@ -413,7 +324,7 @@ class OptimizerState:
         return {name: own for name, own in rows.items() if own.device.type == "cpu"}
 
     def _cast_from_masters(self) -> list[ParameterRecord]:
-        return [r for r in self.scalars if not (self.is_master(r) or self.is_split(r)) and r.owned_numel]
+        return [r for r in self.scalars if not self.is_master(r) and r.owned_numel]
 
     def refresh_parameters(self, some: Container[ParameterRecord] | None = None, *, done: Container[str] = ()) -> None:
         """Cast the masters of all or `some` parameters, except the arrays `done`, into the parameters' own rows, in memory and

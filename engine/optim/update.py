@@ -11,8 +11,7 @@ parameter that had a gradient on any rank, in order:
    the store takes them back (written behind);
 4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills.
 In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do; if its slots are in
-another memory than the parameter, it is copied to them in phase 1 and back in phase 4. A split master (see
-[Note: the split]) is joined before phase 2 and split again after phase 3, which is phase 4 too.
+another memory than the parameter, it is copied to them in phase 1 and back in phase 4.
 
 Parameters whose arrays are in one memory and stored as the kernel takes them need no pass, unless others do in an update
 behind the loop, which keeps the order: phases 2 to 4 run over their memory, found once (`OptimizerState.in_place`), many
@@ -109,13 +108,11 @@ class _Change:
         self._state = state
         self._room: Scratch = Scratch() if former is None else former._room
         self._slots: SlotTiles = state.slot_tiles(record, settings.step, None if former is None else former._slots)
-        self._num_master = len(state.master_arrays(record))
-        """First arrays of a tile: the master, or its parts."""
         self._num_state = len(state.arrays_of(record))
-        """Master and slots, the next ones."""
+        """First arrays of a tile: the master and the slots."""
         self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)
         """This rank's rows; None: they are in the tile."""
-        casts = record.rest is None and self._num_master == 1 and not state.is_master(record)
+        casts = record.rest is None and not state.is_master(record)
         self._own = record.owned() if casts else None
         """The parameter's own rows, if the master is to be cast into them."""
         self._staged: GradientTiles | None = None
@@ -131,10 +128,8 @@ class _Change:
     def apply(self, tile: Tile) -> None:
         """Carry the phases out on one tile."""
         views = [as_torch(view) for view in tile.views]
-        held, others = views[: self._num_master], views[self._num_state :]
-        slots = views[self._num_master : self._num_state]
-        here = self._bring(held, slots, tile)
-        master = self._state.take_master(here, self._room)
+        held, slots, others = views[0], views[1 : self._num_state], views[self._num_state :]
+        master = self._bring(held, slots, tile)
         if self._gradient is None:
             rows = GradientTiles(self._state.transfers, others.pop(), self._room)
             gradient = rows.tile(0, master.numel(), master)
@@ -143,10 +138,8 @@ class _Change:
         if self._factor != 1.0:
             gradient.mul_(self._factor)
         self._slots.update(self._step, master, gradient, slots, tile.first)
-        if len(held) > 1:
-            self._state.put_master(master, held, self._room, partial(self._h2d.put, after=self.after))
-        elif here is not held:
-            self._h2d.put(held[0], master, self.after)
+        if master is not held:
+            self._h2d.put(held, master, self.after)
         if others:
             self._h2d.put(others[0], master)
         elif self._own is not None:
@@ -154,20 +147,20 @@ class _Change:
         if self._has_buffers:
             self._h2d.drain()
 
-    def _bring(self, held: list[torch.Tensor], slots: list[torch.Tensor], tile: Tile) -> list[torch.Tensor]:
-        """Return the master, or its parts, in the memory of its low bits and slots; `held` itself if it is there."""
-        transfers, rest = self._state.transfers, held[1:] or slots
-        link = transfers.link(held[0], rest[0]) if rest else None
+    def _bring(self, held: torch.Tensor, slots: list[torch.Tensor], tile: Tile) -> torch.Tensor:
+        """Return the master in the memory of its slots; `held` itself if it is there."""
+        transfers = self._state.transfers
+        link = transfers.link(held, slots[0]) if slots else None
         if link is None:
             return held
         if link == "device_to_host":
             if self._staged is None:
                 self._staged = GradientTiles(transfers, self.record.owned())
-            return [self._staged.on_host(tile.first, tile.stop), *held[1:]]
-        copy = cast(Copy, transfers.bring(held[0], rest[0]))
+            return self._staged.on_host(tile.first, tile.stop)
+        copy = cast(Copy, transfers.bring(held, slots[0]))
         copy.follow()
         self._h2d.add(copy)
-        return [copy.values, *held[1:]]
+        return copy.values
 
 
 _CORES_OF_TWO_CONSUMERS = 4

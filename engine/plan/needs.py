@@ -81,7 +81,6 @@ def find_needs(
             fetches=times,
             whole_gradient=world_size > 1 and not sharding.gradients,
             state_ranks=world_size if sharding.optimizer_state else 1,
-            splits_master=config.own.split_master,
             moments=config.moments,
         )
 

@@ -29,11 +29,11 @@ from fractions import Fraction
 from functools import cache, partial
 from operator import itemgetter
 
-from zstore.checkpoint import StoredSlot, stored_slots
 from zstore.errors import ConfigError
 from zstore.format import Grid, ShardLayout, make_grid, numpy_dtype, round_up, stored_shape
 from zstore.store import MANY_SMALL, SMALL_SHARD_BYTES, is_packed, run_file_bytes, shared_bytes
 
+from ..config.optimizers import reduced_slots
 from .plan import (
     ALIKE,
     FP32,
@@ -188,8 +188,7 @@ def _stored(need: Need, place: Places, settings: PlacementSettings) -> Iterator[
         return _Stored(kind=kind, field=field, rest=rest, nbytes=nbytes, layout=layout, reads=reads, writes=writes)
 
     forwards = settings.accumulation_steps
-    split = need.splits_master and need.slots is not None and need.dtype == "bfloat16"
-    own_master = split or _is_own_master(need, place)
+    own_master = _is_own_master(need, place)
     fetches = need.fetches * forwards
     if need.secondary_numel:
         # The first gather of a step brings the rows, of a frozen parameter the first of all.
@@ -210,9 +209,6 @@ def _stored(need: Need, place: Places, settings: PlacementSettings) -> Iterator[
     )
     if need.slots is None:
         return
-    if split:
-        yield _apart(need, "master", need.grid, "uint16", place)
-        yield _apart(need, "master", need.grid.packed(), "uint8", place)
     yield from _slots(need, place)
     if settings.holds_gradients:
         # Each micro-batch but the first adds to the sum of those before; the update reads it.
@@ -232,15 +228,13 @@ def _slots(need: Need, place: Places) -> Iterator[_Stored]:
     """Yield the stored arrays of the optimizer's slots."""
     slots = [slot if isinstance(slot, TensorSlot) else TensorSlot(slot) for slot in need.slots or ()]
     plain = [slot.name for slot in slots if slot.shape is None]
-    kept = stored_slots(plain, need.moments, (need.grid.rows, need.grid.row_numel))
+    reduced = reduced_slots(plain) if need.moments == "bf16" else ()
     for slot in slots:
         if slot.shape is not None:  # cut over the same ranks by its own rows
             grid = make_grid(stored_shape(slot.shape), need.state_ranks)
             yield _apart(need, slot.name, grid, FP32, place)
             continue
-        for array in kept.get(slot.name, (StoredSlot(slot.name, FP32),)):
-            grid = need.grid if array.block == 1 else need.grid.packed(array.block)
-            yield _apart(need, slot.name, grid, array.dtype, place)
+        yield _apart(need, slot.name, need.grid, "bfloat16" if slot.name in reduced else FP32, place)
 
 
 def _apart(need: Need, kind: str, grid: Grid, dtype: str, place: Places) -> _Stored:

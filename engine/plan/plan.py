@@ -9,9 +9,10 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from zstore.checkpoint import Moments
 from zstore.format import Grid, ShardLayout, layout_of, numpy_dtype
 from zstore.store import SMALL_SHARD_BYTES
+
+from ..config.optimizers import Moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +162,6 @@ class Need:
     """Elements of the parameter as it is cut over all ranks, padding included."""
     near_numel: int = 0
     """Elements of the parameter as it is cut over the ranks of a group, padding included; with one group as over all."""
-    splits_master: bool = False
-    """The master is kept as the bf16 parameter and its missing bits; see [Note: the split]."""
     moments: Moments = "fp32"
     """Type of the moments among the slots; all other slots are in fp32."""
 

@@ -18,8 +18,7 @@ class HeldBytes:
     gradients: int
     """Those that wait for the update."""
     optimizer_state: int
-    """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter, and of
-    a split master the bf16 part does."""
+    """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter."""
     secondary: int = 0
     """This rank's part of a second copy of the parameters (`zero_hpz_partition_size`)."""
 
@@ -37,7 +36,7 @@ def held_bytes(training: Training) -> HeldBytes:
     optimizer_state = 0
     for record in state.scalars:
         master, *others = state.arrays_of(record)
-        names = others if state.is_master(record) or state.is_split(record) else [master, *others]
+        names = others if state.is_master(record) else [master, *others]
         optimizer_state += sum(store.local(name).nbytes for name in names)
     second = None if hooks is None else hooks.units.fetcher.second_copy
     secondary = 0 if second is None else second.held_bytes

@@ -86,7 +86,6 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             kernels,
             transfers,
             is_sharded=sharding.optimizer_state,
-            splits=config.own.split_master,
             types=gradient_types(config, world.world_size, PRECISIONS),
         )
         state.codec = codec

@@ -32,7 +32,6 @@ from zstore.checkpoint.metadata import array_document, parse_array
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
-from zstore.checkpoint.split import LOW, TIE
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CorruptionError, DiskFullError, UsageError
 from zstore.format.archive import decode_packed_index, encode_packed_index
@@ -64,9 +63,6 @@ def make_arrays() -> dict[str, Array]:
         "model/scalar": np.array(3.5),
         "model/zeros": np.zeros((700, 300), np.float32),
         "optimizer/exp_avg/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
-        "model/split": rng.standard_normal((500, 100)).astype(ml_dtypes.bfloat16),
-        f"{LOW}/split": rng.integers(0, 2**16, (500, 100)).astype(np.uint16),
-        f"{TIE}/split": np.zeros(6250, np.uint8),
     }
 
 
@@ -164,18 +160,6 @@ def test_back_to_none_gives_the_same_files(world_size: int | None, archive: Path
         assert shards_of(tmp_path / "back" / saved.name) == shards_of(saved)
         with open_checkpoint(tmp_path / "back") as reader:
             assert [reader.rank_state(rank) for rank in range(3)] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-
-
-def test_the_bits_that_complete_a_master_stay_cut_as_its_rows_are(saved: Path, tmp_path: Path) -> None:
-    weight = np.zeros((1024, 520), ml_dtypes.bfloat16)
-    arrays = {"model/split": weight, f"{TIE}/split": np.zeros(weight.size // 8, np.uint8)}
-    reshard_command(save_arrays(tmp_path / "one", arrays), tmp_path / "two", 2)
-    reshard_command(saved, tmp_path / "small", 2)
-    with open_checkpoint(tmp_path / "two") as reader:
-        assert reader.arrays[f"{TIE}/split"].grid == make_grid(weight.shape, 2).packed()
-    # Small ones are whole, as all small arrays are.
-    with open_checkpoint(tmp_path / "small") as reader:
-        assert reader.arrays[f"{TIE}/split"].grid == make_grid((500 * 100 // 8,), 1)
 
 
 def test_an_archive_may_be_cut_anew_and_become_another(archive: Path, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from tests.data.golden import make
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
-from zstore.checkpoint.split import complete_master
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.format.arrays import numpy_dtype
 from zstore.io.tensors import bytes_of
@@ -95,17 +94,6 @@ def test_a_golden_is_cut_anew(path: Path, tmp_path: Path) -> None:
     with open_checkpoint(tmp_path) as reader:
         assert verify_checkpoint(reader) == []
         assert all(reader.read_array(name).tobytes() == wanted.tobytes() for name, wanted in arrays.items())
-
-
-def test_the_split_master_of_a_golden_is_that_of_the_engine() -> None:
-    for version in VERSIONS:
-        arrays, _ = expected(version / make.SPLIT)
-        with open_checkpoint(version / make.SPLIT) as reader:
-            weight = reader.read_array("model/embed.weight").reshape(-1)
-            master = complete_master(reader, "model/embed.weight", 0, weight)
-        assert master is not None
-        assert master.astype(weight.dtype).tobytes() == arrays["model/embed.weight"].tobytes()
-        assert not np.array_equal(master, weight.astype(np.float32))
 
 
 def _resume(rank: int, path: str, name: str, folder: str) -> dict[str, Any]:

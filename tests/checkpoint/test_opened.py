@@ -287,28 +287,3 @@ def test_no_torch_until_a_tensor_is_asked_for(saved: Path) -> None:
         "    assert 'torch' in sys.modules and 'zstore.engine' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def split_masters(master: npt.NDArray[np.float32], name: str) -> dict[str, Array]:
-    """The three arrays that hold `master`, by docs/format.md."""
-    bits = master.reshape(-1).view(np.uint32)
-    high, low = bits >> 16, bits & 0xFFFF
-    rounded_down = (low == 0x8000) & (high % 2 == 0)
-    return {
-        f"model/{name}": master.astype(ml_dtypes.bfloat16),
-        f"optimizer/master_low/{name}": low.astype(np.uint16).reshape(master.shape),
-        f"optimizer/master_tie/{name}": np.packbits(rounded_down, bitorder="little"),
-    }
-
-
-def test_split_masters_are_put_together(tmp_path: Path) -> None:
-    master = np.random.default_rng(0).standard_normal((3001, 700)).astype(np.float32)
-    master.view(np.uint32)[::5, ::3] &= 0xFFFF0000
-    master.view(np.uint32)[::5, ::3] |= 0x8000
-    save_arrays(tmp_path, split_masters(master, "w"), world_size=3)
-    with zstore.open_checkpoint(tmp_path) as ckpt:
-        whole = ckpt.consolidated()
-        assert whole["w"].numpy().tobytes() == master.tobytes()
-        assert whole.array("w")[1000:2500, 3].tobytes() == master[1000:2500, 3].tobytes()
-        assert torch.equal(ckpt.consolidated("fp16")["w"], torch.from_numpy(master).half())
-        assert torch.equal(ckpt.consolidated("bf16")["w"], torch.from_numpy(master).bfloat16())

@@ -40,8 +40,6 @@ class Case:
     """Step mode."""
     keys: dict[str, Any] | None = None
     """Further keys of the ZeRO section."""
-    split: bool = False
-    """Whether masters are split."""
     seed: int | None = None
     """Of the model's shape and values; None: the usual small model."""
     types: tuple[str | None, str | None] = (None, None)
@@ -84,7 +82,7 @@ class Case:
             "optimizer": {"type": "AdamW", "params": ADAM},
             "zero_optimization": zero,
             "steps_per_print": 0,
-            "zstore": {"step_overlap": self.overlap, "split_master": self.split},
+            "zstore": {"step_overlap": self.overlap},
         }
         if self.types[0] is not None:
             config["data_types"] = {"grad_accum_dtype": self.types[0]}
@@ -120,9 +118,7 @@ def engine_digests(engine: Engine) -> dict[str, str]:
         found[record.name] = digest(rows_at_rest(engine, record))
         if record.group is not None:
             arrays = [as_torch(training.state.store.read(name).wait()) for name in training.state.arrays_of(record)]
-            num_master = len(training.state.master_arrays(record))
-            found[f"model/{record.name}"] = digest(training.state.take_master(arrays[:num_master]))
-            for name, values in zip(training.state.arrays_of(record)[num_master:], arrays[num_master:], strict=True):
+            for name, values in zip(training.state.arrays_of(record), arrays, strict=True):
                 found[name] = digest(values)
     return found
 

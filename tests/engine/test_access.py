@@ -26,14 +26,14 @@ CASES = {
     1: [
         Case(0, "none", "fp32", 1, 0.0),
         Case(3, "nvme", "bf16", 2, 0.25, parameters="nvme"),
-        Case(1, "nvme", "bf16", 1, 0.0, split=True),
+        Case(1, "nvme", "bf16", 1, 0.0),
     ],
     2: [
         Case(0, "none", "bf16", 1, 0.0),
         Case(1, "cpu", "fp32", 2, 0.0),
         Case(3, "none", "fp32", 1, 0.0),
-        Case(2, "none", "bf16", 1, 0.0, split=True),
-        Case(3, "cpu", "bf16", 1, 0.0, parameters="cpu", split=True),
+        Case(2, "none", "bf16", 1, 0.0),
+        Case(3, "cpu", "bf16", 1, 0.0, parameters="cpu"),
     ],
     3: [Case(3, "nvme", "bf16", 1, 0.25, 40_000, parameters="cpu"), Case(2, "cpu", "fp16", 2, 0.0)],
 }

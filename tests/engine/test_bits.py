@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ def test_bits_equal_the_plain_loop(world_size: int, count: int) -> None:
 
 
 def all_cases() -> list[Case]:
-    """Return every combination, and split masters in every place and step mode; each with a model of its own."""
+    """Return every combination, each with a model of its own."""
     places = [(0, "none", "none"), *((stage, tier, "none") for stage in (1, 2) for tier in TIERS)]
     places += [(3, tier, parameters) for tier in TIERS for parameters in TIERS]
     choices = itertools.product(places, PRECISIONS, (1, 3), (0.0, 0.25), (500_000_000, 40_000), MODES)
@@ -64,15 +64,10 @@ def all_cases() -> list[Case]:
         types = rng.choice((None, *PRECISIONS)), rng.choice((None, *PRECISIONS))
         return {"threshold": rng.choice((0, 100, 1000)), "seed": rng.randrange(10**6), "types": types}
 
-    cases = [
+    return [
         Case(stage, tier, *rest, parameters=parameters, overlap=overlap, **drawn())
         for (stage, tier, parameters), *rest, overlap in choices
     ]
-    for (stage, tier, parameters), overlap in itertools.product(places, MODES):
-        accumulation, clip, bucket = rng.choice((1, 3)), rng.choice((0.0, 0.25)), rng.choice((500_000_000, 40_000))
-        one = Case(stage, tier, "bf16", accumulation, clip, bucket, parameters=parameters, overlap=overlap, **drawn())
-        cases.append(replace(one, split=True))
-    return cases
 
 
 def test_an_update_within_the_backward_of_what_is_not_offloaded_takes_gradients_that_wait_in_place() -> None:

@@ -179,7 +179,7 @@ def test_what_steps_whole_tensors_is_refused_where_that_cannot_be() -> None:
     net = make_net()
     with pytest.raises(UsageError, match=r"LBFGS .* closure"):
         zstore.initialize(model=net, optimizer=torch.optim.LBFGS(net.parameters()), config=make_config())
-    for key, value in (("step_overlap", "backward"), ("split_master", True), ("moments", "int8")):
+    for key, value in (("step_overlap", "backward"), ("moments", "bf16")):
         config = make_config(zstore={key: value}, bf16={"enabled": True})
         with pytest.raises(UsageError, match=f"Lamb .* take {key} out"):
             zstore.initialize(model=net, optimizer=MAKE["Lamb"](net), config=config)

@@ -200,8 +200,7 @@ def test_the_two_largest_gradients_leave_without_a_wait(monkeypatch: pytest.Monk
     assert waits == [0, 0, 1, 2]
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_new_rows_wait_for_the_last_reader_of_the_parameter_alone(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_rows_wait_for_the_last_reader_of_the_parameter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much of the backward the device was asked for since."""
     kernel, is_over = torch._fused_adamw_, threading.Event()
     events: list[int] = []
@@ -216,7 +215,7 @@ def test_new_rows_wait_for_the_last_reader_of_the_parameter_alone(split: bool, m
                 events.append(after.clock)
             return super().copy(target, source, after)
 
-    config = make_config(2, "cpu", zstore={"step_overlap": "backward", "split_master": split})
+    config = make_config(2, "cpu", zstore={"step_overlap": "backward"})
     config |= {"gradient_accumulation_steps": 1}
     config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
     with Noting() as device, start(config, _streams=device) as engine:
@@ -301,29 +300,11 @@ def test_what_crosses_is_counted() -> None:
     assert moved["host_to_device"]["bytes"] == 2 * numel
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        (3, "nvme", "bf16", 1, 0.25, "nvme", "forward"),
-        (2, "cpu", "bf16", 1, 0.0, "none", "backward"),
-        (3, "none", "bf16", 1, 0.0, "cpu", "none"),
-    ],
-    ids=lambda chosen: "-".join(map(str, chosen)),
-)
-def test_the_parts_of_a_split_master_meet_beside_the_low_bits(chosen: tuple[Any, ...]) -> None:
-    with FakeDevice() as device:
-        one = replace(case(*chosen), split=True)
-        if one.tier == "none":
-            one = replace(one, keys={"offload_param": {"pin_memory": True}})
-        assert compare(one, 0, 1, STEPS, _streams=device) == []
-        assert device.num_under_way == 0
-
-
 @pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "split"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_copy_of_a_step_blocks(optimizer: str, parameters: str, precision: str, nvme: Path) -> None:
-    keys = {"bf16": {"enabled": precision != "fp32"}, "zstore": {"split_master": precision == "split"}}
+    keys = {"bf16": {"enabled": precision == "bf16"}}
     config = make_config(3, optimizer, nvme, **keys)
     zero = config["zero_optimization"]
     zero["offload_param"] = {"device": parameters} | ({"nvme_path": str(nvme)} if parameters == "nvme" else {})

@@ -37,7 +37,6 @@ def config_of(nvme: Path, tier: str, stage: int = 3, **keys: Any) -> dict[str, A
         "gradient_clipping": "auto",
         "bf16": {"enabled": True},
         "zero_optimization": zero,
-        "zstore": {"split_master": True} if tier == "nvme" else {},
     } | keys
 
 

@@ -127,11 +127,6 @@ def test_training_goes_as_from_a_plain_model(place: tuple[int, str, str], precis
     assert files_in(tmp_path) == []
 
 
-def test_split_masters_start_from_the_values_that_were_built(tmp_path: Path) -> None:
-    config = config_of(tmp_path, zstore={"split_master": True})
-    assert _train(config, in_shards=True) == _train(config, in_shards=False)
-
-
 def _train_on_ranks(rank: int, folder: str) -> list[str]:
     found: list[str] = []
     for stage, state, own in [(3, "none", "none"), (3, "nvme", "nvme"), (3, "cpu", "none")]:

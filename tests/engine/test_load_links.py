@@ -21,8 +21,8 @@ from zstore.testing.ranks import run_ranks
 torch.set_num_threads(1)
 
 
-def config(nvme: Path, *, stage: int = 3, params: bool = False, split: bool = False) -> dict[str, Any]:
-    found = make_config(stage, "nvme", nvme, zstore={"split_master": split})
+def config(nvme: Path, *, stage: int = 3, params: bool = False) -> dict[str, Any]:
+    found = make_config(stage, "nvme", nvme)
     if params:
         found["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(nvme)}
     return found
@@ -49,19 +49,19 @@ def arrays_on_disk(engine: Engine) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(("params", "split"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("params", [False, True])
 def test_a_resume_links_what_is_on_disk_and_goes_on_with_the_same_bits(
-    tmp_path: Path, nvme: Path, params: bool, split: bool
+    tmp_path: Path, nvme: Path, params: bool
 ) -> None:
     ckpt = str(tmp_path / "ckpt")
-    with start(config(nvme, params=params, split=split), net()) as engine:
+    with start(config(nvme, params=params), net()) as engine:
         for _ in range(2):
             step(engine)
         engine.save_checkpoint(ckpt)
         step(engine)
         step(engine)
         expected = state_of(engine)
-    with start(config(nvme, params=params, split=split), net(seed=3)) as engine:
+    with start(config(nvme, params=params), net(seed=3)) as engine:
         on_disk = arrays_on_disk(engine)
         assert len(on_disk) >= 6
         before = moved(engine)
@@ -71,7 +71,7 @@ def test_a_resume_links_what_is_on_disk_and_goes_on_with_the_same_bits(
         assert report is not None
         assert report.linked_bytes >= sum(on_disk.values())
         # What is small rests in memory, and is read; so are the masters of which parameters are cast.
-        masters = 0 if split else sum(nbytes for name, nbytes in on_disk.items() if name.startswith("model/"))
+        masters = sum(nbytes for name, nbytes in on_disk.items() if name.startswith("model/"))
         assert report.read_bytes < 0.25 * sum(on_disk.values())  # of small arrays much is index and padding
         assert masters <= read < 1.1 * masters + 0.25 * sum(on_disk.values())
         # Written are, if anything, the parameters' own rows.

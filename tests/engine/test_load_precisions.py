@@ -15,16 +15,14 @@ from zstore.engine import Engine
 
 torch.set_num_threads(1)
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16 split": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAVED_SCALE, OWN_SCALE = 2.0**7, 2.0**10
 
 
 def config(precision: str, stage: int, tier: str, nvme: Path, scale: float = OWN_SCALE) -> dict[str, Any]:
-    keys: dict[str, Any] = {"bf16": {"enabled": precision.startswith("bf16")}}
+    keys: dict[str, Any] = {"bf16": {"enabled": precision == "bf16"}}
     if precision == "fp16":
         keys["fp16"] = {"enabled": True, "initial_scale_power": int(scale).bit_length() - 1}
-    if precision == "bf16 split":
-        keys["zstore"] = {"split_master": True}
     return make_config(stage, tier, nvme, **keys)
 
 

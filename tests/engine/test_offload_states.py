@@ -56,7 +56,7 @@ SETUPS: list[tuple[tuple[Any, ...], str, dict[str, Any]]] = [
     ((1, "cpu"), "cpu", {}),
     ((2, "nvme"), "nvme", {}),
     ((3, "none"), "cpu", {}),
-    ((3, "nvme", "cpu"), "nvme", {"zstore": {"split_master": True}}),
+    ((3, "nvme", "cpu"), "nvme", {}),
     ((3, "cpu", "cpu"), "cpu", {"zstore": {"step_overlap": "forward"}}),
 ]
 

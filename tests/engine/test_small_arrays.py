@@ -96,7 +96,7 @@ def test_saves_hold_the_step_they_were_made_at(tmp_path: Path) -> None:
                 assert engine_digests(engine) == after
 
 
-@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_a_step_makes_no_name_of_an_array_and_lists_no_slots(
     moments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

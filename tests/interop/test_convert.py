@@ -10,19 +10,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import zstore.dcp
-from tests.checkpoint.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint, tags
-from zstore.checkpoint.split import LOW, TIE
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import (
     CheckpointError,
@@ -200,29 +197,6 @@ def test_torch_loads_the_weights_with_weights_only(theirs: Path, tmp_path: Path)
     assert torch.equal(half["a.weight"], state()["model"]["a.weight"].half())
     assert half["flags"].dtype == torch.bool
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["half.pt", "model.pt"]
-
-
-def test_split_masters_are_joined_and_tied_weights_stay_tied(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    master = rng.standard_normal(5000).astype(np.float32)
-    weight = master.astype(ml_dtypes.bfloat16)
-    rest = master.view(np.int32) - (weight.view(np.int16).astype(np.int32) << 16)
-    arrays = {
-        "model/w": weight,
-        f"{LOW}/w": (rest & 0xFFFF).astype(np.uint16),
-        f"{TIE}/w": np.packbits((rest == 0x8000), bitorder="little"),
-        "model/tied": np.ones((3, 3), np.float32),
-    }
-    path = save_arrays(tmp_path / "ckpt", arrays)
-    convert(path, tmp_path / "model.pt", "torch")
-    found = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert found["w"].numpy().tobytes() == master.tobytes()
-    convert(path, tmp_path / "st", "safetensors")
-    assert load_file(tmp_path / "st/model.safetensors")["w"].numpy().tobytes() == master.tobytes()
-    target = {"model": {"w": torch.zeros(5000), "tied": torch.zeros(3, 3)}}
-    with pytest.warns(UserWarning, match="torch.distributed is"):
-        dcp.load(target, no_dist=True, storage_reader=zstore.dcp.Reader(path))
-    assert target["model"]["w"].numpy().tobytes() == master.tobytes()
 
 
 # -- DeepSpeed --------------------------------------------------------------------------------------------------------

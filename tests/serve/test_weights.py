@@ -30,17 +30,13 @@ from zstore.weights.layout import plan_files
 from zstore.weights.parts import cut_blocks, read_block
 
 RNG = np.random.default_rng(9)
-HALVES = RNG.standard_normal((130, 7)).astype(ml_dtypes.bfloat16)
-LOW = RNG.integers(0, 2**16, HALVES.shape, dtype=np.uint16)
 ARRAYS: dict[str, Array] = {
     "model/h.10.weight": RNG.standard_normal((700, 300)).astype(np.float32),
     "model/h.2.weight": RNG.standard_normal((300, 700)).astype(np.float32),
     "model/odd name/ü%": RNG.standard_normal(77),
     "model/none": np.zeros((0, 5), np.float16),
     "buffer/steps": np.arange(5, dtype=np.int8),
-    "model/split": HALVES,
-    "optimizer/master_low/split": LOW,
-    "optimizer/master_tie/split": np.zeros(-(-HALVES.size // 8), np.uint8),
+    "model/halves": RNG.standard_normal((130, 7)).astype(ml_dtypes.bfloat16),
     **{f"model/b.{i}": RNG.standard_normal(3).astype(np.float32) for i in range(20)},
 }
 FILE = "model.safetensors"
@@ -101,12 +97,6 @@ def test_a_file_is_the_one_that_consolidate_writes(dtype: str | None, base: str,
     assert get(url, Range=f"bytes={len(expected)}-").status == 416
     assert get(url, If_None_Match=answer.headers["ETag"]).status == 304
     assert get(url, If_Range='"old"', Range="bytes=5-9").data == expected
-
-
-def test_split_masters_become_whole(base: str, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(get(f"{base}/latest/{FILE}?dtype=fp32").data)
-    bits = (HALVES.view(np.uint16).astype(np.int32) << 16) + LOW.view(np.int16)
-    assert np.array_equal(load_file(tmp_path / FILE)["split"].view(np.int32), bits)
 
 
 @settings(max_examples=15, deadline=None)

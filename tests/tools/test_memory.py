@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -80,7 +79,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints `small` and `large`, and such with split masters, for two ranks; `other` is cut unlike `large`."""
+    """Checkpoints `small` and `large` for two ranks; `other` is cut unlike `large`."""
     base = tmp_path_factory.mktemp("memory")
     one = np.ones((20, 30), np.float32)
     save_arrays(base / "small", {"model/w": one}, world_size=2)
@@ -88,14 +87,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     large = {f"model/h.{i}.w": rows for i in range(8)}  # 160 MB
     save_arrays(base / "large", large, world_size=2)
     save_arrays(base / "other", dict.fromkeys(large, rows + 1), world_size=3)
-    for name, size in (("split-small", 20), ("split", 7_000)):
-        weight = np.ones((size, 4000), ml_dtypes.bfloat16)
-        arrays = {
-            "model/w": weight,
-            "optimizer/master_low/w": np.zeros(weight.shape, np.uint16),
-            "optimizer/master_tie/w": np.zeros(-(-weight.size // 8), np.uint8),
-        }
-        save_arrays(base / name, arrays, world_size=2)
     for size, rows in (("small", 20), ("large", 2500)):
         weight = np.ones((rows, 4000), np.float32)
         write_deepspeed(base / f"deepspeed-{size}", weight)
@@ -159,7 +150,6 @@ COMMANDS = {
     "diff": ["diff", "{large}", "{other}"],
     "consolidate": ["consolidate", "{large}", "{out}"],
     "consolidate-url": ["consolidate", "file://{large}", "{out}"],
-    "consolidate-split": ["consolidate", "{split}", "{out}", "--dtype", "fp32"],
     "reshard": ["reshard", "{large}", "{out}", "--world-size", "3"],
     "reshard-zstd": ["reshard", "{large}", "{out}", "--codec", "zstd"],
     "reshard-blosc": ["reshard", "{large}", "{out}", "--codec", "blosc"],
@@ -171,8 +161,7 @@ COMMANDS = {
     "consolidate-hf": ["consolidate", "{hf}", "{out}"],
     "convert-from-hf": ["convert", "{hf}", "{out}", "--world-size", "2"],
     "reshard-to-url": ["reshard", "{large}", "--to", "{url}"],
-    "reshard-split-to-url": ["reshard", "{split}", "--to", "{url}", "--world-size", "3"],
-    "convert-to-torch": ["convert", "{split}", "{out}", "--to", "torch"],
+    "convert-to-torch": ["convert", "{large}", "{out}", "--to", "torch"],
     "convert-to-safetensors": ["convert", "{dcp}", "{out}", "--to", "safetensors", "--dtype", "bf16"],
 }
 
@@ -183,7 +172,6 @@ LONG = (
     "reshard-blosc",
     "verify-archive",
     "reshard-deepspeed",
-    "reshard-split-to-url",
 )
 """Of which others go most of the way."""
 
@@ -197,7 +185,6 @@ CASES.append(pytest.param("consolidate", 2 * LEAST_MEMORY_BYTES, id="consolidate
 @pytest.mark.parametrize(("name", "memory_bytes"), CASES)
 def test_the_peak_stays_below_it(name: str, memory_bytes: int, base: Path, tmp_path: Path) -> None:
     def words(size: str) -> list[str]:
-        split = "split-small" if size == "small" else "split"
         other = "small" if size == "small" else "other"
         dcp = base / f"dcp-{size}"
         places = {
@@ -205,7 +192,6 @@ def test_the_peak_stays_below_it(name: str, memory_bytes: int, base: Path, tmp_p
             "archive": base / f"archive-{size}",
             "large": base / size,
             "other": base / other,
-            "split": base / split,
             "deepspeed": base / f"deepspeed-{size}",
             "hf": base / f"hf-{size}",
             "url": f"objects://bucket/{size}",

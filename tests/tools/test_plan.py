@@ -133,13 +133,11 @@ def test_every_config_loads_and_gives_the_plan_that_was_shown(tmp_path: Path) ->
 
 def test_moments_in_fewer_bits_take_less_and_the_config_asks_for_them() -> None:
     state = {}
-    for moments in ("fp32", "bf16", "int8"):
+    for moments in ("fp32", "bf16"):
         shown = next(one for one in all_choices(replace(make(), moments=moments)) if one.choice.stage == 1)
         state[moments] = sum(shown.plan.held[kind].total for kind in ("exp_avg", "exp_avg_sq"))
         assert shown.config.get("zstore", {}).get("moments", "fp32") == moments
     assert state["bf16"] == state["fp32"] / 2
-    # All matrices of gpt-tiny have rows of 128 or 512 elements; its vectors have blocks of 16.
-    assert 1 / 4 < state["int8"] / state["fp32"] < 1.04 / 4
 
 
 def test_with_room_for_all_nothing_has_to_be_climbed() -> None:

@@ -58,7 +58,7 @@ def test_a_look_at_a_checkpoint_loads_what_reads_it_and_no_more(command: str, sa
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--json"], ["--precision", "fp16", "--machines", "2", "--moments", "int8"], ["--config"]]
+    "more", [[], ["--json"], ["--precision", "fp16", "--machines", "2", "--moments", "bf16"], ["--config"]]
 )
 def test_a_plan_from_numbers_loads_no_torch(more: list[str], tmp_path: Path) -> None:
     config = tmp_path / "config.json"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from zstore.checkpoint import Moments
 from zstore.engine.config.config import DTYPES, Config, load_config, read_config
+from zstore.engine.config.optimizers import Moments
 from zstore.engine.config.resolve import ResolveContext, stand_ins
 from zstore.engine.plan.plan import OffloadTier
 from zstore.errors import UsageError

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from zstore.checkpoint import Moments
+from zstore.engine.config.optimizers import Moments
 from zstore.errors import UsageError
 
 from ..options import parse_file, parse_number, size_option

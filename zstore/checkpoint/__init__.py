@@ -33,44 +33,28 @@ if TYPE_CHECKING:
     from .commit import Committer, discard, new_folder, sweep, temporary_folder
     from .handle import SaveHandle
     from .lookahead import MEMORY_BYTES, Range, ReadAhead, Span, read_into
-    from .moments import (
-        LARGEST_POSITIVE,
-        LARGEST_SIGNED,
-        LEAST_POSITIVE,
-        LEAST_SIGNED,
-        STEP_BITS,
-        Moments,
-        StoredSlot,
-        codes_of_scales,
-        scale_slot,
-        scales_of,
-        stored_slots,
-        values_of_codes,
-        whole_moment,
-    )
     from .plan import CheckpointPlan
     from .request import SaveRequest, SaveSummary
     from .reshard import reshard_checkpoint
     from .retention import Fate, Keep, plan_lines, remove_each, retire, weigh
     from .reuse import KnownFile
     from .save import save_checkpoint
-    from .split import LOW, TIE, complete_master, rest_of_master, ties_spec
     from .verify import VerifyFault, verify_checkpoint
 
 __all__ = [
-    "ABSENT_KEY", "COMPLETE", "LARGEST_POSITIVE", "LARGEST_SIGNED", "LATEST_KEY", "LEAST_POSITIVE",
-    "LEAST_SIGNED", "LOOPS_FOLDER", "LOW", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE", "NUM_THREADS",
-    "RECORD_FILE", "STEP_BITS", "TIE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan",
-    "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Moments",
+    "ABSENT_KEY", "COMPLETE", "LATEST_KEY",
+    "LOOPS_FOLDER", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE", "NUM_THREADS",
+    "RECORD_FILE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan",
+    "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder",
     "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "SaveHandle", "SaveRequest",
-    "SaveSummary", "SharedFiles", "Span", "StoredArray", "StoredFiles", "StoredSlot", "TagInfo", "VerifyFault",
-    "array_path", "bytes_freed", "codes_of_scales", "complete_master", "discard",
+    "SaveSummary", "SharedFiles", "Span", "StoredArray", "StoredFiles", "TagInfo", "VerifyFault",
+    "array_path", "bytes_freed", "discard",
     "encode_state", "find_tag", "list_nested", "list_tags", "natural_key", "new_folder", "new_save_id",
     "open_checkpoint", "plain_value", "plan_lines", "read_into", "refused", "remove_each",
     "reshard_checkpoint", "resolve",
-    "rest_of_master", "retire", "save_checkpoint", "scale_slot", "scales_of", "scan", "shard_file", "shared_files",
-    "step_tag", "stored_files", "stored_slots", "sweep", "tag_folder", "tag_text", "tags", "tags_text",
-    "temporary_folder", "ties_spec", "values_of_codes", "verify_checkpoint", "weigh", "whole_moment",
+    "retire", "save_checkpoint", "scan", "shard_file", "shared_files",
+    "step_tag", "stored_files", "sweep", "tag_folder", "tag_text", "tags", "tags_text",
+    "temporary_folder", "verify_checkpoint", "weigh",
 ]  # fmt: skip
 
 _HOMES = {
@@ -78,15 +62,12 @@ _HOMES = {
     "commit": "Committer discard new_folder sweep temporary_folder",
     "handle": "SaveHandle",
     "lookahead": "MEMORY_BYTES Range ReadAhead Span read_into",
-    "moments": "LARGEST_POSITIVE LARGEST_SIGNED LEAST_POSITIVE LEAST_SIGNED STEP_BITS Moments StoredSlot codes_of_scales "
-    "scale_slot scales_of stored_slots values_of_codes whole_moment",
     "plan": "CheckpointPlan",
     "request": "SaveRequest SaveSummary",
     "reshard": "reshard_checkpoint",
     "retention": "Fate Keep plan_lines remove_each retire weigh",
     "reuse": "KnownFile",
     "save": "save_checkpoint",
-    "split": "LOW TIE complete_master rest_of_master ties_spec",
     "verify": "VerifyFault verify_checkpoint",
 }
 """Module -> the names that are imported from it when they are first used."""

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import UsageError
-from ..format.arrays import ArraySpec, model_array
+from ..format.arrays import ArraySpec
 from ..format.codecs import CODECS, MAX_BLOSC_BYTES, Codec
 from ..format.partition import Grid, grid_in_checkpoint, make_grid
 from ..io.archives import write_packed
@@ -22,11 +22,9 @@ from .build import CheckpointBuilder
 from .commit import Committer
 from .format import COMPLETE
 from .lookahead import Range, ReadAhead
-from .moments import block_numel, codes_of_scales, scales_spec
 from .names import new_save_id
 from .plan import CheckpointPlan
 from .source import ArraySource
-from .split import TIE
 
 _WHOLE = ("buffer/", "client/")
 """Groups of arrays that rank 0 stores whole, at every world size."""
@@ -91,13 +89,6 @@ class _Reshard:
             return self._reader.arrays[name].grid
         shape = specs[name].stored_shape
         grid = make_grid(shape, 1 if name.startswith(_WHOLE) else world_size)
-        group, _, fqn = name.rpartition(f"{TIE}/")
-        codes = codes_of_scales(name)
-        if fqn and not group and model_array(fqn) in specs:
-            grid = make_grid(specs[model_array(fqn)].stored_shape, world_size).packed()
-        elif codes is not None and codes in specs and specs[name] == scales_spec(specs[codes]):
-            whole = specs[codes].stored_shape
-            grid = make_grid(whole, world_size).packed(block_numel(whole))
         return grid_in_checkpoint(shape, specs[name].itemsize, grid, world_size)
 
     def _check_chunks(self) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
@@ -33,14 +32,13 @@ from torch.futures import Future
 
 from zstore.checkpoint import MEMORY_BYTES, ArraySource, Range, ReadAhead, Span, open_checkpoint
 from zstore.errors import UsageError
-from zstore.format import Box, flat_ranges, numpy_dtype
+from zstore.format import Box, flat_ranges
 from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
 from zstore.io import UserPath, Workers, is_url, user_location
 from zstore.io.closing import closing_with
 from zstore.io.tensors import torch_dtype
 from zstore.open.sources import open_source
-from zstore.weights.from_checkpoint import whole_dtype, whole_values
 
 _MOST_TAKEN = 4
 """Spans that are held at a time: fewer than are read ahead."""
@@ -159,7 +157,7 @@ class Reader(StorageReader):
         spec = source.arrays[name].spec
         size = torch.Size(spec.shape)
         return TensorStorageMetadata(
-            properties=TensorProperties(dtype=torch_dtype(whole_dtype(source, name))),
+            properties=TensorProperties(dtype=torch_dtype(spec.dtype)),
             size=size,
             chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
         )
@@ -220,7 +218,7 @@ class _BlockRead:
 
     def begin(self) -> None:
         """Make the memory that the block is read into."""
-        dtype = torch_dtype(whole_dtype(self.source, self.name))
+        dtype = torch_dtype(self.source.arrays[self.name].spec.dtype)
         target = self._target
         direct = self._is_plain and target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
         self._buffer = target if direct else torch.empty(tuple(self.item.lengths), dtype=dtype)
@@ -229,12 +227,9 @@ class _BlockRead:
         """Take the block's part of a span, and release that; of disjoint ones from several threads."""
         out: Any = self._buffer.reshape(-1).view(torch.uint8).numpy()
         size = self._buffer.itemsize
-        stored = span.data.view(numpy_dtype(self.source.arrays[self.name].spec.dtype))
-        for first, values in whole_values(self.source, self.name, span.first, stored):
-            data = values.view(np.uint8)
-            for at, in_box, numel in self.box.overlap(first, first + values.size):
-                start = (at - first) * size
-                out[in_box * size : (in_box + numel) * size] = data[start : start + numel * size]
+        for at, in_box, numel in self.box.overlap(span.first, span.stop):
+            start = (at - span.first) * size
+            out[in_box * size : (in_box + numel) * size] = span.data[start : start + numel * size]
         ahead.release(span)
 
     def finish(self) -> None:

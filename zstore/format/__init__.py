@@ -21,7 +21,6 @@ from .arrays import (
 from .boxes import Box, flat_ranges, gather, tiles
 from .partition import (
     ALIGN_NUMEL,
-    BITS,
     Grid,
     grid_in_checkpoint,
     grid_of_rows,
@@ -33,7 +32,7 @@ from .pieces import ArrayLayout, lay_out
 from .shardfile import ShardLayout, layout_of
 
 __all__ = [
-    "ALIGN_NUMEL", "BITS", "FLOAT8", "FLOATING", "STEM", "SUFFIX", "Array", "ArrayLayout", "ArraySpec", "Box",
+    "ALIGN_NUMEL", "FLOAT8", "FLOATING", "STEM", "SUFFIX", "Array", "ArrayLayout", "ArraySpec", "Box",
     "Bytes", "Grid",
     "ShardLayout", "buffer_array", "client_array", "flat_ranges", "gather", "grid_in_checkpoint",
     "grid_of_rows", "lay_out", "layout_of", "make_grid", "model_array", "numpy_dtype", "optimizer_array",

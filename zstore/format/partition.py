@@ -32,8 +32,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 ALIGN_NUMEL = 16
-BITS = 8
-"""Elements in a byte of an array of bits."""
 MIN_CHUNK_NUMEL = 64 * 1024 // 4
 MAX_CHUNK_NUMEL = 1024 * 1024 // 4
 MOST_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
@@ -109,27 +107,6 @@ class Grid:
         """Return the grid of the same chunks whose shards are `count` of this one's, but no more than hold the array: one
         rank holds the shards of `count` ranks."""
         return replace(self, shard_rows=min(count, max(1, self.num_shards)) * self.shard_rows)
-
-    def packed(self, numel: int = BITS) -> Grid:
-        """Return how an array of one value for each `numel` elements is cut, 1-D: with the elements, chunk by chunk.
-
-        By default that is one bit an element. Chunks must hold a multiple of `numel` elements, or be the only one.
-        """
-        return Grid(
-            rows=-(-self.rows * self.row_numel // numel),
-            row_numel=1,
-            shard_rows=max(1, self.shard_numel // numel),
-            chunk_rows=max(1, self.chunk_numel // numel),
-            chunk_cols=1,
-        )
-
-    def numel_per_value(self, other: Grid) -> int | None:
-        """Return for how many elements of this grid a value on grid `other` is: 1 for the same grid, n for `packed(n)`; None
-        for any other grid."""
-        if other is self or other == self:
-            return 1
-        found = (BITS, self.chunk_numel // max(other.chunk_numel, 1))
-        return next((numel for numel in found if numel and other == self.packed(numel)), None)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checkpoint.moments import codes_of_scales
-from ..checkpoint.split import LOW, TIE
 from ..errors import CorruptionError
 from ..format.arrays import client_array, model_array, optimizer_array
 
@@ -137,8 +135,7 @@ def _name(key: str, meaning: _Meaning | None, alone: bool) -> tuple[str, bool]:
 def paths_of(document: Mapping[str, Any], arrays: Iterable[str]) -> dict[str, Path]:
     """Return the path of each array of a checkpoint, given `record.state["dcp"]` (empty if it has none).
 
-    Parts of split masters and scales of moments have none: they belong to other arrays. Raises CorruptionError
-    for a document of another kind.
+    Raises CorruptionError for a document of another kind.
     """
     kept = {name: path_from_json(path) for name, path in _mapping(document.get("paths", {})).items()}
     model = path_from_json(document.get("model") if document.get("model") is not None else ["model"])
@@ -150,8 +147,6 @@ def paths_of(document: Mapping[str, Any], arrays: Iterable[str]) -> dict[str, Pa
         group, _, rest = name.partition("/")
         if name in kept:
             found[name] = kept[name]
-        elif name.startswith((f"{LOW}/", f"{TIE}/")) or codes_of_scales(name) in names:
-            continue
         elif group in ("model", "buffer"):
             found[name] = (*model, rest)
         elif group == "optimizer":

@@ -63,7 +63,7 @@ def _check_groups(groups: Groups, shards: Mapping[str, LocalShard]) -> None:
         first = shards[group[0]]
         for name in group[1:]:
             shard = shards[name]
-            if shard.shard != first.shard or first.grid.numel_per_value(shard.grid) is None:
+            if shard.shard != first.shard or first.grid != shard.grid:
                 raise UsageError(f"the arrays of a group share one layout, got different ones for {', '.join(group)}")
 
 

@@ -199,14 +199,8 @@ class _Loaded:
 
 def _tile_in_memory(plan: SpanPlan, tiers: Mapping[str, MemoryTier], shards: Mapping[str, LocalShard]) -> Tile:
     """Return a span of a group as one tile; `tiers` has its arrays, which are all in memory, in order."""
-    leader = shards[next(iter(tiers))]
-    first, stop = leader.span_range(plan.span)
-    views = []
-    for name, tier in tiers.items():
-        # A value of another array may be for several elements of the first.
-        numel = leader.grid.numel_per_value(shards[name].grid) or 1
-        views.append(tier.view(name, first // numel, -(-stop // numel)))
-    return Tile(plan.group, first, stop, tuple(views))
+    first, stop = shards[next(iter(tiers))].span_range(plan.span)
+    return Tile(plan.group, first, stop, tuple(tier.view(name, first, stop) for name, tier in tiers.items()))
 
 
 def _is_packed(tier: Tier, name: str) -> bool:

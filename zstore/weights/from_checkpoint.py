@@ -9,15 +9,13 @@ Nothing is handed from thread to thread. In memory are a span of each thread and
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..checkpoint.lookahead import Range, Span, cut_spans, use_spans
-from ..checkpoint.moments import scales_of, whole_moment
 from ..checkpoint.source import ArraySource
-from ..checkpoint.split import complete_master, rest_of_master
 from ..errors import CheckpointMismatchError
 from ..format.arrays import FLOATING, Array, empty_array, numpy_dtype
 from .cast import Overflow, cast_into
@@ -28,8 +26,6 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Name of a precision -> Zarr's name of its data type."""
 
 _GROUPS = ("model/", "buffer/")
-_PIECE_NUMEL = 512 * 1024
-"""About how many elements of a split master are put together at a time: each takes fifteen bytes."""
 _READ_BYTES = 8 * 1024 * 1024
 
 Advance = Callable[[int], None]
@@ -42,8 +38,7 @@ def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
     """Return the parameters and buffers of a checkpoint; floating parameters are written as `dtype`, None: as they are.
     Buffers keep their types.
 
-    Tied parameters are there once, under their first name. A split master is written in the precision that it has
-    with the arrays that complete it. Raises CheckpointMismatchError if there are no weights.
+    Tied parameters are there once, under their first name. Raises CheckpointMismatchError if there are no weights.
     """
     weights: dict[str, Weight] = {}
     for name, stored in reader.arrays.items():
@@ -54,7 +49,7 @@ def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
         if key in weights:
             raise CheckpointMismatchError(f"{reader.location} has both a parameter and a buffer called {key!r}")
         casts = spec.dtype in FLOATING and name.startswith("model/")
-        target = dtype if dtype is not None and casts else whole_dtype(reader, name)
+        target = dtype if dtype is not None and casts else spec.dtype
         weights[key] = Weight(name=key, array=name, shape=spec.shape, dtype=target)
     if not weights:
         raise CheckpointMismatchError(f"{reader.location} has no weights: expected arrays under `model/`")
@@ -68,51 +63,14 @@ def put_weights(
     advance: Advance | None = None,
 ) -> None:
     """Read `weights` whole and hand their values to `put`, every element once. See [Note: the pipeline]."""
-    dtypes = {weight.array: weight.dtype for weight in weights}
     ranges: list[Range] = [(weight.array, 0, weight.numel) for weight in weights if weight.numel > 0]
 
     def use(span: Span) -> None:
-        stored = span.data.view(numpy_dtype(reader.arrays[span.name].spec.dtype))
-        for first, values in whole_values(reader, span.name, span.first, stored, dtypes[span.name]):
-            put(span.name, first, values)
+        put(span.name, span.first, span.data.view(numpy_dtype(reader.arrays[span.name].spec.dtype)))
         if advance is not None:
             advance(span.nbytes)
 
     use_spans(reader, ranges, use, "zstore-weights")
-
-
-def whole_dtype(source: ArraySource, name: str) -> str:
-    """Return the data type that an array has with those that complete it: a split master, or a moment in 8 bits, is float32."""
-    return "float32" if _is_in_parts(source, name) else source.arrays[name].spec.dtype
-
-
-def _is_in_parts(source: ArraySource, name: str) -> bool:
-    return rest_of_master(source.arrays, name) is not None or scales_of(source.arrays, name) is not None
-
-
-def whole_values(
-    source: ArraySource, name: str, first: int, stored: Array, dtype: str | None = None
-) -> Iterator[tuple[int, Array]]:
-    """Yield `stored`, elements of an array from `first` on; of a split master, or a moment in 8 bits, the fp32 values, in
-    bounded pieces.
-
-    Each piece comes with its first element. For bf16 as the `dtype` wanted, a master's own weight is its nearest
-    already, and yielded as it is.
-    """
-    of_master = rest_of_master(source.arrays, name) is not None
-    if (of_master and dtype == DTYPES["bf16"]) or not _is_in_parts(source, name):
-        yield first, stored
-        return
-    chunk_numel = max(1, source.arrays[name].grid.chunk_numel)
-    # Pieces end at ends of chunks, so that no chunk of the completing arrays is read twice.
-    step = max(1, _PIECE_NUMEL // chunk_numel) * chunk_numel
-    low = 0
-    while low < stored.size:
-        high = min(stored.size, low + step - (first + low) % chunk_numel)
-        part = stored[low:high]
-        whole = complete_master(source, name, first + low, part) if of_master else None
-        yield first + low, whole_moment(source, name, first + low, part) if whole is None else whole
-        low = high
 
 
 def read_weight(reader: ArraySource, weight: Weight, first: int, out: Array, overflow: Overflow) -> int:
@@ -128,9 +86,7 @@ def read_weight(reader: ArraySource, weight: Weight, first: int, out: Array, ove
     for span in cut_spans(array, first, first + out.size, _READ_BYTES):
         stored = np.empty(span.stop - span.first, numpy_dtype(array.spec.dtype))
         reader.read(span.name, span.first, span.stop, stored)
-        for low, values in whole_values(reader, span.name, span.first, stored, weight.dtype):
-            target = out[low - first : low - first + values.size]
-            lost += cast_into(values, target, weight.dtype, overflow)
+        lost += cast_into(stored, out[span.first - first : span.stop - first], weight.dtype, overflow)
     return lost
 
 

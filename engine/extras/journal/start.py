@@ -111,7 +111,7 @@ def placed_arrays(state: OptimizerState) -> Iterator[Placed]:
     for record in state.records:
         resident = record.full.nbytes if record.residency is Residency.RESIDENT else 0
         resident += 0 if record.shard is None else record.shard.nbytes
-        own = record.group is None or state.is_master(record) or state.is_split(record)
+        own = record.group is None or state.is_master(record)
         master, *others = state.arrays_of(record)
         kinds = {master: "parameters" if own else _MASTERS} | dict.fromkeys(others, _STATE)
         if record.rest is not None:

@@ -39,7 +39,6 @@ class _OneBitParams(MomentParams):
                 optimizer is not None and not optimizer.params.fp32_optimizer_states,
                 fp32,
             ),
-            "zstore.split_master": (own.split_master, "its masters are kept in fp32"),
         }
         found = {key: f"{why}; leave {key} out" for key, (asked, why) in beside.items() if asked}
         if zero.stage > 1:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zstore.format import ALIGN_NUMEL, Grid, round_up
+from zstore.format import ALIGN_NUMEL, Grid, model_array, optimizer_array, round_up
 from zstore.io.tensors import as_torch
 from zstore.ranks.world import World
 
@@ -142,34 +142,27 @@ class TensorStep(Stepper):
     def _read_state(self, tensors: Sequence[_Tensor], sent: torch.Tensor) -> None:
         state = self._state
         groups = list(self._groups(tensors, sent))
-        with state.passing([names for _, names, _, _ in groups], "read") as tiles:
+        with state.passing([names for _, names, _ in groups], "read") as tiles:
             for tile in tiles:
-                record, _, num_master, targets = groups[tile.group]
-                views = [as_torch(view) for view in tile.views]
-                values = [state.take_master(views[:num_master])] if num_master else []
-                slots = views[num_master:]
-                if num_master:
-                    slots = state.slot_tiles(record, 0).dequantize(slots)
-                for target, one in zip(targets, [*values, *slots], strict=True):
-                    state.transfers.copy_into(target[tile.first : tile.stop], one)
+                for target, view in zip(groups[tile.group][2], tile.views, strict=True):
+                    state.transfers.copy_into(target[tile.first : tile.stop], as_torch(view))
 
     def _groups(
         self, tensors: Sequence[_Tensor], rows: torch.Tensor
-    ) -> Iterator[tuple[ParameterRecord, list[str], int, list[torch.Tensor]]]:
-        """Yield (parameter, arrays that pass together, how many of them are the master, their rows among `rows`), of this
-        rank's arrays of the tensors."""
+    ) -> Iterator[tuple[ParameterRecord, list[str], list[torch.Tensor]]]:
+        """Yield (parameter, arrays that pass together, their rows among `rows`), of this rank's arrays of the tensors: the
+        master with the slots that are cut as it is, and each other slot."""
         for row, tensor in zip(rows, tensors, strict=False):
             record, parts = tensor.record, tensor.parts[:-1]
-            names = self._state.master_arrays(record)
             alike = [part for part in parts[1:] if part.slot is not None and part.slot.shape is None]
             if record.owned_numel:
-                # A moment that is stored in codes has its scales beside it.
                 kept = [slot for slot in self._state.slots_of(record) if slot.shape is None]
-                slots = [f"optimizer/{slot.name}/{record.name}" for slot in kept]
-                yield record, [*names, *slots], len(names), [self._rows(part, row) for part in (parts[0], *alike)]
+                slots = [optimizer_array(slot.name, record.name) for slot in kept]
+                names = [model_array(record.name), *slots]
+                yield record, names, [self._rows(part, row) for part in (parts[0], *alike)]
             for part in parts[1:]:
                 if part.slot is not None and part.slot.shape is not None and self._rows(part, row).numel():
-                    yield record, [f"optimizer/{part.slot.name}/{record.name}"], 0, [self._rows(part, row)]
+                    yield record, [optimizer_array(part.slot.name, record.name)], [self._rows(part, row)]
 
     def _read_gradient(self, update: Update, record: ParameterRecord, target: torch.Tensor) -> None:
         if not record.owned_numel:
@@ -210,25 +203,24 @@ class TensorStep(Stepper):
         state = self._state
         groups = list(self._groups(tensors, back))
         arrays: list[list[str]] = []
-        for record, names, num_master, _ in groups:
-            rest = record.rest if num_master else None
-            arrays.append([*names, *([rest] if rest is not None and rest not in names else [])])
+        for record, names, _ in groups:
+            has_rest = names[0] == model_array(record.name) and record.rest not in (None, names[0])
+            arrays.append([*names, record.rest] if has_rest and record.rest is not None else names)
         with state.passing(arrays, "fill") as tiles:
             for tile in tiles:
-                record, names, num_master, sources = groups[tile.group]
+                record, names, sources = groups[tile.group]
                 views = [as_torch(view) for view in tile.views]
                 values = [source[tile.first : tile.stop] for source in sources]
-                if not num_master:
-                    state.transfers.copy_into(views[0], values[0])
+                state.transfers.copy_into(views[0], values[0])
+                if names[0] != model_array(record.name):
                     continue
-                state.put_master(values[0], views[:num_master])
                 if not state.codec.is_plain:
-                    there = [one.to(views[num_master].device) for one in values[1:]]
-                    state.slot_tiles(record, number).quantize(there, views[num_master : len(names)], tile.first)
+                    there = [one.to(views[1].device) for one in values[1:]]
+                    state.slot_tiles(record, number).put(there, views[1 : len(names)], tile.first)
                 else:
-                    for view, one in zip(views[num_master:], values[1:], strict=False):
+                    for view, one in zip(views[1 : len(names)], values[1:], strict=True):
                         state.transfers.copy_into(view, one)
                 if len(views) > len(names):
                     state.transfers.copy_into(views[-1], values[0])
-                elif record.rest is None and num_master == 1 and not state.is_master(record):
+                elif record.rest is None and not state.is_master(record):
                     state.transfers.copy_into(record.owned()[tile.first : tile.stop], values[0])

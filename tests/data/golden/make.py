@@ -37,7 +37,7 @@ from zstore.testing.ranks import run_ranks
 Array = npt.NDArray[Any]
 
 ENGINES = ("engine-1", "engine-2")
-SPLIT = "engine-1"
+ON_DISK = "engine-1"
 CLIENT: dict[str, dict[str, Any]] = {
     "engine-1": {"epoch": 3, "history": torch.arange(6, dtype=torch.float32).reshape(2, 3) / 4},
     "engine-2": {"epoch": 3, "history": [0.5, None]},
@@ -61,14 +61,13 @@ class Tied(nn.Module):
 
 def config(name: str, folder: str) -> dict[str, Any]:
     """Return the config that an engine's golden was made with, and can be resumed with."""
-    split = name == SPLIT
-    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": folder}} if split else {"stage": 2}
+    on_disk = name == ON_DISK
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": folder}} if on_disk else {"stage": 2}
     return {
         "train_batch_size": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}},
-        "bf16": {"enabled": split},
-        "zstore": {"split_master": split},
+        "bf16": {"enabled": on_disk},
         "zero_optimization": zero,
         "steps_per_print": 0,
     }
@@ -108,7 +107,7 @@ def _values(engine: Engine, name: str) -> dict[str, Any]:
             f"optimizer/{slot}/embed.weight": safe_get_full_optimizer_state(weight, slot)
             for slot in ("exp_avg", "exp_avg_sq")
         },
-        "client/history": CLIENT[name]["history"] if name == SPLIT else None,
+        "client/history": CLIENT[name]["history"] if name == ON_DISK else None,
     }
     return {key: value.tolist() for key, value in found.items() if value is not None}
 
@@ -142,15 +141,7 @@ def make_engine(folder: Path, name: str, world_size: int) -> None:
         results = run_ranks(save_engine, world_size, name, made)
         shutil.copytree(Path(made) / "ckpt" / name, folder / name)
     values = {key: np.array(value, np.float32) for key, value in results[0]["values"].items()}
-    master = values.pop("master")
-    if name == SPLIT:
-        weight = master.astype(ml_dtypes.bfloat16)
-        bits = master.view(np.int32) - (weight.view(np.int16).astype(np.int32) << 16)
-        values["model/embed.weight"] = weight
-        values["optimizer/master_low/embed.weight"] = bits.astype(np.int16).view(np.uint16)
-        values["optimizer/master_tie/embed.weight"] = np.packbits(bits.reshape(-1) == 1 << 15, bitorder="little")
-    else:
-        values["model/embed.weight"] = master
+    values["model/embed.weight"] = values.pop("master")
     facts = {
         "step": 2,
         "world_size": world_size,

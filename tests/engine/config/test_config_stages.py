@@ -84,7 +84,7 @@ def test_a_key_acts_at_its_stages_alone_and_is_told_of_at_others(key: str, stage
     assert f"stage is {stage}" in told or f"stage {stage}" in told
 
 
-OTHER_VALUES = (True, False, 3, 8, 0.5, "forward", "backward", "bf16", "int8", "step", "disk", "host", "/drive", ["x"])
+OTHER_VALUES = (True, False, 3, 8, 0.5, "forward", "backward", "bf16", "step", "disk", "host", "/drive", ["x"])
 """Of keys of any type: those that a key does not take are passed over."""
 
 

@@ -37,7 +37,7 @@ def test_no_effect_is_said_only_where_nothing_is_lost() -> None:
     [
         ({"comet": {"enabled": True}}, "use tensorboard, wandb or csv_monitor"),
         ({"sparse_gradients": True}, "sparse=False"),
-        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "zstore.split_master"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "zstore.moments"),
         ({"nebula": {"enabled": True}}, "save_checkpoint()"),
     ],
 )

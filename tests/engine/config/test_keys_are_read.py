@@ -10,8 +10,8 @@ from zstore.engine.config.keys import Status, about, known_keys, section_of
 from zstore.engine.config.schema import ConfigSections
 
 SOURCES = Path(zstore.__file__).parent
-GIVEN_WHOLE = ("optimizer.params.", "scheduler.params.")
-"""Arguments that go by name to the class that the config names; its tests say what they do."""
+GIVEN_WHOLE = ("optimizer.params.", "scheduler.params.", "sparse_attention.")
+"""Arguments that are looked up by name; their own tests say what they do."""
 
 
 def test_every_key_that_acts_is_read() -> None:

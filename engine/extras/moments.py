@@ -1,0 +1,121 @@
+"""Optimizer moments kept in bf16 (`zstore.moments`); in fp32 for the update alone.
+
+[Note: stored moments]
+Averages of gradients and of their squares are kept so, see `reduced_slots`. A tile's moments are cast to fp32, the kernel runs
+over them, and they are rounded again. Rounding is stochastic: an average moves by a thousandth of itself a step, which
+rounding to the nearest would lose every time. A table of random words gives the summand before the low bits are cut off. An
+element's place in it is a hash of the parameter's name and the step's number, plus the element's place in the whole
+parameter: so the bits are the same on every tier, at every world size, and after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from hashlib import blake2b
+
+import numpy as np
+import torch
+
+from zstore.errors import UsageError
+
+from ..config.config import Config
+from ..config.optimizers import reduced_slots
+from ..optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, SlotTiles, Tensors
+from ..optim.rules import register_codec
+from ..optim.stepper import WholeKernel, whole_step_error
+from ..runtime.device import Scratch
+
+_PIECE_NUMEL = 1 << 16
+"""Elements that are in fp32 at a time, if the processor updates them: they stay in its cache."""
+_NUM_WORDS = 1 << 17
+"""Random words, after which they repeat along a parameter."""
+_NOISE_BITS = 16
+
+
+class MomentCodec(SlotCodec):
+    """Keeps averages of gradients and of their squares in bf16. See [Note: stored moments]."""
+
+    is_plain = False
+
+    def stored(self, slots: Sequence[SlotArray]) -> list[SlotArray]:
+        plain = [slot.name for slot in slots if slot.dtype == torch.float32 and slot.shape is None]
+        reduced = reduced_slots(plain)
+        return [replace(slot, dtype=torch.bfloat16) if slot.name in reduced else slot for slot in slots]
+
+    def tiles(
+        self, stored: Sequence[SlotArray], name: str, step: int, first: int, former: SlotTiles | None = None
+    ) -> SlotTiles:
+        return MomentTiles(stored, name, step, first, former)
+
+
+class MomentTiles(SlotTiles):
+    """The slots of a parameter whose arrays are `stored`. See [Note: stored moments].
+
+    `first` is the place of this rank's first element in the whole parameter. The memory of a `former` one, which is not used
+    any more, is reused.
+    """
+
+    def __init__(
+        self, stored: Sequence[SlotArray], name: str, step: int, first: int, former: SlotTiles | None = None
+    ) -> None:
+        super().__init__(stored)
+        digest = blake2b(f"{step} {name}".encode(), digest_size=4).digest()
+        self._start = int.from_bytes(digest, "little") % _NUM_WORDS + first
+        self._scratch: Scratch = former._scratch if isinstance(former, MomentTiles) else Scratch()
+
+    def update(
+        self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
+    ) -> None:
+        piece = _PIECE_NUMEL if master.device.type == "cpu" else max(master.numel(), 1)
+        for begin in range(0, master.numel(), piece):
+            stop = min(begin + piece, master.numel())
+            parts = [view[begin:stop] for view in views]
+            values = [
+                part if part.dtype == torch.float32 else self._scratch.take(str(n), part, torch.float32).copy_(part)
+                for n, part in enumerate(parts)
+            ]
+            step.tile(master[begin:stop], gradient[begin:stop], values)
+            self.put(values, parts, first + begin)
+
+    def put(self, values: Tensors, views: Tensors, first: int) -> None:
+        for number, (value, view) in enumerate(zip(values, views, strict=True)):
+            if view.dtype == torch.float32:
+                if value is not view:
+                    view.copy_(value)
+                continue
+            noise = _noise(value.device, number % 2)
+            for begin in range(0, value.numel(), _NUM_WORDS):
+                part = value[begin : begin + _NUM_WORDS]
+                word = (self._start + first + begin) % _NUM_WORDS
+                bits = part.view(torch.int32).add_(noise[word : word + part.numel()])
+                view[begin : begin + _NUM_WORDS].view(torch.int16).copy_(bits.bitwise_right_shift_(_NOISE_BITS))
+
+
+@cache
+def _noise(device: torch.device, half: int) -> torch.Tensor:
+    """Return the summand of fp32 bits by word, of one half of the random words, twice in a row."""
+    # Raw output: the same in every version of numpy, which it does not promise for its distributions.
+    words = np.random.Philox(key=0).random_raw(_NUM_WORDS // 2).view("<u4").astype(np.int64)
+    noise = (torch.from_numpy(np.concatenate([words, words])) >> (_NOISE_BITS * half)) & 0xFFFF
+    return noise.to(device, torch.int32)
+
+
+def _moment_codec(config: Config, kernels: Sequence[Kernel], kind: str) -> SlotCodec | None:
+    """Return the codec if `zstore.moments` asks for bf16. Raises UsageError if an optimizer of a `kind` has no moment that
+    could be in bf16, or takes its own step."""
+    if config.moments == "fp32":
+        return None
+    if any(isinstance(kernel, WholeKernel) for kernel in kernels):
+        raise whole_step_error(kind, "moments")
+    if any(reduced_slots(kernel.slots) for kernel in kernels):
+        return MomentCodec()
+    kept = ", ".join(dict.fromkeys(name for kernel in kernels for name in kernel.slots)) or "nothing"
+    raise UsageError(
+        f'"moments": "bf16": expected an optimizer that keeps averages of gradients or of their squares, got {kind}, which '
+        f"keeps {kept}; leave the key out, or use Adam or SGD with momentum"
+    )
+
+
+register_codec(_moment_codec)
