@@ -1,25 +1,24 @@
 """The section `elasticity`, and its batch by DeepSpeed's formula of elasticity 0.1 and 0.2.
 
 [Note: the elastic batch]
-A step's samples stay the same whatever the world size is, so the batch must have many divisors. The bases are each
-micro-batch size and the least common multiple of all. A base becomes the largest product of itself and a highly composite
-number, one with more divisors than any smaller, that is within the maximum. A world size is valid for a batch if some
-micro-batch size, times a whole number of accumulation steps, times the world size is the batch. Of these batches the one
-with the most valid world sizes is taken, of equals the larger (or the smaller). Version 0.2 counts in nodes of several
-ranks: the maximum is divided by the ranks of a node, and batch and world sizes are multiplied by them; a world size that is
-not valid for this batch gets one of its own, the largest multiple within the maximum.
+A step's samples stay the same whatever the world size is, so the batch must have many divisors. Each micro-batch size and
+the least common multiple of all becomes the largest product of itself and a highly composite number within the maximum. A
+world size is valid for a batch if some micro-batch size, times a whole number of accumulation steps, times the world size
+is the batch. Of these batches the one with the most valid world sizes is taken, of equals the larger (or the smaller).
+Version 0.2 counts in nodes of several ranks, and gives a world size that is not valid a batch of its own, the largest
+multiple within the maximum.
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from ..config.keys import ConfigProblem, Notice, Section, built, type_of
+from ..config.keys import ConfigProblem, Notice, Section, built
 from ..config.schema import BATCH_KEYS
-from ..config.values import Bool, OneOf, Positive, Words, expected
+from ..config.values import Bool, OneOf, Positive, Words
 
 HIGHLY_COMPOSITE = (
     1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160, 25200,
@@ -37,16 +36,8 @@ Version = Annotated[
 ]
 
 
-class ElasticBatch(NamedTuple):
-    """The samples of a step, and the world sizes that train with them, ascending."""
-
-    train_batch_size: int
-    valid_world_sizes: tuple[int, ...]
-
-
 class ElasticitySection(Section):
-    """A batch that many world sizes train with: a run may shrink and grow between restarts, and its steps keep their
-    samples. See docs/launch.md."""
+    """A batch that many world sizes train with: a run may shrink and grow between restarts. See docs/launch.md."""
 
     switch = "enabled"
     gives_batch = True
@@ -55,8 +46,7 @@ class ElasticitySection(Section):
     """Take train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps from this section and the
     world size. A world size that is not valid is an error with version 0.1, and gets a batch of its own with 0.2."""
     max_train_batch_size: Positive | None = built(None)
-    """Most samples of a step. The batch is the largest within it, of one of these micro-batches or their least common
-    multiple times a highly composite number, that has the most valid world sizes. Needed."""
+    """Most samples of a step. The batch within it that has the most valid world sizes is taken. Needed."""
     micro_batch_sizes: Sizes | None = built(None)
     """Samples that one rank may take through one forward. Needed."""
     min_gpus: Positive = built(1)
@@ -75,12 +65,14 @@ class ElasticitySection(Section):
     ignore_non_elastic_batch_info: Bool = built(False)
     """Ignore batch sizes in the config beside this section. false: they are an error."""
 
-    def batch(self, world_size: int | None = None) -> ElasticBatch:
-        """Return the batch and the world sizes that are valid, with version 0.2 and a `world_size` that is not valid the
-        batch of that. See [Note: the elastic batch]. Raises ValueError if there is none."""
+    def batch(self, world_size: int | None = None) -> tuple[int, tuple[int, ...]]:
+        """Return the samples of a step, and the world sizes that train with them, ascending; with version 0.2 and a
+        `world_size` that is not valid, those of that. See [Note: the elastic batch]. Raises ValueError if there is none."""
         sizes, maximum = self.micro_batch_sizes, self.max_train_batch_size
         if maximum is None or sizes is None:
-            raise ValueError("max_train_batch_size and micro_batch_sizes are needed")
+            raise ValueError("max_train_batch_size and micro_batch_sizes are needed if elasticity is enabled")
+        if self.max_gpus < self.min_gpus:
+            raise ValueError("min_gpus is more than max_gpus; make them a range")
         per_node = self.num_gpus_per_node if self.version == "0.2" else 1
         most = maximum // per_node
         if max(sizes) > most:
@@ -95,43 +87,17 @@ class ElasticitySection(Section):
             batch = base * HIGHLY_COMPOSITE[bisect_right(HIGHLY_COMPOSITE, most // base) - 1]
             shares = [batch // size for size in sizes if batch % size == 0]
             valid = tuple(n * per_node for n in nodes if any(share % n == 0 for share in shares))
-            found.append(ElasticBatch(batch * per_node, valid))
+            found.append((batch * per_node, valid))
         larger = self.prefer_larger_batch
-        best = max(found, key=lambda one: (len(one.valid_world_sizes), one[0] if larger else -one[0]))
-        if self.version == "0.1" or world_size is None or world_size in best.valid_world_sizes:
+        best = max(found, key=lambda one: (len(one[1]), one[0] if larger else -one[0]))
+        if self.version == "0.1" or world_size is None or world_size in best[1]:
             return best
         multiples = [maximum // (size * world_size) * size * world_size for size in sizes]
         if not (own := max(multiples) if larger else min(multiples)):
             raise ValueError(
                 f"{maximum} samples are less than a micro-batch of {max(sizes)} on each of {world_size} ranks"
             )
-        return ElasticBatch(own, (world_size,))
-
-    def notices(self, settings: Any) -> Iterator[Notice]:
-        for key in _beside(settings) if self.ignore_non_elastic_batch_info else ():
-            yield Notice(key, "no effect: elasticity gives the batch sizes")
-
-    def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
-        missing = [key for key in ("max_train_batch_size", "micro_batch_sizes") if getattr(self, key) is None]
-        for key in missing:
-            kind = expected(type_of(type(self).model_fields[key]))
-            yield ConfigProblem(
-                (f"elasticity.{key}",), f"the key is missing, and elasticity is enabled; expected {kind}"
-            )
-        message = (
-            "elasticity gives the batch sizes; remove the key, or write "
-            '"ignore_non_elastic_batch_info": true into the section elasticity'
-        )
-        for key in () if self.ignore_non_elastic_batch_info else _beside(settings):
-            yield ConfigProblem((key,), message)
-        if self.max_gpus < self.min_gpus:
-            keys = "elasticity.min_gpus", "elasticity.max_gpus"
-            yield ConfigProblem(keys, "min_gpus is more than max_gpus; make them a range")
-        if not missing:
-            try:
-                self.batch()
-            except ValueError as error:
-                yield ConfigProblem(("elasticity",), str(error))
+        return own, (world_size,)
 
     def sizes_at(self, world_size: int) -> tuple[int, int, int]:
         """As the base says: of micro-batches the largest of which every rank takes a whole number. Raises ValueError, which
@@ -146,7 +112,20 @@ class ElasticitySection(Section):
         micro = max(size for size in self.micro_batch_sizes or () if share % size == 0)
         return batch, micro, share // micro
 
+    def notices(self, settings: Any) -> Iterator[Notice]:
+        for key in _batch_keys(settings) if self.ignore_non_elastic_batch_info else ():
+            yield Notice(key, "no effect: elasticity gives the batch sizes")
 
-def _beside(settings: Any) -> list[str]:
+    def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
+        for key in () if self.ignore_non_elastic_batch_info else _batch_keys(settings):
+            write = 'remove the key, or write "ignore_non_elastic_batch_info": true into the section elasticity'
+            yield ConfigProblem((key,), f"elasticity gives the batch sizes; {write}")
+        try:
+            self.batch()
+        except ValueError as error:
+            yield ConfigProblem(("elasticity",), str(error))
+
+
+def _batch_keys(settings: Any) -> list[str]:
     """Return the keys of batch sizes that a config sets."""
     return [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]

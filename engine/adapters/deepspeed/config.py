@@ -297,14 +297,13 @@ def compute_elastic_config(
         section: ElasticitySection = vars(settings)["elasticity"]
         if not section.enabled:
             raise ConfigError('expected "elasticity": {"enabled": true, ...}, got none that is enabled')
-        found = section.batch()
+        batch, valid = section.batch()
     except ValueError as error:
         raise ElasticityConfigError(str(error)) from None
     if world_size <= 0:
-        sizes = found.train_batch_size, list(found.valid_world_sizes)
-        return (*sizes, None) if return_microbatch else sizes
+        return (batch, list(valid), None) if return_microbatch else (batch, list(valid))
     try:
-        found = section.batch(world_size)
-        return found.train_batch_size, list(found.valid_world_sizes), section.sizes_at(world_size)[1]
+        batch, valid = section.batch(world_size)
+        return batch, list(valid), section.sizes_at(world_size)[1]
     except ValueError as error:
         raise ElasticityIncompatibleWorldSize(str(error)) from None

@@ -8,8 +8,7 @@ from zstore.ranks.world import World
 from ...config.config import Config
 from ...params.sharding import Sharding
 from ...zero.exchanges import Exchanges, register
-from .quantized_gather import QuantizedGathers
-from .quantized_gradients import quantized_reducer
+from .quantized import QuantizedGathers, QuantizedReducer
 from .secondary import SecondaryShards
 
 
@@ -20,7 +19,9 @@ def _exchanges(found: Exchanges, config: Config, sharding: Sharding, world: Worl
     if config.zero.zero_quantized_weights:
         found = replace(found, gathers=QuantizedGathers())
     if config.zero.zero_quantized_gradients and sharding.gradients and world.world_size > 1 and not config.frozen:
-        found = replace(found, reducer=quantized_reducer(config, world))
+        group_size = config.quantized_group(world.world_size, world.local_world_size) or world.world_size
+        reducer = QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size)
+        found = replace(found, reducer=reducer)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from zstore.elasticity import ElasticityConfigError, ElasticityIncompatibleWorld
 from zstore.engine.adapters.deepspeed.config import elasticity_enabled
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.extras.elasticity import HIGHLY_COMPOSITE, ElasticitySection
+from zstore.engine.extras.elasticity import HIGHLY_COMPOSITE
 from zstore.errors import ConfigError
 
 DOCUMENTED = {
@@ -51,26 +50,6 @@ def test_the_batch_and_world_sizes_are_those_that_deepspeed_documents() -> None:
     assert (batch, len(valid), micro) == (9792, 23, 17)
     for count in valid:
         assert any(9792 % (count * micro) == 0 for micro in DOCUMENTED["micro_batch_sizes"])
-
-
-@pytest.mark.parametrize("micro", [(1,), (2, 4, 6), (3, 5), (4, 6, 10)])
-@pytest.mark.parametrize("most", [10, 100, 2000])
-@pytest.mark.parametrize("larger", [True, False])
-def test_the_batch_is_the_candidate_with_most_world_sizes(micro: tuple[int, ...], most: int, larger: bool) -> None:
-    """By brute force: bases times every number within the list, the largest of each within the maximum."""
-    candidates = set()
-    for base in {*micro, math.lcm(*micro)}:
-        fitting = [base * number for number in HIGHLY_COMPOSITE if base * number <= most]
-        candidates |= {max(fitting)} if fitting else set()
-    valid = {
-        batch: [n for n in range(1, most + 1) if any(batch % (n * size) == 0 for size in micro)] for batch in candidates
-    }
-    best = max(map(len, valid.values()))
-    tied = [batch for batch in candidates if len(valid[batch]) == best]
-    expected = max(tied) if larger else min(tied)
-    section = {"micro_batch_sizes": micro, "max_train_batch_size": most, "prefer_larger_batch": larger}
-    found = ElasticitySection(**section).batch()
-    assert (found.train_batch_size, list(found.valid_world_sizes)) == (expected, valid[expected])
 
 
 def test_a_config_takes_its_batch_sizes_from_the_world_size() -> None:

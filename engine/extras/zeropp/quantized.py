@@ -1,0 +1,261 @@
+"""Parameters and gradients as small integers on their way between ranks (ZeRO++ qwZ and qgZ), coded as [Note: blocks] says.
+
+[Note: quantized gathers]
+Each rank quantizes its rows of the matrices that a unit gathers, all ranks get the bytes of all, and each dequantizes them,
+its own too: so every rank computes with the same bits. The stored rows stay as they are.
+
+[Note: quantized reductions]
+A bucket's matrix [world, cols] is quantized row by row and sent in an all-to-all of rows. Each rank dequantizes the received
+rows and adds them up in the order of ranks, in fp32: the mean is rounded once, to the type of plain reductions, so bits
+repeat from run to run.
+
+Of several groups of ranks (machines, or groups of `zero_hpz_partition_size`) there are two such hops: each member of a group
+gets the rows of the ranks with its place in all groups, their mean over the group is quantized anew, and sent between the
+groups. With g ranks in each of n groups a rank sends (g - 1) n rows within its group and n - 1 between groups, not
+g n - g: a g-th of the bytes leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from zstore.ranks.groups import make_groups
+from zstore.ranks.work import Kind, Work
+from zstore.ranks.world import World
+
+from ...params.record import ParameterRecord
+from ...plan.quantized import BLOCK_NUMEL, SCALE_BYTES, WEIGHT_BITS, encoded_bytes, is_matrix
+from ...zero.collectives import Bucket, TypeOf, plan_buckets, unpack
+from ...zero.exchanges import Rows
+
+_TILE_NUMEL = {"cpu": 256 * 1024}
+_DEVICE_TILE_NUMEL = 16 * 1024 * 1024
+"""Elements quantized or dequantized at a time: their fp32 values stay in the processor's caches, and are small beside a
+device's memory."""
+
+
+@dataclass(frozen=True)
+class BlockCode:
+    """How rows of several parameters, of `lengths` elements each (multiples of 16), are laid out in `bits` (8 or 4) bits an
+    element."""
+
+    lengths: tuple[int, ...]
+    bits: int
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return sum(encoded_bytes(length, self.bits) for length in self.lengths)
+
+    @cached_property
+    def _num_blocks(self) -> int:
+        return sum(-(-length // BLOCK_NUMEL) for length in self.lengths)
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values` [rows, sum of lengths], of any floating type, as bytes, uint8 [rows, row_bytes]."""
+        encoded = torch.empty(values.shape[0], self.row_bytes, dtype=torch.uint8, device=values.device)
+        scales, elements = self._parts(encoded)
+        for columns, blocks, size in self._tiles(values):
+            tile = values[:, columns].view(values.shape[0], -1, size).float()
+            largest = tile.abs().amax(dim=-1)
+            # The largest integer, as a tensor: by a number CUDA multiplies with the inverse, which rounds to other bits.
+            scale = largest.div_(largest.new_full((), (1 << (self.bits - 1)) - 1))
+            # A block of zeros has the smallest normal number for a scale.
+            scale.clamp_(min=torch.finfo(torch.float32).tiny)
+            scales[:, blocks] = scale
+            whole = torch.div(tile, scale[..., None]).round_().to(torch.int8)
+            if self.bits == 4:
+                low, high = whole.chunk(2, dim=-1)
+                whole = low.bitwise_and_(15).bitwise_or_(high << 4)
+            elements[:, self._bytes(columns)] = whole.flatten(1)
+        return encoded
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
+        """Fill `out` [rows, sum of lengths] with the values of an `encode` result, or `add` them to it; returns `out`. A
+        value is the product in fp32, rounded to the type of `out`."""
+        scales, elements = self._parts(encoded)
+        for columns, blocks, size in self._tiles(out):
+            whole = elements[:, self._bytes(columns)].view(out.shape[0], -1, size * self.bits // 8)
+            if self.bits == 4:
+                whole = torch.cat([(whole << 4) >> 4, whole >> 4], dim=-1)
+            values = (whole * scales[:, blocks][..., None]).flatten(1)
+            if add:
+                out[:, columns].add_(values)
+            else:
+                out[:, columns] = values
+        return out
+
+    def _parts(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scales, fp32 [rows, blocks], and the elements, int8 [rows, bytes], in `encoded`."""
+        split = self._num_blocks * SCALE_BYTES
+        return encoded[:, :split].view(torch.float32), encoded[:, split:].view(torch.int8)
+
+    def _bytes(self, columns: slice) -> slice:
+        return slice(columns.start * self.bits // 8, columns.stop * self.bits // 8)
+
+    def _tiles(self, values: torch.Tensor) -> Iterator[tuple[slice, slice, int]]:
+        """Yield columns of `values`, their blocks, and how many columns a block has there."""
+        tile_numel = _TILE_NUMEL.get(values.device.type, _DEVICE_TILE_NUMEL)
+        most = max(tile_numel // max(values.shape[0], 1) // BLOCK_NUMEL, 1) * BLOCK_NUMEL
+        first = block = 0
+        for length in self.lengths:
+            for begin, stop in _whole_and_rest(length, most):
+                size = min(BLOCK_NUMEL, stop - begin)
+                num_blocks = (stop - begin) // size
+                yield slice(first + begin, first + stop), slice(block, block + num_blocks), size
+                block += num_blocks
+            first += length
+
+
+def _whole_and_rest(length: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of at most `most` elements of whole blocks, and then the shorter block, if there is one."""
+    whole = length // BLOCK_NUMEL * BLOCK_NUMEL
+    for first in range(0, whole, most):
+        yield first, min(first + most, whole)
+    if whole < length:
+        yield whole, length
+
+
+@dataclass
+class QuantizedGather:
+    """A gather under way. The memory of its parameters must be there when it is finished."""
+
+    work: Work
+    bucket: Bucket
+    code: BlockCode
+    sent: torch.Tensor
+    """uint8 [1, row_bytes]"""
+    gathered: torch.Tensor
+    """uint8 [world, row_bytes]"""
+
+    def finish(self) -> None:
+        """Dequantize the received bytes into `full` of the parameters."""
+        target = self._target()
+        if target is not None:
+            self.code.decode(self.gathered, target)
+        else:
+            matrix = torch.empty(
+                self.gathered.shape[0], self.bucket.cols, dtype=self.bucket.dtype, device=self.gathered.device
+            )
+            unpack(self.bucket, self.code.decode(self.gathered, matrix), lambda record: record.full)
+        for segment in self.bucket.segments:
+            segment.record.is_rounded = True
+
+    def _target(self) -> torch.Tensor | None:
+        """Return the parameter's own memory [world, cols], if the gather is of one parameter and of all of it."""
+        first = self.bucket.segments[0]
+        if len(self.bucket.segments) > 1 or self.bucket.cols != first.shard_numel:
+            return None
+        return first.record.padded_full(self.gathered.shape[0] * self.bucket.cols).view(-1, self.bucket.cols)
+
+
+class QuantizedGathers:
+    """Gathers matrices of floating types as integers; see `Gathers` and [Note: quantized gathers]."""
+
+    def takes(self, record: ParameterRecord) -> bool:
+        return record.dtype.is_floating_point and is_matrix(record.grid)
+
+    def start(
+        self, world: World, records: Sequence[ParameterRecord], limit_numel: int, rows: Rows
+    ) -> Iterator[QuantizedGather]:
+        for bucket in plan_buckets(records, world.world_size, limit_numel, align_numel=BLOCK_NUMEL):
+            code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), WEIGHT_BITS)
+            parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
+            sent = code.encode(torch.cat(parts)[None] if len(parts) > 1 else parts[0][None])
+            gathered = sent.new_empty(world.world_size, code.row_bytes)
+            work = world.start_all_gather(gathered.view(-1), sent.view(-1))
+            yield QuantizedGather(work, bucket, code, sent, gathered)
+
+
+class QuantizedReducer:
+    """Starts reductions of gradients sent as integers (all ranks make one). `group_size` ranks make a group; all of
+    them is one hop, on the process group of `world`. See [Note: quantized reductions]."""
+
+    def __init__(self, world: World, bits: int, *, group_size: int) -> None:
+        self.bits = bits
+        self.hops: Sequence[World]
+        if group_size < world.world_size:
+            groups = make_groups(world, group_size)
+            self.hops = [groups.within, groups.between]
+        else:
+            self.hops = [world.second()]
+
+    def takes(self, record: ParameterRecord) -> bool:
+        """Return whether gradients of the parameter are sent as integers: those of matrices."""
+        return record.dtype.is_floating_point and is_matrix(record.grid)
+
+    def buckets(
+        self, records: Sequence[ParameterRecord], world_size: int, limit_numel: int, dtype_of: TypeOf
+    ) -> list[Bucket]:
+        """Return buckets of at most `limit_numel` elements of gradients in the types that they have on this rank."""
+        return plan_buckets(records, world_size, limit_numel, dtype_of, align_numel=BLOCK_NUMEL)
+
+    def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> QuantizedReduction:
+        """Begin to reduce `matrix` [world, cols] (all ranks, in one order)."""
+        return QuantizedReduction(self, bucket, matrix, kind)
+
+    def release(self) -> None:
+        """Destroy the process groups, once nothing is under way."""
+        for world in self.hops:
+            if world.world_size > 1:
+                world.release()
+
+
+class QuantizedReduction:
+    """A bucket's reduce-scatter under way, hop by hop."""
+
+    def __init__(self, reducer: QuantizedReducer, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> None:
+        self.bucket = bucket
+        self._reducer = reducer
+        self._kind = kind
+        self._code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), reducer.bits)
+        self._hop = 0
+        size = reducer.hops[0].world_size
+        if size < matrix.shape[0]:
+            # Each member of the group gets the rows of its place in all groups: [members, groups x cols].
+            matrix = matrix.view(-1, size, bucket.cols).transpose(0, 1).reshape(matrix.shape)
+        self._send(matrix)
+
+    def _send(self, matrix: torch.Tensor) -> None:
+        """Begin a hop of `matrix` [members x rows, cols]."""
+        world = self._reducer.hops[self._hop]
+        sent = self._code.encode(matrix)
+        self._sent = sent.view(world.world_size, -1)
+        self._got = torch.empty_like(self._sent)
+        self._work: Work = world.all_to_all(self._got, self._sent, kind=self._kind)
+
+    def _mean(self) -> torch.Tensor:
+        """Return the mean over the members of the hop that is done, fp32 [rows, cols]."""
+        parts = self._got.view(self._got.shape[0], -1, self._code.row_bytes)  # [members, rows, row_bytes]
+        total = torch.zeros(parts.shape[1], self.bucket.cols, dtype=torch.float32, device=parts.device)
+        for part in parts:
+            self._code.decode(part, total, add=True)
+        return total.mul_(1.0 / parts.shape[0])
+
+    def done(self) -> bool:
+        """Return whether the reduction is done, so that `finish` would not block; if a hop is done, the next one begins."""
+        while self._work.is_completed():
+            if not self._advance():
+                return True
+        return False
+
+    def _advance(self) -> bool:
+        """Begin the next hop; return False if there is none. To be called once the one under way is complete."""
+        if self._hop + 1 == len(self._reducer.hops):
+            return False
+        self._work.wait()
+        mean = self._mean()
+        self._hop += 1
+        self._send(mean)
+        return True
+
+    def finish(self) -> torch.Tensor:
+        """Wait, and return this rank's row of the mean, [cols]."""
+        while True:
+            self._work.wait()
+            if not self._advance():
+                return self._mean().to(self.bucket.dtype)[0]
