@@ -8,17 +8,12 @@ These stay as they are: parameters and buffers, storages under 64 KiB, tensors t
 subclasses of Tensor, and tensors that the model saves after its last block, which the backward needs at once.
 
 A piece is the memory of one storage. Views of it are one piece, as it is one allocation: they are made again over the
-memory that comes back, so that values, strides and offsets are the same.
-
-leaving   a thread copies it to its tier; until then it is in memory, and a backward that needs it takes it from there.
-          At most `_BEHIND_BYTES` are leaving at a time (or one piece): then the forward waits.
-away      it is on its tier alone.
-coming    a thread reads it back; when a piece is asked for, those that were saved before it are begun, the latest first,
-          up to `_AHEAD_BYTES` (or one piece).
-here      it is in memory until nothing needs it any more, or the backward ends.
-
-When the first piece is asked for, pieces that have not begun to leave stay: they are needed next. A piece that nobody needs
-any more gives its place back, also if a forward or a backward failed: autograd lets go of its saved tensors.
+memory that comes back, so that values, strides and offsets are the same. A thread copies it to its tier; until then it is
+in memory, and a backward that needs it takes it from there. At most `_BEHIND_BYTES` are leaving at a time (or one piece):
+then the forward waits. When a piece is asked for, those that were saved before it are brought back by another thread, the
+latest first, up to `_AHEAD_BYTES` (or one piece). In a backward no other pieces begin to leave: they are needed next. A
+piece that nobody needs any more gives its place back, also if a forward or a backward failed: autograd lets go of its
+saved tensors. A graph that is retained keeps its pieces in memory once they were brought back.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -39,14 +34,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.hooks import RemovableHandle
 
 from zstore.errors import UsageError
 from zstore.io import Ticket, Workers
 
 from ..runtime.device import Event, StreamContext, Transfers
-from .blocks import find_blocks
-from .statistics import ActivationStatistics
 from .tiers import ActivationTier, Place
 
 LEAST_BYTES = 64 * 1024
@@ -57,19 +49,45 @@ _BEHIND_BYTES = 64 * 1024 * 1024
 _AHEAD_BYTES = 64 * 1024 * 1024
 
 
+@dataclass(kw_only=True)
+class ActivationStatistics:
+    """Counters of this rank since the engine was made; callers get a copy."""
+
+    tier: str
+    """Tier of the activations: host or disk."""
+    kept_bytes: int = 0
+    """Bytes that were taken off the device, or were to be."""
+    written_bytes: int = 0
+    """Bytes that reached the tier, without those that the backward needed before."""
+    read_bytes: int = 0
+    """Bytes brought back."""
+    resting_bytes: int = 0
+    """Bytes on the tier now."""
+    resting_peak_bytes: int = 0
+    """Peak of these."""
+    write_wait_s: float = 0.0
+    """Seconds for which the forward waited for earlier pieces to leave."""
+    read_wait_s: float = 0.0
+    """Seconds for which the backward waited for pieces to come back."""
+
+
 class _State(Enum):
     """The place of a piece. See [Note: how activations leave and come back]."""
 
     LEAVING = "leaving"
+    """It is in memory, and to be copied to its tier."""
     AWAY = "away"
+    """It is on its tier alone."""
     COMING = "coming"
+    """It is being read back."""
     HERE = "here"
+    """It is in memory until nothing needs it any more."""
 
 
 class _Piece:
     """The memory of one storage; lives as long as autograd keeps a tensor of it."""
 
-    def __init__(self, number: int, tensor: torch.Tensor, place: Place, gone: deque[_Remains]) -> None:
+    def __init__(self, number: int, tensor: torch.Tensor, place: Place, gone: deque[tuple[int, Place, int]]) -> None:
         storage = tensor.untyped_storage()
         self.number = number
         self.place = place
@@ -81,32 +99,23 @@ class _Piece:
         """While this is there, no other storage has the same address."""
         self.version = tensor._version
         self.watched: torch.Tensor | None = tensor.detach()
-        """Shares the version of the saved tensor."""
-        self.state = _State.LEAVING
-        self.begun = False
-        """Whether the copy to its tier has begun."""
-        self.rests = False
-        """Whether the tier has its values."""
-        self.is_ahead = False
-        """Whether it counts as brought ahead of use."""
-        self.coming: Ticket[None] | None = None
+        """Shares the version of the saved tensor; None once that does not matter any more."""
         self.was_changed = False
+        self.state = _State.LEAVING
+        self.written_bytes = 0
+        """Bytes that its tier has."""
+        self.coming: Ticket[None] | None = None
         self._gone = gone
+
+    def stop_watching(self) -> None:
+        """Note whether the tensor was changed in place until now: its values are taken."""
+        if self.watched is not None:
+            self.was_changed = self.watched._version != self.version
+            self.watched = None
 
     def __del__(self) -> None:
         # Runs in any thread that drops the last tensor: only noted here.
-        self._gone.append(_Remains(self.number, self.place, self.nbytes, self.rests, self.is_ahead))
-
-
-@dataclass(frozen=True)
-class _Remains:
-    """The parts of a piece to give back."""
-
-    number: int
-    place: Place
-    nbytes: int
-    rests: bool
-    is_ahead: bool
+        self._gone.append((self.number, self.place, self.written_bytes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,33 +164,28 @@ class ActivationOffload:
         """Addresses of storages that stay: of parameters and buffers."""
         self._in_blocks = True
         """Whether tensors saved now are a block's, or come before one."""
+        self._in_backward = False
         self._by_storage: weakref.WeakValueDictionary[int, _Piece] = weakref.WeakValueDictionary()
-        self._leaving: deque[weakref.ref[_Piece]] = deque()
         self._away: dict[int, weakref.ref[_Piece]] = {}
         """By number, in order: the last was saved last."""
-        self._here: dict[int, weakref.ref[_Piece]] = {}
-        """Those that were brought back."""
-        self._gone: deque[_Remains] = deque()
+        self._ahead: dict[int, weakref.ref[_Piece]] = {}
+        """Those that are brought back before they are asked for."""
+        self._gone: deque[tuple[int, Place, int]] = deque()
+        """Numbers, places and bytes there of pieces that nobody needs any more."""
         self._behind_bytes = 0
-        self._ahead_bytes = 0
         self._made = 0
         self._error: BaseException | None = None
         """Error of a thread, raised by the next call."""
         self._closed = False
         self._counts = ActivationStatistics(tier=tier.name)
-        self._handles = self._watch(find_blocks(model))
+        blocks = find_blocks(model)
+        self._handles = [block.register_forward_pre_hook(partial(self._enter, True)) for block in blocks]
+        self._handles += [block.register_forward_hook(partial(self._enter, False)) for block in blocks[-1:]]
         self.hooks: Any = (self.pack, self.unpack)
         """The saved-tensor hooks."""
 
-    def _watch(self, blocks: Sequence[nn.Module]) -> list[RemovableHandle]:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._in_blocks = True
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._in_blocks = False
-
-        handles = [block.register_forward_pre_hook(enter) for block in blocks]
-        return handles + ([blocks[-1].register_forward_hook(leave)] if blocks else [])
+    def _enter(self, in_blocks: bool, *_: Any) -> None:
+        self._in_blocks = in_blocks
 
     def stay_out_of_graphs(self) -> None:
         """Take tensors that are saved after the last block too, since compiled code saves when it likes, and keep
@@ -198,7 +202,7 @@ class ActivationOffload:
     @contextmanager
     def around_forward(self) -> Iterator[None]:
         """Take the tensors that autograd saves in this block."""
-        self._in_blocks = True
+        self._in_blocks, self._in_backward = True, False
         if not torch.is_grad_enabled():
             yield
             return
@@ -220,8 +224,7 @@ class ActivationOffload:
         if not self._takes(tensor):
             return tensor
         with self._lock:
-            self._raise_error()
-            self._sweep()
+            self._tidy()
             address = tensor.untyped_storage()._cdata
             piece = self._by_storage.get(address)
             if piece is None or piece.version != tensor._version or piece.storage.expired():  # type: ignore[no-untyped-call]
@@ -248,22 +251,23 @@ class ActivationOffload:
         while self._behind_bytes and self._behind_bytes + nbytes > _BEHIND_BYTES:
             self._ended.wait()
         self._counts.write_wait_s += time.perf_counter() - started
-        self._raise_error()
+        self._tidy()
         piece = _Piece(self._made, tensor, self._tier.make(nbytes), self._gone)
         self._made += 1
-        self._counts.kept += 1
         self._counts.kept_bytes += nbytes
         self._behind_bytes += nbytes
-        known = weakref.ref(piece)
-        self._leaving.append(known)
-        self._writer.submit(partial(self._write, known, nbytes, self._transfers.streams.record()))
+        self._writer.submit(partial(self._write, weakref.ref(piece), nbytes, self._transfers.streams.record()))
         return piece
 
     def _write(self, known: weakref.ref[_Piece], nbytes: int, after: Event) -> None:
         """Carry one piece to its tier (the writing thread)."""
         try:
-            piece, source = self._start_write(known)
-            if piece is not None and source is not None and self._context is not None:
+            piece = known()
+            with self._lock:
+                leaves = piece is not None and piece.state is _State.LEAVING
+                leaves = leaves and not (self._in_backward or self._closed)
+                source = None if piece is None else piece.memory
+            if leaves and piece is not None and source is not None and self._context is not None:
                 with self._context():
                     self._tier.write(piece.place, source, after)
                 self._finish_write(piece)
@@ -276,25 +280,15 @@ class ActivationOffload:
                 self._behind_bytes -= nbytes
                 self._ended.notify_all()
 
-    def _start_write(self, known: weakref.ref[_Piece]) -> tuple[_Piece | None, torch.Tensor | None]:
-        with self._lock:
-            if self._leaving and self._leaving[0] is known:
-                self._leaving.popleft()
-            piece = known()
-            if piece is None or piece.state is not _State.LEAVING or self._closed:
-                return None, None
-            piece.begun = True
-            return piece, piece.memory
-
     def _finish_write(self, piece: _Piece) -> None:
         with self._lock:
-            if piece.watched is not None:
-                piece.was_changed = piece.watched._version != piece.version
-            piece.rests = True
-            piece.watched = None
-            self._counts.written_bytes += piece.nbytes
-            self._counts.rests(piece.nbytes)
-            if piece.state is _State.LEAVING:
+            piece.stop_watching()
+            piece.written_bytes = piece.nbytes
+            counts = self._counts
+            counts.written_bytes += piece.nbytes
+            counts.resting_bytes += piece.nbytes
+            counts.resting_peak_bytes = max(counts.resting_peak_bytes, counts.resting_bytes)
+            if piece.state is _State.LEAVING:  # else it was asked for meanwhile
                 piece.state, piece.memory = _State.AWAY, None
                 self._away[piece.number] = weakref.ref(piece)
 
@@ -309,10 +303,14 @@ class ActivationOffload:
         if self._closed:
             raise UsageError("a backward after engine.close(): what the forward kept for it is gone")
         with self._lock:
-            self._raise_error()
-            self._sweep()
-            self._keep_leaving()
-            self._ask_for(piece)
+            self._tidy()
+            self._in_backward = True
+            if piece.state is _State.LEAVING:
+                piece.stop_watching()
+                piece.state = _State.HERE
+            elif piece.state is _State.AWAY:
+                self._read(piece)
+            self._ahead.pop(piece.number, None)
             self._read_ahead(piece)
             coming = piece.coming
         if coming is not None:
@@ -329,41 +327,20 @@ class ActivationOffload:
             )
         return saved.view(memory)
 
-    def _keep_leaving(self) -> None:
-        """Keep pieces in memory that have not begun to leave."""
-        for known in self._leaving:
-            piece = known()
-            if piece is not None and piece.state is _State.LEAVING and not piece.begun:
-                piece.state = _State.HERE
-        self._leaving.clear()
-
-    def _ask_for(self, piece: _Piece) -> None:
-        """Let a piece be in memory, or on its way there."""
-        if piece.watched is not None:  # in memory since the forward
-            self._counts.used_in_place += 1
-            piece.was_changed = piece.watched._version != piece.version
-            piece.watched = None
-            piece.state = _State.HERE
-        elif piece.state is _State.AWAY:
-            self._read(piece)
-        elif piece.is_ahead:
-            piece.is_ahead = False
-            self._ahead_bytes -= piece.nbytes
-            self._counts.read_ahead += 1
-
     def _read_ahead(self, after: _Piece) -> None:
         """Begin to bring back the pieces saved before `after`, the latest first."""
+        ahead = sum(piece.nbytes for known in self._ahead.values() if (piece := known()) is not None)
         chosen: list[_Piece] = []
-        for number in reversed(self._away):
-            piece = self._away[number]()
+        for number, known in reversed(self._away.items()):
+            piece = known()
             if number >= after.number or piece is None:
                 continue
-            if self._ahead_bytes and self._ahead_bytes + piece.nbytes > _AHEAD_BYTES:
+            if ahead and ahead + piece.nbytes > _AHEAD_BYTES:
                 break
-            piece.is_ahead = True
-            self._ahead_bytes += piece.nbytes
+            ahead += piece.nbytes
             chosen.append(piece)
         for piece in chosen:
+            self._ahead[piece.number] = weakref.ref(piece)
             self._read(piece)
 
     def _read(self, piece: _Piece) -> None:
@@ -373,7 +350,6 @@ class ActivationOffload:
         target = torch.empty(piece.nbytes, dtype=torch.uint8, device=piece.device)
         after = self._transfers.streams.record()
         piece.coming = self._reader.submit(partial(self._carry_back, weakref.ref(piece), target, after))
-        self._here[piece.number] = weakref.ref(piece)
 
     def _carry_back(self, known: weakref.ref[_Piece], target: torch.Tensor, after: Event) -> None:
         """Bring one piece back (the reading thread)."""
@@ -390,44 +366,22 @@ class ActivationOffload:
             piece.memory, piece.coming, piece.state = target, None, _State.HERE
             self._counts.read_bytes += piece.nbytes
 
-    def end_backward(self) -> None:
-        """Let go of pieces that were brought back and are still kept by a graph: they are read again if it has another
-        backward."""
-        with self._lock:
-            self._sweep()
-            coming = [(known, piece.coming) for known in self._here.values() if (piece := known()) is not None]
-        for _, ticket in coming:
-            if ticket is not None:
-                ticket.error()
-        with self._lock:
-            for known, _ in coming:
-                piece = known()
-                if piece is None:
-                    continue
-                if piece.is_ahead:
-                    piece.is_ahead = False
-                    self._ahead_bytes -= piece.nbytes
-                piece.state, piece.memory, piece.coming = _State.AWAY, None, None
-                self._away[piece.number] = known
-            self._here.clear()
-            self._away = dict(sorted(self._away.items()))
-
     # -- both -------------------------------------------------------------------------------------------------------
 
-    def _sweep(self) -> None:
-        """Free the places of pieces that nobody needs any more."""
-        while self._gone:
-            remains = self._gone.popleft()
-            self._away.pop(remains.number, None)
-            self._here.pop(remains.number, None)
-            self._ahead_bytes -= remains.nbytes if remains.is_ahead else 0
-            self._counts.rests(-remains.nbytes if remains.rests else 0)
-            self._tier.free(remains.place)
-
-    def _raise_error(self) -> None:
+    def _tidy(self) -> None:
+        """Free the places of pieces that nobody needs any more, and raise the error of a thread."""
+        self._sweep()
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _sweep(self) -> None:
+        while self._gone:
+            number, place, written_bytes = self._gone.popleft()
+            self._away.pop(number, None)
+            self._ahead.pop(number, None)
+            self._counts.resting_bytes -= written_bytes
+            self._tier.free(place)
 
     def statistics(self) -> ActivationStatistics:
         """Return counters since the start."""
@@ -449,3 +403,19 @@ _active: ContextVar[ActivationOffload | None] = ContextVar("active_offload", def
 def active_offload() -> ActivationOffload | None:
     """Return the offload that takes activations of the forward under way; None: there is none."""
     return _active.get()
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the callable modules with parameters in the outermost ModuleLists of `model`, in module order."""
+    return list(dict.fromkeys(_blocks(model, in_list=False)))
+
+
+def _blocks(module: nn.Module, *, in_list: bool) -> Iterator[nn.Module]:
+    is_callable = type(module).forward is not nn.Module.forward
+    if in_list and is_callable:
+        if any(True for _ in module.parameters()):
+            yield module
+        return
+    for child in module.children():
+        # A ModuleDict in a ModuleList is not called either: its children are the blocks.
+        yield from _blocks(child, in_list=isinstance(module, nn.ModuleList) or in_list)

@@ -1,14 +1,14 @@
 """Tiers of activations off the device: host memory, or arrays of the store on disk.
 
-A piece is the memory of one storage, as bytes. `write` and `read` are carried out by threads of `ActivationOffload`, each
-of which has one stream of pieces; `make` and `free` are called by one thread at a time.
+A piece is the memory of one storage, as bytes. `make` returns a place for one and `free` frees it, called by one thread at a
+time; `make` raises BudgetError or DiskFullError if there is none. `write` copies `source`, uint8 on the device, to a place,
+and `read` a place to `target`, after an event and done on return: each is carried out by a thread of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from contextlib import closing
 from typing import Any
@@ -24,36 +24,11 @@ from ..runtime.device import Event, Transfers
 
 _log = logging.getLogger("zstore")
 
-Place = Any
-"""Of one piece; only the tier that made it knows more."""
-
 _WORD_BYTES = 4
 """Bytes of an element of an array on disk; chunks are cut by elements."""
 
 
-class ActivationTier(ABC):
-    """A tier for pieces."""
-
-    name: str
-
-    @abstractmethod
-    def make(self, nbytes: int) -> Place:
-        """Return a place for `nbytes`. Raises BudgetError or DiskFullError if there is none."""
-
-    @abstractmethod
-    def write(self, place: Place, source: torch.Tensor, after: Event) -> None:
-        """Copy `source`, uint8 on the device, to the place, after that event; done on return."""
-
-    @abstractmethod
-    def read(self, place: Place, target: torch.Tensor, after: Event) -> None:
-        """Copy the values there into `target`, uint8 on the device, after that event; done on return."""
-
-    @abstractmethod
-    def free(self, place: Place) -> None:
-        """Free a place."""
-
-
-class HostPieces(ActivationTier):
+class HostPieces:
     """Host memory, pinned if possible, within the store's budget."""
 
     name = "host"
@@ -80,7 +55,7 @@ class HostPieces(ActivationTier):
         self._budget.release(place.nbytes)
 
 
-class DiskPieces(ActivationTier):
+class DiskPieces:
     """Arrays of the store, which writes them with checksums; each is reused for the next piece of its size."""
 
     name = "disk"
@@ -126,6 +101,11 @@ class DiskPieces(ActivationTier):
 
     def free(self, place: str) -> None:
         self._free[self._store.valid_numel(place)].append(place)
+
+
+ActivationTier = HostPieces | DiskPieces
+Place = Any
+"""Of one piece; only the tier that made it knows more."""
 
 
 def make_tier(config: Config, store: TensorStore, transfers: Transfers, pool_bytes: int) -> ActivationTier | None:

@@ -23,7 +23,7 @@ _FP32 = (
     "offload_optimizer takes them off the device"
 )
 _IO = "requests are always submitted singly and overlapped, by threads"
-NOT_PARTITIONED = (
+_NOT_PARTITIONED = (
     "there is no model parallelism, so each rank keeps the inputs of its blocks whole; cpu_checkpointing takes them "
     "off the device"
 )
@@ -137,8 +137,10 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("CheckpointSection", "tag_validation", Annotated[Literal["Ignore", "Warn", "Fail"], OneOf()], "Warn",
      "where the ranks' tags differ, rank 0's is used, with a warning"),
     ("ActivationCheckpointingSection", "partition_activations contiguous_memory_optimization", Bool, False,
-     NOT_PARTITIONED),
-    ("ActivationCheckpointingSection", "number_checkpoints", Positive | None, None, NOT_PARTITIONED),
+     _NOT_PARTITIONED),
+    ("ActivationCheckpointingSection", "number_checkpoints", Positive | None, None, _NOT_PARTITIONED),
+    ("ActivationCheckpointingSection", "synchronize_checkpoint_boundary profile", Bool, False,
+     "blocks are not timed one by one: torch.profiler has the forward and the recomputation of each"),
 ),
 "refused": (
     ("ConfigSections", "gradient_allreduce_op", Annotated[Literal["mean", "sum"], OneOf()], "mean",

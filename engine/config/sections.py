@@ -139,12 +139,6 @@ class ActivationCheckpointingSection(Section):
 
     cpu_checkpointing: Bool = built(False)
     """Keep activations in host memory: the same as "zstore": {"activations": "host"}, which is used if both are set."""
-    synchronize_checkpoint_boundary: Bool = built(False)
-    """Wait for the device before and after each block of `zstore.checkpointing.checkpoint`, in both directions. On a CPU
-    there is nothing to wait for."""
-    profile: Bool = built(False)
-    """Time the forward and the recomputation of these blocks: in `engine.statistics().activations`, with the device waited
-    for, and in a line beside those of progress."""
 
 
 class ThroughputSection(Section):

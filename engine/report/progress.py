@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..activations.checkpointing import block_times
 from ..config.keys import acting
 from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
@@ -201,15 +200,6 @@ class RunReport:
                 step,
                 *(1e3 * seconds / steps for seconds in (spent.forward_s, spent.backward_s, spent.optimizer_s)),
                 steps,
-            )
-        if settings.activation_checkpointing.profile and (blocks := block_times()).blocks:
-            _log.info(
-                "step %d: a block of %d took %.2f ms forward, one of %d computed again %.2f ms, mean since the start",
-                step,
-                blocks.blocks,
-                1e3 * blocks.forward_s / blocks.blocks,
-                blocks.recomputed,
-                1e3 * blocks.recompute_s / max(blocks.recomputed, 1),
             )
         if settings.timers.throughput.enabled and steps > 0:
             samples, self._line_samples = training.samples - self._line_samples, training.samples

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any
 from zstore.io import LinkStatistics, total_of_links
 from zstore.store import StoreStatistics
 
-from ..activations.checkpointing import activation_statistics
-from ..activations.statistics import ActivationStatistics
+from ..activations.offload import ActivationStatistics
 from ..training.held import HeldBytes, held_bytes
 from ..zero.unshard import UnitStatistics
 from .memory import MemoryStatistics, memory_statistics
@@ -100,7 +99,7 @@ def engine_statistics(
         overlapped=gradients.overlapped,
         store=store,
         utilisation=utilisation,
-        activations=activation_statistics(training.activations, training.config),
+        activations=None if training.activations is None else training.activations.statistics(),
     )
 
 

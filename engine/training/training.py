@@ -193,8 +193,6 @@ class Training:
             # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
             error, self._error_behind = self._error_behind, None
             self.pending.agree(error)
-            if self.activations is not None:
-                self.activations.end_backward()
             if not self._is_coalescing:
                 self.gradients.show(whole=self.scaler.scale == 1.0)
         except BaseException as raised:

@@ -9,8 +9,8 @@ from torch import nn
 from zstore.io import Files
 from zstore.ranks.world import World
 
+from ..activations.checkpointing import checkpoint_blocks
 from ..activations.offload import ActivationOffload
-from ..activations.recompute import set_up_checkpointing
 from ..activations.tiers import make_tier
 from ..build.model import check_model, normalize_in_type_of_statistics, place_buffers
 from ..build.takeover import BuiltModel, check_store, open_run_store, warn_of_fallbacks
@@ -62,8 +62,8 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         check_client(optimizer.client, config)
     kernels = kernels_for(rule, optimizer.kind, optimizer.param_groups)
     codec = codec_of(config, kernels, optimizer.kind.__name__)
-    section = config.settings.activation_checkpointing
-    set_up_checkpointing(model, section, enable=config.own.gradient_checkpointing and not config.frozen)
+    if config.own.gradient_checkpointing and not config.frozen:
+        checkpoint_blocks(model)
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
     # Before anything is changed: a folder that cannot be used leaves the model as it is.

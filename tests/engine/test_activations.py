@@ -68,7 +68,7 @@ def test_on_disk_they_keep_the_bits(kind: str, tmp_path: Path, expected: dict[st
         forwards = 4
         if kind == "plain":
             # Parts of one tensor travel once: of each block x, the projection, and what comes after.
-            assert found.kept > 8 * BLOCKS * forwards
+            assert found.kept_bytes > 8 * BLOCKS * INPUT_BYTES * forwards
         else:
             # The embedding's input, and the input of each block. The reentrant kind saves after the block has run: that of
             # the last one, which the backward needs at once, stays.
@@ -77,7 +77,6 @@ def test_on_disk_they_keep_the_bits(kind: str, tmp_path: Path, expected: dict[st
         assert found.tier == "disk"
         assert 0 < found.written_bytes <= found.kept_bytes
         assert found.read_bytes <= found.written_bytes
-        assert found.kept >= found.used_in_place + found.read_ahead
         # Checksums and padding come to it.
         assert links["activation_write"].bytes >= found.written_bytes
         assert links["activation_read"].bytes >= found.read_bytes
@@ -91,13 +90,10 @@ def test_with_everything_on_disk_and_the_switch(tmp_path: Path, expected: dict[s
     chosen = config(3, activations="disk", gradient_checkpointing=True, step_overlap="backward")
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     chosen["zero_optimization"] |= {"offload_param": nvme, "offload_optimizer": nvme}
-    chosen["activation_checkpointing"] = {"profile": True}
     with start(chosen, deep()) as engine:
         assert bits(engine) == expected
         found = offloaded(engine)
         assert found.kept_bytes == (1 + BLOCKS) * INPUT_BYTES * 4
-        assert found.blocks == found.recomputed == BLOCKS * 4
-        assert found.forward_s > 0 < found.recompute_s
         pools = engine.statistics().store.pool_bytes
         assert pools == engine.training_state.plan.held["buffers"].host
         assert pools % PAGE_BYTES == 0

@@ -1,50 +1,31 @@
-"""`zstore.checkpointing`: times; what `configure` and a config say."""
+"""`zstore.checkpointing` without an engine: what `configure` says."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.engine.deep import WIDTH
 from zstore import checkpointing
-from zstore.engine.activations import checkpointing as process
+from zstore.engine.activations.checkpointing import _Process
+from zstore.errors import ConfigError
 
 
-@pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    yield
-    process._process.__init__()  # type: ignore[misc]
-
-
-def test_what_configure_was_told_holds_before_a_config() -> None:
-    assert not checkpointing.is_configured()
-    section = {"activation_checkpointing": {"profile": True, "cpu_checkpointing": True}}
-    checkpointing.configure(None, section, synchronize=True)
-    assert checkpointing.is_configured()
-    chosen = process._process.choices
-    assert (chosen.profile, chosen.in_cpu, chosen.synchronize) == (True, True, True)
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    checkpointing.checkpoint(torch.sin, x).sum().backward()
-    assert process.block_times().blocks == process.block_times().recomputed == 1
-    assert torch.equal(x.grad, torch.ones(2, WIDTH).cos())  # type: ignore[arg-type]
-
-
-def test_shares_of_model_parallel_ranks_are_said_not_to_act(caplog: pytest.LogCaptureFixture) -> None:
-    checkpointing.configure(partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2)
-    assert "partition_activations does not act: there is no model parallelism" in caplog.text
-
-
-@pytest.mark.parametrize(("asked", "waits"), [(True, 4), (False, 0)])
-def test_a_boundary_waits_for_the_device_where_it_is_asked_to(
-    asked: bool, waits: int, monkeypatch: pytest.MonkeyPatch
+def test_inputs_of_blocks_are_kept_in_host_memory_if_configure_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    section = {"activation_checkpointing": {"synchronize_checkpoint_boundary": asked}}
-    checkpointing.configure(None, section)
-    waited: list[None] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(None))
-    x = torch.ones(2, WIDTH, requires_grad=True)
+    monkeypatch.setattr(_Process, "in_cpu", None)
+    assert not checkpointing.is_configured()
+    config = {"train_batch_size": "unread", "activation_checkpointing": {"cpu_checkpointing": True}}
+    checkpointing.configure(None, config, partition_activations=True, profile=True)
+    assert checkpointing.is_configured()
+    assert "partition_activations: not built: there is no model parallelism" in caplog.text
+    assert "profile: not built: blocks are not timed one by one" in caplog.text
+    kept: list[int] = []
+    monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__enter__", lambda _: kept.append(1))
+    monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__exit__", lambda *_: None)
+    x = torch.ones(2, 64, requires_grad=True)
     checkpointing.checkpoint(torch.sin, x).sum().backward()
-    assert len(waited) == waits  # before and after, forward and again
+    assert kept == [1]
+    assert torch.equal(x.grad, torch.ones(2, 64).cos())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"checkpointing\.configure.*cpu_checkpointing: expected true or false"):
+        checkpointing.configure(checkpoint_in_cpu="yes")  # type: ignore[arg-type]
