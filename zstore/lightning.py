@@ -1,5 +1,13 @@
-"""Lightning's Trainer on the engine: `from zstore.lightning import ZstoreStrategy` (extra `lightning`)."""
+"""Lightning's Trainer on the engine: `from zstore.lightning import ZstoreStrategy` (extra `lightning`).
 
-from zstore.engine.adapters.lightning import ZstoreStrategy, load_checkpoint
+From then on `import deepspeed` gives zstore in this process, as after `import zstore.as_deepspeed`: Lightning's strategy asks
+for it.
+"""
 
-__all__ = ["ZstoreStrategy", "load_checkpoint"]
+from zstore.tools.as_deepspeed.installing import put_in_place
+
+put_in_place(alone=False)  # Lightning starts the ranks, and sets their variables
+
+from zstore.engine.adapters.lightning import ZstoreStrategy  # noqa: E402
+
+__all__ = ["ZstoreStrategy"]

@@ -20,7 +20,7 @@ from torch import nn
 from zstore.checkpoint import SaveHandle
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.io import UserPath, user_location, user_path
-from zstore.io.closing import ClosingInCycle, closing_with, settle
+from zstore.io.closing import closing_with, settle
 from zstore.io.tensors import cast_floating
 from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
@@ -150,7 +150,7 @@ class Engine(nn.Module):
             self.parameter_guard.remove,
             functools.partial(_end_extras, self.extras),
         )
-        self._finalizer: weakref.finalize[..., Any] | ClosingInCycle = closing_with(
+        self._finalizer: weakref.finalize[..., Any] = closing_with(
             self, _close, training, self.checkpoints, self.report, self.access, last
         )
 
@@ -890,11 +890,6 @@ class Engine(nn.Module):
     def close(self) -> None:
         """Complete a save under way, then release hooks, memory, threads and the run folder; a second call does nothing."""
         self._finalizer()
-
-    def close_with_model(self) -> None:
-        """Let the model hold the engine: it is closed once nothing holds either. A plain finalizer would hold the model."""
-        if not isinstance(self._finalizer, ClosingInCycle):
-            self._finalizer = ClosingInCycle(self._finalizer)
 
     def hand_back(self, config: Any = None) -> nn.Module:
         """Close the engine and return the model with its trained values (all ranks): the fp32 masters, whole on the

@@ -1,200 +1,236 @@
-"""Lightning's Trainer on the engine, beside Lightning's own DDP: losses, checkpoints, and what is refused."""
+"""Lightning's Trainer on the engine, beside Lightning alone: losses, weights, checkpoints; its page and its example."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import zstore
 from tests import warm
-from tests.integrations.lightning_runs import Batches, LateNet, disk_config, fit, make_net, make_trainer, quiet
-from zstore.journal import read
+from zstore.checkpoint.reader import tags
+from zstore.errors import CheckpointError, CheckpointMismatchError
 from zstore.lightning import ZstoreStrategy
 from zstore.testing.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
+WIDTH, BATCH, BATCHES = 192, 4, 7
+"""Of the width a half of a matrix is large enough to rest on disk. With 3 batches a step the last of an epoch has one."""
 ROUNDING = 2e-6
 
-STARTED = """
-import sys, tempfile, torch, zstore.lightning
-import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset
 
-class Small(L.LightningModule):
-    def __init__(self):
+class Net(L.LightningModule):
+    """Two blocks, and a head; clips gradients by itself as well, and keeps something in checkpoints."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
         super().__init__()
-        self.net = torch.nn.Linear(8, 4)
+        self.save_hyperparameters()
+        self.losses: list[float] = []
+        self.kept: Any = None
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1), nn.Linear(WIDTH, 4))
 
-    def training_step(self, batch, batch_idx):
-        loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("loss", loss)
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.losses.append(loss.item())
         return loss
 
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", F.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
 
-if __name__ == "__main__":
-    for method in sys.argv[1:]:
-        ends = []
-        for strategy in (f"ddp_{method}", f"zstore_{method}"):
-            torch.manual_seed(0)
-            module, data = Small(), TensorDataset(torch.randn(16, 8), torch.randn(16, 4))
-            with tempfile.TemporaryDirectory() as folder:
-                trainer = L.Trainer(
-                    max_epochs=1, accelerator="cpu", devices=2, strategy=strategy, callbacks=[ModelCheckpoint(folder)],
-                    logger=False, enable_progress_bar=False, enable_model_summary=False,
-                )
-                trainer.fit(module, DataLoader(data, 4))
-                assert trainer.checkpoint_callback.best_model_path.endswith("step=2.ckpt")
-            ends.append((trainer.callback_metrics["loss"], module.net.weight.detach()))
-        torch.testing.assert_close(*ends)
-        print("same", method)
-"""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.losses.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
+        nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = {1: ("a", torch.arange(3)), "path": Path("x")}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = checkpoint["kept"]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"], weight_decay=0.1)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
 
 
-def _on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
-    """Train by DDP and by the engine with modules built in shards; go on with what one rank saved."""
-    base = Path(folder)
-    plain = fit(make_trainer("ddp", 2), make_net(), rank)
-    strategy = ZstoreStrategy(disk_config(base / "run"))
-    module = make_net(LateNet)
-    trainer = make_trainer(strategy, 2)
-    ours = fit(trainer, module, rank)
-    with pytest.raises(zstore.ZstoreError, match="outside of a forward"):
-        module.layers[0][0].weight.isnan()
-    with quiet():
-        validated = trainer.validate(module, Batches(rank, 2, seed=1), verbose=False)
-        predicted = trainer.predict(module, Batches(rank, 2, seed=1))
-        with pytest.raises(zstore.ZstoreError, match=r"ranks have \[\[1\], \[2\]\] batches"):
-            trainer.predict(module, Batches(rank, rank + 1))
-    strategy.close()
+class LateNet(Net):
+    """Builds its layers where a strategy may shard them."""
 
-    resumed = {
-        name: fit(
-            make_trainer(name, 2),
-            make_net(dropout=0.0, lr=1.0),
-            rank,
-            ckpt_path=str(base / name / "start.ckpt"),
-            weights_only=False,
-        )
-        for name in ("ddp", "zstore")
-    }
-    return {
-        "plain": plain,
-        "ours": ours,
-        "validated": (trainer.callback_metrics.get("val", validated[0]["val"]), validated[0]["val"]),
-        "predicted": [tuple(values.shape) for values in predicted],
-        "resumed": resumed,
-    }
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__(lr)
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            with torch.random.fork_rng():
+                self.net = Net().net
 
 
-def _on_one_rank(rank: int, folder: str) -> dict[str, Any]:
-    """Train by DDP, by the engine from disk, and by the engine resumed in the middle of the second epoch."""
-    base = Path(folder)
-    plain = make_net()
-    losses = fit(make_trainer("ddp"), plain, rank)
+class Plateau(Net):
+    """Steps by itself after two backwards, and lowers its rate when the validation asks for it."""
 
-    saves = ModelCheckpoint(base / "ckpt", every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    best = ModelCheckpoint(base / "best", monitor="val", save_top_k=1, save_last=True, filename="{epoch} {val:.3f}")
-    module = make_net()
-    strategy = ZstoreStrategy(disk_config(base / "run"))
-    trainer = make_trainer(strategy, callbacks=[best, saves], enable_checkpointing=True)
-    ours = fit(trainer, module, rank)
-    final = strategy.engine.module_state_dict()
-    counted = module.counted
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
-    resumed = make_net(lr=1.0)
-    other = make_trainer(ZstoreStrategy(disk_config(base / "resumed")))
-    again = fit(other, resumed, rank, ckpt_path=str(base / "ckpt" / "step=4.ckpt"))
-    refinal = other.strategy.engine.module_state_dict()
-    with quiet():
-        tested = trainer.test(module, Batches(rank, 2, seed=1), ckpt_path="best", verbose=False)
-    trainer.strategy.close()
-    other.strategy.close()
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx) / 2)
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
 
-    # For another world size.
-    start = ModelCheckpoint(base / "ddp", every_n_train_steps=3, filename="start")
-    fit(make_trainer("ddp", callbacks=[start], enable_checkpointing=True, max_epochs=1), make_net(dropout=0.0), rank)
-    start = ModelCheckpoint(base / "zstore", every_n_train_steps=3, filename="start")
-    fit(make_trainer("zstore", callbacks=[start], enable_checkpointing=True, max_epochs=1), make_net(dropout=0.0), rank)
-    return {
-        "plain": losses,
-        "ours": ours,
-        "again": again,
-        "best": (best.best_model_score.item(), tested[0]["val"]),
-        "counted": (plain.counted, counted, resumed.counted),
-        "steps": (trainer.global_step, other.global_step),
-        "far": max((final[name] - value).abs().max().item() for name, value in plain.state_dict().items()),
-        "same": all(torch.equal(value, refinal[name]) for name, value in final.items()),
-    }
+    def on_validation_epoch_end(self) -> None:
+        self.lr_schedulers().step(self.trainer.callback_metrics["val"])
+
+    def configure_optimizers(self) -> Any:
+        head = [{"params": self.net[0].parameters()}, {"params": self.net[3].parameters(), "lr": 0.05}]
+        optimizer = torch.optim.SGD(head, lr=0.1, momentum=0.9)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
 
 
-def test_lightning_trains_as_ddp_and_resumes_within_an_epoch_and_on_more_ranks(tmp_path: Path) -> None:
-    (found,) = run_ranks(_on_one_rank, 1, str(tmp_path))
-    assert found["ours"] == pytest.approx(found["plain"], rel=ROUNDING)
-    assert found["far"] < ROUNDING
-    assert found["counted"] == (6, 6, 6)
-    assert found["steps"] == (6, 6)
-    assert found["again"] == found["ours"][10:]
-    assert found["same"]
-    assert found["best"][0] == pytest.approx(found["best"][1])
-    kept = sorted(path.name for path in (tmp_path / "best").iterdir())
-    assert len(kept) == 3, kept  # the best, its link, and the last
-    (started, *_) = read(tmp_path / "best")
-    assert (started["loop"], started["total_steps"]) == ("lightning", found["steps"][0])
-
-    for found in run_ranks(_on_two_ranks, 2, str(tmp_path)):
-        assert found["ours"] == pytest.approx(found["plain"], rel=ROUNDING)
-        assert found["predicted"] == [(4, 4), (4, 4)]
-        assert len(found["resumed"]["ddp"]) == 7
-        assert found["resumed"]["zstore"] == pytest.approx(found["resumed"]["ddp"], rel=ROUNDING)
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings(action="ignore"):
+        yield
 
 
-def _start(tmp_path: Path, method: str) -> str:
-    (tmp_path / "small.py").write_text(STARTED)
-    command = [sys.executable, str(tmp_path / "small.py"), method]
-    # Anew: Lightning forks no process in which a former fork made a CUDA build of torch say that it must not.
-    return warm.run(command, capture_output=True, text=True, check=True, timeout=200, anew=True).stdout
+def _batches(rank: int, count: int) -> DataLoader[Any]:
+    made = torch.Generator().manual_seed(rank)
+    data = (torch.randn(BATCH * count, width, generator=made) for width in (WIDTH, 4))
+    return DataLoader(TensorDataset(*data), BATCH)
 
 
-def test_ranks_that_lightning_forks_bring_weights_back(tmp_path: Path) -> None:
-    assert "same fork" in _start(tmp_path, "fork")
+def _trainer(strategy: Any, ranks: int, folder: Path | None = None, **options: Any) -> L.Trainer:
+    saves = [] if folder is None else [ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)]
+    chosen: dict[str, Any] = {
+        "max_epochs": 2, "accelerator": "cpu", "devices": ranks, "accumulate_grad_batches": 3, "gradient_clip_val": 0.2,
+        "logger": False, "enable_checkpointing": folder is not None, "enable_progress_bar": False, "callbacks": saves,
+        "enable_model_summary": False, "use_distributed_sampler": False, "plugins": [TorchElasticEnvironment()],
+    }  # fmt: skip
+    return L.Trainer(**chosen | options, strategy=strategy)
 
 
-@pytest.mark.soak
-def test_ranks_that_lightning_spawns_bring_weights_back(tmp_path: Path) -> None:
-    assert "same spawn" in _start(tmp_path, "spawn")
+def _fit(trainer: L.Trainer, module: Net, rank: int, **options: Any) -> list[float]:
+    torch.manual_seed(rank)
+    trainer.fit(module, _batches(rank, BATCHES), _batches(rank, 2), **options)
+    return module.losses
 
 
-@pytest.mark.soak
-def test_pytorch_lightning_has_a_strategy_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "small.py").write_text(
-        STARTED.replace("import sys", "import pytorch_lightning, sys")
-        .replace("import lightning as L", "import pytorch_lightning as L")
-        .replace("from lightning.pytorch", "from pytorch_lightning")
-    )
-    command = [sys.executable, str(tmp_path / "small.py"), "fork"]
-    done = warm.run(command, capture_output=True, text=True, check=True, timeout=200, anew=True)
-    assert "same fork" in done.stdout
+def _zero(stage: int, folder: Path | None = None) -> dict[str, Any]:
+    nvme = {} if folder is None else {"device": "nvme", "nvme_path": str(folder)}
+    offload = {"offload_optimizer": nvme, "offload_param": nvme} if nvme else {}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 20, **offload}
+    return {"zero_optimization": zero, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
 
 
-class _Trouble(L.Callback):
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        raise RuntimeError("in a callback")
+def _beside_lightning(rank: int, ranks: int, folder: Path) -> None:
+    """Compare losses, norms, weights and metrics with Lightning's own, then go on in the middle of the run."""
+    plain = Net()
+    alone = _trainer("ddp", ranks)
+    losses = _fit(alone, plain, rank)
+    for name, kind, config in (
+        ("two", Net, _zero(2)),
+        ("three", LateNet, _zero(3)),
+        ("disk", LateNet, _zero(3, folder)),
+    ):
+        module, strategy = kind(), ZstoreStrategy(config)
+        trainer = _trainer(strategy, ranks, folder / name)
+        assert _fit(trainer, module, rank) == pytest.approx(losses, rel=ROUNDING), name
+        assert trainer.global_step == alone.global_step == 6
+        assert trainer.callback_metrics["val"].item() == pytest.approx(alone.callback_metrics["val"].item())
+        (validated,) = trainer.validate(module, _batches(rank, 2), verbose=False)
+        assert validated["val"] == trainer.callback_metrics["val"].item()
+        weights = zstore.load_state_dict(folder / name / "step=6.ckpt")
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=5e-6)
+
+        again = _trainer(ZstoreStrategy(config, load_objects=True), ranks)
+        other = kind(lr=1.0)
+        assert _fit(again, other, rank, ckpt_path=str(folder / name / "step=3.ckpt")) == module.losses[10:], name
+        assert other.kept[1][1].tolist() == [0, 1, 2]
+        final = again.strategy.model.module_state_dict()
+        assert all(torch.equal(value, weights[key]) for key, value in final.items())  # rank 0 has them
 
 
-def _fails_at_the_end(rank: int) -> None:
-    for strategy in ("ddp", ZstoreStrategy()):
-        trainer = make_trainer(strategy, max_epochs=1, callbacks=[_Trouble()])
-        with pytest.raises(RuntimeError, match="in a callback"):
-            fit(trainer, make_net(), rank)
+def _on_one_rank(rank: int, folder: str) -> None:
+    with _quiet():
+        _beside_lightning(rank, 1, Path(folder))
+        manual = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+        plain, module = Plateau(), Plateau()
+        losses = _fit(_trainer("ddp", 1, **manual), plain, rank)
+        trainer = _trainer("deepspeed_stage_3", 1, Path(folder, "manual"), **manual)
+        assert _fit(trainer, module, rank) == pytest.approx(losses, rel=1e-5)
+        assert trainer.optimizers[0].param_groups[0]["lr"] < 0.1
+
+        saved = str(Path(folder, "two", "step=6.ckpt"))
+        loaded = Net.load_from_checkpoint(saved, weights_only=False, lr=0.5)
+        assert loaded.hparams["lr"] == 0.5
+        assert loaded.kept["path"] == Path("x")
+        weights = zstore.load_state_dict(saved)
+        assert all(torch.equal(value, weights[key]) for key, value in loaded.state_dict().items())
+        with pytest.raises(CheckpointError, match="load_objects=True"):
+            _fit(_trainer(ZstoreStrategy(_zero(2)), 1), Net(), rank, ckpt_path=saved)
+        trainer.strategy.model.save_checkpoint(Path(folder, "loop"))
+        with pytest.raises(CheckpointMismatchError, match="was not saved by a Trainer"):
+            Net.load_from_checkpoint(Path(folder, "loop"))
 
 
-def test_an_error_after_the_teardown_is_the_callbacks_own() -> None:
-    run_ranks(_fails_at_the_end, 1)
+def _on_two_ranks(rank: int, folder: str) -> None:
+    with _quiet():
+        _beside_lightning(rank, 2, Path(folder, "2"))
+        trainer, module = _trainer(ZstoreStrategy(_zero(3), load_objects=True), 2), LateNet()
+        saved = Path(folder, "disk", "step=6.ckpt")  # by one rank
+        (validated,) = trainer.validate(module, _batches(0, 2), ckpt_path=str(saved), verbose=False)
+        plain = Net()
+        plain.load_state_dict(zstore.load_state_dict(saved))
+        (wanted,) = _trainer("ddp", 2).validate(plain, _batches(0, 2), verbose=False)
+        assert validated["val"] == pytest.approx(wanted["val"], rel=ROUNDING)
+
+
+def test_lightning_trains_as_alone_and_resumes_and_on_more_ranks(tmp_path: Path) -> None:
+    run_ranks(_on_one_rank, 1, str(tmp_path))
+    run_ranks(_on_two_ranks, 2, str(tmp_path))
+
+
+def _page(rank: int, folder: str) -> None:
+    os.chdir(folder)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lightning.md").read_text(), re.DOTALL)
+    with _quiet():
+        exec(block, {"__name__": "page"})
+        exec(block, {"__name__": "page"})  # and once more, from the last checkpoint
+
+
+def test_the_example_of_the_page(tmp_path: Path) -> None:
+    run_ranks(_page, 1, str(tmp_path))
+    folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert folders == ["epoch=1-step=6.ckpt", "last.ckpt"]
+    assert [info.tag for info in tags(tmp_path / "checkpoints" / "last.ckpt")] == ["checkpoint"]
+
+
+def test_lightning_starts_the_ranks_of_the_example(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "lightning_fit.py")
+    command = [sys.executable, script, "--devices", "2", "--out", str(tmp_path)]
+    told = warm.run(command, capture_output=True, text=True, check=True, timeout=100)
+    shown = sorted(re.findall(r"rank \d: \d+ steps, loss 0\.", told.stdout))
+    assert shown == ["rank 0: 32 steps, loss 0.", "rank 1: 32 steps, loss 0."]
+    # torchrun starts them as well, and all was trained already.
+    command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    told = warm.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert sorted(re.findall(r"rank \d: \d+ steps", told.stdout)) == ["rank 0: 32 steps", "rank 1: 32 steps"]

@@ -38,11 +38,6 @@ def install() -> None:
     """
     if installed_finder() is not None:
         return
-    if "deepspeed" in sys.modules:
-        raise UsageError(
-            "DeepSpeed was imported in this process before: put `import zstore.as_deepspeed` at its start, or run the "
-            "script by `zstore run --as-deepspeed`"
-        )
     early = next((name for name in LOOKED_ALREADY if name in sys.modules), None)
     if early is not None:
         raise UsageError(
@@ -52,12 +47,17 @@ def install() -> None:
     put_in_place()
 
 
-def put_in_place() -> None:
-    """Do the same as `install`, in a process that has just begun."""
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ):
+def put_in_place(*, alone: bool = True) -> None:
+    """Do the same as `install`, whatever looked for DeepSpeed before. Without `alone` it sets no variables of one rank."""
+    if alone and not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ):
         os.environ.update(_ALONE)
     if installed_finder() is not None:
         return
+    if "deepspeed" in sys.modules:
+        raise UsageError(
+            "DeepSpeed was imported in this process before: put `import zstore.as_deepspeed` at its start, or run the "
+            "script by `zstore run --as-deepspeed`"
+        )
     other = _other_version()
     sys.meta_path.insert(0, AnswerFinder())
     _tell_children()

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -90,7 +89,7 @@ def _started(thread: threading.Thread) -> bool:
 _EXIT_CODE = 120
 """Python's own for failures while it ends."""
 _numbers = itertools.count()
-_open: dict[int, weakref.finalize[..., Any] | _WeakCall] = {}
+_open: dict[int, weakref.finalize[..., Any]] = {}
 """Finalizers that the end of the program calls, in the order in which their owners were opened."""
 _all_completions: list[Completions] = []
 
@@ -118,62 +117,6 @@ def closing_with(owner: object, close: Callable[..., object], *args: object) -> 
     for completions in _all_completions:  # which come first: work under way may need open objects
         completions.expect()
     return finalizer
-
-
-class ClosingInCycle:
-    """Closes an owner that its own parts hold: a finalizer of `closing_with` would keep these, and so the owner, for ever.
-
-    The owner holds it in place of the finalizer, and the collector calls it when it finds that nothing else holds the owner.
-    """
-
-    def __init__(self, finalizer: weakref.finalize[..., Any]) -> None:
-        self._close: Callable[[], object] | None = None
-        if (given := finalizer.detach()) is not None:
-            _, close, args, kwargs = given
-            self._close = functools.partial(close, *args, **kwargs)
-            _open[next(_numbers)] = _WeakCall(self)
-
-    @property
-    def alive(self) -> bool:
-        """Whether it was not called yet."""
-        return self._close is not None
-
-    def __call__(self) -> None:
-        """Close the owner; a second call does nothing."""
-        close, self._close = self._close, None
-        if close is not None:
-            close()
-
-    def detach(self) -> None:
-        """Let the owner never be closed."""
-        self._close = None
-
-    def __del__(self) -> None:
-        self()
-
-
-class _WeakCall:
-    """Calls an object that it does not hold."""
-
-    def __init__(self, call: ClosingInCycle) -> None:
-        self._call = weakref.ref(call)
-
-    @property
-    def alive(self) -> bool:
-        """Whether there is something to call."""
-        call = self._call()
-        return call is not None and call.alive
-
-    def __call__(self) -> None:
-        """Call it, if it is there."""
-        call = self._call()
-        if call is not None:
-            call()
-
-    def detach(self) -> None:
-        """Let the object never be called."""
-        if (call := self._call()) is not None:
-            call.detach()
 
 
 def _close_all() -> None:

@@ -19,6 +19,7 @@ from zstore.engine.optim.loss_scale import LossScaler
 from zstore.engine.params.record import Residency
 from zstore.errors import UsageError
 from zstore.io import UserPath, is_url, user_path
+from zstore.journal.names import CHECKPOINT_FOLDER
 
 from . import comm, saves
 from .config import ZeroParamStatus
@@ -281,9 +282,15 @@ class DeepSpeedEngine(Engine):
         decoupled = self.training_state.config.settings.checkpoint.writer.decoupled
         if not options.get("wait", not decoupled) and not is_url(save_dir):
             saves.watch(os.fspath(user_path(save_dir)), handle)
-        if self.global_rank == 0 and not is_url(save_dir) and not (script := user_path(save_dir) / _TO_FP32).exists():
-            script.write_text(_TO_FP32_TEXT)
-            script.chmod((mode := script.stat().st_mode) | (mode & 0o444) >> 2)
+        if self.global_rank == 0 and not is_url(save_dir):
+            folder = user_path(save_dir)
+            if not (script := folder / _TO_FP32).exists():
+                script.write_text(_TO_FP32_TEXT)
+                script.chmod((mode := script.stat().st_mode) | (mode & 0o444) >> 2)
+            if CHECKPOINT_FOLDER.fullmatch(
+                folder.name
+            ):  # a loop that makes a folder for each save, and removes the oldest
+                self.journal.file.follow(folder)
         return handle
 
     def load_checkpoint(

@@ -42,6 +42,7 @@ def mark(parameter: nn.Parameter, status: ZeroParamStatus, rows: torch.Tensor | 
     marked: Any = parameter
     if rows is not None:
         marked.ds_tensor, marked.ds_persist = rows, status is ZeroParamStatus.AVAILABLE
+        marked.partition_numel = partial(int, rows.numel())  # for Lightning's summary of a model
     if not hasattr(parameter, "ds_id"):
         marked.ds_id = next(_numbers)
     marked.ds_shape, marked.ds_numel, marked.ds_status = parameter.shape, parameter.numel(), status

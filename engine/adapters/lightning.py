@@ -1,0 +1,198 @@
+"""Lightning's Trainer on zstore: its own DeepSpeedStrategy, for which `import deepspeed` gives zstore, on CPUs too.
+
+[Note: who does what]
+Lightning's strategy makes the engine, and calls its backward, step, save and load. Here it differs from that in this: ranks
+compute on whatever device there is; Lightning names the micro-batch that ends a step and divides the loss, so that short
+accumulations at the end of an epoch are DDP's; what the Trainer keeps of itself in a checkpoint is stored as `torch.save`
+writes it, in one array, and read as Lightning reads a `.ckpt`; and an engine that trained a module evaluates it too.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import weakref
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core import saving
+from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+
+from zstore.engine.checkpoint.client_state import join
+from zstore.engine.runtime.garbage import FrozenObjects
+from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
+from zstore.open.checkpoint import open_checkpoint
+
+_STATE = "lightning"
+"""Key of Lightning's dict in the client state."""
+
+
+class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
+    """Lightning's DeepSpeedStrategy on zstore's engine, on CPUs and GPUs; its arguments are those of Lightning's.
+
+    `config` is a dict or the path of a JSON file in DeepSpeed's dialect; without it `stage`, `offload_optimizer` and
+    others make one. Keys that say "auto" are the Trainer's. `load_objects` lets a load unpickle the objects that hooks
+    put into a checkpoint, which runs code of its author. See [Note: who does what].
+    """
+
+    config: dict[str, Any]
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        load_objects: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(config=dict(config) if isinstance(config, Mapping) else config, **options)
+        self.config = {key: value for key, value in self.config.items() if not _is_auto(value)}
+        self.config.setdefault("zero_allow_untested_optimizer", True)  # read by Lightning when it evaluates
+        self._engine: Any = None
+        self._load_objects = load_objects
+
+    def setup_environment(self) -> None:
+        """Set up the device and the ranks, without Lightning's demand for CUDA."""
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        """Start the process group."""
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches: Lightning does."""
+        return False
+
+    def setup(self, trainer: Any) -> None:
+        """Make the engine, or take the one that trained the module to evaluate it."""
+        loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        for loop in loops:
+            loop.inference_mode = False  # parameters that are gathered within it could not be trained
+        super().setup(trainer)
+
+    def _initialize_deepspeed_train(self, model: Any) -> None:
+        optimizer, schedule = (None, None) if "optimizer" in self.config else self._init_optimizers()
+        if schedule is not None:
+            self.config.pop("scheduler", None)  # as in DeepSpeed
+        self.model, steps = self._setup_model_and_optimizer(model, optimizer)
+        self._set_deepspeed_activation_checkpointing()
+        self._engine, self.optimizers = self.model, [steps]
+        self.lr_scheduler_configs = [] if schedule is None else [schedule]  # Lightning advances it
+
+    def _initialize_deepspeed_inference(self, model: Any) -> None:
+        if self._engine is not None and self._engine.module is model:
+            self.model = self._engine
+        else:
+            super()._initialize_deepspeed_inference(model)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Accumulate a micro-batch's gradients; Lightning divided the loss. See [Note: who does what]."""
+        module = self.lightning_module
+        is_last = module.automatic_optimization and not module.trainer.fit_loop._should_accumulate()
+        self.model.set_gradient_accumulation_boundary(is_last)
+        loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        if module.automatic_optimization and not is_last:
+            self.model.step()
+        return loss
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure and the engine's step, which ends a step."""
+        if not self.lightning_module.automatic_optimization:
+            self.model.set_gradient_accumulation_boundary(True)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return nothing: the optimizer's state is the engine's to save."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save the engine's state and Lightning's dict into the folder `filepath` (all ranks)."""
+        kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        super().save_checkpoint({_STATE: _packed(kept)}, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a folder into the engine, all of it to fit, else the weights alone; return Lightning's dict (all ranks)."""
+        if self.load_full_weights and self.zero_stage_3:
+            whole: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+            return whole
+        module = self.lightning_module
+        _, state = self.model.load_checkpoint(
+            checkpoint_path,
+            load_module_only=module.trainer.state.fn != "fit",
+            load_module_strict=bool(module.strict_loading),
+        )
+        # Lightning forgets to hand `weights_only` on.
+        return _unpacked(state, checkpoint_path, self._load_objects or weights_only is False)
+
+    def teardown(self) -> None:
+        """End Lightning's part; the engine stays for a save or a test, and its parameters where they are."""
+        # The engine has the module to its end: a Trainer that is dropped is found by the collector, and the engine with it.
+        FrozenObjects.thaw()
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        if trainer is not None and not isinstance(trainer, weakref.ProxyTypes):
+            self.lightning_module.trainer = weakref.proxy(trainer)
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _is_auto(value: object) -> bool:
+    return value == "auto" or (isinstance(value, Mapping) and value.get("enabled") == "auto")
+
+
+def _packed(kept: Mapping[str, Any]) -> torch.Tensor:
+    """Return Lightning's dict as bytes. Raises UsageError if it cannot be pickled."""
+    file = io.BytesIO()
+    try:
+        torch.save(dict(kept), file)
+    except Exception as error:
+        raise UsageError(
+            f"what on_save_checkpoint() and callbacks add to the checkpoint cannot be stored: {error}"
+        ) from error
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _unpacked(state: Mapping[str, Any], path: Any, trusted: bool) -> dict[str, Any]:
+    """Return Lightning's dict. Raises CheckpointMismatchError if no Trainer saved the checkpoint."""
+    if _STATE not in state:
+        raise CheckpointMismatchError(
+            f"{path} was not saved by a Trainer, so there are no loops to resume: load its weights with "
+            "module.load_state_dict(zstore.load_state_dict(PATH)) before fit()"
+        )
+    file = io.BytesIO(state[_STATE].numpy().tobytes())
+    try:
+        found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} has objects that are not plain data: ZstoreStrategy(load_objects=True), or weights_only=False of "
+            f"load_from_checkpoint(), unpickles them, which runs code of whoever wrote them ({error})"
+        ) from error
+    return found
+
+
+def _reading_folders(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Lightning's function that loads a `.ckpt` for one that also reads the folders of `ZstoreStrategy`."""
+
+    @wraps(load)
+    def load_either(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if not (isinstance(path, str | os.PathLike) and Path(path).is_dir()):
+            return load(path, map_location=map_location, weights_only=weights_only)
+        with open_checkpoint(path) as checkpoint:
+            state = join(checkpoint.state.get("client_state", {}), lambda name: checkpoint[name][...])
+            weights = checkpoint.consolidated().load()
+        return {**_unpacked(state, path, weights_only is False), "state_dict": weights}
+
+    return load_either
+
+
+saving.pl_load = _reading_folders(saving.pl_load)
+for _name in StrategyRegistry.available_strategies():
+    if StrategyRegistry[_name]["strategy"] is DeepSpeedStrategy:
+        StrategyRegistry[_name]["strategy"] = ZstoreStrategy  # "deepspeed_stage_3" and the others are zstore's too
