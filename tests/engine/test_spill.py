@@ -255,8 +255,9 @@ def _in_two_parts(rank: int, folder: str, spills: bool) -> None:
         gradients.start_backward(last=True)
         for part in (1, 2):
             (record.parameter * factors * part).sum().backward()
-            if part == 1 and not spills:
-                gradients.drain()
+            if part == 1 and not spills and gradients._reductions is not None:
+                gradients._reductions.drain()
+                gradients._d2h.drain()
         gradients.end_backward()
         gradients.reduce()
         owned = gradients.owned(record)

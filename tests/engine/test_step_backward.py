@@ -144,7 +144,7 @@ def test_what_a_loop_must_not_do_within_the_step(nvme: Path, tmp_path: Path) -> 
         with pytest.raises(UsageError, match="between backward"):
             engine.get_full_parameter("start")
         with pytest.raises(UsageError, match="the state is being changed then"):
-            engine.save_checkpoint(str(tmp_path), gradients=False)
+            engine.save_checkpoint(str(tmp_path))
         engine.step()
         assert state_of(engine) == expected(2)
     with engine_of() as engine:

@@ -83,7 +83,7 @@ def test_store_benchmark_compares_every_store_within_its_memory(
     assert large["zstore"]["write_ratio"] == large["zstore"]["read_ratio"] == 1
     # 192 MiB are written in half of the budget, and read into four arrays at a time.
     assert large["zstore"]["write_growth_bytes"] < 32 * 2**20
-    assert large["zstore"]["read_growth_bytes"] < 32 * 2**20 + 4 * 8 * 2**20
+    assert large["zstore"]["read_growth_bytes"] < 36 * 2**20 + 4 * 8 * 2**20  # and what Python itself takes
 
 
 def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
