@@ -38,5 +38,5 @@ OPTIMIZERS.update(
 
 def register_parts() -> None:
     """Register the rules, codecs and exchanges of the extras, with torch."""
-    for name in ("moments", "one_bit.step", "whole_tensors.register", "zeropp"):
+    for name in ("moments", "one_bit.step", "whole_tensors.step", "zeropp"):
         import_module(f"{__name__}.{name}")

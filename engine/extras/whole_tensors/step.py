@@ -8,8 +8,8 @@ that time. Each round:
 2. one exchange gives each owner its whole tensor, and the class's own step runs over it, on the device that computes;
 3. one exchange returns master and slots, and every rank writes its rows and casts the parameter's own.
 So the bits are those of the class over the whole tensor, whatever tier, stage or number of ranks; and memory is bounded by
-four copies of one tensor: read, received, whole, and on its way back. If every rank has all rows
-nothing is exchanged, and each takes every tensor.
+four copies of one tensor: read, received, whole, and on its way back. If every rank has all rows nothing is exchanged, and
+each takes every tensor.
 
 A rank that fails goes on through the exchanges, since the others wait in them, and raises at the end.
 """
@@ -17,9 +17,10 @@ A rank that fails goes on through the exchanges, since the others wait in them, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -27,19 +28,24 @@ from zstore.format import ALIGN_NUMEL, Grid, model_array, optimizer_array, round
 from zstore.io.tensors import as_torch
 from zstore.ranks.world import World
 
-from ...optim.kernel import SlotArray
+from ...optim.kernel import Kernel, SlotArray, kernel_for
+from ...optim.lamb import Lamb
+from ...optim.rules import Kind, Rule, register
 from ...optim.state import OptimizerState
 from ...optim.stepper import Stepper
 from ...optim.update import Update
 from ...params.record import ParameterRecord
+from ...plan.plan import Slots, TensorSlot
 from ...runtime.device import GradientTiles
 from .kernel import TensorKernel
+from .muon import MuonWithAdam, muon_from_config
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
     """Rows of one array of a tensor, in a row of the exchange."""
 
+    record: ParameterRecord
     slot: SlotArray | None
     """None: the master, or the gradient."""
     shape: tuple[int, ...]
@@ -50,9 +56,10 @@ class _Part:
     """Offset of its rows."""
 
     @property
-    def stop(self) -> int:
-        """End of its rows, padding included."""
-        return self.offset + self.grid.shard_numel
+    def array(self) -> str:
+        """Name of the array in the store; the gradient has none."""
+        name = self.record.name
+        return model_array(name) if self.slot is None else optimizer_array(self.slot.name, name)
 
 
 class _Tensor:
@@ -60,19 +67,16 @@ class _Tensor:
 
     def __init__(self, state: OptimizerState, record: ParameterRecord) -> None:
         self.record = record
-        self.slots = state.kernel_slots(record)
         shape = tuple(record.shape)
-        arrays = [(None, shape), *((slot, slot.shape or shape) for slot in self.slots), (None, shape)]
         self.parts: list[_Part] = []
-        offset = 0
-        for slot, whole in arrays:
+        self.kept_numel = self.numel = 0
+        """Elements of a row without the gradient, and with it."""
+        for slot in (None, *state.kernel_slots(record), None):
             grid = state.state_grid_of(record, slot)
-            self.parts.append(_Part(slot=slot, shape=whole, grid=grid, offset=offset))
-            offset += round_up(grid.shard_numel, ALIGN_NUMEL)  # as aligned as memory of its own
-        self.numel = offset
-        """Elements of a row with all of them."""
-        self.kept_numel = self.parts[-1].offset
-        """Elements of a row without the gradient."""
+            whole = shape if slot is None or slot.shape is None else slot.shape
+            self.parts.append(_Part(record=record, slot=slot, shape=whole, grid=grid, offset=self.numel))
+            self.kept_numel = self.numel
+            self.numel += round_up(grid.shard_numel, ALIGN_NUMEL)  # as aligned as memory of its own
 
 
 class TensorStep(Stepper):
@@ -82,6 +86,7 @@ class TensorStep(Stepper):
         self._state = state
         self._world = world
         self._parties = world.world_size if state.is_sharded else 1
+        self._rank = world.rank if state.is_sharded else 0
         self._error: Exception | None = None
 
     def run(self, update: Update) -> None:
@@ -104,16 +109,14 @@ class TensorStep(Stepper):
             self._read_state(tensors, sent)
             for row, tensor in zip(sent, tensors, strict=False):
                 self._read_gradient(update, tensor.record, self._rows(tensor.parts[-1], row))
-        received = sent
+        received = back = sent
         if parties > 1:
             received = torch.empty_like(sent)
             self._world.all_to_all(received, sent, kind="all_to_all").wait()
-        rank, back = self._world.rank if parties > 1 else 0, received
-        if parties > 1:
             back = torch.zeros(parties, max(tensor.kept_numel for tensor in tensors), device=device)
-        if rank < len(tensors) and self._error is None:
+        if self._rank < len(tensors) and self._error is None:
             with self._keeping_error():
-                self._step(update, tensors[rank], received, back)
+                self._step(update, tensors[self._rank], received, back)
         del received
         if parties > 1:
             rows = sent.view(-1)[: back.numel()].view(back.shape)
@@ -136,33 +139,20 @@ class TensorStep(Stepper):
 
     def _rows(self, part: _Part, row: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of an array, in a row that it exchanges."""
-        rank = self._world.rank if self._parties > 1 else 0
-        return row[part.offset : part.offset + part.grid.shard_valid_numel(rank)]
+        return row[part.offset : part.offset + part.grid.shard_valid_numel(self._rank)]
+
+    def _kept(self, tensors: Sequence[_Tensor], rows: torch.Tensor) -> list[tuple[_Part, torch.Tensor]]:
+        """Return masters and slots of which this rank has any rows, with these among `rows`."""
+        parts = [
+            (part, self._rows(part, row)) for row, one in zip(rows, tensors, strict=False) for part in one.parts[:-1]
+        ]
+        return [(part, mine) for part, mine in parts if mine.numel()]
 
     def _read_state(self, tensors: Sequence[_Tensor], sent: torch.Tensor) -> None:
-        state = self._state
-        groups = list(self._groups(tensors, sent))
-        with state.passing([names for _, names, _ in groups], "read") as tiles:
+        kept = self._kept(tensors, sent)
+        with self._state.passing([[part.array] for part, _ in kept], "read") as tiles:
             for tile in tiles:
-                for target, view in zip(groups[tile.group][2], tile.views, strict=True):
-                    state.transfers.copy_into(target[tile.first : tile.stop], as_torch(view))
-
-    def _groups(
-        self, tensors: Sequence[_Tensor], rows: torch.Tensor
-    ) -> Iterator[tuple[ParameterRecord, list[str], list[torch.Tensor]]]:
-        """Yield (parameter, arrays that pass together, their rows among `rows`), of this rank's arrays of the tensors: the
-        master with the slots that are cut as it is, and each other slot."""
-        for row, tensor in zip(rows, tensors, strict=False):
-            record, parts = tensor.record, tensor.parts[:-1]
-            alike = [part for part in parts[1:] if part.slot is not None and part.slot.shape is None]
-            if record.owned_numel:
-                kept = [slot for slot in self._state.slots_of(record) if slot.shape is None]
-                slots = [optimizer_array(slot.name, record.name) for slot in kept]
-                names = [model_array(record.name), *slots]
-                yield record, names, [self._rows(part, row) for part in (parts[0], *alike)]
-            for part in parts[1:]:
-                if part.slot is not None and part.slot.shape is not None and self._rows(part, row).numel():
-                    yield record, [optimizer_array(part.slot.name, record.name)], [self._rows(part, row)]
+                self._state.transfers.copy_into(kept[tile.group][1][tile.first : tile.stop], as_torch(tile.views[0]))
 
     def _read_gradient(self, update: Update, record: ParameterRecord, target: torch.Tensor) -> None:
         if not record.owned_numel:
@@ -180,13 +170,14 @@ class TensorStep(Stepper):
     # -- 2. ---------------------------------------------------------------------------------------------------------
 
     def _step(self, update: Update, tensor: _Tensor, received: torch.Tensor, back: torch.Tensor) -> None:
-        wholes = [
-            received[:, part.offset : part.stop].reshape(-1)[: math.prod(part.shape)].view(part.shape)
-            for part in tensor.parts
-        ]
+        wholes = []
+        for part in tensor.parts:
+            rows = received[:, part.offset : part.offset + part.grid.shard_numel]
+            wholes.append(rows.reshape(-1)[: math.prod(part.shape)].view(part.shape))
         kernel, group = self._state.kernel_of(tensor.record)
         if isinstance(kernel, TensorKernel):
-            slots = {slot.name: values for slot, values in zip(tensor.slots, wholes[1:-1], strict=True)}
+            pairs = zip(tensor.parts[1:-1], wholes[1:-1], strict=True)
+            slots = {part.slot.name: values for part, values in pairs if part.slot is not None}
             scalars = self._state.scalars[tensor.record]
             kernel.update(update.settings.groups[group], scalars, wholes[0], wholes[-1], slots)
         if self._parties == 1:  # they are in place already
@@ -200,27 +191,43 @@ class TensorStep(Stepper):
     # -- 3. ---------------------------------------------------------------------------------------------------------
 
     def _write(self, tensors: Sequence[_Tensor], back: torch.Tensor, number: int) -> None:
-        state = self._state
-        groups = list(self._groups(tensors, back))
-        arrays: list[list[str]] = []
-        for record, names, _ in groups:
-            has_rest = names[0] == model_array(record.name) and record.rest not in (None, names[0])
-            arrays.append([*names, record.rest] if has_rest and record.rest is not None else names)
+        state, kept = self._state, self._kept(tensors, back)
+        arrays = []
+        for part, _ in kept:
+            # The parameter's own rows beside its master.
+            rest = part.record.rest if part.slot is None and part.record.rest != part.array else None
+            arrays.append([part.array] if rest is None else [part.array, rest])
         with state.passing(arrays, "fill") as tiles:
             for tile in tiles:
-                record, names, sources = groups[tile.group]
-                views = [as_torch(view) for view in tile.views]
-                values = [source[tile.first : tile.stop] for source in sources]
-                state.transfers.copy_into(views[0], values[0])
-                if names[0] != model_array(record.name):
+                part, mine = kept[tile.group]
+                record, view, values = part.record, as_torch(tile.views[0]), mine[tile.first : tile.stop]
+                if part.slot is not None and part.slot.shape is None and not state.codec.is_plain:
+                    state.slot_tiles(record, number).put([values.to(view.device)], [view], tile.first)
                     continue
-                if not state.codec.is_plain:
-                    there = [one.to(views[1].device) for one in values[1:]]
-                    state.slot_tiles(record, number).put(there, views[1 : len(names)], tile.first)
-                else:
-                    for view, one in zip(views[1 : len(names)], values[1:], strict=True):
-                        state.transfers.copy_into(view, one)
-                if len(views) > len(names):
-                    state.transfers.copy_into(views[-1], values[0])
-                elif record.rest is None and not state.is_master(record):
-                    state.transfers.copy_into(record.owned()[tile.first : tile.stop], values[0])
+                state.transfers.copy_into(view, values)
+                if len(tile.views) > 1:
+                    state.transfers.copy_into(as_torch(tile.views[1]), values)
+                elif part.slot is None and record.rest is None and not state.is_master(record):
+                    state.transfers.copy_into(record.owned()[tile.first : tile.stop], values)
+
+
+def _kernel(kind: Kind, group: Mapping[str, Any]) -> Kernel:
+    if kind is MuonWithAdam:
+        return TensorKernel(torch.optim.Muon, group) if group["use_muon"] else kernel_for(torch.optim.AdamW, group)
+    return TensorKernel(kind, group)
+
+
+def _slots(kernel: Kernel, shape: Sequence[int]) -> Slots:
+    if isinstance(kernel, TensorKernel):
+        return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays(0, shape))
+    return kernel.slots
+
+
+_TENSORS = Rule(
+    kinds=(Lamb, torch.optim.Adafactor, MuonWithAdam),
+    kernel=_kernel,
+    slots=_slots,
+    stepper=lambda _, state, world: TensorStep(state, world),
+)
+register(_TENSORS)
+register(replace(_TENSORS, kinds=(torch.optim.Muon,), make=muon_from_config))
