@@ -47,53 +47,6 @@ atexit.register(at_exit.set)  # called first
 {ending}
 """
 
-_DCP_PROGRAM = """
-import atexit, os, pathlib, signal, sys, threading
-from concurrent.futures import ThreadPoolExecutor
-import torch
-import torch.distributed.checkpoint as dcp
-import zstore.dcp
-from zstore.optim import Offloaded
-from zstore.testing.faults import CallingFiles
-
-probe, first, reached = ThreadPoolExecutor(1), threading.Lock(), threading.Event()
-at_exit = threading.Event()
-
-def interrupt():
-    while True:
-        os.kill(os.getpid(), signal.SIGINT)
-        if at_exit.wait(1):
-            return
-
-def hold(kind, path):
-    reached.set()
-    try:
-        while True:
-            probe.submit(int).result()
-    except RuntimeError:  # after the last line, where Python waits for executors
-        pass
-    {held}
-
-folder = pathlib.Path(sys.argv[1])
-folder.mkdir()
-weight = torch.nn.Parameter(torch.zeros(300000))
-optimizer = Offloaded(torch.optim.SGD, [weight], lr=1.0, momentum=0.5, path=folder.parent)
-
-def step():
-    weight.grad = -torch.ones(300000)
-    optimizer.step()
-
-step()
-state = {{"model": {{"w": weight.detach()}}}}
-writer = zstore.dcp.Writer(folder / "step-00000001", _files=CallingFiles(hold))
-dcp.async_save(state, storage_writer=writer, no_dist=True)
-for _ in range(3):
-    step()
-reached.wait()
-atexit.register(at_exit.set)  # called first
-{ending}
-"""
-
 
 class Ending(NamedTuple):
     ending: str = ""
@@ -136,10 +89,6 @@ ENDINGS = {
     "a forked child ends": Ending(
         "child = os.fork()\nif child == 0:\n    sys.exit(5)\nassert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5"
     ),
-}
-ENDINGS |= {
-    f"dcp.async_save: {name}": ENDINGS[name]._replace(program=_DCP_PROGRAM)
-    for name in ("exception", "ctrl-c while it ends", "the save fails")
 }
 
 

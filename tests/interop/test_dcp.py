@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import gc
-import os
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +26,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zstore.dcp
-from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.dcp.save import Save
@@ -211,12 +209,6 @@ def fail_and_go_on(folder: str) -> None:
         dcp.save(state, storage_writer=writer, planner=Failing())
     assert not Path(f"{folder}/failed/a").exists()
     dcp.save(state, storage_writer=writer, checkpoint_id=f"{folder}/failed/b")
-    group = torch.distributed.new_group(backend="gloo")
-    behind = zstore.dcp.Writer(f"{folder}/failed_behind/a")
-    future = dcp.async_save(state, storage_writer=behind, planner=Failing(), process_group=group)
-    with pytest.raises(BaseException, match="the memory is gone"):
-        future.result(TIMEOUT_S)  # type: ignore[union-attr]
-    until(lambda: not os.listdir(f"{folder}/failed_behind"), "the folder of the failed save stays")
 
 
 @pytest.fixture(scope="module")
@@ -460,9 +452,9 @@ def test_pieces_that_overlap_as_much_as_they_leave_out_are_refused(tmp_path: Pat
         ]
         return SavePlan([WriteItem(MetadataIndex("w"), WriteItemType.SHARD, tensor_data=piece) for piece in pieces])
 
-    Save(tmp_path / "a", 0, [plan(0), plan(2, 4)], 1.0)
+    Save(tmp_path / "a", 0, [plan(0), plan(2, 4)])
     with pytest.raises(UsageError, match=r"'w' has 24 elements, but the ranks hold 24, or some twice"):
-        Save(tmp_path / "a", 0, [plan(0), plan(2, 2)], 1.0)
+        Save(tmp_path / "a", 0, [plan(0), plan(2, 2)])
 
 
 @alone
@@ -604,32 +596,17 @@ def test_async_save_writes_the_values_of_its_beginning_and_its_errors_surface(tm
         full = dcp.async_save({"w": torch.ones(500_000)}, storage_writer=writer)
         with pytest.raises(BaseException, match="No space left"):
             full.result(60)  # type: ignore[union-attr]
-        until(lambda: not os.listdir(tmp_path / "full"), "the folder of the failed save stays while its future is held")
     finally:
         torch.distributed.destroy_process_group()
 
 
-def save_cached(state: dict[str, Any], path: Path) -> None:
-    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-    dcp.save(state, storage_writer=zstore.dcp.Writer(path), planner=planner, no_dist=True)
-
-
 @alone
-def test_cached_plans(tmp_path: Path) -> None:
-    state = {"model": {f"w{i}": torch.arange(600.0).reshape(100, 6) + i for i in range(10)}, "step": 1}
-    for number in range(3):
-        state["model"]["w0"] += 1
-        state["step"] = number
-        save_cached(state, tmp_path / f"step-{number}")
-        with open_checkpoint(tmp_path / f"step-{number}") as reader:
-            assert verify_checkpoint(reader) == []
-            assert reader.read_array("model/w0")[0, 0] == number + 1
-            assert [["step"], number] in reader.record.state["dcp"]["values"]
-    state["model"]["more"] = torch.ones(3)
-    save_cached(state, tmp_path / "step-3")
-    with open_checkpoint(tmp_path / "step-3") as reader:
-        assert "model/more" in reader.arrays
-    # Plans are compared by torch without their types.
-    state["model"]["more"] = torch.ones(3, dtype=torch.int32)
-    with pytest.raises(BaseException, match=r"'model.more': the plan has 3 elements of float32 .* torch.int32"):
-        save_cached(state, tmp_path / "step-4")
+def test_plans_that_planners_cache_are_refused(tmp_path: Path) -> None:
+    def save(path: Path) -> None:
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save({"w": torch.ones(3)}, storage_writer=zstore.dcp.Writer(path), planner=planner, no_dist=True)
+
+    save(tmp_path / "step-0")
+    with pytest.raises(BaseException, match="leave out enable_plan_caching=True"):
+        save(tmp_path / "step-1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-0"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.format.boxes import Box, BoxRun, cut_numel, flat_ranges, gather, tiles
+from zstore.format.boxes import Box, BoxRun, flat_ranges, gather, tiles
 
 
 @st.composite
@@ -120,24 +120,6 @@ def test_a_column_of_a_tall_tensor_takes_no_memory_for_its_rows() -> None:
         BoxRun(2**40 + 3, 2**39 + 1, 1),
     ]
     assert column.extent == (1, 2**41)
-
-
-@pytest.mark.parametrize("cuts", [(1, 1), (2, 1), (1, 3), (2, 3), (3, 4)])
-def test_whole_multiples_of_the_cut_lie_in_one_block(cuts: tuple[int, int]) -> None:
-    shape = (12, 24)
-    sizes = tuple(extent // count for extent, count in zip(shape, cuts, strict=True))
-    tiles = [
-        Box(shape, tuple(i * s for i, s in zip(at, sizes, strict=True)), sizes) for at in product(*map(range, cuts))
-    ]
-    cut = cut_numel(tiles)
-    owner = np.empty(288, int)
-    for number, tile in enumerate(tiles):
-        owner[elements(tile)] = number
-    if cut == 0:
-        assert len(tiles) == 1
-        return
-    assert all(len(set(part.tolist())) == 1 for part in owner.reshape(-1, cut))
-    assert any(len(set(part.tolist())) > 1 for part in owner.reshape(-1, 2 * cut))
 
 
 def test_a_block_outside_is_refused() -> None:

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,18 +27,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zstore.checkpoint import MEMORY_BYTES, ArraySource, Range, ReadAhead, Span, open_checkpoint
+from zstore.checkpoint import MEMORY_BYTES, ArraySource, Range, ReadAhead, open_checkpoint
 from zstore.errors import UsageError
 from zstore.format import Box, flat_ranges
 from zstore.interop.dcp_names import key_of
 from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
-from zstore.io import UserPath, Workers, is_url, user_location
+from zstore.io import UserPath, is_url, user_location
 from zstore.io.closing import closing_with
 from zstore.io.tensors import torch_dtype
 from zstore.open.sources import open_source
 
-_MOST_TAKEN = 4
-"""Spans that are held at a time: fewer than are read ahead."""
 _GAP_BYTES = 1024 * 1024
 """Ranges that are closer are read in one: chunks are at most about that large."""
 
@@ -60,7 +55,6 @@ class Reader(StorageReader):
         tag: str | float | None = None,
         *,
         trust_pickles: bool = False,
-        num_threads: int = 4,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._storage_options = storage_options
@@ -69,7 +63,6 @@ class Reader(StorageReader):
         """Of the load that is under way, or was last."""
         self._tag = tag
         self._trust_pickles = trust_pickles
-        self._num_threads = num_threads
         self._source: ArraySource | None = None
         self._forget: Callable[[], None] | None = None
         self._arrays: dict[str, str] = {}
@@ -129,7 +122,9 @@ class Reader(StorageReader):
                 planner.load_bytes(item, _pickled(decode_value(values[key])))
             else:
                 planner.load_bytes(item, self._opaque(source, self._arrays[key]))
-        _read_blocks(source, blocks, self._num_threads)
+        with ReadAhead(source, [each for block in blocks for each in block.ranges]) as ahead:
+            for block in blocks:
+                block.read(ahead)
         self.close()
         future: Future[None] = Future()
         future.set_result(None)
@@ -177,11 +172,6 @@ class Reader(StorageReader):
         """Tell whether checkpoints can be read there; whether one is there shows when it is opened."""
         return True
 
-    @property
-    def checkpoint_id(self) -> str:
-        """Path or URL of the checkpoint."""
-        return self.path
-
 
 def _pickled(value: object) -> io.BytesIO:
     """Return plain data as DCP's planner takes it."""
@@ -191,68 +181,41 @@ def _pickled(value: object) -> io.BytesIO:
     return stream
 
 
-@dataclass
 class _BlockRead:
     """A block of an array on its way into a tensor of the state dict."""
 
-    source: ArraySource
-    name: str
-    item: ReadItem
-    planner: LoadPlanner
+    def __init__(self, source: ArraySource, name: str, item: ReadItem, planner: LoadPlanner) -> None:
+        spec = source.arrays[name].spec
+        self._source, self._name, self._item, self._planner = source, name, item, planner
+        self._box = Box(spec.shape, tuple(item.storage_offsets), tuple(item.lengths))
+        most = MEMORY_BYTES // 6 // spec.itemsize
+        found = flat_ranges(self._box, most, _GAP_BYTES // spec.itemsize)
+        self.ranges: list[Range] = [(name, *each) for each in found if each[0] < each[1]]
+        """The flat ranges to read."""
 
-    def __post_init__(self) -> None:
-        spec = self.source.arrays[self.name].spec
-        self.box = Box(spec.shape, tuple(self.item.storage_offsets), tuple(self.item.lengths))
-        self.itemsize = spec.itemsize
+    def read(self, ahead: ReadAhead) -> None:
+        """Take the ranges, which are next in `ahead`, and commit the tensor."""
+        dtype = torch_dtype(self._source.arrays[self._name].spec.dtype)
         with torch.no_grad():
-            target: torch.Tensor = self.planner.resolve_tensor(self.item)
-        # A tensor subclass takes its values by `copy_`, whatever its storage.
-        self._is_plain = type(target) in (torch.Tensor, torch.nn.Parameter)
-        self._target = target.detach() if self._is_plain else target
-        self._buffer = self._target
+            target: torch.Tensor = self._planner.resolve_tensor(self._item)
+            # A tensor subclass takes its values by `copy_`, whatever its storage.
+            if type(target) in (torch.Tensor, torch.nn.Parameter):
+                target = target.detach()
+            direct = type(target) is torch.Tensor and target.device.type == "cpu" and target.dtype == dtype
+            if direct and target.is_contiguous():
+                self._fill(target, ahead)
+            else:
+                block = torch.empty(tuple(self._item.lengths), dtype=dtype)
+                self._fill(block, ahead)
+                target.copy_(block.reshape(target.shape))
+            self._planner.commit_tensor(self._item, target)
 
-    def ranges(self) -> list[Range]:
-        """Return the flat ranges to read."""
-        most = MEMORY_BYTES // 6 // self.itemsize
-        return [(self.name, *each) for each in flat_ranges(self.box, most, _GAP_BYTES // self.itemsize)]
-
-    def begin(self) -> None:
-        """Make the memory that the block is read into."""
-        dtype = torch_dtype(self.source.arrays[self.name].spec.dtype)
-        target = self._target
-        direct = self._is_plain and target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
-        self._buffer = target if direct else torch.empty(tuple(self.item.lengths), dtype=dtype)
-
-    def put(self, ahead: ReadAhead, span: Span) -> None:
-        """Take the block's part of a span, and release that; of disjoint ones from several threads."""
-        out: Any = self._buffer.reshape(-1).view(torch.uint8).numpy()
-        size = self._buffer.itemsize
-        for at, in_box, numel in self.box.overlap(span.first, span.stop):
-            start = (at - span.first) * size
-            out[in_box * size : (in_box + numel) * size] = span.data[start : start + numel * size]
-        ahead.release(span)
-
-    def finish(self) -> None:
-        """Copy the block into its tensor, and commit it, once all its spans were put."""
-        if self._buffer is not self._target:
-            self._target.copy_(self._buffer.reshape(self._target.shape))
-            self._buffer = self._target
-        self.planner.commit_tensor(self.item, self._target)
-
-
-def _read_blocks(source: ArraySource, blocks: list[_BlockRead], num_threads: int) -> None:
-    """Read blocks one after the other, each by several threads."""
-    ranges = [[each for each in block.ranges() if each[1] < each[2]] for block in blocks]
-    with ExitStack() as opened:
-        ahead = opened.enter_context(ReadAhead(source, [each for of_block in ranges for each in of_block]))
-        workers = opened.enter_context(Workers(num_threads, "zstore-dcp-load"))
-        for block, of_block in zip(blocks, ranges, strict=True):
-            left = sum(stop - first for _, first, stop in of_block)
-            block.begin()
-            while left:
-                batch: list[Span] = []
-                while left and len(batch) < _MOST_TAKEN and (span := ahead.take()) is not None:
-                    batch.append(span)
-                    left -= span.stop - span.first
-                workers.run([partial(block.put, ahead, span) for span in batch])
-            block.finish()
+    def _fill(self, block: torch.Tensor, ahead: ReadAhead) -> None:
+        out = block.reshape(-1).view(torch.uint8).numpy()
+        size, left = block.itemsize, sum(stop - first for _, first, stop in self.ranges)
+        while left and (span := ahead.take()) is not None:
+            for at, in_box, numel in self._box.overlap(span.first, span.stop):
+                start = (at - span.first) * size
+                out[in_box * size : (in_box + numel) * size] = span.data[start : start + numel * size]
+            left -= span.stop - span.first
+            ahead.release(span)

@@ -2,7 +2,7 @@
 
 [Note: who does what in a save by DCP]
     (rank 0)    prepare_global_plan    names, layouts, room; makes the temporary folder
-    (all)       write_data             chunks that this rank holds; pieces for others; shards that it owns
+    (all)       write_data             shards that this rank holds; pieces for others; shards that it owns
     (rank 0)    finish                 manifests, metadata, record; renames the folder to its tag
 DCP gathers errors and tells every rank of them; if one comes before `finish`, there is no checkpoint. Files written
 by then are removed by the next save through this writer, or when the writer or the process ends.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -29,25 +28,23 @@ from torch.futures import Future
 
 from zstore.checkpoint import tag_text
 from zstore.errors import UsageError
-from zstore.format import ArraySpec, Box, make_grid
+from zstore.format import ArraySpec, Box, Bytes, make_grid
 from zstore.interop.dcp_names import step_of
 from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
-from zstore.io import Files, UserPath, Workers, helpful_threads, open_resources, user_path
+from zstore.io import Files, UserPath, Workers, open_resources, user_path
 from zstore.io.closing import closing_with
 from zstore.io.tensors import bytes_of, dtype_name
 from zstore.remote.url import shown
 
-from .ending import call_at_the_end_of_the_thread, complete_at_the_end, told_at_the_end
 from .save import EntryReport, Save
-from .work import RankWork, RankWriter, Wrote, box_of
+from .work import RankWork, RankWriter, box_of
 
 
 class Writer(StorageWriter):
     """Writes the checkpoint `path`, a folder that is made, in a folder of checkpoints that all ranks share.
 
     `step` is that of the record; by default the number that `path` ends with, as in `step-100`, else 0. An existing
-    checkpoint is refused unless `overwrite`. If pieces pass between ranks, one waits `timeout_s` for another. Raises UsageError
-    for a URL.
+    checkpoint is refused unless `overwrite`. Raises UsageError for a URL.
     """
 
     def __init__(
@@ -57,14 +54,12 @@ class Writer(StorageWriter):
         step: int | None = None,
         overwrite: bool = False,
         num_threads: int = 4,
-        timeout_s: float = 1800.0,
         _files: Files | None = None,
     ) -> None:
         self._files = _files
         self._step = step
         self._overwrite = overwrite
         self._num_threads = num_threads
-        self._timeout_s = timeout_s
         self._save: Save | None = None
         self._forget: Callable[[], None] | None = None
         self._path = _folder_of(path)
@@ -80,9 +75,8 @@ class Writer(StorageWriter):
             self._path = _folder_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Give up a save that did not end, and complete this one if the program ends (all ranks)."""
+        """Give up a save that did not end (all ranks)."""
         self._give_up()
-        complete_at_the_end(self._title)
         if not kwargs.get("use_collectives", True):
             raise UsageError("zstore.dcp.Writer writes one checkpoint of all ranks: leave out use_collectives=False")
 
@@ -96,10 +90,9 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose names and layouts, and begin the checkpoint (rank 0)."""
         step = step_of(self._path.name) if self._step is None else self._step
-        self._save = Save(self._path, step, plans, self._timeout_s, self._files)
+        self._save = Save(self._path, step, plans, self._files)
         self.save_id = self._save.id
         self._forget = closing_with(self, self._save.abandon)
-        call_at_the_end_of_the_thread(self._forget)  # which does nothing after `finish`
         return self._save.begin(overwrite=self._overwrite)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -107,18 +100,12 @@ class Writer(StorageWriter):
         share = plan.storage_data
         if not isinstance(share, RankWork):
             raise UsageError("zstore.dcp.Writer was given a plan that it has not prepared")
-        with told_at_the_end(self._title):
-            return self._write_data(plan, planner, share)
-
-    def _write_data(self, plan: SavePlan, planner: SavePlanner, share: RankWork) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
-        num_files = len(plan.items) if share.sync else 0
-        num_threads = min(self._num_threads, helpful_threads(_num_bytes(plan), num_files))
-        with open_resources(num_threads=max(1, num_threads), files=self._files) as resources:
+        with open_resources(num_threads=self._num_threads, files=self._files) as resources:
             writer = RankWriter(share, resources)
             try:
                 writer.check_folder()
-                with Workers(num_threads, f"zstore-dcp-{share.rank}") as workers:
+                with Workers(self._num_threads, f"zstore-dcp-{share.rank}") as workers:
                     future.set_result(_write(writer, plan, planner, workers))
             except BaseException as error:
                 writer.give_up(error)
@@ -130,16 +117,11 @@ class Writer(StorageWriter):
         if self._save is None:
             raise UsageError("finish() without a save: it is called on rank 0 only, after prepare_global_plan()")
         try:
-            with told_at_the_end(self._title):
-                self._save.commit([each.storage_data for rank in results for each in rank])
+            self._save.commit([each.storage_data for rank in results for each in rank])
         finally:
             self._give_up()
 
     # ----------------------------------------------------------------------------------------------------------------
-
-    @property
-    def _title(self) -> str:
-        return f"the save of {self._path}"
 
     def __getstate__(self) -> dict[str, Any]:
         # For a copy in another process: a save under way stays here.
@@ -155,11 +137,6 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: UserPath) -> bool:
         """Tell whether checkpoints can be written there."""
         return "://" not in os.fspath(checkpoint_id)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Path of the checkpoint's folder."""
-        return str(self._path)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the checkpoint's metadata for planners."""
@@ -181,47 +158,35 @@ def _folder_of(path: UserPath) -> Path:
 
 def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Workers) -> list[WriteResult]:
     # Pieces first: other ranks wait for them. Each batch holds a few tensors' CPU memory at a time.
-    tensors = ((writer.share.arrays[item.index.fqn], item.tensor_data) for item in plan.items if item.tensor_data)
-    writer.require_room((layout, box_of(piece)) for layout, piece in tensors)
-    items = sorted(plan.items, key=lambda item: not _passes(writer, item))
+    def goes_last(item: WriteItem) -> bool:
+        return item.tensor_data is None or not writer.share.arrays[item.index.fqn].boxes
+
+    items = sorted(plan.items, key=goes_last)
     results = workers.run([partial(_write_item, writer, item, planner) for item in items], here=True)
     for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in writer.owned()], here=True):
-        results.append(WriteResult(MetadataIndex(wrote[0].array), 0, EntryReport(wrote=tuple(wrote))))
+        results.append(WriteResult(MetadataIndex(wrote.array), 0, EntryReport(wrote=wrote)))
     workers.run(writer.syncs(), here=True)
     return results
 
 
-def _num_bytes(plan: SavePlan) -> int:
-    items = (item.tensor_data for item in plan.items if item.tensor_data is not None)
-    return sum(math.prod(each.chunk.sizes) * each.properties.dtype.itemsize for each in items)
-
-
-def _passes(writer: RankWriter, item: WriteItem) -> bool:
-    return item.tensor_data is not None and writer.share.arrays[item.index.fqn].passes_through_files
-
-
 @torch.no_grad()
 def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> WriteResult:
-    if item.type == WriteItemType.BYTE_IO:
-        return _write_value(writer, item, planner)
     written = item.tensor_data
-    if written is None:
-        raise UsageError(f"{item.index.fqn!r} is not a tensor")
+    if item.type == WriteItemType.BYTE_IO or written is None:
+        return _write_value(writer, item, planner)
     layout = writer.share.arrays[item.index.fqn]
     box = box_of(written)
-    found: Any = planner.resolve_data(item)
-    wrote: list[Wrote] = []
-    data = _bytes(item, found, layout.spec, box)
-    if not layout.passes_through_files:
-        wrote = writer.write_box(layout.spec, layout.grid, box, data)
-    elif box.numel:
+    data = _bytes(item, planner.resolve_data(item), layout.spec, box)
+    wrote = None
+    if box.numel and layout.boxes:
         writer.write_piece(layout, box, data)
-    return WriteResult(item.index, data.size, EntryReport(wrote=tuple(wrote)))
+    elif box.numel:
+        wrote = writer.write_box(layout.spec, layout.grid, box, data)
+    return WriteResult(item.index, data.size, EntryReport(wrote=wrote))
 
 
-def _bytes(item: WriteItem, tensor: Any, spec: ArraySpec, box: Box) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _bytes(item: WriteItem, tensor: Any, spec: ArraySpec, box: Box) -> Bytes:
     data = bytes_of(tensor)
-    # Cached plans are compared without their types.
     if data.size != box.numel * spec.itemsize or dtype_name(tensor.dtype) != spec.dtype:
         raise UsageError(
             f"{item.index.fqn!r}: the plan has {box.numel} elements of {spec.dtype} at {box.offsets}, the state dict a tensor "
@@ -232,26 +197,23 @@ def _bytes(item: WriteItem, tensor: Any, spec: ArraySpec, box: Box) -> np.ndarra
 
 def _write_value(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> WriteResult:
     key = item.index.fqn
-    kind, content = PICKLE, b""
-    if isinstance(planner, DefaultSavePlanner) and _is_plain(planner):
-        value = planner.lookup_object(item.index)
-        if type(value) is bytes:
-            kind, content = BYTES, value
-        else:
-            with contextlib.suppress(NotPlainError):
-                return WriteResult(item.index, 0, EntryReport(key=key, value=encode_value(value), is_value=True))
-    if kind == PICKLE:
+    # Only a planner that pickles the very objects of the state dict lets them be looked at instead.
+    names = ("lookup_object", "resolve_data", "transform_object")
+    is_default = isinstance(planner, DefaultSavePlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultSavePlanner, name) for name in names
+    )
+    value = planner.lookup_object(item.index) if isinstance(planner, DefaultSavePlanner) and is_default else ...
+    if type(value) is bytes:
+        kind, content = BYTES, value
+    else:
+        with contextlib.suppress(NotPlainError):
+            return WriteResult(item.index, 0, EntryReport(key=key, value=encode_value(value), is_value=True))
         pickled: Any = planner.resolve_data(item)
         if not isinstance(pickled, io.BytesIO):
             raise UsageError(f"{key!r}: expected bytes from the planner, got a {type(pickled).__name__}")
-        content = pickled.getvalue()
+        kind, content = PICKLE, pickled.getvalue()
     data = np.frombuffer(content, np.uint8)
     spec = ArraySpec(name=writer.share.names[key], shape=(data.size,), dtype="uint8")
-    wrote = writer.write_box(spec, make_grid(spec.stored_shape, 1), Box.whole(spec.shape), data)
-    return WriteResult(item.index, data.size, EntryReport(key=key, kind=kind, opaque=spec, wrote=tuple(wrote)))
-
-
-def _is_plain(planner: DefaultSavePlanner) -> bool:
-    """Whether the planner pickles the very objects of the state dict, so that they may be looked at instead."""
-    names = ("lookup_object", "resolve_data", "transform_object")
-    return all(getattr(type(planner), name) is getattr(DefaultSavePlanner, name) for name in names)
+    grid, box = make_grid(spec.stored_shape, 1), Box.whole(spec.shape)
+    wrote = writer.write_box(spec, grid, box, data) if data.size else None
+    return WriteResult(item.index, data.size, EntryReport(key=key, kind=kind, opaque=spec, wrote=wrote))

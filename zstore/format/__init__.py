@@ -28,13 +28,11 @@ from .partition import (
     plan_reads,
     round_up,
 )
-from .pieces import ArrayLayout, lay_out
 from .shardfile import ShardLayout, layout_of
 
 __all__ = [
-    "ALIGN_NUMEL", "FLOAT8", "FLOATING", "STEM", "SUFFIX", "Array", "ArrayLayout", "ArraySpec", "Box",
-    "Bytes", "Grid",
+    "ALIGN_NUMEL", "FLOAT8", "FLOATING", "STEM", "SUFFIX", "Array", "ArraySpec", "Box", "Bytes", "Grid",
     "ShardLayout", "buffer_array", "client_array", "flat_ranges", "gather", "grid_in_checkpoint",
-    "grid_of_rows", "lay_out", "layout_of", "make_grid", "model_array", "numpy_dtype", "optimizer_array",
+    "grid_of_rows", "layout_of", "make_grid", "model_array", "numpy_dtype", "optimizer_array",
     "plan_reads", "round_up", "stored_shape", "tiles",
 ]  # fmt: skip

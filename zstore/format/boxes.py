@@ -175,14 +175,6 @@ class Box:
                 if low < high:
                     yield BoxRun(low, number * length + low - start, high - low)
 
-    @property
-    def cut_numel(self) -> int:
-        """The greatest number that divides the start of every run; 0 if the only one begins at 0."""
-        if not self.numel:
-            return 0
-        outer = zip(self.sizes, self._runs.strides[: self._runs.depth], strict=False)
-        return math.gcd(self.extent[0], *(stride for size, stride in outer if size > 1))
-
 
 def gather(box: Box, first: int, stop: int, itemsize: int, read: Callable[[int, Bytes], None], out: Bytes) -> int:
     """Fill the part of `out`, the bytes of flat elements `[first, stop)` of the whole tensor, that is in `box`.
@@ -217,14 +209,6 @@ def tiles(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
         return product
 
     return (sum(map(weight, boxes)) - weight(Box.whole(shape))) % _PRIME == 0
-
-
-def cut_numel(boxes: Iterable[Box]) -> int:
-    """Return the greatest number of elements such that all cuts of a tiled tensor are whole multiples of it apart.
-
-    0 if nothing is cut.
-    """
-    return math.gcd(*(box.cut_numel for box in boxes))
 
 
 def flat_ranges(box: Box, most_numel: int, gap_numel: int) -> list[tuple[int, int]]:
