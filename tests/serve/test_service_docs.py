@@ -1,4 +1,4 @@
-"""The examples of `docs/service.md` run against a service, and what it says of commands holds."""
+"""The examples of `docs/service.md`, and those of `docs/remote.md` that read from a service, run against one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.serve.sample import RUN_ID, JournalWriter
 from zstore.journal import read
 from zstore.tools.cli import app
 
-TEXT = (Path(__file__).parents[2] / "docs/service.md").read_text()
+_DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (_DOCS / "service.md").read_text()
 
 
 def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +53,28 @@ def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.Monk
     downloaded = Path("weights/model.safetensors").read_bytes()
     assert downloaded == Path("consolidated/model.safetensors").read_bytes()
     assert names["losses"] == [line["loss"] for line in read(tmp_path / "runs/gpt") if line["kind"] == "step"]
+
+
+def test_the_examples_of_reading_from_a_service_run(
+    tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ZSTORE_TOKEN", "open-sesame-open")
+    values = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+    save_arrays(tmp_path / "run", {"model/0.weight": values}, world_size=2, step=2)
+    base = serve(tmp_path / "run", token="open-sesame-open")
+    text = (_DOCS / "remote.md").read_text().partition("## Reading from a service\n")[2].partition("\n## ")[0]
+    names: dict[str, Any] = {}
+    for language, block in re.findall(r"```(python|bash)\n(.*?)```", text, re.DOTALL):
+        code = block.replace("http://store:8700", base)
+        if language == "python":
+            exec(code, names)
+            continue
+        for line in code.splitlines():
+            done = CliRunner().invoke(app, shlex.split(line)[1:])
+            assert done.exit_code == 0, done.output
+    assert np.array_equal(names["rows"], values[10:20])
+    assert np.array_equal(names["first"], values[0])
 
 
 def test_every_option_of_the_command_is_described() -> None:

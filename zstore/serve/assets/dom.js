@@ -84,7 +84,7 @@ const KINDS = {
   uploaded: "good",
   done: "good",
   begun: "warn",
- 
+
   lost: "bad",
   failed: "bad",
   killed: "bad",

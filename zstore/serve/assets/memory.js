@@ -67,8 +67,9 @@ function mapOf({ arrays, parts }, colourOf, chosen) {
   const boxes = tiers.map((tier) => {
     const inner = groups(tier.items, "kind").flatMap(largest);
     const sizes = inner.map(({ nbytes }) => nbytes);
-    const places = squarify(sizes, 0.2 + (2 * tier.nbytes) / sum(items, "nbytes"));
-    const shown = inner.map((array, index) => box(array, places[index], colourOf(array.kind), chosen));
+    const share = tier.nbytes / sum(items, "nbytes");
+    const places = squarify(sizes, 0.2 + 2 * share);
+    const shown = inner.map((array, index) => box(array, places[index], share, colourOf(array.kind), chosen));
     const title = h("h3", null, `${tier.name} ${bytes(tier.nbytes)}`);
     return h(
       "div",
@@ -82,7 +83,7 @@ function mapOf({ arrays, parts }, colourOf, chosen) {
 }
 
 /** Return the box of an array, with its name where there is room; a click filters the table by it. */
-function box({ name, kind, nbytes, isRest = false }, { x, y, width, height }, colour, chosen) {
+function box({ name, kind, nbytes, isRest = false }, { x, y, width, height }, share, colour, chosen) {
   const style = {
     left: `${100 * x}%`,
     top: `${100 * y}%`,
@@ -90,7 +91,8 @@ function box({ name, kind, nbytes, isRest = false }, { x, y, width, height }, co
     height: `${100 * height}%`,
     "--c": `var(--series-${colour})`,
   };
-  const text = width > 0.1 && height > 0.06 ? name.split(/[/.]/).slice(-3).join(".") : null;
+  const text =
+    width * share > 0.07 && height > 0.1 ? `${name.split(/[/.]/).slice(-3).join(".")} ${bytes(nbytes)}` : null;
   const onclick = isRest ? null : () => chosen(name);
   return h("div", { class: "map-box", style, title: `${name}: ${kind}, ${bytes(nbytes)}`, onclick }, text);
 }
