@@ -11,7 +11,7 @@ import typer
 from zstore.checkpoint import Fate, Folder, Keep, TagInfo, bytes_freed, plan_lines, remove_each, weigh
 from zstore.errors import CheckpointNotFoundError, UsageError
 from zstore.open.sources import folder_of, maker_of
-from zstore.remote.commit import remover
+from zstore.remote.target import remover
 
 from .listing import check_listing, check_records
 from .opening import DEFAULTS, Common, reporting

@@ -11,7 +11,7 @@ from pathlib import Path
 from zstore.checkpoint import SaveHandle, SaveRequest, save_checkpoint
 from zstore.io import is_url
 from zstore.ranks.rendezvous import StoreBoard
-from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.save import save_to_url
 from zstore.remote.upload import UploadPlace, place_of
 
 from ..config.config import Config
@@ -35,7 +35,7 @@ class Destination:
         if self.upload is None:
             return save_checkpoint(request)
         board = StoreBoard(f"/{request.save_id}") if request.world_size > 1 else None
-        return save_to_url(request, UploadOptions(folder=self.upload, board=board))
+        return save_to_url(request, self.upload, board)
 
 
 def destination_of(location: str, config: Config, drives: Sequence[Path]) -> Destination:

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from tests.checkpoint.checkpoints import ThreadBoard, World, wait_all
 from zstore.checkpoint.handle import SaveHandle
 from zstore.checkpoint.names import new_save_id
-from zstore.remote.folder import open_folder
-from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.bucket import UrlFolder
+from zstore.remote.save import save_to_url
+from zstore.remote.service import open_folder
 from zstore.remote.upload import place_of
-from zstore.remote.url_folder import UrlFolder
 from zstore.tools.cli import app
 
 
@@ -36,7 +36,8 @@ class Bucket:
         handles: list[SaveHandle] = [
             save_to_url(
                 world.request(self.local, rank, save_id, step=step, **{"run_id": "run", **fields}),
-                UploadOptions(folder=place_of(self.url, self.options), board=board),
+                place_of(self.url, self.options),
+                board,
             )
             for rank in range(len(world.stores))
         ]

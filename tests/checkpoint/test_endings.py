@@ -17,7 +17,7 @@ from tests.checkpoint.checkpoints import leavings, open_world, save_arrays, valu
 from tests.checkpoint.s3_server import s3_server
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.remote.folder import open_folder
+from zstore.remote.service import open_folder
 from zstore.testing.faults import CallingFiles
 
 pytestmark = pytest.mark.endings
@@ -170,15 +170,15 @@ from contextlib import ExitStack
 from pathlib import Path
 import numpy as np
 from zstore.checkpoint.names import new_save_id
-from zstore.remote.save import UploadOptions, save_to_url
-from zstore.remote.folder import open_folder
+from zstore.remote.save import save_to_url
+from zstore.remote.upload import place_of
 from tests.checkpoint.checkpoints import open_world
 
 del threading._register_atexit  # it is private to Python
 url, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
 stack = ExitStack()
 world = stack.enter_context(open_world({f"model/{i}": np.full(100, i, np.float32) for i in range(20)}))
-save_to_url(world.request(folder, 0, new_save_id()), UploadOptions(folder=open_folder(url, options)))
+save_to_url(world.request(folder, 0, new_save_id()), place_of(url, options))
 """
 
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reader import tags as list_tags
-from zstore.remote.folder import open_folder
-from zstore.remote.send import PART_BYTES
+from zstore.remote.bucket import PART_BYTES
+from zstore.remote.service import open_folder
 from zstore.remote.target import NUM_THREADS
 from zstore.tools.cli import app
 

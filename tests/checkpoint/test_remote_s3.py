@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from zstore.checkpoint.reader import open_checkpoint, refused, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointExistsError
-from zstore.remote.commit import RemoteCommitter
-from zstore.remote.folder import open_folder
-from zstore.remote.fsspec_folder import RemoteFolder
-from zstore.remote.send import PART_BYTES
+from zstore.io.pool import Workers
+from zstore.remote.bucket import PART_BYTES, BucketFolder
+from zstore.remote.service import open_folder
+from zstore.remote.target import BucketTarget, common_files, shard_files
 from zstore.remote.upload import upload_checkpoint
 
 pytest.importorskip("s3fs", reason="extra s3")
@@ -149,23 +148,23 @@ def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(bucket: PlainBuc
 def test_of_two_saves_of_one_tag_one_is_committed(bucket: PlainBucket) -> None:
     """One request decides it: a write of the record on condition that there is none."""
     folder = open_folder(bucket.url, bucket.options)
-    assert isinstance(folder, RemoteFolder)
+    assert isinstance(folder, BucketFolder)
     folder.write_small("record", b"one", is_new=True)
     folder.write_small("record", b"one", is_new=True)  # of a request whose answer was lost
     with pytest.raises(FileExistsError, match="record is there already"):
         folder.write_small("record", b"two", is_new=True)
     assert folder.read_small("record") == b"one"
     path = save_arrays(bucket.local, ARRAYS)
-    with open_checkpoint(path) as reader:
-        first = RemoteCommitter(folder, reader.record.tag, reader.record.id, "one")
+    with open_checkpoint(path) as reader, Workers(1, "test") as workers:
+        first = BucketTarget(folder, reader.record.tag, reader.record.id, "one")
         first.begin(overwrite=False)
         with pytest.raises(CheckpointExistsError, match=r"another save of s3://.*/step-00000001 is under way"):
-            RemoteCommitter(folder, reader.record.tag, new_save_id(), "two").begin(overwrite=False)
+            BucketTarget(folder, reader.record.tag, new_save_id(), "two").begin(overwrite=False)
         # As of a machine whose clock or listing is behind: it commits without having seen the first.
-        second = RemoteCommitter(folder, reader.record.tag, new_save_id(), "two")
-        for each in (first, second):
-            folder.write_small(each._lock, b"{}")
-        first.commit(reader.record, b"{}", {})
+        second = BucketTarget(folder, reader.record.tag, new_save_id(), "two")
+        folder.write_small(second._lock, b"{}")
+        first.send(workers, reader.path, common_files(reader) | shard_files(reader, [0]), lambda _: None)
+        first.commit(reader)
         with pytest.raises(CheckpointExistsError, match="was committed by another save meanwhile"):
-            second.commit(replace(reader.record, id=second.save_id), b"{}", {})
+            second.commit(reader)
         assert [info.record.id for info in tags(folder)] == [reader.record.id]

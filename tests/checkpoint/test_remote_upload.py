@@ -39,13 +39,12 @@ from zstore.errors import (
 )
 from zstore.format import partition
 from zstore.ranks.rendezvous import StoreBoard
-from zstore.remote.commit import RemoteCommitter, has_ended
-from zstore.remote.folder import open_folder
-from zstore.remote.retries import Retries
-from zstore.remote.save import UploadOptions, save_to_url
-from zstore.remote.send import PART_BYTES, held_bytes, send_file
-from zstore.remote.target import files_at_a_time
-from zstore.remote.upload import upload_checkpoint
+from zstore.remote.bucket import PART_BYTES, send_file
+from zstore.remote.save import save_to_url
+from zstore.remote.service import open_folder
+from zstore.remote.target import BucketTarget, has_ended
+from zstore.remote.upload import place_of, upload_checkpoint
+from zstore.remote.url import Retries
 from zstore.testing.ranks import run_ranks
 
 Array = npt.NDArray[Any]
@@ -74,7 +73,9 @@ class Remote:
         return [
             save_to_url(
                 world.request(self.local, rank, save_id, step=step, **{"run_id": "run", "timeout_s": 60.0, **fields}),
-                UploadOptions(folder=open_folder(URL, self.options), board=board, retries=QUICK),
+                place_of(URL, self.options),
+                board,
+                retries=QUICK,
             )
             for rank in range(len(world.stores))
         ]
@@ -168,7 +169,7 @@ def test_requests_that_fail_for_a_while_are_tried_again(remote: Remote, world: W
 @pytest.mark.parametrize(
     "pattern", ["*/c.0.0", "*/c.1.0", "*/manifest/rank-00001.json", "*/zarr.json", "*/zstore.json"]
 )
-def test_an_upload_that_fails_is_an_error_of_every_rank_and_leaves_nothing(
+def test_an_upload_that_fails_is_an_error_of_every_rank_and_is_swept(
     pattern: str, remote: Remote, world: World
 ) -> None:
     remote.fs.faults.append(RequestFault(kind="write", pattern=pattern, times=None, error=unavailable))
@@ -176,11 +177,11 @@ def test_an_upload_that_fails_is_an_error_of_every_rank_and_leaves_nothing(
         assert f"{URL}/step-00000001" in message
         assert "503 Slow Down" in message
     assert remote.tags() == []
-    assert remote.fs.objects() == {}  # what had been sent is removed
     assert list(remote.local.iterdir()) == []
     remote.fs.faults.clear()
     remote.save(world, step=2)
     assert remote.arrays() == content(ARRAYS)
+    assert {key.split("/")[2] for key in remote.fs.objects()} == {"step-00000002", "latest"}
 
 
 def test_what_arrives_cut_is_not_committed(remote: Remote, world: World) -> None:
@@ -242,9 +243,9 @@ def test_a_killed_upload_is_not_seen_and_is_swept(at: str, remote: Remote, tmp_p
 
 
 def test_an_upload_under_way_of_another_run_is_left_alone(remote: Remote, world: World) -> None:
-    other = RemoteCommitter(open_folder(URL, remote.options), "theirs", new_save_id(), "other run")
+    other = BucketTarget(open_folder(URL, remote.options), "theirs", new_save_id(), "other run")
     other.begin(overwrite=False)
-    other.target.write_small("model/part", b"x")
+    other.stage.write_small("model/part", b"x")
     remote.fs.put("bucket/run/notes/mine.txt", b"a user's")
     remote.save(world)
     assert "bucket/run/theirs/model/part" in remote.fs.objects()
@@ -274,12 +275,14 @@ def test_whose_upload_has_ended_is_told_by_its_lock() -> None:
 def test_an_upload_that_was_taken_for_dead_does_not_commit(remote: Remote) -> None:
     path = save_arrays(remote.local, ARRAYS, run_id="run")
     folder = open_folder(URL, remote.options)
-    with open_checkpoint(path) as reader:
-        committer = RemoteCommitter(folder, "step-00000001", reader.record.id, "run")
-        committer.begin(overwrite=False)
-        RemoteCommitter(folder, "another", new_save_id(), "run").begin(overwrite=False)  # the same run, restarted
-        with pytest.raises(CheckpointError, match=r"considered the upload of .* dead"):
-            committer.commit(reader.record, b"{}", {})
+
+    def restart() -> Exception:
+        BucketTarget(folder, "another", new_save_id(), "run").begin(overwrite=False)  # the same run
+        return unavailable()
+
+    remote.fs.faults.append(RequestFault(kind="write", pattern="*/step-00000001/zarr.json", error=restart))
+    with pytest.raises(CheckpointError, match=r"considered the upload of .* dead"):
+        upload_checkpoint(path, URL, remote.options)
     assert remote.tags() == []
 
 
@@ -440,20 +443,11 @@ def test_the_record_at_the_url_is_newer_than_all_there(remote: Remote, tmp_path:
 
 def test_an_upload_in_little_memory_sends_one_file_at_a_time(tmp_path: Path, remote: Remote) -> None:
     path = save_arrays(tmp_path / "kept", ARRAYS, world_size=2)
-    upload_checkpoint(path, URL, remote.options, memory_bytes=held_bytes(1))
+    upload_checkpoint(path, URL, remote.options, memory_bytes=32 * 2**20)
     assert remote.fs.most_at_once == 1
     assert remote.arrays() == content(ARRAYS)
-
-
-@pytest.mark.parametrize(("memory_bytes", "num_threads"), [(None, 4), (32, 1), (127, 3), (128, 4), (1024, 4)])
-def test_files_at_a_time_are_those_whose_parts_fit(memory_bytes: int | None, num_threads: int) -> None:
-    assert files_at_a_time(10**6, None if memory_bytes is None else memory_bytes * 2**20) == num_threads
-
-
-def test_a_file_whose_parts_do_not_fit_is_refused_before_it_is_sent() -> None:
-    with pytest.raises(BudgetError, match=r"uploaded in parts of \d+, .* but 100000000 are available"):
-        files_at_a_time(10**12, 10**8)
-    assert files_at_a_time(10**12, None) == 4
+    with pytest.raises(BudgetError, match=r"uploaded in parts of \d+, .* but 10000000 are available"):
+        upload_checkpoint(path, URL, remote.options, memory_bytes=10**7, overwrite=True)
 
 
 @pytest.mark.parametrize("world_size", [2, 5, 7])

@@ -26,7 +26,7 @@ from zstore.checkpoint.usage import bytes_freed
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine.config.config import load_config
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
-from zstore.remote.folder import open_folder
+from zstore.remote.service import open_folder
 from zstore.remote.upload import upload_checkpoint
 from zstore.tools import cli
 from zstore.tools.opening import Common

@@ -20,7 +20,7 @@ from zstore import init_distributed, initialize
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError
-from zstore.remote.folder import open_folder
+from zstore.remote.service import open_folder
 
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 BATCH = 12

@@ -25,7 +25,7 @@ from zstore.io.files import Files
 from zstore.io.hostmemory import count_memory_kills
 from zstore.journal import journals, read, steps
 from zstore.journal.names import journal_file, run_of
-from zstore.remote.folder import open_folder
+from zstore.remote.service import open_folder
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 

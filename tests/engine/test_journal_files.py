@@ -21,7 +21,7 @@ from zstore.journal.columns import last_steps
 from zstore.journal.lines import encode
 from zstore.journal.names import journal_file
 from zstore.journal.writer import FileSink, JournalWriter
-from zstore.remote.folder import open_folder
+from zstore.remote.service import open_folder
 
 PAGE = Path(__file__).parents[2] / "docs" / "journal.md"
 SIZES = ("linked_bytes", "written_bytes", "stall_s")

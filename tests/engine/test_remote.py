@@ -18,7 +18,7 @@ from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError, UsageError
 from zstore.journal.names import run_of
-from zstore.remote.folder import open_folder
+from zstore.remote.service import open_folder
 from zstore.testing.ranks import run_ranks
 from zstore.tools.train.command import train_command
 from zstore.tools.train.config import TrainOptions

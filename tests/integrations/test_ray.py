@@ -12,7 +12,7 @@ import pytest
 
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.remote.folder import open_folder
+from zstore.remote.service import open_folder
 
 pytest.importorskip("ray", reason="extra test")
 

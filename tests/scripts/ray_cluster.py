@@ -21,7 +21,7 @@ from ray_train import trainer
 
 from zstore.checkpoint.reader import tags
 from zstore.errors import ZstoreError
-from zstore.remote.folder import open_folder
+from zstore.remote.service import open_folder
 
 folder, url = Path(sys.argv[1]), sys.argv[2]
 SMALL = {"object_store_memory": 80_000_000}

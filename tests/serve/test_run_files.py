@@ -16,9 +16,9 @@ from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
 from zstore.errors import UsageError
 from zstore.journal.names import journal_file
-from zstore.remote.folder import open_folder
 from zstore.remote.journal_tail import JournalTail
-from zstore.remote.service_upload import ServicePlace
+from zstore.remote.service import open_folder
+from zstore.remote.service_target import ServicePlace
 
 TOKEN = {"Authorization": "Bearer secret-of-the-tests"}
 OPTIONS = {"token": "secret-of-the-tests"}
@@ -90,7 +90,7 @@ def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(
         return JournalTail(path, place, "abc", start, failed=problems.append)
 
     with proxy_to(int(base.rpartition(":")[2])) as proxy:
-        place = ServicePlace.of(f"http://127.0.0.1:{proxy.port}/one", OPTIONS)
+        place = ServicePlace(f"http://127.0.0.1:{proxy.port}/one", OPTIONS)
         path = tmp_path / "first.jsonl"
         path.write_bytes(_lines(1))
         arrived = threading.Event()
@@ -111,7 +111,7 @@ def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(
             file.write(_lines(41))
     assert stored.read_bytes() == _lines(*range(1, 42))
     assert problems == []
-    JournalTail(elsewhere, ServicePlace.of(f"{base}/one", {"token": "x"}), "abc", 0, failed=problems.append).close()
+    JournalTail(elsewhere, ServicePlace(f"{base}/one", {"token": "x"}), "abc", 0, failed=problems.append).close()
     assert len(problems) == 1
     assert "does not accept the token" in problems[0]
 

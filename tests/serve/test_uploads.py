@@ -28,10 +28,10 @@ from zstore.errors import (
     StorageError,
 )
 from zstore.io.pool import Workers
-from zstore.remote.retries import Retries
-from zstore.remote.save import UploadOptions, save_to_url
+from zstore.remote.save import save_to_url
+from zstore.remote.target import shard_files
 from zstore.remote.upload import place_of, target_for, upload_checkpoint
-from zstore.remote.uploaded import shard_files
+from zstore.remote.url import Retries
 from zstore.testing.faults import FaultyFiles
 
 Array = npt.NDArray[Any]
@@ -58,10 +58,12 @@ def url(tmp_path: Path, serve: Serve) -> str:
 
 def save(world: World, local: Path, url: str, **fields: Any) -> list[Any]:
     save_id = new_save_id()
-    options = UploadOptions(folder=place_of(url, OPTIONS), board=ThreadBoard())
+    place, board = place_of(url, OPTIONS), ThreadBoard()
     return wait_all(
         [
-            save_to_url(world.request(local, rank, save_id, **{"run_id": "run", "timeout_s": 60.0, **fields}), options)
+            save_to_url(
+                world.request(local, rank, save_id, **{"run_id": "run", "timeout_s": 60.0, **fields}), place, board
+            )
             for rank in range(len(world.stores))
         ]
     )

@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkpoint.checkpoints import save_arrays
 from zstore.io.files import Files
-from zstore.remote.fsspec_folder import RemoteFolder
+from zstore.remote.bucket import BucketFolder
 from zstore.tools import cli, listing, opening
 
 URL = "memory://bucket/run"
@@ -118,7 +118,7 @@ def test_the_plan_is_printed_before_anything_is_written_or_removed(
 
     watch(Files, "opened", lambda *args, **options: bool(options.get("write")))
     watch(Files, "rename")
-    watch(RemoteFolder, "write_small")
+    watch(BucketFolder, "write_small")
     code, _, after = run(name, "--json")
     assert code == 0, after
     assert before[0].startswith("plan: "), before

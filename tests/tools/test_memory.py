@@ -26,7 +26,7 @@ from tests.checkpoint.s3_server import s3_server
 from tests.interop.deepspeed_data import states, write
 from tests.tools.commands import run
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.remote.folder import open_folder
+from zstore.remote.service import open_folder
 from zstore.tools.opening import LEAST_MEMORY_BYTES, MIB
 from zstore.tools.reshard import reshard_command
 

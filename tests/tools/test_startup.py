@@ -29,7 +29,7 @@ UNUSED = {
     "zstore.store.stream",
     "zstore.engine",
     "zstore.checkpoint.save",
-    "zstore.remote.folder",
+    "zstore.remote.service",
 }
 
 

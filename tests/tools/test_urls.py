@@ -18,7 +18,7 @@ from tests.checkpoint.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.retention import Keep
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
-from zstore.remote.folder import open_folder
+from zstore.remote.service import open_folder
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.convert import ConvertOptions, convert_command
 from zstore.tools.diff import diff_command

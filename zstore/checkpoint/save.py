@@ -16,14 +16,16 @@ import contextlib
 import errno
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
+from pathlib import Path
 
 from ..errors import CheckpointError, DiskFullError
 from ..io.flush import Flush
 from ..io.pool import Workers, helpful_threads, in_turn
 from ..io.shards import ShardSummary
-from ..ranks.rendezvous import Rendezvous
+from ..ranks.rendezvous import Board, Rendezvous
 from .build import CheckpointBuilder
 from .catalog import TagInfo, read_record, replaced_text
 from .commit import Committer, discard, sweep
@@ -54,10 +56,16 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
     written: UsageError for a bad request or state that is not JSON, CheckpointExistsError, StorageError for a folder that
     cannot be written, DiskFullError if there is no room. The caller tells the other ranks, which `cancel()` theirs.
     """
-    job: _Save | None = None
+    return begin_save(request, lambda: _FolderSave(request))
+
+
+def begin_save(request: SaveRequest, make: Callable[[], Save]) -> SaveHandle:
+    """Begin the save that `make` returns, or release its pins."""
+    job: Save | None = None
     handle: SaveHandle | None = None
     try:
-        job = _Save(request)
+        request.check()
+        job = make()
         job.check()
         handle = SaveHandle(job)
         return handle.start()
@@ -72,68 +80,54 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
         raise
 
 
-class _Save:
-    """The save of one rank."""
+class Save(ABC):
+    """The save of one rank: what one to a folder and one to a URL have in common."""
 
-    def __init__(self, request: SaveRequest) -> None:
-        request.check()
+    def __init__(
+        self, request: SaveRequest, save_id: str, num_threads: int, board: Board | None = None, name: str = ""
+    ) -> None:
         self._request = request
         self._files = request.resources.files
         # Copying also finds values that are not JSON before anything is written.
         self._rank_state = decode_state(encode_state(request.rank_state, "rank_state"))
         self._state = decode_state(encode_state(request.record, "record"))
-        self._committer = Committer(self._files, request.folder, request.tag, request.save_id)
+        self._committer = Committer(self._files, request.folder, request.tag, save_id)
         self._folder = self._committer.temporary
-        self.target = self._committer.target
-        self.cancelled = threading.Event()
+        self._cancelled = threading.Event()
         self._rendezvous = Rendezvous(
-            self._folder,
-            self._files,
-            self._check_alive,
-            pause=self.cancelled.wait,
+            Path(name or self._folder), self._files, self._check_alive, pause=self._cancelled.wait, board=board
         )
         self._builder = CheckpointBuilder(request, self._folder, self._files, request.known_documents())
         self._publisher = Publisher(request, self._builder, self._check_alive)
         self._pieces = Pieces(request, self._folder)
         self._messages: list[str] = []
-        self._flush: Flush | None = None
-        """Makes this rank's files durable at once, rank 0's as it commits; None: each file is by itself."""
-        self._is_complete = False
-        """Whether this rank's part is there, and its manifest says so."""
         self._started = time.monotonic()
         # Here, by the thread that saves: see [Note: endings].
-        self.workers = Workers(self._num_helpers(), f"zstore-save-{request.rank}")
-
-    def _num_helpers(self) -> int:
-        """Return how many threads beside its own the save is worth, which writes its shards and, on rank 0, documents."""
-        request = self._request
-        nbytes = request.written_bytes
-        num_files = len(request.pins) + request.leads * (2 * len(request.specs))
-        return min(
-            request.num_threads, max(helpful_threads(nbytes, 0), min(_FOR_SMALL_FILES, helpful_threads(0, num_files)))
-        )
+        self.workers = Workers(num_threads, f"zstore-save-{request.rank}")
 
     @property
+    @abstractmethod
     def title(self) -> str:
-        return f"the save of {self.target}"
+        """Its name in messages."""
 
-    def cancel(self) -> None:
-        self.cancelled.set()
-
+    @abstractmethod
     def check(self) -> None:
         """Check all that can be checked at once."""
-        if self._request.leads:
-            request = self._request
-            self._builder.check_names()
-            replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
-            if replaced is not None and not request.overwrite:
-                self._messages.append(replaced_text(replaced))
-            try:
-                request.check_room(request.folder, request.world_size)
-            except DiskFullError:
-                # What dead saves left takes room too; else it goes behind the caller.
-                self._messages += sweep(self._files, request.folder)
-                request.check_room(request.folder, request.world_size)
+
+    @abstractmethod
+    def _run(self) -> SaveSummary:
+        """Save this rank's part."""
+
+    @abstractmethod
+    def _check_alive(self) -> None:
+        """Raise CheckpointError if the save was given up, here or by another rank."""
+
+    @abstractmethod
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, and why. Never raises."""
+
+    def cancel(self) -> None:
+        self._cancelled.set()
 
     def run(self) -> SaveSummary:
         """Carry the save out. Called once, by the save's thread."""
@@ -147,6 +141,54 @@ class _Save:
         if told is not None:
             told(summary)
         return summary
+
+    def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
+        linked = [s for s in summaries if s.linked]
+        return SaveSummary(
+            path=self._committer.target,
+            num_files=len(summaries),
+            num_linked=len(linked),
+            linked_bytes=sum(s.file_bytes for s in linked),
+            written_bytes=sum(s.file_bytes for s in summaries if not s.linked),
+            all_linked_bytes=self._builder.linked_bytes,
+            all_written_bytes=self._builder.written_bytes,
+            elapsed_s=time.monotonic() - self._started,
+            known=self._publisher.known,
+            messages=tuple(self._messages),
+        )
+
+
+class _FolderSave(Save):
+    """One into a folder that all ranks see."""
+
+    def __init__(self, request: SaveRequest) -> None:
+        num_files = len(request.pins) + request.leads * (2 * len(request.specs))
+        # Threads beside its own that the save is worth, which writes its shards and, on rank 0, documents.
+        helpers = max(helpful_threads(request.written_bytes, 0), min(_FOR_SMALL_FILES, helpful_threads(0, num_files)))
+        super().__init__(request, request.save_id, min(request.num_threads, helpers))
+        self._target = self._committer.target
+        self._flush: Flush | None = None
+        """Makes this rank's files durable at once, rank 0's as it commits; None: each file is by itself."""
+        self._is_complete = False
+        """Whether this rank's part is there, and its manifest says so."""
+
+    @property
+    def title(self) -> str:
+        return f"the save of {self._target}"
+
+    def check(self) -> None:
+        if self._request.leads:
+            request = self._request
+            self._builder.check_names()
+            replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
+            if replaced is not None and not request.overwrite:
+                self._messages.append(replaced_text(replaced))
+            try:
+                request.check_room(request.folder, request.world_size)
+            except DiskFullError:
+                # What dead saves left takes room too; else it goes behind the caller.
+                self._messages += sweep(self._files, request.folder)
+                request.check_room(request.folder, request.world_size)
 
     def _run(self) -> SaveSummary:
         request = self._request
@@ -267,7 +309,6 @@ class _Save:
 
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         request = self._request
-        linked = [s for s in summaries if s.linked]
         on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].has_file]
         num_copied = sum(not s.linked for s in on_disk)
         if num_copied:
@@ -276,27 +317,15 @@ class _Save:
                 f"training, for the run folder's files cannot be linked into {request.folder} (another file system, or "
                 "one without hard links)"
             )
-        return SaveSummary(
-            path=self.target,
-            num_files=len(summaries),
-            num_linked=len(linked),
-            linked_bytes=sum(s.file_bytes for s in linked),
-            written_bytes=sum(s.file_bytes for s in summaries if not s.linked),
-            all_linked_bytes=self._builder.linked_bytes,
-            all_written_bytes=self._builder.written_bytes,
-            elapsed_s=time.monotonic() - self._started,
-            known=self._publisher.known,
-            messages=tuple(self._messages),
-        )
+        return super()._summarise(summaries)
 
     # -- waiting and giving up --------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
-        """Raise CheckpointError if the save was given up here or by rank 0."""
-        if self.cancelled.is_set():
-            raise CheckpointError(f"the save of {self.target} was cancelled")
+        if self._cancelled.is_set():
+            raise CheckpointError(f"the save of {self._target} was cancelled")
         if not self._request.leads and (told := self._rendezvous.posted(ABORT_FILE)) is not None:
-            raise CheckpointError(f"rank 0 gave up the save of {self.target}: {told.get('reason')}")
+            raise CheckpointError(f"rank 0 gave up the save of {self._target}: {told.get('reason')}")
 
     def _is_over(self) -> bool:
         """Return whether rank 0 committed; raises CheckpointError if it ended without doing so."""
@@ -308,7 +337,7 @@ class _Save:
             if ended and not self._is_committed():
                 self._check_alive()
                 raise CheckpointError(
-                    f"rank 0 ended without committing {self.target}; the previous checkpoint still counts"
+                    f"rank 0 ended without committing {self._target}; the previous checkpoint still counts"
                 )
         return False
 
@@ -316,7 +345,7 @@ class _Save:
         if self._folder.is_dir():
             return False
         try:
-            return read_record(self.target).id == self._request.save_id
+            return read_record(self._target).id == self._request.save_id
         except (OSError, ValueError):
             return False
 
@@ -327,14 +356,13 @@ class _Save:
         )
 
     def _not_committed(self) -> str:
-        return f"rank 0 did not commit {self.target} within {self._request.timeout_s} s"
+        return f"rank 0 did not commit {self._target} within {self._request.timeout_s} s"
 
     def _ranks_missing(self) -> str:
         missing = [rank for rank in self._builder.missing_ranks() if rank]  # its own manifest is the last
-        return f"ranks {missing[:20]} did not finish their part of {self.target} within {self._request.timeout_s} s"
+        return f"ranks {missing[:20]} did not finish their part of {self._target} within {self._request.timeout_s} s"
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed, and why."""
         reason = f"{type(error).__name__}: {error}"
         if self._request.leads:
             self._committer.abort(reason, alone=self._request.world_size == 1)

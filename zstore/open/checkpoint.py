@@ -187,7 +187,7 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
     def _for_fsspec(self) -> tuple[str, dict[str, Any]]:
         """Return URL and storage options by which fsspec opens the tag's folder."""
         if self.location.startswith("http") and isinstance(self.source, CheckpointReader):
-            from ..remote.service_folder import ServiceFolder
+            from ..remote.service import ServiceFolder
 
             if isinstance(self.source.folder, ServiceFolder):
                 return self.source.folder.for_fsspec()

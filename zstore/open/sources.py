@@ -129,7 +129,7 @@ def folder_of(location: UserPath, storage_options: Mapping[str, Any] | None = No
     """Return the folder that a path or URL names, which need not be there; `tags` and `refused` take it. Raises UsageError for
     a URL that nothing opens."""
     if is_url(location):
-        from ..remote.folder import open_folder
+        from ..remote.service import open_folder
 
         return open_folder(os.fspath(location), storage_options)
     return LocalFolder(user_path(location))

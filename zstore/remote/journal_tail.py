@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from ..errors import CheckpointError, UsageError, ZstoreError
 from ..io.closing import Closing, join_threads, start_threads
-from .retries import Retries
-from .service_folder import ServiceFolder
-from .service_upload import ServicePlace
+from .service import ServiceFolder
+from .service_target import ServicePlace
+from .url import Retries
 
 _PAUSE_S = 1.0
 _MOST_BYTES = 512 * 1024
 """About how many bytes of lines go in one request."""
-_AT_THE_END = Retries(attempts=3)
-_ONCE = Retries(attempts=1)
 
 
 class JournalTail(Closing):
     """Sends the lines of the journal of training run `run_id` in the file `path`, from byte `start` on, to `place`.
 
-    Lines that an earlier process of the run left unsent go too, if they are still in the file. `failed` is told,
-    once, the service's refusal, and that lines could not be sent
-    before `close`: a network that is gone for a while is not a failure.
+    Lines that an earlier process of the run left unsent go too, if they are still in the file. `failed` is called, once,
+    with the service's refusal, or if lines could not be sent before `close`: a network that is gone for a while is not a
+    failure.
     """
 
     def __init__(
-        self,
-        path: Path,
-        place: ServicePlace,
-        run_id: str,
-        start: int,
-        *,
-        failed: Callable[[str], None],
+        self, path: Path, place: ServicePlace, run_id: str, start: int, *, failed: Callable[[str], None]
     ) -> None:
         self._path = path
         self._place = place
@@ -55,7 +47,7 @@ class JournalTail(Closing):
     def _serve(self) -> None:
         while not self._ending.wait(_PAUSE_S):
             try:
-                self._send(_ONCE)
+                self._send(Retries(attempts=1))
             except (UsageError, CheckpointError) as error:  # it is refused, and will be the next time
                 self._refused = True
                 self._failed(f"{error}")
@@ -66,16 +58,17 @@ class JournalTail(Closing):
     def _send(self, retries: Retries) -> None:
         folder = self._folder = self._folder or self._place.open(retries)
         connection = folder.connection.with_retries(retries)
-        url = f"/api/runs/{quote(folder.url.run, safe='')}/journals/{quote(self._run_id, safe='')}"
+        url = f"/api/runs/{quote(folder.run, safe='')}/journals/{quote(self._run_id, safe='')}"
         if self._sent < 0:
             self._find_place(int(connection.ask("GET", url)["bytes"]))
         while lines := self._next():
-            path = f"{url}?offset={self._shift + self._sent}"
-
-            def post(path: str = path, lines: bytes = lines) -> Any:
-                headers = {"Content-Type": "application/x-ndjson"}
-                return connection.request("POST", path, body=lines, headers=headers).json()
-
+            post = partial(
+                connection.request,
+                "POST",
+                f"{url}?offset={self._shift + self._sent}",
+                body=lines,
+                headers={"Content-Type": "application/x-ndjson"},
+            )
             connection.call(post, "send the journal", self._place.location)
             self._sent += len(lines)
 
@@ -107,6 +100,6 @@ class JournalTail(Closing):
         if self._refused:
             return
         try:
-            self._send(_AT_THE_END)
+            self._send(Retries(attempts=3))
         except (ZstoreError, OSError) as error:
             self._failed(f"{error}")

@@ -6,123 +6,70 @@ On every rank, in one background thread and without collectives:
     2  it posts its rows of the arrays that other ranks store (see [Note: pieces]), and its manifest
     3  once rank 0 has begun the upload, it sends its files, and posts `sent-<rank>`
 Rank 0 asks first whether the tag is free; it gathers the manifests, writes metadata and record, and posts `begin`. Once all
-have sent it commits, and posts `end`. A rank that fails posts `failed`, and rank 0 then `abort`, with the reason. Whatever
-happens, each rank removes its folder; those of killed processes go with the next save.
+have sent it commits, and posts `end`. A rank that fails posts `failed`, with the reason, and all others give up; rank 0 removes
+the files that were sent, and the next save of the run those that came after. Whatever happens, each rank removes its folder;
+those of killed processes go with the next save.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.build import CheckpointBuilder
 from ..checkpoint.catalog import TagInfo
-from ..checkpoint.commit import Committer, sweep
+from ..checkpoint.commit import sweep
 from ..checkpoint.folder import LocalFolder
-from ..checkpoint.format import COMPLETE, decode_state, encode_state
+from ..checkpoint.format import COMPLETE
 from ..checkpoint.handle import SaveHandle
 from ..checkpoint.names import RECORD_FILE, manifest_file
-from ..checkpoint.pieces import Pieces
-from ..checkpoint.publish import Publisher
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.request import SaveRequest, SaveSummary
+from ..checkpoint.save import Save, begin_save
 from ..errors import CheckpointError
 from ..io.pool import Workers
 from ..io.shards import ShardSummary
-from ..ranks.rendezvous import MOST_PAUSE_S, Board, Rendezvous
-from .retries import PATIENT, Retries
-from .target import NUM_THREADS
+from ..ranks.rendezvous import Board
+from .target import NUM_THREADS, common_files
 from .upload import UploadPlace, target_for
-from .uploaded import common_files
-
-_END_S = 30.0
-"""How long rank 0 waits for the other ranks to stop sending, once it gave up."""
+from .url import PATIENT, Retries
 
 
-@dataclass(frozen=True, kw_only=True)
-class UploadOptions:
-    """The target of a save, and the board of its ranks."""
-
-    folder: UploadPlace
-    board: Board | None = None
-    """None: there is one rank."""
-    retries: Retries = PATIENT
-    num_threads: int = NUM_THREADS
-    """Files that a rank uploads at a time."""
-
-
-def save_to_url(request: SaveRequest, options: UploadOptions) -> SaveHandle:
-    """Begin to save to a URL in the background; return the handle. `request.folder` is for this rank's files on their way.
+def save_to_url(
+    request: SaveRequest, place: UploadPlace, board: Board | None = None, *, retries: Retries = PATIENT
+) -> SaveHandle:
+    """Begin to save to a URL in the background; return the handle. `request.folder` is for this rank's files on their way,
+    `board` has the messages of its ranks; None: there is one.
 
     The pins belong to the save from now on, even if this raises: it releases them. Raises UsageError for a bad request or
     state that is not JSON, StorageError for a folder that cannot be written, DiskFullError if it has no room for this rank's
     files. Whether the tag is free is asked at the URL, behind the call.
     """
-    job: _RemoteSave | None = None
-    handle: SaveHandle | None = None
-    try:
-        job = _RemoteSave(request, options)
-        job.check()
-        handle = SaveHandle(job)
-        return handle.start()
-    except BaseException as error:
-        if handle is not None and handle.begun:
-            raise  # interrupted as it began: the end of the program completes it
-        if job is not None:
-            job.tell_others(error)
-            job.workers.close()
-        for pin in request.pins.values():
-            pin.release()
-        raise
+    return begin_save(request, lambda: _RemoteSave(request, place, board, retries))
 
 
-class _RemoteSave:
+class _RemoteSave(Save):
     """One rank's part in a save. See [Note: a save to a URL]."""
 
-    def __init__(self, request: SaveRequest, options: UploadOptions) -> None:
-        request.check()
-        self._request = request
-        self._files = request.resources.files
-        # Copying also finds values that are not JSON before anything is written.
-        self._rank_state = decode_state(encode_state(request.rank_state, "rank_state"))
-        self._state = decode_state(encode_state(request.record, "record"))
+    def __init__(self, request: SaveRequest, place: UploadPlace, board: Board | None, retries: Retries) -> None:
         own = hashlib.sha256(f"{request.save_id} {request.rank}".encode()).hexdigest()[:32]
-        self._place = Committer(self._files, request.folder, request.tag, own)
-        self._folder = self._place.temporary
-        self._cancelled = threading.Event()
-        self._board = options.board
-        self._rendezvous = Rendezvous(
-            Path(request.save_id), self._files, self._check_alive, pause=self._cancelled.wait, board=options.board
-        )
-        self._builder = CheckpointBuilder(request, self._folder, self._files)
-        self._publisher = Publisher(request, self._builder, self._check_alive)
-        self._pieces = Pieces(request, self._folder)
-        retries = replace(options.retries, cancelled=self._cancelled)
-        self._target = target_for(
-            options.folder, retries, tag=request.tag, save_id=request.save_id, run_id=request.run_id
-        )
-        self._messages: list[str] = []
+        super().__init__(request, own, NUM_THREADS, board, request.save_id)
+        self._board = board
+        retries = replace(retries, cancelled=self._cancelled)
+        self._target = target_for(place, retries, tag=request.tag, save_id=request.save_id, run_id=request.run_id)
         self._others_bytes = 0
         """Bytes that the other ranks sent (rank 0)."""
-        self._started = time.monotonic()
-        self.workers = Workers(options.num_threads, f"zstore-upload-{request.rank}")
 
     @property
     def title(self) -> str:
         return f"the save to {self._target.location}"
 
-    def cancel(self) -> None:
-        self._cancelled.set()
-
     def check(self) -> None:
-        """Check all that can be checked at once."""
         request = self._request
         if request.world_size > 1 and self._board is None:
             raise CheckpointError("a save of several ranks to a URL needs a board for their messages")
@@ -131,43 +78,34 @@ class _RemoteSave:
         sweep(self._files, request.folder)
         request.check_room(request.folder, num_ranks=1)
 
-    def run(self) -> SaveSummary:
-        """Carry the save out. Called once, by the save's thread."""
-        told = self._request.told
-        try:
-            with self.workers as workers:
-                summary = self._run(workers)
-        except BaseException as error:
-            failure = error
-            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                where = self._target.location
-                failure = CheckpointError(f"checkpoint {self._request.tag!r} was not saved to {where}: {error}")
-            if told is not None:
-                told(failure)
-            if failure is error:
-                raise
-            raise failure from error
-        if told is not None:
-            told(summary)
-        return summary
-
-    def _run(self, workers: Workers) -> SaveSummary:
+    def _run(self) -> SaveSummary:
         request = self._request
         try:
-            self._place.begin()
-            if request.rank == 0:
-                self._messages += self._target.begin(overwrite=request.overwrite, replaces_own=True, keep=request.keep)
-            summaries = self._write(workers)
-            part = self._lead if request.rank == 0 else self._follow
-            nbytes = part(workers, {request.shard_path(s.array, s.shard): s.file_bytes for s in summaries})
+            with self.workers as workers:
+                self._committer.begin()
+                if request.rank == 0:
+                    overwrite, keep = request.overwrite, request.keep
+                    self._messages += self._target.begin(overwrite=overwrite, replaces_own=True, keep=keep)
+                summaries = self._write(workers)
+                files = {request.shard_path(s.array, s.shard): s.file_bytes for s in summaries}
+                nbytes = self._lead(workers, files) if request.rank == 0 else self._follow(workers, files)
         except BaseException as error:
-            self.tell_others(error)
+            self.give_up(error)
+            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+                text = f"checkpoint {request.tag!r} was not saved to {self._target.location}: {error}"
+                raise CheckpointError(text) from error
             raise
         finally:
             for pin in request.pins.values():
                 pin.release()
-            self._place.abort("", alone=True)
-        return self._summarise(summaries, nbytes)
+            self._committer.abort("", alone=True)
+        return replace(
+            self._summarise(summaries),
+            known={},
+            url=self._target.location,
+            uploaded_bytes=nbytes,
+            all_uploaded_bytes=nbytes + self._others_bytes if request.rank == 0 else 0,
+        )
 
     # -- each rank --------------------------------------------------------------------------------------------------
 
@@ -199,21 +137,17 @@ class _RemoteSave:
     def _fetch(self, paths: Iterable[Path]) -> None:
         """Write files that other ranks post into this rank's folder, those that are not there."""
         for path in paths:
-            if self._board is not None and not path.exists():
-                self._files.write_small(path, self._receive(self._board, path.name), sync=False)
+            if self._board is None or path.exists():
+                continue
+            board, key, found = self._board, self._key(path.name), list[bytes]()
 
-    def _receive(self, board: Board, name: str) -> bytes:
-        """Return what another rank posts under a name, and remove it."""
-        key, found = self._key(name), list[bytes]()
+            def came(board: Board = board, key: str = key, found: list[bytes] = found) -> bool:
+                found.extend(data for data in [board.read(key)] if data is not None)
+                return bool(found)
 
-        def came() -> bool:
-            found.extend(data for data in [board.read(key)] if data is not None)
-            return bool(found)
-
-        timeout_s = self._request.timeout_s
-        self._rendezvous.wait_until(came, timeout_s, lambda: f"no rank posted {name} within {timeout_s} s")
-        board.remove(key)
-        return found[0]
+            self._wait_until(came, f"no rank posted {path.name}")
+            board.remove(key)
+            self._files.write_small(path, found[0], sync=False)
 
     def _send(self, workers: Workers, files: Mapping[str, int]) -> int:
         def advance(nbytes: int) -> None:
@@ -222,18 +156,10 @@ class _RemoteSave:
 
         return self._target.send(workers, self._folder, files, advance, rank=self._request.rank)
 
-    def _wait_for(self, name: str, what: str) -> dict[str, Any]:
-        timeout_s = self._request.timeout_s
-        self._rendezvous.wait_until(
-            lambda: self._rendezvous.posted(name) is not None, timeout_s, lambda: f"{what} within {timeout_s} s"
-        )
-        return self._rendezvous.posted(name) or {}
-
     def _follow(self, workers: Workers, files: Mapping[str, int]) -> int:
-        rank = self._request.rank
         self._target.join(self._wait_for("begin", "rank 0 did not begin the upload"))
         nbytes = self._send(workers, files)
-        self._rendezvous.post(_sent(rank), {"bytes": nbytes})
+        self._post(_sent(self._request.rank), {"bytes": nbytes})
         self._wait_for("end", "rank 0 did not commit")
         return nbytes
 
@@ -241,7 +167,8 @@ class _RemoteSave:
 
     def _lead(self, workers: Workers, files: Mapping[str, int]) -> int:
         request, builder, target = self._request, self._builder, self._target
-        self._fetch(self._folder / manifest_file(rank) for rank in self._others)
+        others = range(1, request.world_size)
+        self._fetch(self._folder / manifest_file(rank) for rank in others)
         builder.collect()
         builder.check_complete()
         workers.run(builder.metadata_tasks(), here=True)
@@ -250,77 +177,43 @@ class _RemoteSave:
             if request.before_commit is not None:
                 self._messages += request.before_commit(reader)
             self._files.write_small(self._folder / RECORD_FILE, record.encode(), sync=False)
-            target.offer(reader)
-            self._post("begin", target.ticket())
+            self._post("begin", target.offer(reader))
             nbytes = self._send(workers, {**common_files(reader), **files})
-            for rank in self._others:
+            for rank in others:
                 self._others_bytes += int(self._wait_for(_sent(rank), f"rank {rank} did not send its part")["bytes"])
-            self._check_alive()  # one that failed has posted that first
             self._messages += target.commit(reader)
         self._post("end", {})
-        self._messages += target.retire()
         return nbytes
 
-    @property
-    def _others(self) -> range:
-        return range(1, self._request.world_size)
+    # -- messages ---------------------------------------------------------------------------------------------------
 
     def _post(self, name: str, message: Mapping[str, Any]) -> None:
         if self._board is not None:
             self._rendezvous.post(name, message)
 
-    # -- giving up --------------------------------------------------------------------------------------------------
+    def _wait_for(self, name: str, what: str) -> dict[str, Any]:
+        self._wait_until(lambda: self._rendezvous.posted(name) is not None, what)
+        return self._rendezvous.posted(name) or {}
 
-    def tell_others(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed, and why; rank 0 removes what was sent. Never raises."""
-        reason = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError, RuntimeError):  # nobody is there to be told
-            if self._request.rank:
-                self._post("failed", {"reason": f"rank {self._request.rank} could not save its part: {reason}"})
-                self._post(_sent(self._request.rank), {"bytes": 0})
-                return
-            self._post("abort", {"reason": reason})
-        if self._request.rank:
-            return
-        deadline = time.monotonic() + (0 if self._cancelled.is_set() else _END_S)
-        while not (ended := self._all_ended()) and time.monotonic() < deadline:
-            time.sleep(MOST_PAUSE_S)
-        self._target.abort(ended=ended, cancelled=self._cancelled.is_set())
-
-    def _all_ended(self) -> bool:
-        with contextlib.suppress(RuntimeError):
-            return all(self._rendezvous.posted(_sent(rank)) is not None for rank in self._others)
-        return False
+    def _wait_until(self, ready: Any, what: str) -> None:
+        timeout_s = self._request.timeout_s
+        self._rendezvous.wait_until(ready, timeout_s, lambda: f"{what} within {timeout_s} s")
 
     def _check_alive(self) -> None:
-        """Raise CheckpointError if the save was given up here or by another rank."""
         if self._cancelled.is_set():
             raise CheckpointError(f"{self.title} was cancelled")
-        if self._board is None:
-            return
-        if self._request.rank == 0:
-            if (told := self._rendezvous.posted("failed")) is not None:
-                raise CheckpointError(str(told["reason"]))
-        elif (told := self._rendezvous.posted("abort")) is not None:
-            raise CheckpointError(f"rank 0 gave up {self.title}: {told['reason']}")
+        failed = None if self._board is None else self._rendezvous.posted("failed")
+        if failed is not None and failed["rank"] != self._request.rank:
+            raise CheckpointError(f"rank {failed['rank']} gave up {self.title}: {failed['reason']}")
 
-    def _summarise(self, summaries: list[ShardSummary], nbytes: int) -> SaveSummary:
-        linked = [s for s in summaries if s.linked]
-        return SaveSummary(
-            path=self._place.target,
-            num_files=len(summaries),
-            num_linked=len(linked),
-            linked_bytes=sum(s.file_bytes for s in linked),
-            written_bytes=sum(s.file_bytes for s in summaries if not s.linked),
-            all_linked_bytes=self._builder.linked_bytes,
-            all_written_bytes=self._builder.written_bytes,
-            elapsed_s=time.monotonic() - self._started,
-            known={},
-            messages=tuple(self._messages),
-            url=self._target.location,
-            uploaded_bytes=nbytes,
-            all_uploaded_bytes=nbytes + self._others_bytes if self._request.rank == 0 else 0,
-        )
+    def give_up(self, error: BaseException) -> None:
+        """Rank 0 removes the files that were sent, too."""
+        rank = self._request.rank
+        with contextlib.suppress(OSError, RuntimeError):  # nobody is there to be told
+            if self._board is not None and self._rendezvous.posted("failed") is None:
+                self._post("failed", {"rank": rank, "reason": f"{type(error).__name__}: {error}"})
+        if rank == 0:
+            self._target.discard(alone=self._request.world_size == 1, cancelled=self._cancelled.is_set())
 
 
 def _sent(rank: int) -> str:

@@ -1,24 +1,30 @@
-"""The HTTP connection to `zstore serve`, for all that reads from it and sends to it.
+"""`zstore serve` over HTTP: the connection, and the folder of a run that is read through it.
+
+[Note: URLs of a service]
+`http://host:port/<run>` is a run, `http://host:port/<run>/<checkpoint>` a checkpoint of it, each part percent-encoded. A proxy
+may serve it below a path, and nothing in a URL tells that path from a run, so `find_service` asks the server.
 
 [Note: who sees the token]
-It is sent to a server only after that said, asked without it, that it is a service of zstore; never across a redirect, for
-none is followed with it. Messages name the server and its answer, and no header.
+It is sent to a server only after that said, asked without it, that it is a service of zstore; no redirect is followed. Messages
+name the server and its answer, and no header.
 """
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import copy
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import IO, Any, NoReturn, TypeVar
+from urllib.parse import quote, unquote, urlsplit
 
 import urllib3
-from urllib3.exceptions import ConnectTimeoutError, HTTPError, MaxRetryError, NewConnectionError, SSLError
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, SSLError
 
 from .._version import __version__
-from ..checkpoint.folder import NetworkTraffic
+from ..checkpoint.folder import Entries, NetworkTraffic
+from ..checkpoint.names import RECORD_FILE
 from ..errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -28,16 +34,15 @@ from ..errors import (
     UsageError,
     ZstoreError,
 )
-from .retries import Retries
-from .service_url import ServiceUrl
+from .bucket import UrlFolder, open_bucket
+from .url import Retries, shown
 
 T = TypeVar("T")
 Body = bytes | IO[bytes] | Iterable[bytes]
 Answer = urllib3.BaseHTTPResponse
 
 TOKEN_VARIABLE = "ZSTORE_TOKEN"
-WHERE_TOKENS_GO = f'storage_options={{"token": "..."}}, --storage-option token=..., or the variable {TOKEN_VARIABLE}'
-_OPTIONS = ("token", "ca_certs")
+_TOKENS_GO = f'storage_options={{"token": "..."}}, --storage-option token=..., or the variable {TOKEN_VARIABLE}'
 _MOST_CONNECTIONS = 32
 """Connections that are kept open; more are made if more threads ask."""
 _CONNECT_S = 10.0
@@ -60,70 +65,21 @@ class ServiceBusyError(OSError):
 
 
 class ServiceConnection:
-    """A connection to the service at `base`, kept open between requests. Usable from any thread.
+    """A connection to the service at `base`, with its `token`, kept open between requests. Usable from any thread."""
 
-    `token` is that of the service; `user` a name and password for a proxy before it. `ca_certs` is a file of
-    certificates (PEM) to trust instead of the system's. Raises UsageError for values that are not possible.
-    """
-
-    def __init__(
-        self,
-        base: str,
-        *,
-        token: str | None = None,
-        user: tuple[str, str] | None = None,
-        ca_certs: str | None = None,
-        retries: Retries | None = None,
-    ) -> None:
+    def __init__(self, base: str, *, token: str | None = None, retries: Retries | None = None) -> None:
         self.base = base
         self.retries = retries or Retries()
         self.traffic = NetworkTraffic()
-        self.has_token = token is not None
-        authorization = _bearer(token) if token is not None else _basic(user) if user is not None else None
-        self.headers: dict[str, str] = {} if authorization is None else {"Authorization": authorization}
+        self.headers = {"User-Agent": f"zstore/{__version__}"}
         """Headers of every request: they hold the token."""
-        self.ca_certs = ca_certs
-        if user is not None and token is not None:
-            raise UsageError(
-                f"{base}: the URL has a user and there is a token: a request has room for one, leave one out"
-            )
-        if ca_certs is not None and not os.path.isfile(ca_certs):
-            raise UsageError(f"the storage option ca_certs names {ca_certs!r}: expected a file of certificates")
-        self._pool = urllib3.PoolManager(
-            maxsize=_MOST_CONNECTIONS,
-            retries=False,
-            timeout=urllib3.Timeout(connect=_CONNECT_S, read=_READ_S),
-            headers={"User-Agent": f"zstore/{__version__}"},
-            ca_certs=ca_certs,
-        )
-
-    @classmethod
-    def find(
-        cls, url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
-    ) -> tuple[ServiceConnection, ServiceUrl] | None:
-        """Return the connection to the service that a URL names, and what it means there; None if another server answers.
-
-        `storage_options`: `token` (else the variable ZSTORE_TOKEN) and `ca_certs`. Raises UsageError for options that make no
-        sense, StorageError if nobody answers.
-        """
-        options = dict(storage_options or {})
-        for name in _OPTIONS:
-            if not isinstance(options.get(name), str | os.PathLike | None):
-                raise UsageError(f'the storage option {name} must be text: write {name}="..." with the quotes')
-        ca_certs = None if options.get("ca_certs") is None else os.fspath(options["ca_certs"])
-        readings = ServiceUrl.readings(url)
-        made = ((place, cls(place.base, user=place.user, ca_certs=ca_certs, retries=retries)) for place in readings)
-        place = next((place for place, connection in made if connection._is_service()), None)
-        if place is None:
-            return None
-        if unknown := sorted(options.keys() - set(_OPTIONS)):
-            raise UsageError(
-                f"{place.base} is a service of zstore: expected the storage options {', '.join(_OPTIONS)}, got {unknown}"
-            )
-        token = options.get("token")
-        if token is None and place.user is None:
-            token = os.environ.get(TOKEN_VARIABLE) or None
-        return cls(place.base, token=token, user=place.user, ca_certs=ca_certs, retries=retries), place
+        if token is not None:
+            if not token.isascii() or not token.isprintable() or " " in token or not token:
+                raise UsageError(
+                    "the token for the service has blanks or characters that are not ASCII: expected it as it was made"
+                )
+            self.headers["Authorization"] = f"Bearer {token}"
+        self._pool = urllib3.PoolManager(maxsize=_MOST_CONNECTIONS, retries=False)
 
     def with_retries(self, retries: Retries) -> ServiceConnection:
         """Return the same connection with other retries."""
@@ -131,30 +87,24 @@ class ServiceConnection:
         other.retries = retries
         return other
 
-    def _is_service(self) -> bool:
-        """Ask who is there, without the token. Raises UsageError if a service answers at another address."""
+    def is_service(self) -> bool:
+        """Ask who is there. Raises UsageError if the server leads to another address."""
 
-        def ask() -> tuple[str, bytes]:
-            with self._send("GET", "/api", None, self.headers, None, follow=True) as answer:
-                if answer.status in _PASSING - {500}:
-                    raise ServiceBusyError(f"the answer was {answer.status}")
-                if answer.status == 421 and (problem := _problem(answer)):
-                    raise UsageError(f"{self.base}: {problem}")
-                there = answer.geturl() or ""
-                return there, answer.read(_MOST_PROBLEM_BYTES) if answer.status == 200 else b""
+        def ask() -> Any:
+            with self._send("GET", "/api", None, self.headers) as answer:
+                data = answer.read(_MOST_PROBLEM_BYTES)
+            if answer.status in _PASSING - {500}:
+                raise ServiceBusyError(f"the answer was {answer.status}")
+            there = answer.headers.get("Location", "")
+            if 300 <= answer.status < 400 and there.endswith("/api"):
+                raise UsageError(f"{self.base} leads to {there.removesuffix('/api')}: name that in the URL")
+            if answer.status == 421 and (problem := _text_of_problem(data)):
+                raise UsageError(f"{self.base}: {problem}")
+            with contextlib.suppress(ValueError):
+                return json.loads(data)
 
-        there, data = self.retries.run(ask, "reach the server", self.base)
-        try:
-            document = json.loads(data)
-        except ValueError:
-            return False
-        if not isinstance(document, dict) or document.get("service") != "zstore":
-            return False
-        if "://" in there and (base := there.removesuffix("/api")) != self.base:
-            raise UsageError(f"the service of {self.base} is at {base}: name that in the URL")
-        return True
-
-    # -- requests ---------------------------------------------------------------------------------------------------
+        document = self.retries.run(ask, "reach the server", self.base)
+        return isinstance(document, dict) and document.get("service") == "zstore"
 
     def request(
         self,
@@ -165,7 +115,7 @@ class ServiceConnection:
         headers: Mapping[str, str] | None = None,
         stream: bool = False,
         accept: Collection[int] = (),
-        timeout_s: float | None = None,
+        timeout_s: float = _READ_S,
     ) -> Answer:
         """Return the answer to one try of a request; `path` begins with `/` and is encoded, with its query.
 
@@ -176,7 +126,9 @@ class ServiceConnection:
         answer = self._send(method, path, body, {**self.headers, **(headers or {})}, timeout_s)
         try:
             if answer.status >= 300 and answer.status not in accept:
-                refuse(answer.status, _problem(answer), path=f"{self.base}{path}", has_token=self.has_token)
+                problem = _text_of_problem(answer.read(_MOST_PROBLEM_BYTES))
+                answer.close() if answer.headers.get("Content-Length") is None else answer.drain_conn()
+                refuse(answer.status, problem, path=f"{self.base}{path}", has_token="Authorization" in self.headers)
             if not stream:
                 answer.read(cache_content=True)
         except BaseException:
@@ -187,45 +139,24 @@ class ServiceConnection:
         return answer
 
     def _send(
-        self,
-        method: str,
-        path: str,
-        body: Body | None,
-        headers: Mapping[str, str],
-        timeout_s: float | None,
-        *,
-        follow: bool = False,
+        self, method: str, path: str, body: Body | None, headers: Mapping[str, str], timeout_s: float = _READ_S
     ) -> Answer:
-        timeout = urllib3.Timeout(connect=_CONNECT_S, read=timeout_s or _READ_S)
+        timeout = urllib3.Timeout(connect=_CONNECT_S, read=timeout_s)
+        url = f"{self.base}{path}"
         try:
             return self._pool.request(
-                method,
-                f"{self.base}{path}",
-                body=body,
-                headers={"User-Agent": f"zstore/{__version__}", **headers},
-                preload_content=False,
-                redirect=follow,
-                retries=urllib3.Retry(total=None, connect=0, read=0, status=0, other=0, redirect=5)
-                if follow
-                else False,
-                timeout=timeout,
+                method, url, body=body, headers=headers, preload_content=False, redirect=False, timeout=timeout
             )
-        except HTTPError as error:
-            cause = error.reason if isinstance(error, MaxRetryError) else error
-            if isinstance(cause, SSLError) and "WRONG_VERSION_NUMBER" in str(cause):
-                raise UsageError(
-                    f"{self.base} does not speak TLS: if it is a service without a certificate, write http:// in place of https://"
-                ) from error
-            if isinstance(cause, SSLError):
-                raise UsageError(
-                    f"{self.base} cannot be trusted: {cause}; name a file of the certificates to trust with "
-                    'storage_options={"ca_certs": "FILE"}'
-                ) from error
-            if isinstance(cause, NewConnectionError | ConnectTimeoutError):
-                raise ConnectionError(
-                    f"no connection to {self.base}: {cause.__cause__ or 'it takes too long'}"
-                ) from error
-            raise
+        except SSLError as error:
+            if "WRONG_VERSION_NUMBER" in str(error):
+                text = (
+                    "does not speak TLS: if it is a service without a certificate, write http:// in place of https://"
+                )
+            else:
+                text = f"cannot be trusted: {error}; name a file of the certificates to trust in SSL_CERT_FILE"
+            raise UsageError(f"{self.base} {text}") from error
+        except (NewConnectionError, ConnectTimeoutError) as error:
+            raise ConnectionError(f"no connection to {self.base}: {error.__cause__ or 'it takes too long'}") from error
 
     def call(self, operation: Callable[[], T], what: str, path: str) -> T:
         """Return what `operation`, made of `request`s, returns, tried again if it fails; for messages `what` is done, as
@@ -233,7 +164,7 @@ class ServiceConnection:
         self.traffic.count(requests=1)
         return self.retries.run(operation, what, path)
 
-    def ask(self, method: str, path: str, document: Any = None, *, timeout_s: float | None = None) -> Any:
+    def ask(self, method: str, path: str, document: Any = None, *, timeout_s: float = _READ_S) -> Any:
         """Return the JSON that answers a request with `document` as its JSON (None: without a body), tried again if that
         fails. Raises CheckpointNotFoundError if the service lacks the resource, StorageError if its answer is not JSON."""
         body = None if document is None else json.dumps(document).encode()
@@ -257,7 +188,7 @@ def refuse(status: int, problem: str, *, path: str, has_token: bool) -> NoReturn
     text = f"{path}: {problem}" if problem else f"{path}: the answer was {status}"
     if status == 401:
         what = "does not accept the token given" if has_token else "needs a token"
-        raise UsageError(f"{path.partition('://')[2].partition('/')[0]} {what}: give it by {WHERE_TOKENS_GO}")
+        raise UsageError(f"{path.partition('://')[2].partition('/')[0]} {what}: give it by {_TOKENS_GO}")
     if status in _REFUSALS:
         raise _REFUSALS[status](text)
     if status in _PASSING:
@@ -265,25 +196,192 @@ def refuse(status: int, problem: str, *, path: str, has_token: bool) -> NoReturn
     raise StorageError(text if problem else f"{text}, which zstore does not expect")
 
 
-def _problem(answer: Answer) -> str:
+def _text_of_problem(data: bytes) -> str:
     """Return the problem that the body of an answer describes."""
-    data = answer.read(_MOST_PROBLEM_BYTES)
-    answer.close() if answer.headers.get("Content-Length") is None else answer.drain_conn()
-    try:
+    with contextlib.suppress(ValueError):
         document = json.loads(data)
-    except ValueError:
-        return ""
-    error = document.get("error") if isinstance(document, dict) else None
-    return error if isinstance(error, str) else ""
+        error = document.get("error") if isinstance(document, dict) else None
+        return error if isinstance(error, str) else ""
+    return ""
 
 
-def _bearer(token: str) -> str:
-    if not token.isascii() or not token.isprintable() or " " in token or not token:
-        raise UsageError(
-            "the token for the service has blanks or characters that are not ASCII: expected it as it was made"
+class ServiceFolder(UrlFolder):
+    """The folder at `inside`, as `run/checkpoint`, of the service of `connection`. It is written by uploads alone."""
+
+    def __init__(self, connection: ServiceConnection, inside: str) -> None:
+        super().__init__(f"{connection.base}/{quote_path(inside)}".rstrip("/"), connection.traffic)
+        self.name = inside.rpartition("/")[2]
+        self.connection = connection
+        self.run, _, self.folder = inside.partition("/")
+        """The run, and the folder in it, empty for its own."""
+        self._inside = inside
+
+    @property
+    def parent(self) -> ServiceFolder:
+        """Above a run's folder is one in which nothing is seen."""
+        return ServiceFolder(self.connection, self._inside.rpartition("/")[0])
+
+    def child(self, name: str) -> ServiceFolder:
+        return ServiceFolder(self.connection, f"{self._inside}/{name}" if self._inside else name)
+
+    def location_of(self, file: str) -> str:
+        return f"{self.location}/{quote_path(file)}"
+
+    def file_at(self, location: str) -> str:
+        return unquote(super().file_at(location))
+
+    def path_of(self, file: str) -> str:
+        """Return the encoded path of a file or folder in it: `/zarr/<run>/...`."""
+        return "/zarr/" + quote_path("/".join(part for part in (self._inside, file) if part))
+
+    def read_range(self, file: str, start: int, stop: int) -> bytes:
+        if stop <= start:
+            return b""
+        if not self.folder and file == RECORD_FILE:  # `RUN@TAG` has one, which is another's whenever the tag moves
+            raise FileNotFoundError(f"{self.location} is a run and no checkpoint")
+        data = self.connection.call(lambda: self._read(file, start, stop), "read", self.location_of(file))
+        self.traffic.count(read_bytes=len(data))
+        return data
+
+    def _read(self, file: str, start: int, stop: int) -> bytes:
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
+        path = self.path_of(file)
+        with self.connection.request("GET", path, headers=headers, stream=True, accept=(307, 416)) as answer:
+            if answer.status == 206:
+                return answer.read()
+            self._check_file(answer, file)
+            if answer.status == 416:  # it ends before
+                answer.drain_conn()
+                return b""
+            return answer.read(stop)[start:]
+
+    def _check_file(self, answer: Answer, file: str) -> None:
+        """Raise IsADirectoryError if the service leads to a folder's listing."""
+        if answer.status == 307:
+            raise IsADirectoryError(f"{self.location_of(file)} is a folder")
+
+    def size(self, file: str) -> int:
+        def ask() -> str | None:
+            answer = self.connection.request("HEAD", self.path_of(file), accept=(307,))
+            self._check_file(answer, file)
+            return answer.headers.get("Content-Length")
+
+        found = self.connection.call(ask, "get the size", self.location_of(file))
+        if found is None or not found.isdecimal():
+            raise StorageError("the service did not say how large the file is", path=self.location_of(file))
+        return int(found)
+
+    def entries(self) -> Entries:
+        """Return its folders and files. Raises CheckpointNotFoundError, with the runs that are there, for a run that is not."""
+        if not self.run:
+            raise FileNotFoundError(f"{self.location} is no folder: name one of its runs")
+        listing = self._list("", "")
+        return Entries(tuple(listing["folders"]), tuple(file["name"] for file in listing["files"]))
+
+    def sizes(self, top: str) -> dict[str, int | None]:
+        """Return those of the folder itself if `top` is empty."""
+        try:
+            files = self._list(top, "?recursive=1")["files"]
+        except FileNotFoundError:
+            return {}
+        return {f"{top}/{file['name']}" if top else file["name"]: file["size"] for file in files}
+
+    def _list(self, folder: str, query: str) -> dict[str, Any]:
+        """Return the service's listing: `folders`, and `files` with `name` and `size`."""
+        path = f"{self.path_of(folder)}/{query}"
+        try:
+            listing = self.connection.ask("GET", path)
+        except CheckpointNotFoundError as error:
+            if not folder and not self.folder:
+                raise
+            raise FileNotFoundError(f"{self.location_of(folder) if folder else self.location} is no folder") from error
+        with contextlib.suppress(KeyError, TypeError):
+            names = [*listing["folders"], *(file["name"] for file in listing["files"])]
+            if all(isinstance(name, str) for name in names) and all("size" in file for file in listing["files"]):
+                found: dict[str, Any] = listing
+                return found
+        raise StorageError(
+            "expected a list of folders and files, got something else", path=f"{self.connection.base}{path}"
         )
-    return f"Bearer {token}"
+
+    def for_fsspec(self) -> tuple[str, dict[str, Any]]:
+        """Return its URL, and the storage options with which fsspec's `http` reads from there: they hold the token."""
+        return f"{self.connection.base}{self.path_of('')}", {"headers": dict(self.connection.headers)}
+
+    def write_small(self, file: str, data: bytes) -> None:
+        """See `Folder.write_small`. Beside a run's checkpoints a service takes a model's config and tokenizer, else nothing:
+        raises UsageError."""
+        if not self.run or self.folder or "/" in file:
+            raise UsageError(
+                f"{self.location_of(file)} cannot be written: a service takes checkpoints, and no single files"
+            )
+        path = f"/api/runs/{quote(self.run, safe='')}/companions/{quote(file, safe='')}"
+        self.connection.call(lambda: self.connection.request("PUT", path, body=data), "write", self.location_of(file))
 
 
-def _basic(user: tuple[str, str]) -> str:
-    return "Basic " + base64.b64encode(":".join(user).encode()).decode("ascii")
+def quote_path(path: str) -> str:
+    """Return a path, percent-encoded part by part."""
+    return quote(path, safe="/=+@,~")
+
+
+def parse_url(url: str) -> tuple[str, list[str]]:
+    """Return scheme, host and port of a service's URL, and the parts of its path. Raises UsageError if it can be none."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise UsageError(f"{shown(url)} is not a URL: {error}") from error
+    if not host or parts.scheme not in ("http", "https"):
+        raise UsageError(f"expected a URL like http://host:8700/RUN, got {shown(url)}")
+    if parts.username is not None:
+        raise UsageError(f"{shown(url)} has a user: a service takes a token, by {_TOKENS_GO}")
+    inside = [unquote(part) for part in parts.path.split("/") if part]
+    if any(part in (".", "..") or "/" in part for part in inside):
+        raise UsageError(f"{shown(url)} has a part that is `.`, `..` or holds a `/`: name the run and its folder")
+    address = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{address}{'' if port is None else f':{port}'}", inside
+
+
+def find_service(
+    url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
+) -> ServiceFolder | None:
+    """Return what a URL names in the service that answers there; None if another server answers.
+
+    `storage_options`: `token`, else the variable ZSTORE_TOKEN. Raises UsageError for options that make no sense, StorageError
+    if nobody answers. See [Note: URLs of a service].
+    """
+    options = dict(storage_options or {})
+    token = options.get("token")
+    if not isinstance(token, str | None):
+        raise UsageError('the storage option token must be text: write token="..." with the quotes')
+    address, inside = parse_url(url)
+    for num_above in range(len(inside) + 1):
+        base = "/".join([address, *map(quote_path, inside[:num_above])])
+        if not ServiceConnection(base, retries=retries).is_service():
+            continue
+        if unknown := sorted(options.keys() - {"token"}):
+            raise UsageError(f"{base} is a service of zstore: expected the storage option token, got {unknown}")
+        connection = ServiceConnection(base, token=token or os.environ.get(TOKEN_VARIABLE) or None, retries=retries)
+        return ServiceFolder(connection, "/".join(inside[num_above:]))
+    return None
+
+
+def open_folder(
+    url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
+) -> UrlFolder:
+    """Return the folder at `url`: that of a service if `zstore serve` answers there, which an HTTP server is asked; otherwise
+    see `open_bucket`.
+
+    Raises UsageError if nothing opens the URL or the options make no sense, StorageError if no server answers.
+    """
+    if not url.startswith(("http://", "https://")):
+        return open_bucket(url, storage_options, retries=retries)
+    found = find_service(url, storage_options, retries=retries)
+    if found is None:
+        return open_bucket(url, storage_options, retries=retries)
+    if not found.run:
+        base = found.connection.base
+        runs = [run["name"] for run in found.connection.ask("GET", "/api/runs")["runs"]]
+        some = ", ".join(f"{base}/{quote_path(run)}" for run in runs[:5]) or "none so far"
+        raise UsageError(f"{base} is a service: name one of its runs, as {base}/RUN. It has: {some}")
+    return found

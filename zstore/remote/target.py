@@ -1,62 +1,97 @@
-"""The target of an upload: a file system behind a URL, or a service of zstore."""
+"""The target of an upload, and that of a bucket: no renames, the record last.
+
+[Note: the order of an upload]
+    1  <tag>.lock-<id>      written: an upload is under way; names its run, its process and the time
+    2  the files of <tag>/  except zarr.json at its top and the record; then their sizes are compared with a listing
+    3  <tag>/zarr.json
+    4  <tag>/zstore.json    the commit, written on condition that there is none
+    5  `latest` replaced; checkpoints that retention does not keep removed; the lock removed
+If a checkpoint of that tag is replaced, its folder stays until the new one is whole: the files go to <tag>.old-<id>/, which
+counts for the tag if <tag>/ has no record (see `scan`), and after its record is written the other's is removed: that is
+then the commit. The next one of that tag goes to <tag>/ again, and its record is the commit.
+
+Lost before the commit: nothing has a record, or the former one counts. The next save that finds the lock of an upload that
+ended removes its files. Whatever is removed has a lock as well, and loses its record first: at no instant does half a
+checkpoint look like one.
+
+Whose upload ended is judged from its lock: one of the same run has, for a run has one at a time; one of this machine whose
+process is gone; any other after a day. An upload that was taken for dead finds its lock gone, and does not commit.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.names import METADATA_FILE
+from ..checkpoint.catalog import (
+    NOT_LATEST,
+    NOT_REMOVED,
+    TagInfo,
+    check_tag_is_free,
+    is_committed,
+    noting,
+    replaced_text,
+    stamped,
+)
+from ..checkpoint.commit import discard
+from ..checkpoint.folder import Folder
+from ..checkpoint.lock import FOREIGN_LIFE_S, owner_document, process_ended
+from ..checkpoint.names import (
+    LATEST_FILE,
+    LOCK,
+    METADATA_FILE,
+    RECORD_FILE,
+    SET_ASIDE,
+    manifest_file,
+    new_save_id,
+    own_name,
+    parse_own_name,
+    tag_folder,
+)
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep, retire
-from ..errors import BudgetError
+from ..errors import CheckpointError, CheckpointExistsError, ZstoreError
+from ..io.files import Files
 from ..io.pool import Workers
-from .commit import RemoteCommitter, remove_checkpoint
-from .fsspec_folder import RemoteFolder
-from .send import held_bytes, part_bytes
-from .uploaded import common_files, shard_files
+from .bucket import Advance, BucketFolder
 
 NUM_THREADS = 4
-"""Files that one process uploads at a time; to a file system each takes about three parts of 8 MiB in memory."""
-
-Advance = Callable[[int], None]
+"""Files that one process uploads at a time; to a bucket each takes about three parts of 8 MiB in memory."""
 
 
-class UploadTarget(ABC):
+class Target(ABC):
     """One checkpoint on its way. Calls:
 
     (rank 0)       `begin`; `offer`, once metadata and manifests are there
-    (other ranks)  `join` with rank 0's `ticket`
+    (other ranks)  `join` with what `offer` returned
     (each rank)    `send`
-    (rank 0)       `commit` and `retire`, or `abort` if anything fails
+    (rank 0)       `commit`, or `discard` if anything fails
     """
 
-    def __init__(self, location: str, tag: str, save_id: str) -> None:
-        self.location = location
-        """URL of the tag, as people name it."""
-        self._tag = tag
-        self._save_id = save_id
+    location: str
+    """URL of the tag, as people name it."""
 
     @abstractmethod
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
-        """Prepare the upload; return messages for the user. `retire` goes by `keep`.
+        """Prepare the upload; return messages for the user. Checkpoints that `keep` does not keep go once it is committed.
 
         Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` if the same run saved
         it), here or from `offer`.
         """
 
     @abstractmethod
-    def offer(self, reader: CheckpointReader) -> None:
-        """Announce the files to upload."""
+    def offer(self, reader: CheckpointReader) -> Mapping[str, Any]:
+        """Announce the files of a checkpoint; return the facts that other ranks need to `join`, as JSON."""
 
     @abstractmethod
-    def ticket(self) -> Mapping[str, Any]:
-        """Return the facts that other ranks need to `join`, as JSON."""
-
-    @abstractmethod
-    def join(self, ticket: Mapping[str, Any]) -> None:
+    def join(self, facts: Mapping[str, Any]) -> None:
         """Take part in rank 0's upload."""
 
     @abstractmethod
@@ -70,80 +105,206 @@ class UploadTarget(ABC):
     def commit(self, reader: CheckpointReader) -> list[str]:
         """Publish the checkpoint, once every rank has sent its files; return a message for each failure after that."""
 
-    def retire(self) -> list[str]:
-        """Remove the checkpoints that `keep` does not keep; return a message for each checkpoint that could not be removed.
-
-        A target that does so as it commits has none left.
-        """
-        return []
-
     @abstractmethod
-    def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
-        """Give up. Never raises. `ended`: no rank sends any more; `cancelled`: nobody will resume it."""
-
-    @abstractmethod
-    def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
-        """Return how many files go at a time, the largest of which has so many bytes, in so much memory.
-
-        Raises BudgetError if that is too little for one.
-        """
+    def discard(self, *, alone: bool, cancelled: bool) -> None:
+        """Give up. Never raises. `alone`: no other rank may send still; `cancelled`: nobody will resume it."""
 
 
-class FileSystemTarget(UploadTarget):
-    """An upload into the folder of checkpoints `folder` of a file system. See [Note: the order of an upload]."""
+def shard_files(reader: CheckpointReader, ranks: Iterable[int]) -> dict[str, int]:
+    """Return path and bytes of the shard files that `ranks` of the saving run wrote."""
+    entries = (entry for rank in ranks for entry in reader.manifest(rank).shards)
+    return {reader.array(entry.array).shard_file(entry.shard): entry.file_bytes for entry in entries}
 
-    def __init__(self, folder: RemoteFolder, tag: str, save_id: str, run_id: str) -> None:
-        self._committer = RemoteCommitter(folder, tag, save_id, run_id)
-        super().__init__(self._committer.location, tag, save_id)
+
+def extra_files(reader: CheckpointReader) -> dict[str, int]:
+    """Return name and bytes of the files at the top that a program left there."""
+    names = [name for name in reader.folder.entries().files if name not in (METADATA_FILE, RECORD_FILE)]
+    return sizes_of(reader, names)
+
+
+def manifest_files(reader: CheckpointReader) -> list[str]:
+    """Return the paths of all ranks' manifests."""
+    return [manifest_file(rank) for rank in range(reader.record.world_size)]
+
+
+def common_files(reader: CheckpointReader) -> dict[str, int]:
+    """Return path and bytes of all files of a local checkpoint except shard files, and the two that are written last."""
+    folders = reader.documents["consolidated_metadata"]["metadata"]
+    files = [*(f"{folder}/{METADATA_FILE}" for folder in folders), *manifest_files(reader)]
+    return sizes_of(reader, files) | extra_files(reader)
+
+
+def sizes_of(reader: CheckpointReader, files: Iterable[str]) -> dict[str, int]:
+    """Return path and bytes of these files of a local checkpoint."""
+    return {file: os.stat(reader.path / file).st_size for file in files}
+
+
+class BucketTarget(Target):
+    """An upload of run `run_id` into the folder of checkpoints `folder`. See [Note: the order of an upload]."""
+
+    def __init__(self, folder: BucketFolder, tag: str, save_id: str, run_id: str) -> None:
+        self.folder = folder
+        self._tag = tag
+        self._save_id = save_id
         self._run_id = run_id
+        self._name = tag_folder(tag)
+        self._lock = own_name(self._name, LOCK, save_id)
         self._keep: Keep | None = None
+        self._begun = False
+        self._slot = self._name
+        """Name of the folder that the files go to; known once `begin` returned."""
+        self.location = folder.location_of(self._name)
+
+    @property
+    def stage(self) -> BucketFolder:
+        """The folder that the files go to."""
+        return self.folder.child(self._slot)
 
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
+        """Sweep, check that the tag may be written, choose the slot and lock it."""
         self._keep = keep
-        return self._committer.begin(overwrite=overwrite, replaces_own=replaces_own)
+        messages = sweep(self.folder, self._run_id)
+        run = self._run_id if replaces_own else ""
+        replaced = check_tag_is_free(self.folder, self._tag, overwrite=overwrite, run=run)
+        if replaced is not None and not overwrite:
+            messages.append(replaced_text(replaced))
+        if self.folder.child(self._name).has(RECORD_FILE):
+            self._slot = own_name(self._name, SET_ASIDE, self._save_id)
+        self.folder.write_small(self._lock, owner_document(run=self._run_id, since_s=int(time.time())))
+        # Of two that begin at once each sees the other's lock.
+        owns = {name: parse_own_name(name) for name in self.folder.entries().files if name != self._lock}
+        if any(own is not None and own[:2] == (self._name, LOCK) for own in owns.values()):
+            self.folder.remove(self._lock)
+            raise CheckpointExistsError(
+                f"another save of {self.location} is under way: wait for its end, or save under another tag"
+            )
+        self._begun = True
+        return messages
 
-    def offer(self, reader: CheckpointReader) -> None:
-        """Do nothing: files go to their final places."""
+    def offer(self, reader: CheckpointReader) -> Mapping[str, Any]:
+        """Files go to their final places."""
+        return {"slot": self._slot}
 
-    def ticket(self) -> Mapping[str, Any]:
-        return {"slot": self._committer.slot}
-
-    def join(self, ticket: Mapping[str, Any]) -> None:
-        self._committer.slot = str(ticket["slot"])
+    def join(self, facts: Mapping[str, Any]) -> None:
+        self._slot = str(facts["slot"])
 
     def send(
         self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
     ) -> int:
-        send = self._committer.target.send
+        send = self.stage.send
         return sum(workers.run([partial(send, top / file, file, advance) for file in files]))
 
     def commit(self, reader: CheckpointReader) -> list[str]:
-        """That all files arrived is checked by a listing."""
-        sizes = common_files(reader) | shard_files(reader, range(reader.record.world_size))
-        return self._committer.commit(reader.record, reader.folder.read_small(METADATA_FILE), sizes)
+        """That all files arrived is checked by a listing. The record's `committed_ns` is set again: it is the largest there."""
+        found = self.stage.sizes("")
+        for file, nbytes in (common_files(reader) | shard_files(reader, range(reader.record.world_size))).items():
+            if found.get(file) != nbytes:
+                listed = "nothing" if file not in found else f"{found[file]} bytes"
+                raise CheckpointError(f"{self.stage.location_of(file)}: {nbytes} bytes were sent, {listed} arrived")
+        record = stamped(reader.record, self.folder)
+        self.stage.write_small(METADATA_FILE, reader.folder.read_small(METADATA_FILE))
+        if not self.folder.has(self._lock):
+            raise CheckpointError(f"another save considered the upload of {self.stage} dead and removed its lock")
+        try:
+            self.stage.write_small(RECORD_FILE, record.encode(), is_new=True)
+        except FileExistsError:
+            raise CheckpointExistsError(
+                f"{self.location} was committed by another save meanwhile: save under another tag"
+            ) from None
+        if self._slot != self._name:
+            self.folder.child(self._name).remove(RECORD_FILE)
+        return self._tidy(moves_latest=record.is_latest)
 
-    def retire(self) -> list[str]:
-        if self._keep is None:
-            return []
-        folder = self._committer.folder
-        return retire(folder, keep=self._keep, run=self._run_id, remove=partial(remove_checkpoint, folder))
+    def _tidy(self, *, moves_latest: bool) -> list[str]:
+        """Do the work that may fail without harm to the checkpoint."""
+        messages: list[str] = []
+        with noting(messages, NOT_LATEST):
+            if moves_latest:
+                self.folder.write_small(LATEST_FILE, f"{self._tag}\n".encode())
+        with noting(messages, NOT_REMOVED):
+            if self._slot != self._name:
+                self.folder.remove_tree(self._name)
+            else:
+                _remove_set_aside(self.folder, self._name)
+            self.folder.remove(self._lock)
+        if self._keep is not None:
+            remove = partial(remove_checkpoint, self.folder)
+            messages += retire(self.folder, keep=self._keep, run=self._run_id, remove=remove)
+        return messages
 
-    def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
-        """The sent files are removed."""
-        self._committer.abort(ended=ended)
+    def discard(self, *, alone: bool, cancelled: bool) -> None:
+        """Remove the uploaded files; those that cannot be removed now, or come after, are swept by the next save."""
+        with contextlib.suppress(OSError, ZstoreError):
+            # Without its lock, the folder may be a user's, or by now another upload's.
+            if self._begun and self.folder.has(self._lock) and not self.stage.has(RECORD_FILE):
+                self.folder.remove_tree(self._slot)
+                if alone:
+                    self.folder.remove(self._lock)
 
-    def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
-        return files_at_a_time(largest_bytes, memory_bytes)
+
+def has_ended(data: bytes | Exception, run_id: str) -> bool:
+    """Return whether the upload whose lock has the bytes `data` ended. See [Note: the order of an upload]."""
+    try:
+        owner: dict[str, Any] = json.loads(data) if isinstance(data, bytes) else {}
+        ended = process_ended(owner) or owner["run"] == run_id != ""
+        return ended or time.time() - int(owner["since_s"]) > FOREIGN_LIFE_S
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
-def files_at_a_time(largest_bytes: int, memory_bytes: int | None) -> int:
-    """Return how many files go to a file system at a time, the largest of which has so many bytes."""
-    if memory_bytes is None:
-        return NUM_THREADS
-    each = held_bytes(largest_bytes)
-    if each > memory_bytes:
-        raise BudgetError(
-            f"a file of {largest_bytes} bytes is uploaded in parts of {part_bytes(largest_bytes)}, which takes about {each} "
-            f"bytes of memory, but {memory_bytes} are available: allow more"
-        )
-    return min(NUM_THREADS, memory_bytes // each)
+def sweep(folder: BucketFolder, run_id: str) -> list[str]:
+    """Remove the leftovers of uploads that ended without a commit, those of run `run_id` among them.
+
+    Returns a message for each file or folder that could not be removed.
+    """
+    try:
+        entries = folder.entries()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    locks = [(name, own) for name in entries.files if (own := parse_own_name(name)) is not None and own[1] == LOCK]
+    ended = [has_ended(data, run_id) for data in folder.read_all([name for name, _ in locks])]
+    busy = {own[0] for (_, own), dead in zip(locks, ended, strict=True) if not dead}
+    messages: list[str] = []
+    for lock, (name, _, save_id) in locks:
+        if name in busy:
+            continue
+        with noting(messages, "the files of an earlier upload could not be removed"):
+            for slot in (name, own_name(name, SET_ASIDE, save_id)):
+                if not folder.child(slot).has(RECORD_FILE):
+                    folder.remove_tree(slot)
+            folder.remove(lock)
+    asides = {own[0] for name in entries.folders if (own := parse_own_name(name)) is not None and own[1] == SET_ASIDE}
+    for name in asides - busy:
+        with noting(messages, "a checkpoint that was replaced could not be removed"):
+            if is_committed(folder.child(name)):
+                _remove_set_aside(folder, name)
+    return messages
+
+
+def _remove_set_aside(folder: BucketFolder, name: str) -> None:
+    """Remove the checkpoint that was set aside for the tag folder `name`, which has a record of its own."""
+    for entry in folder.entries().folders:
+        own = parse_own_name(entry)
+        if own is not None and own[:2] == (name, SET_ASIDE):
+            folder.child(entry).remove(RECORD_FILE)
+            folder.remove_tree(entry)
+
+
+def remover(place: Folder) -> Callable[[TagInfo], None]:
+    """Return a function that removes a committed checkpoint in the folder `place`, here or behind a URL: half of it never
+    looks like a checkpoint."""
+    if isinstance(place, BucketFolder):
+        return partial(remove_checkpoint, place)
+    files = Files()
+    return lambda info: discard(files, info.path)
+
+
+def remove_checkpoint(folder: BucketFolder, info: TagInfo) -> None:
+    """Remove a checkpoint in `folder` so that at no instant half of it looks like one."""
+    name = info.folder.name
+    own = parse_own_name(name)
+    lock = own_name(own[0] if own else name, LOCK, own[2] if own else new_save_id())
+    folder.write_small(lock, owner_document(run=info.record.run, since_s=int(time.time())))
+    folder.child(name).remove(RECORD_FILE)
+    folder.remove_tree(name)
+    folder.remove(lock)

@@ -1,23 +1,27 @@
-"""Uploading a committed local checkpoint."""
+"""Uploading a committed local checkpoint to a URL."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 from ..checkpoint.catalog import TagInfo
 from ..checkpoint.folder import FolderLike
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
+from ..errors import BudgetError
 from ..io.pool import Workers
-from .fsspec_folder import RemoteFolder, open_fsspec_folder
-from .retries import PATIENT, Retries
-from .service_upload import ServicePlace, ServiceTarget
-from .target import Advance, FileSystemTarget, UploadTarget
-from .uploaded import common_files, shard_files
+from .bucket import Advance, BucketFolder, open_bucket, part_bytes
+from .service_target import ServicePlace, ServiceTarget
+from .target import NUM_THREADS, BucketTarget, Target, common_files, shard_files
+from .url import PATIENT, Retries
 
-UploadPlace = RemoteFolder | ServicePlace
-"""A folder of checkpoints on a file system, or a run in a service."""
+UploadPlace = BucketFolder | ServicePlace
+"""A folder of checkpoints in a bucket, or a run in a service."""
+
+_MOST_PARTS_HELD = 4
+"""A part is held as it was read, in the file's buffer and in the request, and may be copied once more on its way out."""
 
 
 def place_of(url: str, storage_options: Mapping[str, Any] | None = None) -> UploadPlace:
@@ -26,23 +30,26 @@ def place_of(url: str, storage_options: Mapping[str, Any] | None = None) -> Uplo
 
     Raises UsageError for a URL that nothing opens, or that names no run of a service.
     """
-    if url.startswith(("http://", "https://")):
-        return ServicePlace.of(url, storage_options)
-    return open_fsspec_folder(url, storage_options)
+    if not url.startswith(("http://", "https://")):
+        return open_bucket(url, storage_options)
+    place = ServicePlace(url, dict(storage_options or {}))
+    _ = place.location
+    return place
 
 
-def target_for(place: UploadPlace, retries: Retries, *, tag: str, save_id: str, run_id: str) -> UploadTarget:
+def target_for(place: UploadPlace, retries: Retries, *, tag: str, save_id: str, run_id: str) -> Target:
     """Return the target of a save of training run `run_id` under `tag` at `place`. No request is made."""
     if isinstance(place, ServicePlace):
-        return ServiceTarget(place, retries, tag, save_id)
-    return FileSystemTarget(place.with_retries(retries), tag, save_id, run_id)
+        return ServiceTarget(place, retries, tag)
+    return BucketTarget(place.with_retries(retries), tag, save_id, run_id)
 
 
 def require_uploads(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
     """Raise StorageError, or UsageError, if nothing can be uploaded to a URL. The file written as a test is removed."""
     place = place_of(url, storage_options)
     if isinstance(place, ServicePlace):
-        place.require_uploads()
+        folder = place.open(Retries())
+        folder.connection.ask("GET", f"/api/uploads?run={quote(folder.run, safe='')}")
         return
     probe = f".probe-{uuid.uuid4().hex}"
     place.write_small(probe, b"")
@@ -55,7 +62,7 @@ def upload_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     *,
     overwrite: bool = False,
-    advance: Advance | None = None,
+    advance: Advance = lambda _: None,
     memory_bytes: int | None = None,
 ) -> tuple[str, list[str]]:
     """Copy a committed checkpoint from a local folder into the folder of checkpoints at `url`, under its tag.
@@ -70,27 +77,27 @@ def upload_checkpoint(
     with CheckpointReader(source) if isinstance(source, TagInfo) else open_checkpoint(source) as reader:
         record = reader.record
         target = target_for(place, PATIENT, tag=record.tag, save_id=record.id, run_id=record.run)
-        messages = send_checkpoint(target, reader, advance, memory_bytes, overwrite=overwrite)
-    return target.location, messages
+        try:
+            messages = target.begin(overwrite=overwrite)
+            target.offer(reader)
+            files = common_files(reader) | shard_files(reader, range(record.world_size))
+            num_threads = (
+                NUM_THREADS if isinstance(place, ServicePlace) else _at_a_time(max(files.values()), memory_bytes)
+            )
+            with Workers(num_threads, "zstore-upload") as workers:
+                target.send(workers, reader.path, files, advance)
+            return target.location, messages + target.commit(reader)
+        except BaseException:
+            target.discard(alone=True, cancelled=False)
+            raise
 
 
-def send_checkpoint(
-    target: UploadTarget,
-    reader: CheckpointReader,
-    advance: Advance | None = None,
-    memory_bytes: int | None = None,
-    *,
-    overwrite: bool,
-    replaces_own: bool = False,
-) -> list[str]:
-    """Carry out the whole upload of a checkpoint to `target`; see `upload_checkpoint`. Returns messages for the user."""
-    try:
-        messages = target.begin(overwrite=overwrite, replaces_own=replaces_own)
-        target.offer(reader)
-        files = common_files(reader) | shard_files(reader, range(reader.record.world_size))
-        with Workers(target.files_at_a_time(max(files.values()), memory_bytes), "zstore-upload") as workers:
-            target.send(workers, reader.path, files, advance or (lambda _: None))
-        return messages + target.commit(reader)
-    except BaseException:
-        target.abort()
-        raise
+def _at_a_time(largest_bytes: int, memory_bytes: int | None) -> int:
+    """Return how many files go to a bucket at a time, the largest of which has so many bytes."""
+    each = _MOST_PARTS_HELD * part_bytes(largest_bytes)
+    if memory_bytes is not None and each > memory_bytes:
+        raise BudgetError(
+            f"a file of {largest_bytes} bytes is uploaded in parts of {part_bytes(largest_bytes)}, which takes about {each} "
+            f"bytes of memory, but {memory_bytes} are available: allow more"
+        )
+    return NUM_THREADS if memory_bytes is None else min(NUM_THREADS, memory_bytes // each)

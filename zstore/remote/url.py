@@ -1,15 +1,22 @@
-"""URLs for messages, and their storage options. Pure."""
+"""URLs for messages, their storage options, and requests that are tried again."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from ..errors import UsageError
+from ..errors import StorageError, UsageError, ZstoreError
+
+T = TypeVar("T")
 
 _PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*@")
+_MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_FINAL = (FileExistsError, PermissionError, NotImplementedError, ImportError, TypeError, AttributeError, MemoryError)
+"""Errors that another try would meet again. All others may pass: file systems raise errors of many packages."""
 
 
 def shown(url: str) -> str:
@@ -34,3 +41,41 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
         except ValueError:
             options[key] = text
     return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retries:
+    """How often a request is tried, and the pauses in between, longer each time."""
+
+    attempts: int = 6
+    first_pause_s: float = 0.2
+    most_pause_s: float = 20.0
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    """Once set, a failure is final and pauses end."""
+
+    def run(self, operation: Callable[[], T], what: str, url: str) -> T:
+        """Return what `operation` returns, tried again if it fails.
+
+        Raises FileNotFoundError, IsADirectoryError, NotADirectoryError and zstore's errors as they come, StorageError with
+        `what`, `url` and the last failure for others.
+        """
+        pause_s = self.first_pause_s
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return operation()
+            except (*_MISSING, ZstoreError):
+                raise
+            except Exception as error:
+                if attempt >= self.attempts or isinstance(error, _FINAL) or self.cancelled.is_set():
+                    tries = "once" if attempt == 1 else f"{attempt} times"
+                    raise StorageError(
+                        f"cannot {what} (tried {tries}): {type(error).__name__}: {error}", path=url
+                    ) from error
+            self.cancelled.wait(pause_s)
+            pause_s = min(2 * pause_s, self.most_pause_s)
+
+
+PATIENT = Retries(attempts=10)
+"""For requests that nobody waits for, such as uploads behind training: over a minute."""

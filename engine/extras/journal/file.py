@@ -31,7 +31,7 @@ from zstore.journal.names import CHECKPOINT_FOLDER, journal_file
 from zstore.journal.reader import journal_of
 from zstore.journal.writer import FileSink, JournalWriter
 from zstore.remote.journal_tail import JournalTail
-from zstore.remote.service_upload import ServicePlace
+from zstore.remote.service_target import ServicePlace
 
 from ...checkpoint.destinations import Destination
 
@@ -136,7 +136,7 @@ class RunFile:
         remote, path = opened.place.upload, opened.sink.path
         self.writer.flush()
         try:
-            remote.send(path, path.name, lambda _: None)
+            remote.send(path, path.name)
         except Exception as error:
             self.failed(f"it was not sent to {remote}: {type(error).__name__}: {error}")
 

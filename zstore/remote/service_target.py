@@ -27,12 +27,10 @@ from ..errors import (
     ZstoreError,
 )
 from ..io.pool import Workers
-from .retries import Retries
-from .service import ServiceBusyError, ServiceConnection
-from .service_folder import ServiceFolder
-from .service_url import ServiceUrl, quote_path
-from .target import NUM_THREADS, Advance, UploadTarget
-from .uploaded import document_files, extra_files
+from .bucket import Advance
+from .service import ServiceBusyError, ServiceFolder, find_service, parse_url, quote_path
+from .target import Target, extra_files, manifest_files, sizes_of
+from .url import Retries
 
 _PIECE_BYTES = 256 * 1024
 _COMMIT_S = 1800.0
@@ -41,27 +39,20 @@ _MOST_WRONG = 3
 """Times that a file may arrive wrong: then it is not the network that is broken."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ServicePlace:
     """A run in a service, which was not asked yet."""
 
-    address: str = field(repr=False)
-    """The URL as it was given."""
-    url: ServiceUrl
-    """What it means if the service is not below a path, for messages."""
+    url: str = field(repr=False)
     storage_options: Mapping[str, Any] = field(repr=False)
-
-    @classmethod
-    def of(cls, url: str, storage_options: Mapping[str, Any] | None = None) -> ServicePlace:
-        """Return the run that a URL names. Raises UsageError if it names none."""
-        place = ServiceUrl.parse(url)
-        _require_run(place)
-        return cls(address=url, url=place, storage_options=dict(storage_options or {}))
 
     @property
     def location(self) -> str:
-        """The URL, without a password."""
-        return self.url.text
+        """The URL as people write it."""
+        address, inside = parse_url(self.url)
+        if not inside:
+            raise UsageError(f"{address}: checkpoints are uploaded to a run of a service: name it as {address}/RUN")
+        return f"{address}/{quote_path('/'.join(inside))}"
 
     def location_of(self, file: str) -> str:
         """Return the URL of a file or folder in it."""
@@ -75,35 +66,23 @@ class ServicePlace:
 
         Raises UsageError if no service of zstore answers, or for something inside a run, StorageError if nobody answers.
         """
-        found = ServiceConnection.find(self.address, self.storage_options, retries=retries)
+        found = find_service(self.url, self.storage_options, retries=retries)
         if found is None:
             raise UsageError(
-                f"{self.url.base} is no service of zstore: checkpoints are uploaded to `zstore serve`, or to a storage like "
+                f"{self.location} is no service of zstore: checkpoints are uploaded to `zstore serve`, or to a storage like "
                 "s3://bucket/run"
             )
-        connection, place = found
-        _require_run(place, may_be_inside=False)
-        return ServiceFolder(connection, place)
-
-    def require_uploads(self) -> None:
-        """Raise UsageError if the service takes no uploads of this run, or does not accept the token."""
-        folder = self.open(Retries())
-        folder.connection.ask("GET", f"/api/uploads?run={quote(folder.url.run, safe='')}")
+        if not found.run or found.folder:
+            run = f"{found.connection.base}/{quote_path(found.run) or 'RUN'}"
+            raise UsageError(f"{self.location}: checkpoints are uploaded to a run of a service: name it as {run}")
+        return found
 
 
-def _require_run(place: ServiceUrl, *, may_be_inside: bool = True) -> None:
-    if not place.run or (place.folder and not may_be_inside):
-        raise UsageError(
-            f"{place.text}: checkpoints are uploaded to a run of a service of zstore: name it as {place.base}/"
-            f"{quote_path(place.run) or 'RUN'}"
-        )
-
-
-class ServiceTarget(UploadTarget):
+class ServiceTarget(Target):
     """An upload to the run at `place`. Usable from any thread."""
 
-    def __init__(self, place: ServicePlace, retries: Retries, tag: str, save_id: str) -> None:
-        super().__init__(place.location_of(tag_folder(tag)), tag, save_id)
+    def __init__(self, place: ServicePlace, retries: Retries, tag: str) -> None:
+        self.location = place.location_of(tag_folder(tag))
         self._place = place
         self._retries = retries
         self._options: dict[str, Any] = {}
@@ -116,8 +95,12 @@ class ServiceTarget(UploadTarget):
         return self._place.open(self._retries)
 
     @property
-    def _connection(self) -> ServiceConnection:
-        return self._folder.connection
+    def _path(self) -> str:
+        return f"/api/uploads/{self._upload}"
+
+    def _ask(self, method: str, path: str, document: Any = None, *, is_slow: bool = False) -> Any:
+        limit = {"timeout_s": _COMMIT_S} if is_slow else {}
+        return self._folder.connection.ask(method, path, document, **limit)
 
     def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
         """Asks who is there, and no more: the service wants to see the record."""
@@ -128,16 +111,16 @@ class ServiceTarget(UploadTarget):
         _ = self._folder
         return []
 
-    def offer(self, reader: CheckpointReader) -> None:
+    def offer(self, reader: CheckpointReader) -> Mapping[str, Any]:
         """Sends metadata and manifests, by which the service plans the upload.
 
         Raises DiskFullError if it has no room for the other files.
         """
         extras = extra_files(reader)
         self._offered = {
-            "run": self._folder.url.run,
+            "run": self._folder.run,
             "record": (reader.path / RECORD_FILE).read_text(encoding="utf-8"),
-            "documents": document_files(reader),
+            "documents": sizes_of(reader, [METADATA_FILE, *manifest_files(reader)]),
             "extras": {name: {"bytes": size, "sha256": _sha256(reader.path / name)} for name, size in extras.items()},
             **self._options,
         }
@@ -145,23 +128,14 @@ class ServiceTarget(UploadTarget):
         self._upload = str(state["id"])
         self._committed = state["state"] == "committed"
         if not self._committed:
-            documents = [each for each in state["files"] if each["path"] in self._offered["documents"]]
-            for each in documents:
-                self._send_file(reader.path / each["path"], each, lambda _: None)
-            self._ask("POST", f"{self._path}/plan", timeout_s=_COMMIT_S)
-
-    @property
-    def _path(self) -> str:
-        return f"/api/uploads/{self._upload}"
-
-    def _ask(self, method: str, path: str, document: Any = None, *, timeout_s: float | None = None) -> Any:
-        return self._connection.ask(method, path, document, timeout_s=timeout_s)
-
-    def ticket(self) -> Mapping[str, Any]:
+            for each in state["files"]:
+                if each["path"] in self._offered["documents"]:
+                    self._send_file(reader.path / each["path"], each, lambda _: None)
+            self._ask("POST", f"{self._path}/plan", is_slow=True)
         return {"upload": self._upload, "committed": self._committed}
 
-    def join(self, ticket: Mapping[str, Any]) -> None:
-        self._upload, self._committed = str(ticket["upload"]), bool(ticket["committed"])
+    def join(self, facts: Mapping[str, Any]) -> None:
+        self._upload, self._committed = str(facts["upload"]), bool(facts["committed"])
 
     def send(
         self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
@@ -183,65 +157,54 @@ class ServiceTarget(UploadTarget):
         """Let the service link a file, or send it; return the bytes that went."""
         if wanted["candidate"]:
             claims = {"files": {wanted["path"]: _sha256(source)}}
-            if wanted["path"] in self._ask("POST", f"{self._path}/claims", claims, timeout_s=_COMMIT_S)["linked"]:
+            if wanted["path"] in self._ask("POST", f"{self._path}/claims", claims, is_slow=True)["linked"]:
                 advance(wanted["bytes"])
                 return 0
         return self._send_file(source, wanted, advance)
 
     def _send_file(self, source: Path, wanted: dict[str, Any], advance: Advance) -> int:
         """Send the part of a file that the service lacks, and go on from there if the connection breaks; return its bytes."""
-        path = f"{self._path}/files/{quote(wanted['path'])}"
-        size, tries, wrong = int(wanted["bytes"]), 0, 0
-        sent = 0
-        told = min(int(wanted["received"]), size)
-        advance(told)
+        connection, path = self._folder.connection, f"{self._path}/files/{quote(wanted['path'])}"
+        size, received = int(wanted["bytes"]), int(wanted["received"])
+        tries = wrong = sent = noted = 0
 
         def note(done: int) -> None:
-            """Tell how far the file is: less far if it has to be sent again."""
-            nonlocal told
-            done, told = done - told, done
-            if done:
-                advance(done)
+            nonlocal noted
+            advance(done - noted)  # negative if it has to be sent again
+            noted = done
 
         def attempt() -> None:
             nonlocal tries, wrong, sent
+            there = received if tries == 0 else int(connection.request("GET", path).json()["received"])
             tries += 1
-            there = int(wanted["received"]) if tries == 1 else int(self._file_state(path)["received"])
-            if there >= size > 0:
-                note(size)
-                return
-            headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size - there)}
-            if size:
-                headers["Content-Range"] = f"bytes {there}-{size - 1}/{size}"
-            answer = self._connection.request(
-                "PUT", path, body=_pieces(source, there, size, note), headers=headers, accept=(409, 422)
-            )
-            if answer.status == 422:
-                wrong += 1
+            if there < size or not size:
+                headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size - there)}
+                if size:
+                    headers["Content-Range"] = f"bytes {there}-{size - 1}/{size}"
+                pieces = _pieces(source, there, size, note)
+                answer = connection.request("PUT", path, body=pieces, headers=headers, accept=(409, 422))
+                wrong += answer.status == 422
                 if wrong == _MOST_WRONG:
                     raise CorruptionError(
                         f"{source} arrived {wrong} times with other bytes than its manifest says: the file is damaged"
                     )
-            if answer.status in (409, 422):
-                raise ServiceBusyError(f"the answer was {answer.status}: {answer.data[:500].decode(errors='replace')}")
-            sent = size - there
+                if answer.status in (409, 422):
+                    text = answer.data[:500].decode(errors="replace")
+                    raise ServiceBusyError(f"the answer was {answer.status}: {text}")
+                sent = size - there
             note(size)
 
-        self._connection.call(attempt, f"upload {source}", f"{self._folder.url.base}{path}")
-        self._connection.traffic.count(written_bytes=sent)
+        note(min(received, size))
+        connection.call(attempt, f"upload {source}", f"{connection.base}{path}")
+        connection.traffic.count(written_bytes=sent)
         return sent
-
-    def _file_state(self, path: str) -> dict[str, Any]:
-        answer = self._connection.request("GET", path)
-        found: dict[str, Any] = answer.json()
-        return found
 
     def commit(self, reader: CheckpointReader) -> list[str]:
         """The service applies retention too."""
         if self._committed:
             return []
         try:
-            answer = self._ask("POST", f"{self._path}/commit", timeout_s=_COMMIT_S)
+            answer = self._ask("POST", f"{self._path}/commit", is_slow=True)
         except (CheckpointNotFoundError, CheckpointExistsError) as error:
             # Committed, but the answer was lost, or by another client: then an offer of the same says so.
             if self._ask("POST", "/api/uploads", self._offered)["state"] != "committed":
@@ -249,19 +212,15 @@ class ServiceTarget(UploadTarget):
             return [str(error)] if isinstance(error, CheckpointExistsError) else []
         return [str(message) for message in answer["messages"]]
 
-    def abort(self, *, ended: bool = True, cancelled: bool = False) -> None:
+    def discard(self, *, alone: bool, cancelled: bool) -> None:
         """Unless it was cancelled, received files stay, for the next try to resume."""
         if cancelled and self._upload and not self._committed:
             with contextlib.suppress(OSError, ZstoreError):
-                self._connection.request("DELETE", self._path)
-
-    def files_at_a_time(self, largest_bytes: int, memory_bytes: int | None) -> int:
-        """A file takes a quarter of a megabyte."""
-        return NUM_THREADS
+                self._folder.connection.request("DELETE", self._path)
 
 
 def _pieces(source: Path, start: int, size: int, note: Advance) -> Iterator[bytes]:
-    """Yield the bytes of a file from `start` on; `note` is told how far it is."""
+    """Yield the bytes of a file from `start` on; `note` is called with how far it is."""
     with source.open("rb", buffering=0) as file:
         file.seek(start)
         done = start

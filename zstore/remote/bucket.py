@@ -1,0 +1,358 @@
+"""Folders behind URLs: small files, many at a time, and ranges of large ones; and those of buckets, through fsspec, with
+the operations of an upload.
+
+[Note: requests]
+Each operation is a request of tens of milliseconds, so many run at a time and none is made that another answers. One that
+fails is tried again (`Retries`). Listings are never taken from fsspec's cache: other machines write there too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..checkpoint.folder import Entries, Folder, NetworkTraffic
+from ..checkpoint.format import MAX_JSON_BYTES
+from ..errors import CorruptionError, StorageError, UsageError, storage_error
+from ..format.arrays import Bytes
+from ..io.files import Files, OpenFile, ScatteredMemory
+from ..io.pool import LastingExecutor, Workers
+from ..io.shards import IoResources
+from .url import Retries, shown
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+Advance = Callable[[int], None]
+
+PART_BYTES = 8 * 1024 * 1024
+"""Bytes of a part; a file that is no larger goes in one request."""
+_MOST_PARTS = 9000
+"""S3 takes 10,000: larger files have larger parts."""
+_NUM_SMALL = 16
+"""Small files that are read at a time."""
+_NUM_LOOKUPS = 4
+"""Most hosts that are looked up at a time."""
+_WITHOUT_FOLDERS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "memory"})
+
+
+class UrlFolder(Folder):
+    """A folder that people call by a URL, `location`."""
+
+    is_local = False
+    traffic: NetworkTraffic
+
+    def __init__(self, location: str, traffic: NetworkTraffic | None = None) -> None:
+        super().__init__(location, location.rpartition("/")[2])
+        self.traffic = traffic or NetworkTraffic()
+
+    @property
+    def path(self) -> Path:
+        raise UsageError(f"{self.location} is behind a URL and has no path on this machine: read it through its reader")
+
+    @abstractmethod
+    def read_range(self, file: str, start: int, stop: int) -> bytes:
+        """Return bytes `[start, stop)` of a file, fewer if it ends before.
+
+        Raises FileNotFoundError if it is missing, StorageError for other failures.
+        """
+
+    @abstractmethod
+    def size(self, file: str) -> int:
+        """Return the file's bytes; FileNotFoundError if it is missing, IsADirectoryError if it is a folder."""
+
+    def location_of(self, file: str) -> str:
+        return f"{self.location}/{file}"
+
+    def file_at(self, location: str) -> str:
+        """Return the file in it for which `location_of` gives `location`."""
+        return location[len(self.location) + 1 :]
+
+    def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+        data = self.read_range(file, 0, most_bytes + 1)
+        if len(data) > most_bytes:
+            raise CorruptionError(
+                f"{self.location_of(file)} has more than {most_bytes} bytes: it is not a checkpoint file"
+            )
+        return data
+
+    def check_file(self, file: str) -> None:
+        """Do nothing: there are no links behind a URL."""
+
+    def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
+        """Read them, many at a time."""
+        if len(files) < 2:
+            return super().read_all(files)
+        with Workers(min(_NUM_SMALL, len(files)), "zstore-remote") as workers:
+            return workers.run([partial(self.try_read, file) for file in files])
+
+    def has(self, file: str) -> bool:
+        try:
+            self.size(file)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return False
+        return True
+
+    def resources(self, res: IoResources) -> IoResources:
+        return replace(res, files=_UrlFiles(self))
+
+
+class _UrlFiles(Files):
+    """Reads ranges of the files of `folder`; they are named by their URLs, and written by nobody."""
+
+    def __init__(self, folder: UrlFolder) -> None:
+        super().__init__(direct=False)
+        self._folder = folder
+
+    @contextlib.contextmanager
+    def opened(
+        self, path: str | Path, *, write: bool = False, create: bool = False, direct: bool = True
+    ) -> Iterator[OpenFile]:
+        """Yield what `read_into` takes."""
+        if write or create:
+            raise UsageError(f"{path} is behind a URL: it is written by uploads, not in place")
+        yield OpenFile(-1, os.fspath(path), False)
+
+    def read_into(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> None:
+        """Read by one request."""
+        try:
+            data = self._folder.read_range(self._folder.file_at(file.path), offset, offset + out.size)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            raise storage_error(error, "cannot read", path=file.path, offset=offset, nbytes=out.size) from error
+        if len(data) != out.size:
+            text = f"expected {out.size} bytes, got {len(data)}: the file ended"
+            raise StorageError(text, path=file.path, offset=offset, nbytes=out.size)
+        if isinstance(out, ScatteredMemory):
+            out.fill(data)
+        else:
+            out[:] = np.frombuffer(data, dtype=np.uint8)
+
+    def size(self, path: str | Path) -> int:
+        return self._folder.size(self._folder.file_at(os.fspath(path)))
+
+
+class BucketFolder(UrlFolder):
+    """The folder `root` of the fsspec file system `fs`, which people call `url`."""
+
+    def __init__(self, fs: Any, root: str, url: str, retries: Retries, traffic: NetworkTraffic | None = None) -> None:
+        super().__init__(url, traffic)
+        self.fs = fs
+        self.root = root
+        self.retries = retries
+
+    @property
+    def parent(self) -> BucketFolder:
+        return self._at(self.root.rpartition("/")[0], self.location.rpartition("/")[0])
+
+    def child(self, name: str) -> BucketFolder:
+        return self._at(f"{self.root}/{name}", f"{self.location}/{name}")
+
+    def _at(self, root: str, url: str) -> BucketFolder:
+        return BucketFolder(self.fs, root, url, self.retries, self.traffic)
+
+    def with_retries(self, retries: Retries) -> BucketFolder:
+        """Return the same folder with other retries."""
+        return BucketFolder(self.fs, self.root, self.location, retries, self.traffic)
+
+    def _inner(self, file: str) -> str:
+        return f"{self.root}/{file}" if file else self.root
+
+    def _run(self, operation: Callable[[], Any], what: str, file: str = "", *, listing: str | None = None) -> Any:
+        def attempt() -> Any:
+            if listing is not None:
+                self.fs.invalidate_cache(listing)
+            return operation()
+
+        self.traffic.count(requests=1)
+        return self.retries.run(attempt, what, self.location_of(file) if file else self.location)
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def read_range(self, file: str, start: int, stop: int) -> bytes:
+        inner = self._inner(file)
+        data: bytes = self._run(lambda: self.fs.cat_file(inner, start=start, end=stop), "read", file)
+        self.traffic.count(read_bytes=len(data))
+        return data
+
+    def size(self, file: str) -> int:
+        inner = self._inner(file)
+        listing = inner.rpartition("/")[0]
+        found = self._run(lambda: self.fs.info(inner), "get the size", file, listing=listing)
+        if found.get("type") == "directory":
+            raise IsADirectoryError(f"{self.location_of(file)} is a folder")
+        return int(found["size"] or 0)
+
+    def entries(self) -> Entries:
+        found = self._run(lambda: self.fs.ls(self.root, detail=True), "list the folder", listing=self.root)
+        folders: list[str] = []
+        files: list[str] = []
+        for entry in found:
+            name = str(entry["name"]).rstrip("/")
+            if name == self.root.rstrip("/"):
+                if entry["type"] == "file":
+                    raise NotADirectoryError(f"{self.location} is a file")
+                continue  # some stores list a folder in itself
+            (folders if entry["type"] == "directory" else files).append(name.rpartition("/")[2])
+        return Entries(tuple(folders), tuple(files))
+
+    def sizes(self, top: str) -> dict[str, int | None]:
+        """Return those of the folder itself if `top` is empty."""
+        inner = self._inner(top)
+        try:
+            found = self._run(lambda: self.fs.find(inner, detail=True), "list the folder", top, listing=inner)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        start = len(self.root.rstrip("/")) + 1
+        return {str(name)[start:]: int(entry["size"] or 0) for name, entry in found.items()}
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def write_small(self, file: str, data: bytes, *, is_new: bool = False) -> None:
+        """Write a file that is whole or not there. Raises FileExistsError if it is there and has other bytes, with `is_new`:
+        one request decides that, if the storage has conditional writes."""
+        inner = self._inner(file)
+
+        def write() -> None:
+            self._make_parent(inner)
+            self.fs.pipe_file(inner, data, **({"mode": "create"} if is_new else {}))
+
+        try:
+            self._run(write, "write", file)
+        except OSError:
+            # A request whose answer was lost may have written it: only the bytes tell.
+            if not is_new or not self.has(file):
+                raise
+            if self.read_range(file, 0, len(data) + 1) != data:
+                raise FileExistsError(f"{self.location_of(file)} is there already") from None
+        self.traffic.count(written_bytes=len(data))
+
+    def send(self, source: Path, file: str, advance: Advance = lambda _: None) -> int:
+        """Copy a local file to `file` in bounded memory and return its bytes.
+
+        `advance` is called with the bytes that were sent, negative if a try begins anew; an error that it raises ends the
+        copy.
+        """
+        inner = self._inner(file)
+
+        def send() -> int:
+            self._make_parent(inner)
+            return send_file(self.fs, source, inner, advance)
+
+        nbytes: int = self._run(send, f"upload {source}", file)
+        self.traffic.count(written_bytes=nbytes)
+        return nbytes
+
+    def _make_parent(self, inner: str) -> None:
+        protocols = self.fs.protocol if isinstance(self.fs.protocol, (tuple, list)) else (self.fs.protocol,)
+        # Object stores have keys, no folders; asked to make one they may make a bucket.
+        if not _WITHOUT_FOLDERS.intersection(protocols):
+            self.fs.makedirs(inner.rpartition("/")[0], exist_ok=True)
+
+    def remove(self, file: str) -> None:
+        """Remove a file; a missing one is not an error."""
+        inner = self._inner(file)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._run(lambda: self.fs.rm_file(inner), "remove", file)
+
+    def remove_tree(self, name: str) -> None:
+        """Remove all files below the folder `name` in it; a missing one is not an error."""
+        inner = self._inner(name)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._run(lambda: self.fs.rm(inner, recursive=True), "remove the folder", name, listing=inner)
+
+
+def open_bucket(
+    url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
+) -> BucketFolder:
+    """Return the folder at `url`; `storage_options` are those of the fsspec file system. No request is made.
+
+    Raises UsageError if no file system is known or installed for the URL, or it does not take the options.
+    """
+    import fsspec
+
+    url = re.sub(r"(?<![:/])/+\Z", "", url)
+    try:
+        fs, root = fsspec.core.url_to_fs(url, **(storage_options or {}))
+    except ImportError as error:
+        advice = "install zstore[s3]" if url.startswith(("s3:", "s3a:")) else "install the package that it names"
+        raise UsageError(f"{shown(url)}: {error}; {advice}") from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{shown(url)} cannot be opened with the storage options given: {error}") from error
+    if getattr(fs, "async_impl", False):
+        _keep_lookups(fs.loop)
+    return BucketFolder(fs, str(root).rstrip("/"), shown(url), retries or Retries())
+
+
+@cache
+def _keep_lookups(loop: AbstractEventLoop) -> None:
+    """Let the loop of a file system look up hosts until an upload is complete. See [Note: endings]."""
+    loop.set_default_executor(LastingExecutor(_NUM_LOOKUPS, "zstore-lookup"))
+
+
+def part_bytes(size: int) -> int:
+    """Return the bytes of a part of a file of `size` bytes."""
+    return max(PART_BYTES, -(-size // _MOST_PARTS))
+
+
+def send_file(fs: Any, source: Path, target: str, advance: Advance) -> int:
+    """Copy a file to the path `target` of `fs`, and return its bytes; holds about three parts of it in memory.
+
+    `advance` is called with the bytes of each part, and all of them again, negative, if the copy fails.
+    """
+    done = 0
+    size = os.stat(source).st_size
+    nbytes = part_bytes(size)
+    try:
+        if size <= PART_BYTES:
+            fs.pipe_file(target, b"".join(_parts(source, nbytes)))
+            done = size
+            advance(size)
+        else:
+            with _whole_or_nothing(fs.open(target, "wb", block_size=nbytes)) as out:
+                for part in _parts(source, nbytes):
+                    out.write(part)
+                    done += len(part)
+                    advance(len(part))
+    except BaseException:
+        advance(-done)
+        raise
+    return size
+
+
+def _parts(source: Path, nbytes: int) -> Iterator[bytes]:
+    """Yield the bytes of a file, `nbytes` at most at a time."""
+    done = 0
+    with source.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        while part := file.read(nbytes):
+            done += len(part)
+            yield part
+        if done != size:
+            raise OSError(f"{source} had {size} bytes and gave {done}: it was changed meanwhile")
+        if sys.platform == "linux":  # nobody reads it again, and training needs the memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(out: Any) -> Iterator[Any]:
+    """Close `out` at the end of the block; if that or the block fails, leave nothing under its name."""
+    try:
+        yield out
+        out.close()
+    except BaseException:
+        with contextlib.suppress(Exception):
+            out.discard()
+        # Otherwise it would be completed as it is when it is collected.
+        with contextlib.suppress(Exception):
+            out.closed = True
+        raise
