@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from zstore.checkpoint import Fate, Folder, Keep, TagInfo, bytes_freed, plan_lines, remove_each, weigh
-from zstore.errors import CheckpointNotFoundError, UsageError
-from zstore.open.sources import folder_of, maker_of
+from zstore.errors import UsageError
+from zstore.open.sources import folder_of
 from zstore.remote.target import remover
 
 from .listing import check_listing, check_records
@@ -103,14 +103,6 @@ def prune_folder(
 def _weigh(place: Folder, keep: Keep, common: Common) -> list[Fate]:
     """Return for each checkpoint whether it is kept and why; see `prune_folder` for errors."""
     check_listing(place, common)
-    try:
-        fates = weigh(place, keep)
-    except CheckpointNotFoundError:
-        if (maker := maker_of(place)) is not None:
-            raise UsageError(
-                f"zstore prune removes only checkpoints of zstore: {place} looks like one of {maker}; remove it with `rm` if "
-                "it is not needed"
-            ) from None
-        raise
+    fates = weigh(place, keep)
     check_records(place, [fate.info for fate in fates], common)
     return fates

@@ -29,7 +29,7 @@ class Stored:
         self.chunk_numel = chunk_numel
         self.reads: list[tuple[int, int]] = []
         spec = ArraySpec(name="model/x", shape=values.shape, dtype=values.dtype.name)
-        self.lazy = LazyArray(spec.name, spec, spec.dtype, self.read, chunk_numel=chunk_numel, num_readers=num_readers)
+        self.lazy = LazyArray(spec, self.read, chunk_numel=chunk_numel, num_readers=num_readers)
 
     def read(self, first: int, stop: int, out: Array) -> None:
         assert 0 <= first < stop <= self.flat.size
@@ -188,7 +188,7 @@ def test_numpy_takes_it_as_an_array() -> None:
 
 def test_what_no_memory_holds_is_an_error_that_says_so() -> None:
     spec = ArraySpec(name="model/x", shape=(2**45, 2**12), dtype="float32")
-    lazy = LazyArray(spec.name, spec, spec.dtype, lambda *_: None, chunk_numel=2**18)
+    lazy = LazyArray(spec, lambda *_: None, chunk_numel=2**18)
     for read in (lazy.numpy, lambda: lazy[::-1], lambda: lazy[1:]):
         with pytest.raises(BudgetError, match=r"'model/x': no memory for .* read a part of it"):
             read()

@@ -214,13 +214,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
             assert now == self.tier(name, self.values[name], tier) or (self.is_pinned(name) and now == self.tiers[name])
             self.tiers[name] = now
 
-    @rule(some=several, uses=st.booleans())
-    def prefetch(self, some: list[str], uses: bool) -> None:
-        some = self.there(some)
-        self.store.prefetch(some)
-        if uses:
-            self.check(some)
-
     @rule(some=several, ahead=st.integers(0, 3), mode=st.sampled_from(["update", "read"]), most=st.integers(1, 3))
     def stream(self, some: list[str], ahead: int, mode: Any, most: int) -> None:
         some = self.there(some)
@@ -241,9 +234,8 @@ class OpenStoreMachine(RuleBasedStateMachine):
         with pytest.raises(BudgetError, match="host_budget_bytes"):
             self.store.put("large", np.zeros(BUDGET_BYTES, np.int8), tier="host").wait()
         self.store.put("large", np.zeros(BUDGET_BYTES, np.int8), tier="disk").wait()
-        for call in (lambda: self.store.prefetch("large"), lambda: next(iter(self.store.stream(["large"])))):
-            with pytest.raises(BudgetError, match="host_budget_bytes"):
-                call()
+        with pytest.raises(BudgetError, match="host_budget_bytes"):
+            next(iter(self.store.stream(["large"])))
         with pytest.raises(BudgetError, match="host_budget_bytes"):
             self.store.move("large", tier="host").wait()
         self.store.delete("large").wait()

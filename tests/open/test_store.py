@@ -55,20 +55,18 @@ def test_torch_and_numpy_come_back_as_what_they_were(store: Store) -> None:
     assert {store.tier_of(name).wait() for name in given} == {"disk", "host"}
 
 
-@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a"), ("optimizer/m/w", "optimizer/m"), ("a", "a/b/c")])
-def test_a_name_that_would_be_a_group_of_another_is_refused_when_it_is_put(
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a"), ("optimizer/m/w", "optimizer/m")])
+def test_a_name_that_is_a_group_of_another_is_refused_by_a_checkpoint(
     names: tuple[str, str], store: Store, tmp_path: Path
 ) -> None:
-    first, second = names
     store.put("a.b", 1)  # no group
-    store.put(first, np.arange(3))
-    with pytest.raises(UsageError, match=f"{second!r} cannot be stored beside {first!r}: .*rename one of them"):
-        store.put(second, np.arange(4))
-    store.put(first, np.arange(5))
+    for name in names:
+        store.put(name, np.arange(3))
+    with pytest.raises(UsageError, match=f"{min(names)!r} has the name of a group of other arrays: rename it"):
+        store.checkpoint(tmp_path / "ckpt" / "t").wait()
+    store.delete(names[0])
     path = store.checkpoint(tmp_path / "ckpt" / "t").wait().path
-    assert zarr.open_array(path / first)[:].tolist() == [0, 1, 2, 3, 4]
-    store.delete(first).wait()
-    store.put(second, np.arange(4)).wait()
+    assert zarr.open_array(path / names[1])[:].tolist() == [0, 1, 2]
     with pytest.raises(UsageError, match="belongs to the format"):
         store.put("manifest/w", 1)
 
@@ -174,8 +172,6 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
         assert store.statistics().pool_bytes == 2**20
         for i in range(8):
             store.put(f"b.{i}/w", values((1000, 500), seed=i)).wait()
-        with pytest.raises(BudgetError, match="host_budget_bytes"):
-            store.prefetch(store.names())
         with pytest.raises(BudgetError):
             store.put("large/w", values((2000, 1000)), tier="host").wait()
         for _, value in store.stream(prefetch=9):

@@ -50,10 +50,6 @@ def test_the_table_of_memory_is_measured(tmp_path: Path) -> None:
         store.delete("one").wait()
         for i in range(8):
             store.put(f"b.{i}/w", np.ones((1000, 100), np.float32)).wait()
-        store.prefetch(["b.0/w", "b.1/w"]).wait()
-        measure()
-        for name in ("b.0/w", "b.1/w"):
-            store.get(name).wait()
         for number, _ in enumerate(store.stream(prefetch=2, mode="read")):
             if number == 4:
                 measure()

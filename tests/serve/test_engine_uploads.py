@@ -43,7 +43,7 @@ def test_two_ranks_save_to_a_service_and_one_goes_on(tmp_path: Path, url: str) -
     assert not list((tmp_path / "local").glob("*/step-*"))
     with start(make(tmp_path)) as engine:
         path, _ = engine.load_checkpoint(url)
-        assert path == f"{url.replace('/run', '/zarr/run')}/step-00000003"
+        assert path == f"{url}/step-00000003"
         step(engine)
         expected = state_of(engine)
         engine.save_checkpoint(url, tag="again")
@@ -72,7 +72,7 @@ def test_what_is_wrong_surfaces(tmp_path: Path, url: str) -> None:
             ticket.wait()
         with pytest.raises(UsageError, match="does not accept the token"):
             engine.wait_for_checkpoint()
-        with pytest.raises(UsageError, match=r"a run of a service of zstore: name it as http://.*/one"):
+        with pytest.raises(UsageError, match=r"a run of a service: name it as http://.*/one"):
             engine.save_checkpoint(f"{url[:-3]}one/inside")
         with pytest.raises(UsageError, match=r"name it as http://.*/RUN"):
             engine.save_checkpoint(url.rpartition("/")[0])

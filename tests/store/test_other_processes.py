@@ -149,7 +149,6 @@ OPERATIONS: dict[str, Callable[[Store, Path], object]] = {
     "update": lambda store, _: store.update("w", VALUES).wait(),
     "delete": lambda store, _: store.delete("w").wait(),
     "move": lambda store, _: store.move("w", tier="host").wait(),
-    "prefetch": lambda store, _: store.prefetch("w").wait(),
     "stream": lambda store, _: list(store.stream()),
     "flush": lambda store, _: store.flush().wait(),
     "pin": lambda store, _: store.pin(),

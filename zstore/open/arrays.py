@@ -1,28 +1,189 @@
-"""A rank's part of arrays, in the shards of a store, and in memory ahead of their use: the work of its threads, one after the
-other for each array."""
+"""The arrays of a store: a rank's part of each, programs' values as flat elements, and the work on shards.
+
+Values are tensors of torch, arrays of numpy and numbers; torch is imported only if somebody has a tensor, or wants one.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..checkpoint.source import ArraySource
 from ..errors import UsageError
-from ..format.arrays import Array, numpy_dtype
-from ..io.buffers import Budget
-from ..io.queue import Ticket
+from ..format.arrays import Array, ArraySpec, numpy_dtype
+from ..format.partition import WHOLE_BYTES, Grid, make_grid
 from ..store import TensorStore
 from ..store.store import TierName
+from ..store.tiers import LocalShard
 from ..store.tiers.views import copy_into
-from .ranks import HeldArray
-from .values import copy_view
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..store.tiers.base import View
+
+Value = Any
+"""A torch tensor, a numpy array, or a number."""
 
 
-class HeldArrays:
+@dataclass(frozen=True)
+class StoreArray:
+    """A rank's part of an array, all of it or its rows, and the kind of value that it is given back as: the facts that are
+    known at once, whatever is still under way for it."""
+
+    spec: ArraySpec
+    """Of the whole array."""
+    grid: Grid
+    shard: int
+    first: int
+    """Its first row, along the array's first extent."""
+    stop: int
+    by_rows: bool
+    """Whether others have other rows."""
+    is_torch: bool = False
+    """Whether it was put as a tensor of torch."""
+    placements: tuple[Any, ...] = ()
+    """Placements of a DTensor, if it was put as one."""
+
+    @property
+    def local(self) -> LocalShard:
+        """The shard."""
+        return LocalShard(self.spec, self.grid, self.shard)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rank's part."""
+        return (self.stop - self.first, *self.spec.shape[1:]) if self.spec.shape else ()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the rank's part."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rank's part."""
+        return self.numel * self.spec.itemsize
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """numpy's data type."""
+        return numpy_dtype(self.spec.dtype)
+
+    @property
+    def grid_in_checkpoint(self) -> Grid:
+        """How the array is cut in a checkpoint of all ranks."""
+        is_small = self.by_rows and self.spec.nbytes < WHOLE_BYTES
+        return make_grid(self.spec.stored_shape, 1, 1) if is_small else self.grid
+
+    def flat_rows(self, rows: slice | None) -> tuple[int, int, tuple[int, ...]]:
+        """Return (first, stop, shape) of the flat elements of `rows`, counted in the whole array, among those that the rank
+        holds; of all these by default. Raises UsageError unless they are consecutive rows of this rank."""
+        if rows is None:
+            return 0, self.numel, self.shape
+        spec = self.spec
+        is_slice = isinstance(rows, slice)  # untyped callers may pass anything
+        if not spec.shape or not is_slice or rows.step not in (None, 1):
+            raise UsageError(
+                f"array {spec.name!r} of shape {spec.shape}: expected rows of its first extent as a slice without a step, got "
+                f"{rows!r}; `store[{spec.name!r}]` takes any of numpy's basic indices"
+            )
+        low, high, _ = rows.indices(spec.shape[0])
+        row_numel = math.prod(spec.shape[1:])
+        shape = (max(high - low, 0), *spec.shape[1:])
+        if low >= high:
+            return 0, 0, shape
+        self.require(low * row_numel, high * row_numel)
+        return (low - self.first) * row_numel, (high - self.first) * row_numel, shape
+
+    def require(self, first: int, stop: int) -> int:
+        """Return the rank's first element, counted in the whole array. Raises UsageError unless it holds `[first, stop)`."""
+        row_numel = math.prod(self.spec.shape[1:])
+        if first < stop and not self.first * row_numel <= first < stop <= self.stop * row_numel and self.by_rows:
+            raise UsageError(
+                f"array {self.spec.name!r}: this rank has rows [{self.first}, {self.stop}) of {self.spec.shape[0]}, others "
+                "have the rest: `zstore.open_checkpoint` reads any rows of a checkpoint"
+            )
+        return self.first * row_numel
+
+
+# -- values ---------------------------------------------------------------------------------------------------------
+
+
+def is_dtensor(value: Value) -> bool:
+    """Return whether `value` is a DTensor of torch."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_tensor(value: Value) -> bool:
+    """Return whether `value` is a tensor of torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def local_of(value: Value) -> Value:
+    """Return a DTensor's local part, once it is there; any other value as it is."""
+    if not is_dtensor(value):
+        return value
+    local = value.detach().to_local()
+    return local.wait() if hasattr(local, "wait") else local  # the result of a collective under way
+
+
+def flatten(name: str, value: Value) -> Array:
+    """Return a value's elements, 1-D, without a copy if possible."""
+    value = local_of(value)
+    if is_tensor(value):
+        from ..io.tensors import as_numpy, dtype_name, host_values
+
+        dtype_name(value.dtype, name)
+        return as_numpy(host_values(value)).reshape(-1)
+    array = np.asarray(value)
+    try:
+        dtype = numpy_dtype(array.dtype.name)
+    except ValueError as error:
+        raise UsageError(f"array {name!r}: {error}") from None
+    return np.ascontiguousarray(array, dtype).reshape(-1)
+
+
+def flat_target(spec: ArraySpec, out: Value, shape: tuple[int, ...]) -> Array:
+    """Return `out` as 1-D memory to read into."""
+    out = local_of(out)
+    if is_tensor(out):
+        fits = out.device.type == "cpu" and out.is_contiguous() and not out.is_neg()
+    else:
+        fits = isinstance(out, np.ndarray) and out.flags.c_contiguous and out.flags.writeable
+    flat = flatten(spec.name, out) if fits else None
+    if flat is None or tuple(out.shape) != shape or flat.dtype.name != spec.dtype:
+        raise UsageError(
+            f"array {spec.name!r}: expected contiguous, writable {spec.dtype} of shape {shape} in host memory as `out`, got "
+            f"{type(out).__name__} of {getattr(out, 'dtype', '?')} and {tuple(np.shape(out))}"
+        )
+    return flat
+
+
+def shaped(data: Array, shape: tuple[int, ...], is_torch: bool, device: Any = None) -> Array | Tensor:
+    """Return flat elements in their shape: as numpy's, or as a tensor of torch, on `device` if one is given."""
+    values = data.reshape(shape)
+    if not is_torch:
+        return values
+    from ..io.tensors import as_torch
+
+    tensor = as_torch(values)
+    return tensor if device is None else tensor.to(device)
+
+
+# -- work on shards -------------------------------------------------------------------------------------------------
+
+
+class ArrayWork:
     """Makes, moves and removes the arrays of `shards`, and copies their elements, flat, in the calling thread.
 
     Nobody else makes or removes arrays; two threads never use one array at once. `wait` waits for pins that will be released
@@ -33,64 +194,58 @@ class HeldArrays:
         self._shards = shards
 
     def put(
-        self, held: HeldArray, fill: Callable[[HeldArray], None], tier: TierName | None, wait: Callable[[], None]
+        self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None, wait: Callable[[], None]
     ) -> None:
         """Let `fill` set all values of an array, made unless an equal one exists. A failure leaves no new one."""
-        is_new = self._make(held, tier, wait)
+        shards, name = self._shards, array.spec.name
+        former: Any = shards.tier_of(name) if name in shards else None
+        is_new = not self.has(array) or tier not in (None, former)
+        if is_new:
+            self.remove(name, wait)
+            usual: Any = "disk" if shards.options.all_paths else "host"
+            shards.create(array.spec, grid=array.grid, shard=array.shard, tier=tier or former or usual)
         try:
-            fill(held)
+            fill(array)
         except BaseException:
             if is_new:
-                self.remove(held.spec.name, wait)
+                self.remove(name, wait)
             raise
 
-    def _make(self, held: HeldArray, tier: TierName | None, wait: Callable[[], None]) -> bool:
-        """Make an array, unless an equal one exists; return whether it is new."""
-        shards, name = self._shards, held.spec.name
-        former: Any = shards.tier_of(name) if name in shards else None
-        if former is not None:
-            if self.has(held) and tier in (None, former):
-                return False
-            _unpinned(partial(shards.remove, name), wait)
-        usual: Any = "disk" if shards.options.all_paths else "host"
-        shards.create(held.spec, grid=held.grid, shard=held.shard, tier=tier or former or usual)
-        return True
+    def has(self, array: StoreArray) -> bool:
+        """Return whether such an array exists."""
+        return array.spec.name in self._shards and self._shards.local(array.spec.name) == array.local
 
-    def has(self, held: HeldArray) -> bool:
-        """Return whether an array as described by `held` exists."""
-        return held.spec.name in self._shards and self._shards.local(held.spec.name) == held.local
+    def _require(self, array: StoreArray) -> None:
+        if not self.has(array):
+            raise UsageError(f"array {array.spec.name!r} is not what was put last, for that failed: put it again")
 
-    def _require(self, held: HeldArray) -> None:
-        if not self.has(held):
-            raise UsageError(f"array {held.spec.name!r} is not what was put last, for that failed: put it again")
-
-    def read(self, held: HeldArray, first: int, stop: int, target: Array | None) -> Array:
-        """Read elements `[first, stop)` of the held part into `target`, or new memory."""
-        self._require(held)
+    def read(self, array: StoreArray, first: int, stop: int, target: Array | None) -> Array:
+        """Read elements `[first, stop)` of the rank's part into `target`, or new memory."""
+        self._require(array)
         if first == stop:
-            return np.empty(0, numpy_dtype(held.spec.dtype)) if target is None else target
-        return self._shards.reading(held.spec.name, first, stop, target)()
+            return np.empty(0, array.dtype) if target is None else target
+        return self._shards.reading(array.spec.name, first, stop, target)()
 
-    def write(self, data: Array, first: int, held: HeldArray) -> None:
+    def write(self, data: Array, first: int, array: StoreArray) -> None:
         """Replace the elements from `first` on."""
-        self._require(held)
+        self._require(array)
         if data.size:
-            self._shards.writing(held.spec.name, data, first)()
+            self._shards.writing(array.spec.name, data, first)()
 
-    def load(self, source: ArraySource, held: HeldArray) -> None:
+    def load(self, source: ArraySource, array: StoreArray) -> None:
         """Replace all values by those of a checkpoint: link its file, if the array on disk is laid out alike, else read."""
-        self._require(held)
-        name, stored, shards = held.spec.name, source.array(held.spec.name), self._shards
-        if not held.numel:
+        self._require(array)
+        name, stored, shards = array.spec.name, source.array(array.spec.name), self._shards
+        if not array.numel:
             return
-        if shards.tier_of(name) == "disk" and (stored.grid, stored.spec.dtype) == (held.grid, held.spec.dtype):
-            path, crcs = source.file_of(name, held.shard), source.shard_crcs(name, held.shard)
+        if shards.tier_of(name) == "disk" and (stored.grid, stored.spec.dtype) == (array.grid, array.spec.dtype):
+            path, crcs = source.file_of(name, array.shard), source.shard_crcs(name, array.shard)
             if path is not None and crcs is not None and shards.adopt(name, path, crcs):
                 return
-        base, dtype = held.require(0, 0), numpy_dtype(held.spec.dtype)
+        base = array.require(0, 0)
         with contextlib.closing(shards.stream([[name]], "fill")) as tiles:
             for tile in tiles:
-                values = np.empty(tile.stop - tile.first, dtype)
+                values = np.empty(tile.stop - tile.first, array.dtype)
                 source.read(name, base + tile.first, base + tile.stop, values)
                 copy_into(tile.views[0], values)
 
@@ -101,35 +256,7 @@ class HeldArrays:
 
     def move(self, name: str, tier: TierName, wait: Callable[[], None]) -> None:
         """Move an array to another tier."""
-        _unpinned(partial(self._shards.move, name, tier, copy_view), wait)
-
-
-class Ahead:
-    """Whole arrays in memory that `budget` counts, or on their way there. For one thread at a time."""
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._coming: dict[str, tuple[Ticket[Array], int]] = {}
-
-    def begin(self, wanted: Mapping[str, int], read: Callable[[str], Ticket[Array]]) -> list[Ticket[Array]]:
-        """Begin to read arrays of so many bytes that are not read ahead already; return the tickets of all.
-
-        Raises BudgetError if there is no room for all of them: then none is read.
-        """
-        new = {name: nbytes for name, nbytes in wanted.items() if name not in self._coming}
-        self._budget.require(sum(new.values()), "what is read ahead")
-        for name, nbytes in new.items():
-            self._budget.take(nbytes)
-            self._coming[name] = read(name), nbytes
-        return [self._coming[name][0] for name in wanted]
-
-    def take(self, name: str) -> Ticket[Array] | None:
-        """Return the elements of an array that was read ahead, the caller's from now on; None if it was not."""
-        if name not in self._coming:
-            return None
-        ticket, nbytes = self._coming.pop(name)
-        ticket.when_done(partial(self._budget.release, nbytes))
-        return ticket
+        _unpinned(partial(self._shards.move, name, tier, _copy_view), wait)
 
 
 def _unpinned(operation: Callable[[], None], wait: Callable[[], None]) -> None:
@@ -138,3 +265,13 @@ def _unpinned(operation: Callable[[], None], wait: Callable[[], None]) -> None:
     except UsageError:  # it is pinned
         wait()
         operation()
+
+
+def _copy_view(target: View, source: View) -> None:
+    """Copy between views of two tiers."""
+    if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
+        target[...] = source
+        return
+    from ..io.tensors import as_torch
+
+    as_torch(target).copy_(as_torch(source))

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..checkpoint.names import natural_key
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.source import ArraySource, StoredArray
+from ..checkpoint.source import ArraySource
 from ..checkpoint.verify import VerifyFault, verify_checkpoint
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
 from ..format.arrays import Array
@@ -21,10 +21,10 @@ from ..io.closing import Closing
 from ..io.files import UserPath
 from ..weights.cast import Overflow
 from ..weights.choose import choose
-from ..weights.from_checkpoint import DTYPES, list_weights, read_weight, read_weights
+from ..weights.from_checkpoint import DTYPES, list_weights, read_weights
 from ..weights.layout import Weight
-from ..weights.writer import Lost, lost_text
-from .lazy import LazyArray, Read
+from ..weights.writer import lost_text
+from .lazy import LazyArray
 from .sources import open_source
 
 if TYPE_CHECKING:
@@ -132,7 +132,12 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
             raise KeyError(
                 f"{self.location} has no array {name!r}; it has {len(self._names)}, for example {self._names[:3]}"
             ) from None
-        return _lazy(self.source, stored, stored.spec.name, stored.spec.dtype, partial(self._read, name))
+        return LazyArray(
+            stored.spec,
+            partial(self._read, name),
+            chunk_numel=stored.grid.chunk_numel,
+            num_readers=self.source.num_readers,
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -216,8 +221,7 @@ def _unpickled(location: str, storage_options: Mapping[str, Any], save_id: str) 
 class Weights(Mapping[str, "Tensor"]):
     """A checkpoint's parameters and buffers as tensors of one precision, by their names in the state dict.
 
-    `weights[name]` reads, casts and returns a tensor in host memory, anew each time; `array(name)` is the same, lazily and
-    without torch. Tied parameters have each of their names.
+    `weights[name]` reads, casts and returns a tensor in host memory, anew each time. Tied parameters have each of their names.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str | None, overflow: Overflow) -> None:
@@ -246,12 +250,6 @@ class Weights(Mapping[str, "Tensor"]):
     def __repr__(self) -> str:
         return f"<Weights of {self._checkpoint.location}: {len(self)} names>"
 
-    def array(self, name: str) -> LazyArray:
-        """Return a weight as a lazy array of its precision."""
-        weight = self._weight(name)
-        source = self._checkpoint.source
-        return _lazy(source, source.arrays[weight.array], weight.name, weight.dtype, partial(self._read, weight))
-
     def load(self, names: str | Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return those that `names` names, or all; see `load_state_dict`."""
         patterns = [] if names is None else [names] if isinstance(names, str) else list(names)
@@ -271,23 +269,10 @@ class Weights(Mapping[str, "Tensor"]):
 
         self._checkpoint.check_open()
         found, lost = read_weights(self._checkpoint.source, weights, self._overflow)
-        self._refuse(lost)
-        return {name: as_torch(values) for name, values in found.items()}
-
-    def _read(self, weight: Weight, first: int, stop: int, out: Array) -> None:
-        self._checkpoint.check_open()
-        count = read_weight(self._checkpoint.source, weight, first, out[: stop - first], self._overflow)
-        self._refuse([Lost(name=weight.name, count=count)] if count else [])
-
-    def _refuse(self, lost: list[Lost]) -> None:
         if lost and self._overflow == "error":
             dtype = self._weights[lost[0].name].dtype
             raise CheckpointError(lost_text(lost, dtype, 'Choose "bf16", or overflow="clamp" (or "inf")'))
-
-
-def _lazy(source: ArraySource, stored: StoredArray, name: str, dtype: str, read: Read) -> LazyArray:
-    chunk_numel = stored.grid.chunk_numel
-    return LazyArray(name, stored.spec, dtype, read, chunk_numel=chunk_numel, num_readers=source.num_readers)
+        return {name: as_torch(values) for name, values in found.items()}
 
 
 def _zarr_name(dtype: Dtype) -> str | None:

@@ -35,21 +35,12 @@ class LazyArray:
     `ml_dtypes.bfloat16` in numpy. Nothing is cached: keep a result that is used again. Usable from several threads.
     """
 
-    def __init__(
-        self,
-        name: str,
-        spec: ArraySpec,
-        dtype: str,
-        read: Read,
-        *,
-        chunk_numel: int = 1,
-        num_readers: int = 1,
-    ) -> None:
-        self.name = name
+    def __init__(self, spec: ArraySpec, read: Read, *, chunk_numel: int = 1, num_readers: int = 1) -> None:
+        self.name = spec.name
         self.spec = spec
         """The array's spec in its checkpoint."""
         self.shape = spec.shape
-        self.dtype: np.dtype[Any] = numpy_dtype(dtype)
+        self.dtype: np.dtype[Any] = numpy_dtype(spec.dtype)
         """numpy's data type."""
         self.aliases = spec.aliases
         """Other names of the same tensor, if parameters are tied."""

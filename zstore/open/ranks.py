@@ -1,4 +1,4 @@
-"""The ranks that share a store's arrays: this process's number, and agreement on checkpoints.
+"""The ranks that share a store's arrays: this process's number, its part of each array, and agreement on checkpoints.
 
 [Note: rows of ranks]
 N ranks hold the rows of an array as torch's `Shard(0)` cuts them: ceil(rows / N) each, then the remainder, then none. Each
@@ -8,23 +8,29 @@ merged into one. Chunks end with ranks' rows: if no chunk of a useful size does,
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ..checkpoint.names import array_path
 from ..errors import UsageError
-from ..format.arrays import ArraySpec
-from ..format.partition import MAX_CHUNK_NUMEL, MOST_CHUNK_NUMEL, WHOLE_BYTES, Grid, grid_of_rows, make_grid
+from ..format.arrays import Array, ArraySpec
+from ..format.partition import MAX_CHUNK_NUMEL, MOST_CHUNK_NUMEL, Grid, grid_of_rows, make_grid
 from ..format.shardfile import layout_of
 from ..io.files import Files
 from ..ranks.agreement import Agreement
 from ..ranks.rendezvous import Board, FolderBoard, StoreBoard
 from ..store.runfolder import RUN_FOLDER
 from ..store.tiers import LocalShard
+from .arrays import StoreArray, Value, flatten, is_dtensor, is_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,76 +38,6 @@ if TYPE_CHECKING:
 _opened: Counter[str] = Counter()
 """Stores that this process opened with others, by their ranks: all ranks open them in the same order."""
 _lock = threading.Lock()
-
-
-@dataclass(frozen=True)
-class HeldArray:
-    """A rank's part of an array: all of it, or its rows."""
-
-    spec: ArraySpec
-    grid: Grid
-    shard: int
-    first: int
-    """Its first row, along the array's first extent."""
-    stop: int
-    by_rows: bool
-    """Whether others have other rows."""
-
-    @property
-    def local(self) -> LocalShard:
-        """The shard."""
-        return LocalShard(self.spec, self.grid, self.shard)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the rank's part."""
-        return (self.stop - self.first, *self.spec.shape[1:]) if self.spec.shape else ()
-
-    @property
-    def numel(self) -> int:
-        """Elements of the rank's part."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rank's part."""
-        return self.numel * self.spec.itemsize
-
-    @property
-    def grid_in_checkpoint(self) -> Grid:
-        """How the array is cut in a checkpoint of all ranks."""
-        is_small = self.by_rows and self.spec.nbytes < WHOLE_BYTES
-        return make_grid(self.spec.stored_shape, 1, 1) if is_small else self.grid
-
-    def flat_rows(self, rows: slice | None) -> tuple[int, int, tuple[int, ...]]:
-        """Return (first, stop, shape) of the flat elements of `rows`, counted in the whole array, among those that the rank
-        holds; of all these by default. Raises UsageError unless they are consecutive rows of this rank."""
-        if rows is None:
-            return 0, self.numel, self.shape
-        spec = self.spec
-        is_slice = isinstance(rows, slice)  # untyped callers may pass anything
-        if not spec.shape or not is_slice or rows.step not in (None, 1):
-            raise UsageError(
-                f"array {spec.name!r} of shape {spec.shape}: expected rows of its first extent as a slice without a step, got "
-                f"{rows!r}; `store[{spec.name!r}]` takes any of numpy's basic indices"
-            )
-        low, high, _ = rows.indices(spec.shape[0])
-        row_numel = math.prod(spec.shape[1:])
-        shape = (max(high - low, 0), *spec.shape[1:])
-        if low >= high:
-            return 0, 0, shape
-        self.require(low * row_numel, high * row_numel)
-        return (low - self.first) * row_numel, (high - self.first) * row_numel, shape
-
-    def require(self, first: int, stop: int) -> int:
-        """Return the rank's first element, counted in the whole array. Raises UsageError unless it holds `[first, stop)`."""
-        row_numel = math.prod(self.spec.shape[1:])
-        if first < stop and not self.first * row_numel <= first < stop <= self.stop * row_numel and self.by_rows:
-            raise UsageError(
-                f"array {self.spec.name!r}: this rank has rows [{self.first}, {self.stop}) of {self.spec.shape[0]}, others "
-                "have the rest: `zstore.open_checkpoint` reads any rows of a checkpoint"
-            )
-        return self.first * row_numel
 
 
 @dataclass(frozen=True)
@@ -150,12 +86,12 @@ class Ranks:
         first = min(num_rows, self.rank * each)
         return first, min(num_rows, first + each)
 
-    def hold(self, spec: ArraySpec, *, by_rows: bool) -> HeldArray:
+    def hold(self, spec: ArraySpec, *, by_rows: bool) -> StoreArray:
         """Return this rank's part of an array. Raises UsageError for rows that no chunks fit."""
         stored = spec.stored_shape
         if not by_rows or self.world_size == 1:
             rows = spec.shape[0] if spec.shape else 1
-            return HeldArray(spec, make_grid(stored, 1, 1), 0, 0, rows, by_rows=False)
+            return StoreArray(spec, make_grid(stored, 1, 1), 0, 0, rows, by_rows=False)
         first, stop = self.rows(spec.shape[0])
         each = -(-spec.shape[0] // self.world_size)
         grid = _grid(stored, each, spec.dtype) if spec.numel else make_grid(stored, 1, 1)
@@ -164,16 +100,94 @@ class Ranks:
                 f"array {spec.name!r} of shape {spec.shape}: {each} rows a rank cannot be cut into chunks of a useful size; "
                 f"make its first extent a multiple of {16 * self.world_size}, or put each rank's rows under a name of their own"
             )
-        return HeldArray(spec, grid, self.rank, first, stop, by_rows=True)
+        return StoreArray(spec, grid, self.rank, first, stop, by_rows=True)
 
-    def held_as(self, local: LocalShard) -> HeldArray:
+    def held_as(self, local: LocalShard) -> StoreArray:
         """Return this rank's part of the array of a shard that `hold` gave."""
         whole = self.hold(local.spec, by_rows=False)
         return whole if whole.local == local else self.hold(local.spec, by_rows=True)
 
+    def hold_value(
+        self, name: str, value: Value, *, shape: Sequence[int] | None, dims: tuple[str, ...]
+    ) -> tuple[StoreArray, Array]:
+        """Return the array that `value` is put as, and the elements that this rank has of it, 1-D.
+
+        `shape` is that of the whole array, if `value` is this rank's rows of it. Raises UsageError if it cannot be stored.
+        """
+        data, placements = flatten(name, value), self._placements(name, value)
+        whole = tuple(np.shape(value) if shape is None else shape)
+        by_rows = shape is not None or any(placement.is_shard() for placement in placements)
+        if shape is not None and (placements or not whole):
+            raise UsageError(
+                f"array {name!r}: shape={whole} is for a plain value that has this rank's rows of such an array"
+            )
+        array_path(name)  # one that no checkpoint can have is refused
+        array = self.hold(_spec(name, whole, data.dtype.name, dims), by_rows=by_rows)
+        local = tuple(np.shape(value)) if shape is not None else None
+        if (local is not None and local != array.shape) or data.size != array.numel:
+            raise UsageError(
+                f"array {name!r} of shape {whole}: rank {self.rank} of {self.world_size} has rows [{array.first}, "
+                f"{array.stop}), so expected shape {array.shape}, got {local or data.shape}"
+            )
+        return replace(array, is_torch=is_tensor(value), placements=placements), data
+
+    def _placements(self, name: str, value: Value) -> tuple[Any, ...]:
+        """Return the placements of a DTensor; none for another value. Raises UsageError for one that ranks cannot hold."""
+        if not is_dtensor(value):
+            return ()
+        from torch.distributed.tensor import Replicate, Shard
+
+        if value.device_mesh != self.mesh:
+            raise UsageError(
+                f"array {name!r} is a DTensor on {value.device_mesh}, the store is on {self.mesh}: open it with "
+                "open_store(mesh=tensor.device_mesh), or put tensor.to_local()"
+            )
+        (placement,) = value.placements
+        if type(placement) not in (Replicate, Shard) or not (placement.is_replicate() or placement.is_shard(0)):
+            raise UsageError(
+                f"array {name!r}: expected a DTensor placed as Shard(0) or Replicate(), got {placement}: put "
+                "tensor.redistribute(placements=[Shard(0)])"
+            )
+        return tuple(value.placements)
+
+    def hold_loaded(self, stored: ArraySpec, former: StoreArray | None, *, by_rows: bool) -> StoreArray:
+        """Return the array that a checkpoint's is loaded as: `former`, which has its name, if that is alike; else by the rows
+        of the ranks, unless it has none, or they fit no chunks."""
+        if former is not None and (former.spec.shape, former.spec.dtype) == (stored.shape, stored.dtype):
+            return former
+        dims = stored.dims if len(stored.dims) == len(stored.shape) else ()
+        spec = _spec(stored.name, stored.shape, stored.dtype, dims)
+        array = self.hold(spec, by_rows=False)
+        if by_rows and spec.shape:
+            with contextlib.suppress(UsageError):
+                array = self.hold(spec, by_rows=True)
+        array = replace(array, is_torch="torch" in sys.modules)
+        if not (array.is_torch and array.by_rows and self.mesh is not None):
+            return array
+        from torch.distributed.tensor import Shard
+
+        return replace(array, placements=(Shard(0),))
+
+    def distributed(self, local: Any, array: StoreArray) -> Any:
+        """Return the DTensor that an array was put as, of this rank's part of it."""
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        shape = torch.Size(array.spec.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, array.placements, run_check=False, shape=shape, stride=stride)
+
 
 ALONE = Ranks()
 """This process and no other."""
+
+
+def _spec(name: str, shape: tuple[int, ...], dtype: str, dims: tuple[str, ...]) -> ArraySpec:
+    """Return the spec of an array that keeps its shape. Raises UsageError if there can be none."""
+    try:
+        return ArraySpec(name=name, shape=shape, dtype=dtype, keeps_shape=len(shape) not in (1, 2), dims=dims)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _grid(stored_shape: tuple[int, ...], shard_rows: int, dtype: str) -> Grid | None:

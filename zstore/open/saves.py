@@ -38,10 +38,10 @@ from .ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Wish:
+class CheckpointOptions:
     """The options of a checkpoint."""
 
-    place: Path
+    path: Path
     extra: Mapping[str, Any]
     step: int
     keep: int | None
@@ -56,20 +56,35 @@ class Saves:
     def __init__(self, shards: TensorStore, ranks: Ranks) -> None:
         self._shards, self._ranks = shards, ranks
         self._run = uuid.uuid4().hex
-        self._turns: Workers | None = None
+        self._turns = Workers(1, "zstore-agree") if ranks.world_size > 1 else None
         """One thread, that agrees with the other ranks."""
         self._agreement: Agreement | None = None
         self._known: Mapping[str, KnownFile] = {}
         self._expected: list[Future[None]] = []
+        """The ends of the checkpoints under way."""
         self._unheard: list[Ticket[SaveSummary]] = []
         self._lock = threading.Lock()
 
-    def expect(self) -> Future[None]:
-        """Return a future of the end of a checkpoint that is asked for now, for `start`."""
+    def start(self, pinned: Callable[[], Snapshot], options: CheckpointOptions) -> Ticket[SaveSummary]:
+        """Return the ticket of a checkpoint, which waits behind the caller for the snapshot that `pinned` returns.
+
+        Called in the order of the changes.
+        """
         over: Future[None] = Future()
         with self._lock:
             self._expected.append(over)
-        return over
+        begin: Callable[[], SaveHandle] = partial(self._begin, pinned, options)
+        if self._turns is not None:
+            begin = self._turns.submit(partial(self._begin_together, pinned, options)).wait
+
+        def carry_out() -> SaveSummary:
+            return begin().ticket.wait()
+
+        save = run_in_thread(carry_out, "zstore-checkpoint")
+        save.when_done(partial(self._end, over))
+        with self._lock:
+            self._unheard = [one for one in self._unheard if not one.done() or one.error() is not None] + [save]
+        return save.then(self._note, partial(self._hear, save))
 
     def asked_for(self) -> Callable[[], None]:
         """Return a function that waits until the checkpoints asked for by now have ended."""
@@ -82,38 +97,11 @@ class Saves:
 
         return wait
 
-    def start(
-        self, over: Future[None], pinned: Callable[[], Snapshot], wish: Wish, *, behind: bool
-    ) -> Ticket[SaveSummary]:
-        """Return the ticket of a checkpoint, which waits for changes under way here, or `behind` the caller, as it does for
-        other ranks. Raises at once if it cannot begin here."""
-        try:
-            if self._ranks.world_size > 1:
-                save = self._begin_in_turn(partial(self._begin_together, pinned, wish))
-            elif behind:
-                save = _behind(partial(self._begin, pinned, wish))
-            else:
-                save = self._begin(pinned, wish).ticket
-        except BaseException:
-            self._end(over)
-            raise
-        save.when_done(partial(self._end, over))
-        with self._lock:
-            self._unheard = [one for one in self._unheard if not one.done() or one.error() is not None] + [save]
-        return save.then(self._note, partial(self._hear, save))
-
-    def _begin_in_turn(self, begin: Callable[[], SaveHandle]) -> Ticket[SaveSummary]:
-        """Begin a checkpoint after those before it."""
-        with self._lock:
-            self._turns = self._turns or Workers(1, "zstore-agree")
-            begun = self._turns.submit(begin)
-        return _behind(begun.wait)
-
-    def _begin_together(self, pinned: Callable[[], Snapshot], wish: Wish) -> SaveHandle:
+    def _begin_together(self, pinned: Callable[[], Snapshot], options: CheckpointOptions) -> SaveHandle:
         """Begin this rank's part of a checkpoint, once all ranks can. See [Note: checkpoints of several ranks]."""
         agreement = self._agreement = self._agreement or self._ranks.agreement()
         try:
-            handle = self._begin(pinned, wish, agreement)
+            handle = self._begin(pinned, options, agreement)
         except Exception as error:
             agreement.agree(error)
             raise
@@ -145,13 +133,15 @@ class Saves:
         with self._lock:
             return list(self._unheard)
 
-    def _begin(self, pinned: Callable[[], Snapshot], wish: Wish, agreement: Agreement | None = None) -> SaveHandle:
+    def _begin(
+        self, pinned: Callable[[], Snapshot], options: CheckpointOptions, agreement: Agreement | None = None
+    ) -> SaveHandle:
         """Begin to save the snapshot that `pinned` returns, and release it in any case."""
-        snapshot, ranks, place = pinned(), self._ranks, wish.place
+        snapshot, ranks, place = pinned(), self._ranks, options.path
         try:
             held = {name: ranks.held_as(pin.local) for name, pin in snapshot.pins.items()}
             if ranks.rank == 0:
-                check_tag_is_free(place.parent, place.name, overwrite=wish.overwrite)
+                check_tag_is_free(place.parent, place.name, overwrite=options.overwrite)
             save_id = new_save_id() if agreement is None else agreement.step_id
             run = self._run if agreement is None else agreement.run_id
         except BaseException:
@@ -161,7 +151,9 @@ class Saves:
         pins = {name: pin for name, pin in snapshot.pins.items() if held[name].by_rows or ranks.rank == 0}
         for name in snapshot.pins.keys() - pins.keys():
             snapshot.pins[name].release()
-        whole = [name for name, one in held.items() if one.spec.shape and not one.by_rows and name not in wish.by_rows]
+        whole = [
+            name for name, one in held.items() if one.spec.shape and not one.by_rows and name not in options.by_rows
+        ]
         request = SaveRequest(
             resources=self._shards.resources,
             folder=place.parent,
@@ -170,14 +162,14 @@ class Saves:
             world_size=ranks.world_size,
             save_id=save_id,
             run_id=run,
-            record={"extra": wish.extra, **({"whole": whole} if ranks.world_size > 1 else {})},
-            step=wish.step,
+            record={"extra": options.extra, **({"whole": whole} if ranks.world_size > 1 else {})},
+            step=options.step,
             specs={name: one.spec for name, one in held.items()},
             grids={name: one.grid_in_checkpoint for name, one in held.items()},
             pieces={name: one.grid for name, one in held.items() if one.grid_in_checkpoint != one.grid},
             pins=pins,
-            keep=None if wish.keep is None else Keep(last=wish.keep),
-            overwrite=wish.overwrite,
+            keep=None if options.keep is None else Keep(last=options.keep),
+            overwrite=options.overwrite,
             known=self._known,
             disk_folders=self._shards.disk_folders(),
         )
@@ -187,12 +179,3 @@ class Saves:
         with self._lock:
             self._known = {**self._known, **summary.known}
         return summary
-
-
-def _behind(begin: Callable[[], SaveHandle]) -> Ticket[SaveSummary]:
-    """Return the ticket of a save that `begin` begins, or waits for, in a separate thread."""
-
-    def save() -> SaveSummary:
-        return begin().ticket.wait()
-
-    return run_in_thread(save, "zstore-checkpoint")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections.abc import Mapping
@@ -13,20 +12,12 @@ from ..checkpoint.folder import Folder, LocalFolder
 from ..checkpoint.names import tag_text
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.source import ArraySource
-from ..errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
+from ..errors import CheckpointNotFoundError, UsageError
 from ..io.files import UserPath, is_url, user_location, user_path
 from ..io.shards import IoResources
 
-_MAKERS = (
-    ("torch.distributed.checkpoint", ".metadata"),
-    ("DeepSpeed", "*_model_states.pt"),
-    ("DeepSpeed", "zero_to_fp32.py"),
-    ("Hugging Face", "*.safetensors"),
-)
-"""The software whose checkpoints have a file of such a name."""
-
-_ADDRESS = re.compile(r"https?://[^/]*:\d+")
-"""The address of an HTTP server without a path."""
+_URL_WITH_TAG = re.compile(r"(.+://[^/]+/.+):([^/:]+)")
+"""A colon before the path belongs to the address."""
 
 
 def open_source(
@@ -40,19 +31,17 @@ def open_source(
     `FOLDER@TAG` that is not there itself means `tag` in `FOLDER`.
 
     `storage_options` are those of the fsspec file system of a URL. Raises CheckpointNotFoundError, CorruptionError if it
-    is damaged, CheckpointMismatchError if it is of a kind or version that is not read, or other software's behind a URL,
+    is damaged, CheckpointMismatchError if it is of a kind or version that is not read,
     UsageError for a URL that nothing opens. `resources` stays the caller's.
     """
     place = user_location(location)
-    folder = folder_of(place, storage_options)
     text = None if tag is None else tag_text(tag)
+    folder = folder_of(place, storage_options)
     try:
         return open_checkpoint(folder, text, resources=resources)
     except CheckpointNotFoundError:
         # Only if there is none of ours: a run that moved here goes on in the same folder.
-        if is_url(place):
-            _refuse_foreign(folder if text is None else folder.child(text))
-        elif (foreign := _open_foreign(place, text, resources)) is not None:
+        if folder.is_local and (foreign := _open_foreign(place, text, resources)) is not None:
             return foreign
         above, _, name = place.rpartition("@")
         if tag is not None or not above or not name or "/" in name or (folder.is_local and folder.path.exists()):
@@ -63,21 +52,16 @@ def open_source(
 def split_location(location: UserPath, tag: str | None = None) -> tuple[str, str | None]:
     """Return path or URL, and the tag, of `DIR`, `DIR:TAG`, `DIR@TAG`, or `DIR` and a `tag` beside it (None: not named).
 
-    An existing local folder is taken literally, colons included; in a URL `open_source` sees to `@`. Raises UsageError if
-    there are two tags.
+    An existing local folder is taken literally; in a URL `open_source` sees to `@`. Raises UsageError if there are two tags.
     """
     text = user_location(location)
-    separators = ":" if is_url(text) else ":@"
-    places = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character in separators]
+    places: list[tuple[str, str]] = []
     if is_url(text):
-        # The last one alone: others belong to the URL.
-        places = [(url, name) for url, name in places[-1:] if is_url(url) and name and "/" not in name]
-        if _ADDRESS.fullmatch(text):  # the colon precedes a port
-            places = []
-    elif Path(text).is_dir():
-        places = []
-    else:
-        places = [(folder, name) for folder, name in places if name and "/" not in name and Path(folder).is_dir()]
+        if (match := _URL_WITH_TAG.fullmatch(text)) is not None:
+            places = [(match[1], match[2])]
+    elif not Path(text).is_dir():
+        cuts = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character in ":@"]
+        places = [(folder, name) for folder, name in cuts if name and "/" not in name and Path(folder).is_dir()]
     if not places:
         return text, tag
     if tag is not None:
@@ -101,28 +85,6 @@ def _open_foreign(location: str, tag: str | None, resources: IoResources | None)
 
         return HuggingFaceSource(folder, resources)
     return None
-
-
-def _refuse_foreign(folder: Folder) -> None:
-    """Raise CheckpointMismatchError if a URL has other software's checkpoint."""
-    if (maker := maker_of(folder)) is not None:
-        raise CheckpointMismatchError(
-            f"{folder} looks like a checkpoint of {maker}: from URLs zstore reads only its own checkpoints, other "
-            "software's from local folders. Copy it to a local folder and pass that"
-        )
-
-
-def maker_of(folder: Folder) -> str | None:
-    """Return the software whose checkpoint a folder seems to be, by the names in it; None if they suggest none."""
-    try:
-        entries = folder.entries()
-    except OSError:
-        return None
-    for maker, pattern in _MAKERS:
-        if fnmatch.filter(entries.files, pattern):
-            return maker
-    steps = fnmatch.filter(entries.folders, "global_step*")
-    return maker_of(folder.child(steps[0])) if steps else None
 
 
 def folder_of(location: UserPath, storage_options: Mapping[str, Any] | None = None) -> Folder:

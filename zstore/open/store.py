@@ -10,7 +10,6 @@ programs with and without asyncio, usable from several tasks and threads, and no
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -19,9 +18,10 @@ from typing import Any, NoReturn, Self
 
 import numpy as np
 
+from ..checkpoint.format import decode_state, encode_state
 from ..checkpoint.request import SaveSummary
 from ..errors import UsageError
-from ..format.arrays import Array, ArraySpec, numpy_dtype
+from ..format.arrays import Array, ArraySpec
 from ..io.closing import OF_THE_PARENT, Closing, closing_with, tell_of_fork
 from ..io.files import UserPath, user_location, user_path
 from ..io.pool import Workers, run_in_thread
@@ -31,24 +31,12 @@ from ..store.order import ArrayOrder
 from ..store.snapshot import Snapshot
 from ..store.statistics import StoreStatistics
 from ..store.store import TierName
-from .arrays import Ahead, HeldArrays
+from .arrays import ArrayWork, StoreArray, Value, flat_target, flatten, local_of, shaped
 from .checkpoint import Checkpoint, open_checkpoint
 from .lazy import LazyArray
-from .ranks import ALONE, HeldArray, Ranks
-from .saves import Saves, Wish
+from .ranks import ALONE, Ranks
+from .saves import CheckpointOptions, Saves
 from .stream import Mode, Values
-from .values import (
-    KnownArray,
-    KnownArrays,
-    Value,
-    distributed,
-    entry_of,
-    flat_target,
-    flatten,
-    loaded_entry,
-    local_of,
-    shaped,
-)
 
 _NUM_OPERATIONS = 4
 """Operations on arrays under way at a time."""
@@ -68,14 +56,13 @@ class Store(Closing):
         self.ranks = ranks
         """This process among those that share the arrays."""
         self._shards = shards
-        self._arrays = HeldArrays(shards)
-        self._entries = KnownArrays()
+        self._work = ArrayWork(shards)
+        self._arrays: dict[str, StoreArray] = {}
         self._lock = threading.RLock()
         """Guards the table of arrays: held shortly, so that no coroutine waits for it."""
         self._order = ArrayOrder(_NUM_OPERATIONS)
         self._workers = Workers(2, "zstore-passes")
         self._saves = Saves(shards, ranks)
-        self._ahead = Ahead(shards.budget)
         self._loads: dict[Ticket[Any], list[Ticket[None]]] = {}
         """Loads whose end was not reported, and the changes that they consist of."""
         self._closed = ""
@@ -113,34 +100,33 @@ class Store(Closing):
         array, the rows `own_rows(shape[0])` of it; of any other value each has all, and rank 0's is saved. Raises UsageError
         for a value that cannot be stored; the ticket BudgetError or DiskFullError if there is no room.
         """
-        entry, data = entry_of(name, value, self.ranks, shape=shape, dims=tuple(dims))
-        return self._put(entry, partial(self._arrays.write, data, 0), tier)
+        array, data = self.ranks.hold_value(name, value, shape=shape, dims=tuple(dims))
+        return self._put(array, partial(self._work.write, data, 0), tier)
 
-    def _put(self, entry: KnownArray, fill: Callable[[HeldArray], None], tier: TierName | None) -> Ticket[None]:
-        name = entry.spec.name
+    def _put(self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None) -> Ticket[None]:
+        name = array.spec.name
         with self._lock:
             self._check_open()
-            self._ahead.take(name)
-            former = self._entries.get(name)
-            if former is not None and not entry.spec.dims and former.spec.shape == entry.spec.shape:
-                entry = replace(entry, held=replace(entry.held, spec=replace(entry.spec, dims=former.spec.dims)))
-            self._entries[name] = entry
-            put = partial(self._arrays.put, entry.held, fill, tier, self._saves.asked_for())
+            former = self._arrays.get(name)
+            if former is not None and not array.spec.dims and former.spec.shape == array.spec.shape:
+                array = replace(array, spec=replace(array.spec, dims=former.spec.dims))
+            self._arrays[name] = array
+            put = partial(self._work.put, array, fill, tier, self._saves.asked_for())
             return self._replace(name, former, put)
 
-    def _replace(self, name: str, former: KnownArray | None, operation: Callable[[], None]) -> Ticket[None]:
+    def _replace(self, name: str, former: StoreArray | None, operation: Callable[[], None]) -> Ticket[None]:
         """Queue a replacement or removal of an array; if it fails, the array is `former` again, unless that is gone."""
-        entry = self._entries.get(name)
+        array = self._arrays.get(name)
 
         def run() -> None:
             try:
                 operation()
             except BaseException:
                 with self._lock:
-                    if self._entries.get(name) is entry:
-                        self._entries.pop(name, None)
-                        if former is not None and self._arrays.has(former.held):
-                            self._entries[name] = former
+                    if self._arrays.get(name) is array:
+                        self._arrays.pop(name, None)
+                        if former is not None and self._work.has(former):
+                            self._arrays[name] = former
                 raise
 
         return self._order.submit(name, run, changes=True)
@@ -161,21 +147,17 @@ class Store(Closing):
         KeyError for a name that is not there, UsageError for rows of other ranks.
         """
         with self._lock:
-            entry = self._entry(name)
-            first, stop, shape = entry.held.flat_rows(rows)
-            whole = rows is None and out is None
-            is_torch = entry.is_torch or device is not None or (out is not None and not isinstance(out, np.ndarray))
-            ticket = self._ahead.take(name) if whole else None
-            if ticket is None:
-                target = None if out is None else flat_target(entry.spec, out, shape)
-                read = partial(self._arrays.read, entry.held, first, stop, target)
-                ticket = self._order.submit(name, read, changes=False)
+            array = self._array(name)
+            first, stop, shape = array.flat_rows(rows)
+            target = None if out is None else flat_target(array.spec, out, shape)
+            read = partial(self._work.read, array, first, stop, target)
+            ticket = self._order.submit(name, read, changes=False)
 
         def give(data: Array) -> Any:
             if out is not None:
                 return out
-            value = shaped(data.view(numpy_dtype(entry.spec.dtype)), shape, is_torch, device)
-            return distributed(value, entry, self.ranks) if whole and entry.placements else value
+            value = shaped(data.view(array.dtype), shape, array.is_torch or device is not None, device)
+            return self.ranks.distributed(value, array) if rows is None and array.placements else value
 
         return ticket.then(give)
 
@@ -187,15 +169,14 @@ class Store(Closing):
         """
         value = local_of(value)
         with self._lock:
-            entry = self._entry(name)
-            first, _, shape = entry.held.flat_rows(rows)
-            data, _ = flatten(name, value)
-            if tuple(np.shape(value)) != shape or data.dtype.name != entry.spec.dtype:
+            array = self._array(name)
+            first, _, shape = array.flat_rows(rows)
+            data = flatten(name, value)
+            if tuple(np.shape(value)) != shape or data.dtype.name != array.spec.dtype:
                 raise UsageError(
-                    f"array {name!r}: expected {entry.spec.dtype} of shape {shape}, got {data.dtype.name} of {np.shape(value)}"
+                    f"array {name!r}: expected {array.spec.dtype} of shape {shape}, got {data.dtype.name} of {np.shape(value)}"
                 )
-            self._ahead.take(name)
-            return self._order.submit(name, partial(self._arrays.write, data, first, entry.held), changes=True)
+            return self._order.submit(name, partial(self._work.write, data, first, array), changes=True)
 
     def delete(self, name: str) -> Ticket[None]:
         """Remove an array and free its space, once checkpoints that are being written from it are done.
@@ -203,10 +184,9 @@ class Store(Closing):
         Raises KeyError for a name that is not there; the ticket UsageError while somebody pins it.
         """
         with self._lock:
-            former = self._entry(name)
-            del self._entries[name]
-            self._ahead.take(name)
-            return self._replace(name, former, partial(self._arrays.remove, name, self._saves.asked_for()))
+            former = self._array(name)
+            del self._arrays[name]
+            return self._replace(name, former, partial(self._work.remove, name, self._saves.asked_for()))
 
     def move(self, names: str | Iterable[str], *, tier: TierName) -> Ticket[None]:
         """Move arrays with their values to another tier. The ticket raises BudgetError or DiskFullError if there is no room:
@@ -214,25 +194,10 @@ class Store(Closing):
         with self._lock:
             chosen = [names] if isinstance(names, str) else list(names)
             for name in chosen:
-                self._entry(name)
-            moves = {name: partial(self._arrays.move, name, tier, self._saves.asked_for()) for name in chosen}
+                self._array(name)
+            moves = {name: partial(self._work.move, name, tier, self._saves.asked_for()) for name in chosen}
             tickets = [self._order.submit(name, move, changes=True) for name, move in moves.items()]
         return self._all(tickets)
-
-    def prefetch(self, names: str | Iterable[str]) -> Ticket[None]:
-        """Begin to read whole arrays into host memory, within the budget, for the next `get` of each, which takes them.
-
-        Raises BudgetError if there is no room for all of them: then none is read ahead.
-        """
-
-        def read(name: str) -> Ticket[Array]:
-            held = self._entries[name].held
-            operation = partial(self._arrays.read, held, 0, held.numel, None)
-            return self._order.submit(name, operation, changes=False)
-
-        with self._lock:
-            chosen = [names] if isinstance(names, str) else list(names)
-            return self._all(self._ahead.begin({name: self._entry(name).held.nbytes for name in chosen}, read))
 
     def stream(self, names: Iterable[str] | None = None, *, prefetch: int = 2, mode: Mode = "update") -> Values:
         """Return (name, value) of arrays one after the other, all of them by default: `for` and `async for` alike.
@@ -244,22 +209,30 @@ class Store(Closing):
         """
         with self._lock:
             self._check_open()
-            entries = [self._entry(name) for name in (self._entries if names is None else names)]
+            arrays = [self._array(name) for name in (self._arrays if names is None else names)]
         if prefetch < 0:
             raise UsageError(f"prefetch={prefetch}: expected a number of arrays")
-        return Values(self, entries, shards=self._shards, workers=self._workers, prefetch=prefetch, mode=mode)
+        return Values(
+            arrays,
+            lambda name, out: self.get(name, out=out),
+            self.update,
+            shards=self._shards,
+            workers=self._workers,
+            prefetch=prefetch,
+            mode=mode,
+        )
 
     # -- inventory --------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
         """Return the names of all arrays, in the order in which they were put."""
         with self._lock:
-            return list(self._entries)
+            return list(self._arrays)
 
     def spec(self, name: str) -> ArraySpec:
         """Return name, shape and data type of an array, of all ranks' rows. Raises KeyError for a name that is not there."""
         with self._lock:
-            return self._entry(name).spec
+            return self._array(name).spec
 
     def own_rows(self, num_rows: int) -> slice:
         """Return this rank's rows of so many, as torch's `Shard(0)` cuts them; alone, all of them."""
@@ -268,28 +241,28 @@ class Store(Closing):
     def tier_of(self, name: str) -> Ticket[str]:
         """Return an array's tier once operations under way for it are done: "disk", "host" or "device"."""
         with self._lock:
-            self._entry(name)
+            self._array(name)
             return self._order.submit(name, partial(self._shards.tier_of, name), changes=False)
 
     def __getitem__(self, name: str) -> LazyArray:
         """Return the array as one that is read when it is indexed, with numpy's indexing."""
         with self._lock:
-            held = self._entry(name).held
+            array = self._array(name)
 
         def read(first: int, stop: int, out: Array) -> None:
             self._check_open()
-            base = held.require(first, stop)
-            operation = partial(self._arrays.read, held, first - base, stop - base, out)
+            base = array.require(first, stop)
+            operation = partial(self._work.read, array, first - base, stop - base, out)
             self._order.submit(name, operation, changes=False).wait()
 
-        return LazyArray(name, held.spec, held.spec.dtype, read)
+        return LazyArray(array.spec, read)
 
     def __contains__(self, name: object) -> bool:
         with self._lock:
-            return name in self._entries
+            return name in self._arrays
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._arrays)
 
     def __repr__(self) -> str:
         return f"<Store of {len(self)} arrays in {self._shards.options.run_path or 'memory'}>"
@@ -298,13 +271,13 @@ class Store(Closing):
         """Return the store's contents, and its work since it was opened."""
         return self._shards.statistics()
 
-    def _entry(self, name: str) -> KnownArray:
+    def _array(self, name: str) -> StoreArray:
         self._check_open()
         try:
-            return self._entries[name]
+            return self._arrays[name]
         except KeyError:
-            some = f", for example {list(self._entries)[:3]}" if self._entries else ""
-            raise KeyError(f"the store has no array {name!r}; it has {len(self._entries)}{some}") from None
+            some = f", for example {list(self._arrays)[:3]}" if self._arrays else ""
+            raise KeyError(f"the store has no array {name!r}; it has {len(self._arrays)}{some}") from None
 
     def _check_open(self) -> None:
         if self._closed:
@@ -344,9 +317,9 @@ class Store(Closing):
 
         with self._lock:
             self._check_open()
-            chosen = list(self._entries) if names is None else list(names)
+            chosen = list(self._arrays) if names is None else list(names)
             for name in chosen:
-                self._entry(name)
+                self._array(name)
             return self._order.submit_on(chosen, pin)
 
     def checkpoint(
@@ -371,14 +344,14 @@ class Store(Closing):
         Of several ranks, all call it, in the same order and with the same arrays: each saves its rows, rank 0 commits, and the
         ticket is done, or raises, on all.
 
-        Raises CheckpointExistsError unless `overwrite`, StorageError, DiskFullError; in a coroutine, and of several ranks, the
-        ticket does.
+        Raises KeyError for a name that is not there, UsageError for `extra` that is not JSON; the ticket UsageError for names
+        of which one is a group of another, CheckpointExistsError unless `overwrite`, StorageError, DiskFullError.
         """
         place = user_path(path)
+        kept = decode_state(encode_state(extra or {}, "extra"))  # a copy, and an error now if it is not JSON
         with self._lock:
             self._check_open()
-            rows = frozenset(name for name, entry in self._entries.items() if entry.held.by_rows)
-            wish = Wish(place, dict(extra or {}), step=step, keep=keep, overwrite=overwrite, by_rows=rows)
+            rows = frozenset(name for name, array in self._arrays.items() if array.by_rows)
             pinned: Callable[[], Snapshot]
             try:
                 pinned = self._pin(names).wait if of is None else lambda: of
@@ -386,9 +359,8 @@ class Store(Closing):
                 if self.ranks.world_size == 1:
                     raise
                 pinned = partial(_raise, error)  # once the other ranks know of it
-            over = self._saves.expect()
-        # A loop must not wait for changes under way; without one, wrong arguments raise here and now.
-        return self._saves.start(over, pinned, wish, behind=_in_event_loop())
+            options = CheckpointOptions(place, kept, step, keep, overwrite, rows)
+            return self._saves.start(pinned, options)
 
     def load(
         self,
@@ -430,11 +402,11 @@ class Store(Closing):
             found = {name: checkpoint[name].spec for name in chosen}
             whole = checkpoint.state.get("whole", ())
             with self._lock:
-                entries = [
-                    loaded_entry(spec, self._entries.get(name), self.ranks, by_rows=name not in whole)
+                arrays = [
+                    self.ranks.hold_loaded(spec, self._arrays.get(name), by_rows=name not in whole)
                     for name, spec in found.items()
                 ]
-            puts += [self._put(entry, partial(self._arrays.load, checkpoint.source), tier) for entry in entries]
+            puts += [self._put(array, partial(self._work.load, checkpoint.source), tier) for array in arrays]
             wait_all(puts)
             extra: dict[str, Any] = dict(checkpoint.state.get("extra", {}))
         return extra
@@ -486,9 +458,3 @@ def _hear(tickets: Sequence[Ticket[Any]]) -> None:
 
 def _raise(error: Exception) -> NoReturn:
     raise error
-
-
-def _in_event_loop() -> bool:
-    """Return whether this thread runs a loop of asyncio."""
-    asyncio = sys.modules.get("asyncio")
-    return asyncio is not None and asyncio._get_running_loop() is not None

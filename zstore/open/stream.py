@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from ..errors import UsageError
-from ..format.arrays import numpy_dtype
 from ..format.partition import round_up
 from ..io.buffers import PAGE_BYTES, Buffer, Pool
 from ..io.pool import Workers
 from ..io.queue import Ticket
 from ..store import TensorStore
-from .values import KnownArray, Value, shaped
+from .arrays import StoreArray, Value, shaped
 
 Mode = Literal["update", "read"]
-
-
-class Arrays(Protocol):
-    """The store's methods that a pass calls."""
-
-    def get(self, name: str, *, out: Value) -> Ticket[Any]:
-        """Read the rank's part of an array into `out`."""
-
-    def update(self, name: str, value: Value) -> Ticket[None]:
-        """Replace it."""
 
 
 class Values:
@@ -39,25 +28,27 @@ class Values:
 
     def __init__(
         self,
-        arrays: Arrays,
-        entries: Sequence[KnownArray],
+        arrays: Sequence[StoreArray],
+        read: Callable[[str, Value], Ticket[Any]],
+        write: Callable[[str, Value], Ticket[None]],
         *,
         shards: TensorStore,
         workers: Workers,
         prefetch: int,
         mode: Mode,
     ) -> None:
-        self._arrays, self._shards, self._workers, self._mode = arrays, shards, workers, mode
-        self._coming = list(reversed(entries))
-        self._prefetch = prefetch
+        self._coming = list(reversed(arrays))
+        self._read, self._write = read, write
+        """Read the rank's part of an array into a value; replace it by one."""
+        self._shards, self._workers, self._prefetch, self._mode = shards, workers, prefetch, mode
         self._pool: Pool | None = None
-        self._ahead: list[tuple[KnownArray, Buffer | None, Ticket[Any]]] = []
+        self._ahead: list[tuple[StoreArray, Buffer | None, Ticket[Any]]] = []
         self._behind: list[Ticket[None]] = []
-        self._current: tuple[KnownArray, Buffer | None, Any] | None = None
+        self._current: tuple[StoreArray, Buffer | None, Any] | None = None
         """The loop's array at hand."""
         self._closed = False
         self._lock = threading.Lock()
-        """HeldArray by who advances: a task that was cancelled may have left its advance under way."""
+        """Held by who advances: a task that was cancelled may have left its advance under way."""
 
     def __iter__(self) -> Generator[tuple[str, Any], None, None]:
         try:
@@ -94,43 +85,42 @@ class Values:
             return bool(self._ahead)
 
     def _hand_out(self) -> tuple[str, Any]:
-        entry, buffer, ticket = self._ahead.pop(0)
-        self._current = entry, buffer, ticket.wait()
-        return entry.spec.name, self._current[2]
+        array, buffer, ticket = self._ahead.pop(0)
+        self._current = array, buffer, ticket.wait()
+        return array.spec.name, self._current[2]
 
     def _retire(self) -> None:
         """Store the array that the loop is done with."""
         if self._current is None:
             return
-        (entry, buffer, value), self._current = self._current, None
+        (array, buffer, value), self._current = self._current, None
         if self._mode == "read":
             if buffer is not None:
                 buffer.release()
             return
-        ticket = self._arrays.update(entry.spec.name, value)
+        ticket = self._write(array.spec.name, value)
         if buffer is not None:
             ticket.when_done(buffer.release)
         self._behind = [one for one in self._behind if not one.done() or one.error() is not None] + [ticket]
 
     def _read_ahead(self) -> None:
         while self._coming and len(self._ahead) <= self._prefetch:
-            entry, buffer = self._coming[-1], None
-            if entry.held.nbytes:
+            array, buffer = self._coming[-1], None
+            if array.nbytes:
                 pool = self._pool = self._pool or self._make_pool()
-                buffer = pool.try_acquire(entry.held.nbytes) if self._ahead else pool.acquire(entry.held.nbytes)
+                buffer = pool.try_acquire(array.nbytes) if self._ahead else pool.acquire(array.nbytes)
                 if buffer is None:
                     return
             self._coming.pop()
-            self._ahead.append((entry, buffer, self._read(entry, buffer)))
+            self._ahead.append((array, buffer, self._begin(array, buffer)))
 
-    def _read(self, entry: KnownArray, buffer: Buffer | None) -> Ticket[Any]:
+    def _begin(self, array: StoreArray, buffer: Buffer | None) -> Ticket[Any]:
         memory = np.empty(0, np.uint8) if buffer is None else buffer.bytes
-        flat = memory.view(numpy_dtype(entry.spec.dtype))
-        return self._arrays.get(entry.spec.name, out=shaped(flat, entry.held.shape, entry.is_torch))
+        return self._read(array.spec.name, shaped(memory.view(array.dtype), array.shape, array.is_torch))
 
     def _make_pool(self) -> Pool:
         """Return memory for the arrays at hand, read ahead, and being stored, within the budget."""
-        sizes = sorted((round_up(entry.held.nbytes, PAGE_BYTES) for entry in self._coming), reverse=True)
+        sizes = sorted((round_up(array.nbytes, PAGE_BYTES) for array in self._coming), reverse=True)
         wanted, free = sum(sizes[: self._prefetch + 2]), self._shards.budget.free_bytes
         return self._shards.make_pool(
             wanted if free is None else max(sizes[0], min(wanted, free // PAGE_BYTES * PAGE_BYTES))
