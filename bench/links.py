@@ -22,7 +22,7 @@ import torch
 
 from bench.limits import disk_limit, limit_name
 from bench.machine import machine
-from zstore.engine.plan.rates import measure_rates
+from zstore.engine.params.record import PRECISIONS
 from zstore.io.pinning import PinnedSlabs
 
 _MIB = 2**20
@@ -60,10 +60,7 @@ def describe(figures: dict[str, Any]) -> list[str]:
 def link_rates(nbytes: int) -> Rates:
     """Return what the links to the device, if there is one, and the host's memory move, measured with so many bytes, and
     how fast what computes multiplies matrices."""
-    has_device = torch.cuda.is_available()
-    found = measure_rates(torch.device("cuda" if has_device else "cpu"))
-    products = {f"{PRODUCTS}{precision}": found.of_device(precision) or 0.0 for precision in found.flops}
-    return (_links(nbytes) if has_device else {}) | _memory(nbytes) | products
+    return (_links(nbytes) if torch.cuda.is_available() else {}) | _memory(nbytes) | _products()
 
 
 def least_seconds(rates: Rates, parameters: int, compute_s: float, *, overlaps: bool) -> float:
@@ -99,6 +96,12 @@ def _rate(nbytes: int, work: Callable[[], object]) -> float:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
     return nbytes / statistics.median(seconds[1:])
+
+
+def _products() -> Rates:
+    device, size = ("cuda", 4096) if torch.cuda.is_available() else ("cpu", 512)
+    matrices = {name: torch.ones(size, size, dtype=dtype, device=device) for name, dtype in PRECISIONS.items()}
+    return {f"{PRODUCTS}{name}": _rate(2 * size**3, partial(torch.matmul, one, one)) for name, one in matrices.items()}
 
 
 def _links(nbytes: int) -> Rates:

@@ -217,7 +217,7 @@ def _plan(spec: Spec, tell: Tell) -> None:
 
     def plan() -> Plan:
         shapes, units = shapes_of_model(module, "bf16"), units_of_model(module)
-        needs = find_needs(shapes, slots, config, world_size=1, rank=0, units=units)
+        needs = find_needs(shapes, slots, config, world_size=1, rank=0)
         return make_plan(needs, placement_settings(config, budget_bytes=None, device_is_host=True), units)
 
     made = plan()

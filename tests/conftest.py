@@ -32,13 +32,13 @@ settings.load_profile("zstore")
 ranks.PRELOADED.insert(0, "tests.forked")
 # What many ranks import, too: seconds in each of them that reads a model of transformers.
 ranks.PRELOADED += ["pytest", "hypothesis", "transformers.models.gpt_neo.modeling_gpt_neo", "tests.warm"]
-# What one rank or process after the other would import, or measure: together half a second of each launcher or command.
+# What one rank or process after the other would import: together half a second of each launcher or command.
 ranks.PRELOADED += [
     "torch.distributed.run",
     "zstore.tools.cli",
     "zstore.tools.train.loop",
     "tests.engine.runs",
-    "tests.measured",
+    "tests.loaded",
 ]
 ranks.PRELOADED += ["zstore.serve.server"]  # what uploads lose by kills
 

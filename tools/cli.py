@@ -7,7 +7,6 @@ module is imported when the command is run, so that `zstore inspect` starts with
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
 import os
 import sys
@@ -25,7 +24,7 @@ from .printing import printable
 COMMANDS = {
     "train": "Train a small model on text; `torchrun ... -m zstore train` works too.",
     "run": "Start a script's ranks, on one machine or several; --as-deepspeed for scripts that import deepspeed.",
-    "plan": "Show where a model's training state fits, how long a step takes, and which config to use.",
+    "plan": "Show whether a model's training state fits on a machine, what each way needs, and which config to use.",
     "config": "Check a config: what each key does here, every problem, and what is filled in for auto.",
     "doctor": "Report versions, devices, memory, the file system, and the speed of the drive.",
     "ls": "List the checkpoints in a folder: step, world size, size on disk, shared size, age.",
@@ -38,9 +37,9 @@ COMMANDS = {
     "prune": "Remove the checkpoints that no --keep option keeps, and show how much space that frees.",
     "serve": "Serve runs and checkpoints over HTTP, with a page that shows them; reads Zarr, weights and JSON.",
 }
-_MODULES = {"train": ".train.command", "run": ".run.command", "plan": ".plan.command"}
+_MODULES = {"train": ".train.command", "run": ".run.command"}
 """Modules of the commands that are not in a file of their name."""
-_WITH_TORCH = ("train", "run", "config", "doctor")
+_WITH_TORCH = ("train", "run", "plan", "config", "doctor")
 
 
 class Commands(TyperGroup):
@@ -86,8 +85,6 @@ def main() -> None:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         # And no plugin of pydantic is for their configs: to look for one reads every package that is installed.
         os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    if sys.argv[1:2] == ["plan"]:
-        gc.disable()  # the process ends soon: to walk over what is imported, several times, takes a tenth of its time
     try:
         app()
     except (ZstoreError, OSError) as error:
@@ -103,8 +100,8 @@ def main() -> None:
 
 def _end(code: str | int | None) -> None:
     """End the process. A rank skips the interpreter's shutdown: threads of torch's process groups that come back into it then
-    abort the process, after everything was saved. So does a plan, which starts no thread: a tenth of its time."""
-    if isinstance(code, str) or not ("RANK" in os.environ or sys.argv[1:2] == ["plan"]):
+    abort the process, after everything was saved."""
+    if isinstance(code, str) or "RANK" not in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()
     sys.stdout.flush()

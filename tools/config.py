@@ -102,10 +102,10 @@ def _native(config: Config) -> frozenset[str]:
         return frozenset()
     import torch
 
-    from zstore.engine.plan.rates import measure_rates
+    from zstore.engine.plan.precision import native_types
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return frozenset(measure_rates(device).native)
+    return native_types(device)
 
 
 def _print(

@@ -1,227 +1,157 @@
-"""`zstore doctor`: the hardware of this machine, and how well one of its folders suits training from disk."""
+"""`zstore doctor`: the hardware of this machine, how well one of its folders suits training from disk, and what to do."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 import platform
 import re
-import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
+import numpy as np
 import typer
-from rich.table import Table
 
-from zstore._version import __version__
-from zstore.io import HUGE_PAGE_BYTES, PinnedSlabs, make_slab, num_cores, read_host_memory
+from zstore.errors import ConfigError, StorageError
+from zstore.format import Bytes
+from zstore.io import HUGE_PAGE_BYTES, PAGE_BYTES, Files, PinnedSlabs, make_slab, num_cores, read_host_memory
 from zstore.sizes import format_bytes
 
-from .drive import BLOCK_BYTES, NUM_THREADS, RATE_BYTES, DriveReport, FolderReport, measure_drive, probe_folder
 from .options import Json
 from .printing import make_console, print_json, printable
 
-if TYPE_CHECKING:
-    from zstore.engine.plan.rates import MatmulRates
-
-_PACKAGES = (
-    "torch", "numpy", "zarr", "numcodecs", "ml_dtypes", "crc32c", "safetensors", "fsspec", "pydantic",
-    "transformers", "tensorstore",
-)  # fmt: skip
+_PACKAGES = ("zstore", "torch", "numpy", "transformers")
+_NUM_THREADS = 8
+BLOCK_BYTES = 4 * 2**20
+"""Bytes of one request: with as many threads enough in flight for a drive's full rate."""
+RATE_BYTES = 512 * 2**20
+"""Size of the file that the rates are measured on: a second or so on a good drive."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """A device that computes."""
 
-    kind: str
-    """"cpu" or "cuda"."""
     name: str
     memory_bytes: int
-    num_cores: int | None
-    """Cores this process may use; None on an accelerator."""
-    pinning: bool | None
-    """Whether host memory can be registered for it; None on the CPU, which needs none."""
-    matmul_flops: Mapping[str, float]
-    """Precision -> operations a second in matrix products, of one core of a CPU, of a whole GPU."""
-    matmul_text: str
-    """The same in words."""
     native: tuple[str, ...]
-    """The 16-bit precisions that it computes natively: what "auto" in a config chooses from."""
+    """The 16-bit types that it computes natively: what "auto" in a config chooses from."""
+    num_cores: int | None = None
+    """Cores this process may use; None on an accelerator."""
+    pinning: bool | None = None
+    """Whether host memory can be registered for it; None on the CPU, which needs none."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryReport:
-    """Host memory. None: the system does not say."""
+class Folder:
+    """A folder and its drive. None: not tried, because it cannot be written or has no room."""
 
-    total_bytes: int | None
-    available_bytes: int | None
-    """Within the control groups' limits."""
-    limit_bytes: int | None
-    """The least limit of the control groups, if there is one."""
-    transparent_huge_pages: str | None
-    """The kernel's mode: "always", "madvise" or "never"."""
-    huge_pages: bool | None
-    """Whether a buffer of ours really came in huge pages, which about doubles the rate of direct reads."""
+    path: str
+    free_bytes: int
+    writable: bool
+    direct_io: bool | None = None
+    """Transfers go past the page cache."""
+    hard_links: bool | None = None
+    """Checkpoints of state on this drive cost no copy."""
+    read_bytes_per_s: float | None = None
+    write_bytes_per_s: float | None = None
+    """Over blocks that were written before, as swap files are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All that `zstore doctor` found out."""
+    """All that `zstore doctor` found out. Memory is None if the system does not say."""
 
     system: str
     versions: dict[str, str | None]
-    """Package -> version; None when it is not installed."""
+    """Package -> version; None if it is not installed."""
     devices: tuple[Device, ...]
-    memory: MemoryReport
-    folder: FolderReport
-    drive: DriveReport | None
-    """None when nothing can be written there."""
-    faults: tuple[str, ...]
-    """Reasons why zstore cannot work in the folder."""
-    notes: tuple[str, ...]
-    """Things that work, but slower than they could, and the remedy."""
-
-
-def examine(path: Path, *, rate_bytes: int = RATE_BYTES) -> Diagnosis:
-    """Look at this machine and at the folder `path`, which is left as it was.
-
-    The rates are measured on a file of `rate_bytes`, or less on a small drive. `ConfigError` if the folder does
-    not exist.
-    """
-    folder = probe_folder(path)
-    drive = measure_drive(path, rate_bytes) if folder.writable else None
-    memory = _examine_memory()
-    devices = tuple(_devices(memory))
-    return Diagnosis(
-        system=f"{platform.system()} {platform.release()}, {platform.machine()}",
-        versions={
-            "python": platform.python_version(),
-            "zstore": __version__,
-            **{name: _version(name) for name in _PACKAGES},
-        },
-        devices=devices,
-        memory=memory,
-        folder=folder,
-        drive=drive,
-        faults=tuple(_faults(folder, drive)),
-        notes=tuple(_notes(folder, memory, devices)),
-    )
+    available_bytes: int | None
+    """Host memory, within the control groups' limits."""
+    huge_pages: str | None
+    """The kernel's mode: "always", "madvise" or "never"."""
+    folder: Folder
+    fault: str | None
+    """Why zstore cannot work in the folder, with the remedy."""
+    advice: tuple[str, ...]
+    """Things that could be faster, with the remedy, and what to do next."""
 
 
 def doctor_command(
     path: Annotated[Path, typer.Option(help="Folder on the drive to examine.", metavar="P")] = Path(),
     json: Json = False,
 ) -> int:
-    """Print the report on stdout, as JSON or for people; 1 when something keeps zstore from working, else 0."""
+    """Print the report on stdout, as JSON or for people; 1 if something keeps zstore from working, else 0."""
     report = examine(path, rate_bytes=RATE_BYTES)
     if json:
         print_json(asdict(report))
     else:
-        _print(report)
-    return 1 if report.faults else 0
+        console = make_console()
+        for name, value in _rows(report):
+            console.print(f"{name:<14}{printable(value)}", soft_wrap=True)
+        for line in (report.fault, *report.advice):
+            if line is not None:
+                console.print(f"- {printable(line)}", soft_wrap=True)
+    return 0 if report.fault is None else 1
+
+
+def examine(path: Path, *, rate_bytes: int) -> Diagnosis:
+    """Look at this machine and at the folder `path`, which is left as it was.
+
+    The rates are measured on a file of `rate_bytes`, or less on a small drive. `ConfigError` if the folder does not exist.
+    """
+    folder, memory = examine_folder(path, rate_bytes), read_host_memory()
+    mode = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
+    huge_pages, devices = mode.group(1) if mode else None, tuple(_devices(memory.total_bytes or 0))
+    fault = None
+    if not folder.writable:
+        fault = f"{folder.path} cannot be written: check its permissions, or give another folder"
+    elif folder.read_bytes_per_s is None:
+        fault = f"{folder.path} has only {format_bytes(folder.free_bytes)} free: free some space"
+    return Diagnosis(
+        system=f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}",
+        versions={name: _version(name) for name in _PACKAGES},
+        devices=devices,
+        available_bytes=memory.available_bytes,
+        huge_pages=huge_pages,
+        folder=folder,
+        fault=fault,
+        advice=tuple(_advice(folder, huge_pages, devices, memory.available_bytes)),
+    )
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
-def _examine_memory() -> MemoryReport:
-    memory = read_host_memory()
-    mode = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
-    return MemoryReport(
-        total_bytes=memory.total_bytes,
-        available_bytes=memory.available_bytes,
-        limit_bytes=memory.limit_bytes,
-        transparent_huge_pages=mode.group(1) if mode else None,
-        huge_pages=_gets_huge_pages(),
-    )
-
-
-def _gets_huge_pages() -> bool | None:
-    before = _anonymous_huge_bytes()
-    if before is None:
-        return None
-    slab = make_slab(8 * HUGE_PAGE_BYTES)
-    slab[:] = 1
-    after = _anonymous_huge_bytes() or 0
-    return after - before >= slab.size // 2
-
-
-def _anonymous_huge_bytes() -> int | None:
-    found = re.search(r"^AnonHugePages:\s+(\d+) kB", _read("/proc/self/smaps_rollup"), re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else None
-
-
-def _devices(memory: MemoryReport) -> Iterator[Device]:
-    """Yield the CPU, and the CUDA devices that torch sees, with their rates of matrix products."""
+def _devices(memory_bytes: int) -> Iterator[Device]:
+    """Yield the CPU, and the CUDA devices that torch sees."""
     import torch
 
-    from zstore.engine.plan.rates import measure_rates
+    from zstore.engine.plan.precision import native_types
 
     name = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     yield Device(
-        kind="cpu",
         name=name.group(1) if name else platform.processor() or platform.machine(),
-        memory_bytes=memory.total_bytes or 0,
+        memory_bytes=memory_bytes,
+        native=tuple(sorted(native_types(torch.device("cpu")))),
         num_cores=num_cores(),
-        pinning=None,
-        **_describe_rates(measure_rates(torch.device("cpu"))),
     )
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        yield Device(
-            kind="cuda",
-            name=properties.name,
-            memory_bytes=properties.total_memory,
-            num_cores=None,
-            pinning=_can_pin(),
-            **_describe_rates(measure_rates(torch.device("cuda", index))),
-        )
-
-
-def _describe_rates(rates: MatmulRates) -> dict[str, Any]:
-    return {"matmul_flops": rates.flops, "matmul_text": rates.text(), "native": tuple(sorted(rates.native))}
-
-
-def _can_pin() -> bool:
-    """Whether a slab can be registered with CUDA, as the buffer pool does."""
-    with contextlib.closing(PinnedSlabs()) as slabs:
-        return slabs.make(HUGE_PAGE_BYTES).size > 0 and not slabs.messages
-
-
-def _faults(folder: FolderReport, drive: DriveReport | None) -> Iterator[str]:
-    if not folder.writable:
-        yield f"{folder.path} cannot be written: check its permissions, or give another folder"
-    elif drive is None:
-        yield f"{folder.path} has only {format_bytes(folder.free_bytes)} free: free some space"
-
-
-def _notes(folder: FolderReport, memory: MemoryReport, devices: tuple[Device, ...]) -> Iterator[str]:
-    if folder.direct_io is False:
-        yield "no direct I/O here: transfers go through the page cache, slower and not counted in the host budget"
-    if folder.hard_links is False:
-        yield "no hard links here: checkpoints are copied in the background instead of linked"
-    if folder.preallocation is False:
-        yield "no preallocation here: a full disk may be noticed only in the middle of a step"
-    if memory.huge_pages is False:
-        yield (
-            f"no huge pages (mode {memory.transparent_huge_pages}): direct I/O runs at about half the rate; "
-            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-        )
-    for device in devices:
-        if not device.native:
-            yield (
-                f"no fast bf16 or fp16 on this {device.kind.upper()}: train in fp32, which "
-                '"bf16": {"enabled": "auto"} selects here'
-            )
-    if any(device.pinning is False for device in devices):
-        yield "host memory cannot be pinned: raise the locked-memory limit (ulimit -l unlimited)"
+        with contextlib.closing(PinnedSlabs()) as slabs:
+            pinning = slabs.make(HUGE_PAGE_BYTES).size > 0 and not slabs.messages
+        native = tuple(sorted(native_types(torch.device("cuda", index))))
+        yield Device(name=properties.name, memory_bytes=properties.total_memory, native=native, pinning=pinning)
 
 
 def _read(path: str) -> str:
@@ -231,53 +161,117 @@ def _read(path: str) -> str:
     return ""
 
 
-def _yes(value: bool | None) -> str:
-    return {True: "yes", False: "no", None: "not tried"}[value]
-
-
-def _size(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else format_bytes(num_bytes)
+def _advice(
+    folder: Folder, huge_pages: str | None, devices: tuple[Device, ...], available_bytes: int | None
+) -> Iterator[str]:
+    if folder.direct_io is False:
+        yield "no direct I/O here: transfers go through the page cache, slower and not counted in the host budget"
+    if folder.hard_links is False:
+        yield "no hard links here: checkpoints are copied in the background instead of linked"
+    if huge_pages == "never":
+        yield "no huge pages, half the direct I/O: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    if any(device.pinning is False for device in devices):
+        yield "host memory cannot be pinned: raise the locked-memory limit (ulimit -l unlimited)"
+    if not devices[-1].native:
+        yield 'no fast bf16 or fp16: train in fp32, which "bf16": {"enabled": "auto"} selects here'
+    memory = "" if available_bytes is None else f" --memory {available_bytes // 10**9}GB"
+    disk = f" --disk {folder.free_bytes // 10**9}GB"
+    yield f"see which config fits here: zstore plan --model M --gpus {len(devices) - 1}{memory}{disk}"
 
 
 def _rows(report: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "system", report.system
-    installed = [f"{name} {version}" for name, version in report.versions.items() if version]
-    yield "versions", ", ".join(installed)
-    missing = [name for name, version in report.versions.items() if not version]
-    if missing:
-        yield "not installed", ", ".join(missing)
+    yield "versions", ", ".join(f"{name} {version or '(not installed)'}" for name, version in report.versions.items())
     for device in report.devices:
-        extra = f", {device.num_cores} cores" if device.num_cores else f", pinning: {_yes(device.pinning)}"
-        yield device.kind, f"{device.name}, {format_bytes(device.memory_bytes)}{extra}"
-        yield "matrix products", device.matmul_text
-    memory = report.memory
-    yield "memory", f"{_size(memory.total_bytes)}, {_size(memory.available_bytes)} available"
-    if memory.limit_bytes is not None:
-        yield "memory limit", format_bytes(memory.limit_bytes)
-    yield "huge pages", f"{_yes(memory.huge_pages)} (mode {memory.transparent_huge_pages})"
-    folder = report.folder
-    yield "folder", folder.path
-    yield "file system", f"{folder.file_system or 'unknown'}, {format_bytes(folder.free_bytes)} free"
-    yield "direct I/O", _yes(folder.direct_io)
-    yield "hard links", _yes(folder.hard_links)
-    yield "preallocation", _yes(folder.preallocation)
-    if report.drive is not None:
-        yield "drive reads", _rate(report.drive.read_bytes_per_s, report.drive)
-        yield "drive writes", _rate(report.drive.write_bytes_per_s, report.drive)
-        yield "drive, new files", _rate(report.drive.write_new_bytes_per_s, report.drive)
+        extra = "" if device.num_cores is None else f", {device.num_cores} cores"
+        native = " and ".join(device.native) or "fp32 alone"
+        yield "device", f"{device.name}{extra}, {format_bytes(device.memory_bytes)}, natively {native}"
+    if report.available_bytes is not None:
+        yield "memory", f"{format_bytes(report.available_bytes)} available"
+    yield "huge pages", report.huge_pages or "unknown"
+    folder, words = report.folder, {True: "yes", False: "no", None: "not tried"}
+    yield "folder", f"{folder.path}, {format_bytes(folder.free_bytes)} free"
+    yield "direct I/O", words[folder.direct_io]
+    yield "hard links", words[folder.hard_links]
+    if folder.read_bytes_per_s is not None and folder.write_bytes_per_s is not None:
+        yield (
+            "drive",
+            f"reads {folder.read_bytes_per_s / 1e9:.2f} GB/s, writes {folder.write_bytes_per_s / 1e9:.2f} GB/s",
+        )
 
 
-def _rate(bytes_per_s: float, drive: DriveReport) -> str:
-    how = "" if drive.direct_io else ", through the page cache"
-    return f"{bytes_per_s / 1e9:.2f} GB/s ({NUM_THREADS} threads x {BLOCK_BYTES // 2**20} MiB{how})"
+# -- the folder ---------------------------------------------------------------------------------------------------------
 
 
-def _print(report: Diagnosis) -> None:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _rows(report):
-        table.add_row(name, value)
-    make_console().print(table)
-    for line in (*(f"fault: {fault}" for fault in report.faults), *(f"note: {note}" for note in report.notes)):
-        print(printable(line), file=sys.stderr)
+def examine_folder(path: Path, rate_bytes: int) -> Folder:
+    """Try out a folder and measure its drive, on an eighth of the free space at most; nothing is left in it. `ConfigError` if
+    it does not exist."""
+    if not path.is_dir():
+        raise ConfigError(f"expected an existing folder, got {path}: create it, or give another --path")
+    files, name = Files(), str(path.resolve())
+    free_bytes = files.free_bytes(path)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".zstore-doctor-", dir=path) as scratch:
+            num_blocks = min(rate_bytes, free_bytes // 8) // BLOCK_BYTES
+            read, write = _measure(files, Path(scratch) / "rate", num_blocks) if num_blocks else (None, None)
+            return Folder(
+                path=name,
+                free_bytes=free_bytes,
+                writable=True,
+                direct_io=_has_direct_io(files, Path(scratch) / "direct"),
+                hard_links=_has_hard_links(Path(scratch)),
+                read_bytes_per_s=read,
+                write_bytes_per_s=write,
+            )
+    except OSError:
+        return Folder(path=name, free_bytes=free_bytes, writable=False)
+
+
+def _measure(files: Files, path: Path, num_blocks: int) -> tuple[float, float]:
+    """Return the bytes a second that are read from a file of so many blocks, and written over them."""
+    # Random bytes, since some drives store zeros for nothing. One block for each thread.
+    slab = make_slab(_NUM_THREADS * BLOCK_BYTES)
+    slab[:] = np.random.default_rng(0).integers(0, 256, slab.size, dtype=np.uint8)
+    with files.opened(path, write=True, create=True) as file:
+        files.allocate(file, num_blocks * BLOCK_BYTES)
+        rate = partial(_rate, slab, num_blocks)
+        for _ in range(2):  # over what was written before, as an update writes
+            write_rate = rate(partial(files.write_from, file), lambda: files.sync_data(file))
+        if hasattr(os, "posix_fadvise"):  # what goes through the page cache is read from the drive then
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return rate(partial(files.read_into, file), lambda: None), write_rate
+
+
+def _rate(slab: Bytes, num_blocks: int, move: Callable[[Bytes, int], None], finish: Callable[[], None]) -> float:
+    """Move so many blocks from all threads; return bytes a second."""
+
+    def work(thread: int) -> None:
+        for number in range(thread, num_blocks, _NUM_THREADS):
+            move(slab[thread * BLOCK_BYTES : (thread + 1) * BLOCK_BYTES], number * BLOCK_BYTES)
+
+    started_s = time.perf_counter()
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        list(threads.map(work, range(_NUM_THREADS)))
+    finish()
+    return num_blocks * BLOCK_BYTES / (time.perf_counter() - started_s)
+
+
+def _has_direct_io(files: Files, path: Path) -> bool:
+    try:
+        with files.opened(path, write=True, create=True) as file:
+            # Some file systems open such a file and refuse the transfer.
+            files.write_from(file, make_slab(PAGE_BYTES), 0)
+            return file.direct
+    except StorageError as error:
+        if error.errno in (None, 22):
+            return False
+        raise
+
+
+def _has_hard_links(folder: Path) -> bool:
+    (folder / "source").touch()
+    try:
+        os.link(folder / "source", folder / "link")
+    except OSError:
+        return False
+    return (folder / "link").stat().st_nlink == 2

@@ -171,7 +171,8 @@ class Engine(nn.Module):
         args, kwargs = self._inputs(args, kwargs)
         trains = self.report.look_at((*args, *kwargs.values()))
         timed = self._timed("forward_s") if trains else contextlib.nullcontext()
-        with timed, self.access.during("forward"), self._around_forward():
+        counted = self.report.utilisation.counting() if self.report.utilisation.counts else contextlib.nullcontext()
+        with counted, timed, self.access.during("forward"), self._around_forward():
             return self._loss_backward.watch(self.module(*args, **kwargs))
 
     def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -303,7 +304,7 @@ class Engine(nn.Module):
         timed: contextlib.AbstractContextManager[None] = _time_phase(self.times, phase, self._wait_for_device)
         for around in self._around:
             timed = around(phase, timed)
-        return timed if self.report.computation is None else self.report.computation.around(phase, timed)
+        return timed
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the micro-batch under way is the last of its step, until this is called again; None: count again.

@@ -30,7 +30,7 @@ from ..optim.lr_schedules import LRSchedule, named_schedule
 from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from ..optim.rules import rule_of
 from ..plan.activations import hidden_size
-from ..plan.rates import MatmulRates, find_rates, say_precision
+from ..plan.precision import find_native, log_precision
 from ..report.monitors import open_monitors
 from ..runtime.device import Streams
 from ..runtime.distributed import init_distributed
@@ -105,13 +105,13 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
     frozen = frozen or _names_no_optimizer(loaded, optimizer, lr_scheduler)
-    rates = find_rates(loaded, world)
+    native = find_native(loaded, world)
     whole = optimizer is not None and rule_of(type(optimizer)).stepper is not None
     resolved = loaded.resolve(
         ResolveContext(
             world_size=world.world_size,
             hidden_size=hidden_size(model),
-            native=() if rates is None else rates.native,
+            native=native,
             client_optimizer=optimizer is not None,
             whole_tensors=whole,
             optimizer_name=type(optimizer).__name__ if whole else "",
@@ -123,7 +123,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if resolved.settings.log_level is not None:
         _log.setLevel(resolved.settings.log_level.upper())
     if world.rank == 0:
-        _say(loaded, resolved, rates)
+        log_precision(loaded, resolved.precision, native, world.device)
+        _say(loaded, resolved)
     chosen = list(_extras(resolved))
     for _, extra, section in chosen:
         extra.prepare(model, section)
@@ -172,12 +173,10 @@ def _uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
     return wrapper._orig_mod, wrapper.dynamo_ctx
 
 
-def _say(loaded: Config, resolved: Config, rates: MatmulRates | None) -> None:
+def _say(loaded: Config, resolved: Config) -> None:
     """Log what the config says that is not as it could be read."""
     for line in resolved.report():
         _log.warning("%s: %s", resolved.source, line)
-    if rates is not None:
-        say_precision(loaded, resolved.precision, rates)
     clips = resolved.gradient_clipping > 0 and not resolved.frozen
     if clips and "gradient_clipping" not in loaded.settings.model_fields_set:
         _log.info(

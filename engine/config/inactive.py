@@ -38,7 +38,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ConfigSections", "zero_force_ds_cpu_optimizer", Bool, True, _KERNEL),
     ("ConfigSections", "use_data_before_expert_parallelism", Bool, False, "there is no expert parallelism"),
     ("ConfigSections", "autotuning", Unread, None,
-     "a run trains with the config as it is written; `zstore plan --config FILE` says what fits, and how long a step takes"),
+     "a run trains with the config as it is written; `zstore plan --config FILE` says what fits"),
     ("ConfigSections", "vocabulary_size", Unread, None, "it follows from the model"),
     ("OffloadOptimizerSection", "fast_init", Bool, False,
      "new moments are not written at all: what was never written reads as zeros"),

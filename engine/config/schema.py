@@ -41,12 +41,6 @@ class ZstoreSection(Section):
     beyond them is on disk. "auto": 60 % of the available memory. Unset: no limit, and with nvme as little as possible:
     buffers, shards under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes a parameter, over more
     than one micro-batch 4."""
-    disk_read_rate: Positive | None = built(None)
-    """Bytes a second that the drive of offloaded state reads. With disk_write_rate, host_budget_bytes goes to the arrays
-    that save most of the drive's time per byte; without, to those that save most bytes. `zstore plan --measure` measures
-    both and writes them into the config that it proposes."""
-    disk_write_rate: Positive | None = built(None)
-    """Bytes a second that it writes, over existing data."""
     verify_reads: Bool = built(True)
     """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
     keep: Rules | None = built(None)
@@ -139,8 +133,7 @@ class ConfigSections(Section):
     memory_breakdown: Bool = built(False)
     """Add a line with rank 0's bytes by tier and its peaks."""
     dump_state: Bool = built(False)
-    """Print once, at the start on rank 0, the keys that act with their values, where every array is kept, and notes on the
-    table of state: padding, room on the drive, the drive's life."""
+    """Print once, at the start on rank 0, the keys that act with their values, and where every array is kept."""
     tensorboard: TensorboardSection = TensorboardSection()
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
     wandb: WandbSection = WandbSection()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -13,8 +13,8 @@ from zstore.store import StoreOptions
 
 from ..config.config import DTYPES, Config
 from ..params.sharding import D, GradientTypes, Sharding
-from .plan import DriveRates, Need, PlacementSettings, Slots, slots_at
-from .schedule import PrefetchLimits, count_fetches
+from .plan import Need, PlacementSettings, Slots, slots_at
+from .schedule import PrefetchLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,27 +47,20 @@ def find_needs(
     *,
     world_size: int,
     rank: int,
-    units: Sequence[Sequence[str]] = (),
-    local_world_size: int | None = None,
 ) -> dict[str, Need]:
-    """Return the needs of the parameters on `rank`, by name; `slots` are those of the trained ones, by name; `units` the names
-    of the parameters that each unit gathers, in the order in which units run. `local_world_size` ranks share a machine; None:
-    all."""
+    """Return the needs of the parameters on `rank`, by name; `slots` are those of the trained ones, by name."""
     sharding = Sharding.of_stage(config.stage, world_size)
     rests_apart = sharding.parameters or config.offload_param.device != "none"
     types = gradient_types(config, world_size, DTYPES)
-    apart = _gathered_for_use(shapes, config) if rests_apart else {}
-    late = {one.name for one in shapes if one.name not in slots}
-    fetches = {} if config.frozen else _fetches(apart, late, units, config, world_size)
-    usual = 1 if config.frozen else 2  # nothing is gathered for a backward that never comes
+    apart = _gathered_for_use(shapes, config) if rests_apart else frozenset()
 
     @cache
-    def of(shape: tuple[int, ...], dtype: str, kept: Slots | None, stays: bool, times: int) -> Need:
+    def of(shape: tuple[int, ...], dtype: str, kept: Slots | None, stays: bool) -> Need:
         on_disk = stored_shape(shape)
-        over_all = make_grid(on_disk, world_size)
-        near_size = config.secondary_size or world_size
-        near = over_all.joined(world_size // near_size)
-        second = config.secondary_size is not None and not stays
+        secondary_numel = 0
+        if config.secondary_size is not None and not stays:
+            near = make_grid(on_disk, world_size).joined(world_size // config.secondary_size)
+            secondary_numel = near.shard_valid_numel(rank % config.secondary_size)
         return Need(
             grid=sharding.state_grid(on_disk),
             shard=sharding.state_shard(rank),
@@ -75,48 +68,28 @@ def find_needs(
             gradient_dtype=types.planned(dtype),
             slots=None if kept is None else slots_at(kept, world_size),
             stays_gathered=stays,
-            secondary_numel=near.shard_valid_numel(rank % near_size) if second else 0,
-            reduced_numel=over_all.shard_numel * world_size,
-            near_numel=near.shard_numel * near_size,
-            fetches=times,
+            secondary_numel=secondary_numel,
             whole_gradient=world_size > 1 and not sharding.gradients,
             state_ranks=world_size if sharding.optimizer_state else 1,
             moments=config.moments,
         )
 
-    return {
-        one.name: of(one.shape, one.dtype, slots.get(one.name), one.name not in apart, fetches.get(one.name, usual))
-        for one in shapes
-    }
+    return {one.name: of(one.shape, one.dtype, slots.get(one.name), one.name not in apart) for one in shapes}
 
 
-def _gathered_for_use(shapes: Sequence[ParameterShape], config: Config) -> dict[str, int]:
-    """Return the elements of the parameters that do not keep their gathered copy (stage 3): it has as many as the threshold
+def _gathered_for_use(shapes: Sequence[ParameterShape], config: Config) -> frozenset[str]:
+    """Return the parameters that do not keep their gathered copy (stage 3): it has as many elements as the threshold
     says, or more than what earlier ones left of the limit for all."""
-    found: dict[str, int] = {}
+    found: list[str] = []
     limit_numel, kept_numel = config.zero.stage3_model_persistence_threshold, 0
     for one in shapes:
         numel = math.prod(one.shape)
         fits = limit_numel is None or kept_numel + numel <= limit_numel
         if one.is_called and not (fits and numel < config.persistence_threshold_numel):
-            found[one.name] = numel
+            found.append(one.name)
         elif one.is_called:
             kept_numel += numel
-    return found
-
-
-def _fetches(
-    numel: Mapping[str, int], late: Collection[str], units: Sequence[Sequence[str]], config: Config, world_size: int
-) -> Mapping[str, int]:
-    """Return how often a micro-batch brings the parameters that do not stay gathered, in units that run in order."""
-    gathered = [names for unit in units if (names := [name for name in unit if name in numel])]
-    return count_fetches(
-        gathered,
-        [sum(numel[name] for name in names) for names in gathered],
-        prefetch_limits(config),
-        late=late,
-        reads_ahead=int(world_size > 1),
-    )
+    return frozenset(found)
 
 
 def prefetch_limits(config: Config) -> PrefetchLimits:
@@ -142,19 +115,14 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
         buffer_bytes=buffer_bytes(config, budget_bytes),
         buffers_of=partial(buffer_bytes, config),
         update_buffer_bytes=_store_options(config, budget_bytes).pool_bytes,
-        drive_rates=_drive_rates(config),
         # Within the backward each gradient is used as it arrives.
         holds_gradients=config.step_overlap != "backward" or config.batch.accumulation_steps > 1,
         accumulation_steps=1 if config.frozen else config.batch.accumulation_steps,
+        gathers=1 if config.frozen else 2,
         device_is_host=device_is_host,
         pins_buffers=not device_is_host,
         pins_state=config.pin_memory and not device_is_host,
     )
-
-
-def _drive_rates(config: Config) -> DriveRates | None:
-    read, write = config.own.disk_read_rate, config.own.disk_write_rate
-    return None if read is None or write is None else DriveRates(read=read, write=write)
 
 
 def buffer_bytes(config: Config, budget_bytes: int | None) -> int:

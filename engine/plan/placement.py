@@ -5,14 +5,13 @@ The device keeps arrays that are not offloaded, and `1 - ratio` of the optimizer
 - "cpu" is in host memory and "nvme" on disk, but a shard under 64 KiB always in host memory, since a request to the
   disk would cost more; gradients that wait for the update are in host memory.
 - Under a host budget "nvme" means: in memory as far as the budget goes, else on disk. Buffers come first, then arrays that
-  have no other place. The remaining memory goes to the arrays that save most of the drive's time per byte, in whole
-  parameters: a byte of 16-bit parameters saves two reads (in forward and in backward) and a write (by the update), of
-  gradients and optimizer state a read and a write, of a frozen parameter two reads. Rates of the drive that are not known
-  count as equal, and time as bytes. Padding on disk decides among equals; equal arrays are spread over the model. A step
-  visits all of them in a circle, so an LRU cache would never hit; a fixed part in memory always does.
-- Taking the densest first, and skipping items that do not fit, makes the drive's time monotone in the budget: if a larger
-  budget takes an item that a smaller one has to skip, all items that the smaller one may still take are worth less than
-  that one, for they are smaller and save no more per byte.
+  have no other place. The remaining memory goes to the arrays that save most traffic per byte, in whole parameters: a byte
+  of 16-bit parameters saves two reads (in forward and in backward) and a write (by the update), of gradients and optimizer
+  state a read and a write, of a frozen parameter two reads. Padding on disk decides among equals; equal arrays are spread
+  over the model. A step visits all of them in a circle, so an LRU cache would never hit; a fixed part in memory always does.
+- Taking the densest first, and skipping items that do not fit, makes traffic monotone in the budget: if a larger budget
+  takes an item that a smaller one has to skip, all items that the smaller one may still take are worth less than that one,
+  for they are smaller and save no more per byte.
 
 A split master (bf16 alone) is the parameter, wherever that is, and its low 16 bits and ties beside the slots. A trained
 fp32 parameter is its own master, in the parameter's place. Only if the parameter stays on the device and its optimizer
@@ -25,7 +24,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cache, partial
 from operator import itemgetter
 
@@ -35,7 +33,6 @@ from zstore.store import MANY_SMALL, SMALL_SHARD_BYTES, is_packed, run_file_byte
 
 from ..config.optimizers import reduced_slots
 from .plan import (
-    ALIKE,
     FP32,
     Field,
     Held,
@@ -189,10 +186,10 @@ def _stored(need: Need, place: Places, settings: PlacementSettings) -> Iterator[
 
     forwards = settings.accumulation_steps
     own_master = _is_own_master(need, place)
-    fetches = need.fetches * forwards
+    gathers = settings.gathers * forwards
     if need.secondary_numel:
         # The first gather of a step brings the rows, of a frozen parameter the first of all.
-        fetches = 0 if need.slots is None else 1
+        gathers = 0 if need.slots is None else 1
         nbytes = need.secondary_numel * numpy_dtype(need.dtype).itemsize
         yield replace(one("secondary parameters", "device", need.dtype, field="parameter"), nbytes=nbytes)
     if need.slots is not None and not own_master:
@@ -204,7 +201,7 @@ def _stored(need: Need, place: Places, settings: PlacementSettings) -> Iterator[
         need.dtype,
         field="state" if need.slots is None or own_master else "parameter",
         whole=need.stays_gathered,
-        reads=fetches + own_master,
+        reads=gathers + own_master,
         writes=0 if need.slots is None else 1,
     )
     if need.slots is None:
@@ -323,8 +320,8 @@ class _Saving:
 
     field: Field
     memory_bytes: int
-    seconds_per_byte: Fraction
-    """Time of the drive in a step, or bytes if its rates are not known, for each byte of memory."""
+    density: float
+    """Bytes that a step moves to and from disk less, for each byte of memory."""
 
 
 def _choices(
@@ -333,27 +330,18 @@ def _choices(
     """Return the arrays that may be in host memory or on disk, with the parameter's name, by priority for memory; see
     [Note: placement]."""
     savings = {group: list(_savings(*group, settings)) for group in set(groups)}
-    if not any(savings.values()):
-        return []
-    dense = sorted({one.seconds_per_byte for found in savings.values() for one in found}, reverse=True)
-    ranks = {density: rank for rank, density in enumerate(dense)}
     fields = ("parameter", "gradient", "state")
-    ranked = {
-        group: [(ranks[one.seconds_per_byte], fields.index(one.field), one) for one in found]
-        for group, found in savings.items()
-    }
     choices = [
-        (rank, field, turn, name, one)
-        for name, group, turn in zip(needs, groups, spread_turns([need.rows_numel for need, _ in groups]), strict=True)
-        for rank, field, one in ranked[group]
+        ((-one.density, fields.index(one.field), spread_turn(number)), (name, one))
+        for number, (name, group) in enumerate(zip(needs, groups, strict=True))
+        for one in savings[group]
     ]
-    choices.sort(key=itemgetter(0, 1, 2))
-    return _within_max_in_cpu([(name, one) for *_, name, one in choices], needs, settings)
+    choices.sort(key=itemgetter(0))
+    return _within_max_in_cpu([choice for _, choice in choices], needs, settings)
 
 
 def _savings(need: Need, place: Places, settings: PlacementSettings) -> Iterator[_Saving]:
     names: tuple[Field, ...] = ("parameter", "gradient", "state")
-    rates = settings.drive_rates or ALIKE
     frozen = need.slots is None
     for field in names:
         if getattr(place, field) != "disk" or (field == "state" and frozen):
@@ -361,28 +349,16 @@ def _savings(need: Need, place: Places, settings: PlacementSettings) -> Iterator
         memory, moved = _cost(need, place, settings)
         new_memory, new_moved = _cost(need, _in_memory(field, place, not frozen), settings)
         if more := max(0, new_memory - memory):
-            saved = rates.seconds(moved) - rates.seconds(new_moved)
-            yield _Saving(field=field, memory_bytes=more, seconds_per_byte=saved / more)
+            yield _Saving(field=field, memory_bytes=more, density=(moved - new_moved) / more)
 
 
-def spread_turns(sizes: Sequence[int]) -> list[int]:
-    """Return the turn of each thing: the part that holds its middle, of at most as many parts as there are things, with
-    binary digits in reverse. A second one in a part comes after the first ones of all.
+def spread_turn(number: int) -> int:
+    """Return the turn of a model's parameter of this number, so that those whose turn comes first are spread over the model.
 
     Were the first parameters in memory and the last ones on disk, the drive would be idle in one half of a pass and hold it
-    up in the other. Source: the van der Corput sequence.
+    up in the other. Source: multiples of the golden ratio, modulo 1 (Knuth, The Art of Computer Programming 3, 6.4).
     """
-    total = max(sum(sizes), 1)
-    bits = max(len(sizes).bit_length() - 1, 1)
-    turns: list[int] = []
-    seen: Counter[int] = Counter()
-    before = 0
-    for size in sizes:
-        place = min(((2 * before + size) << bits) // (2 * total), (1 << bits) - 1)
-        turns.append((seen[place] << bits) + int(f"{place:0{bits}b}"[::-1], 2))
-        seen[place] += 1
-        before += size
-    return turns
+    return number * 2654435769 % 2**32
 
 
 def _within_max_in_cpu(
@@ -415,10 +391,10 @@ def _in_memory(field: Field, place: Places, trained: bool) -> Places:
             return replace(place, state="host")
 
 
-def _cost(need: Need, place: Places, settings: PlacementSettings) -> tuple[int, Traffic]:
+def _cost(need: Need, place: Places, settings: PlacementSettings) -> tuple[int, int]:
     """Return the bytes of a placement that count against the host budget, and those that a step moves to and from disk."""
     stored = list(_stored(need, place, settings))
-    return sum(one.budget_bytes for one in stored), sum((one.traffic for one in stored), Traffic())
+    return sum(one.budget_bytes for one in stored), sum(one.traffic.total for one in stored)
 
 
 # -- the budget ---------------------------------------------------------------------------------------------------------

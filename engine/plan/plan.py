@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -48,39 +47,6 @@ class Traffic:
     def total(self) -> int:
         """Bytes in both directions."""
         return self.read + self.written
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """Bytes that a rank sends to others in a step, padding included."""
-
-    within: int = 0
-    """To ranks of its group, or without groups of its machine."""
-    between: int = 0
-    """To others."""
-
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(within=self.within + other.within, between=self.between + other.between)
-
-    def times(self, count: int) -> Sent:
-        """Return the bytes of `count` of these."""
-        return Sent(within=self.within * count, between=self.between * count)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DriveRates:
-    """Bytes a second of the drive that holds the state, in whole numbers, so that every rank finds the same order."""
-
-    read: int
-    write: int
-
-    def seconds(self, moved: Traffic) -> Fraction:
-        """Return for how long the drive is busy with `moved`."""
-        return Fraction(moved.read, self.read) + Fraction(moved.written, self.write)
-
-
-ALIKE = DriveRates(read=1, write=1)
-"""Rates of a drive that was not measured: a byte read counts as one written."""
 
 
 Rest = Literal["device", "host", "disk"]
@@ -151,17 +117,10 @@ class Need:
     """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
     whole_gradient: bool = False
     """The gradient accumulates in whole on the device, and is reduced once a step (stages 0 and 1 of several ranks)."""
-    fetches: int = 2
-    """Times that a micro-batch brings it if it does not stay gathered: for forward and for backward, but once if it is
-    still there."""
     state_ranks: int = 1
     """Ranks that `grid` cuts for."""
     secondary_numel: int = 0
     """Elements of this rank's part of a second copy of the parameter (`zero_hpz_partition_size`), on the device."""
-    reduced_numel: int = 0
-    """Elements of the parameter as it is cut over all ranks, padding included."""
-    near_numel: int = 0
-    """Elements of the parameter as it is cut over the ranks of a group, padding included; with one group as over all."""
     moments: Moments = "fp32"
     """Type of the moments among the slots; all other slots are in fp32."""
 
@@ -216,13 +175,14 @@ class PlacementSettings:
     """Returns `buffer_bytes` for another budget; None: the same."""
     update_buffer_bytes: int | None = None
     """Of `buffer_bytes`, those that an update goes through; None: all."""
-    drive_rates: DriveRates | None = None
-    """Measured rates of the drive; None: it was not measured."""
     holds_gradients: bool = True
     """The gradients of a step are held until the update: a global norm is awaited, or they accumulate. False: each is
     used as it arrives."""
     accumulation_steps: int = 1
     """Forwards of one step on this rank: parameters on disk are read again in each."""
+    gathers: int = 2
+    """Times that a micro-batch brings a parameter that does not stay gathered: for forward and for backward, about. One that is
+    still there is not brought again, and one of two units may be brought for each."""
     device_is_host: bool = True
     """The device is the CPU: arrays on the device are in host memory too, beside the budget."""
     pins_buffers: bool = False
@@ -256,7 +216,7 @@ class Plan:
     """By kind: "parameters" (with fp32 masters that are the parameter), "secondary parameters" (of
     `zero_hpz_partition_size`), "gradients" (none if they are used as they arrive), "master", each slot, "buffers"."""
     traffic: Mapping[str, Traffic]
-    """Of a step, by kind: "parameters", "gradients", "optimizer state"."""
+    """Of a step, by kind: "parameters", "gradients", "optimizer state"; what is read of parameters at stage 3 is about that."""
     files: tuple[tuple[Field, int], ...]
     """Each file's field, and its bytes on disk, with index, checksums and padding; in the order in which they are made."""
     budget_used_bytes: int
@@ -271,13 +231,6 @@ class Plan:
     """Bytes in host memory of small parameters, as `TensorStore.expect` takes them."""
     update_bytes: int = 0
     """Most bytes of tensors that are brought together for an update of the whole. Beside the budget."""
-    sent: Mapping[str, Sent] = field(default_factory=dict)
-    """Bytes that this rank sends to others in a step, by kind: "gradients", "parameters". Empty for a rank alone."""
-    group_size: int | None = None
-    """Ranks of a group, if ranks are in groups (`zero_hpz_partition_size`, quantized gradients of
-    several machines)."""
-    tells_sent: bool = False
-    """Whether the bytes sent are worth a line: they depend on keys of the config other than the stage."""
 
     @property
     def file_bytes(self) -> int:
@@ -296,11 +249,6 @@ class Plan:
     def held_total(self) -> Held:
         """Bytes of all kinds."""
         return sum(self.held.values(), Held())
-
-    @property
-    def sent_total(self) -> Sent:
-        """Bytes sent in a step of all kinds."""
-        return sum(self.sent.values(), Sent())
 
     @property
     def traffic_total(self) -> Traffic:

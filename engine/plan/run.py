@@ -28,9 +28,8 @@ from .needs import ParameterShape, find_needs, placement_settings
 from .placement import fill_device, make_plan, without_headroom
 from .plan import Plan, Slots
 from .report import check_device, check_host, describe
-from .sent import with_sent
 
-_AUTO_PERCENT = 60
+AUTO_PERCENT = 60
 
 _log = logging.getLogger("zstore")
 
@@ -48,7 +47,7 @@ def budget_of_rank(config: Config, world: World, memory: HostMemory | None = Non
             raise UsageError(
                 'host_budget_bytes "auto": this system does not report its available memory; write a number of bytes'
             )
-        budget = available * _AUTO_PERCENT // 100
+        budget = available * AUTO_PERCENT // 100
     return None if budget is None else budget // world.local_world_size
 
 
@@ -90,22 +89,12 @@ def plan_run(  # noqa: PLR0913 - the last two stand in for the memory of this ma
     `slots` are the optimizer's for each parameter that it updates. Raises BudgetError, on every rank, if the state does not
     fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
     """
-    shapes, units = (
-        shapes_of_model(model, config.precision),
-        units_of_model(model, config.zero.stage3_max_live_parameters),
-    )
+    shapes = shapes_of_model(model, config.precision)
+    units = units_of_model(model, config.zero.stage3_max_live_parameters)
     if device_bytes is None and world.device.type == "cuda":
         device_bytes = torch.cuda.mem_get_info(world.device)[1]
     with world.agreeing():
-        needs = find_needs(
-            shapes,
-            slots,
-            config,
-            world_size=world.world_size,
-            rank=world.rank,
-            units=units,
-            local_world_size=world.local_world_size,
-        )
+        needs = find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank)
         settings = placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host)
         if fills := device_bytes is not None and config.fills_device:
             usable_bytes = without_headroom(device_bytes) - _activation_bytes(model, config)
@@ -113,14 +102,7 @@ def plan_run(  # noqa: PLR0913 - the last two stand in for the memory of this ma
     if fills:
         settings = replace(settings, ratio=max(world.all_gather_object(settings.ratio)))
     with world.agreeing():
-        plan = with_sent(
-            make_plan(needs, settings, units),
-            needs,
-            config,
-            world.world_size,
-            native=world.backend != "gloo",
-            local_world_size=world.local_world_size,
-        )
+        plan = make_plan(needs, settings, units)
         check_device(plan, device_bytes)
     _check_host(plan, world, memory or read_host_memory())
     return plan
@@ -143,11 +125,11 @@ def _activation_bytes(model: nn.Module, config: Config) -> int:
 
 
 def tell_plan(plan: Plan, config: Config, world: World) -> None:
-    """Log the plan on rank 0, if something is offloaded or ranks send much."""
+    """Log the plan on rank 0, if something is offloaded."""
     offloads = plan.held_total.device < plan.held_total.total - plan.held["buffers"].total
-    if world.rank == 0 and (offloads or plan.tells_sent):
+    if world.rank == 0 and offloads:
         sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
-        _log.info("%s", describe(plan, **sizes, notes=config.settings.dump_state, trains=not config.frozen))
+        _log.info("%s", describe(plan, **sizes, trains=not config.frozen))
 
 
 def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:

@@ -16,8 +16,7 @@ iteration that leaves the order is recorded, without prefetch, and gives the new
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MOST_USES = 100_000
@@ -150,63 +149,6 @@ def _first_slots(uses: Sequence[Use]) -> list[int]:
         first.append(ended.get(use.unit, 0))
         ended[use.unit] = use.last + 2
     return first
-
-
-def count_fetches(
-    units: Sequence[Sequence[str]],
-    numel: Sequence[int],
-    limits: PrefetchLimits,
-    *,
-    late: Collection[str] = (),
-    reads_ahead: int = 0,
-) -> Counter[str]:
-    """Return how often an iteration brings each parameter if the units run one after another, forward and back.
-
-    `units` are the names of the parameters that each unit gathers, `numel` their elements. A unit with a `late` parameter,
-    of which no gradient comes, or with one that a unit before it uses too, is in use until the next one is in the
-    backward. Rows are read `reads_ahead` slots before they are gathered.
-    """
-    uses = [Use(unit, unit) for unit in range(len(units))]
-    before: set[str] = set(late)
-    waits: list[bool] = []
-    for names in units:
-        waits.append(not before.isdisjoint(names))
-        before.update(names)
-    for unit in reversed(range(len(units))):
-        uses.append(Use(unit, min(len(uses) + waits[unit], 2 * len(units) - 1)))
-    return _count(units, uses, make_schedule(uses, numel, limits), reads_ahead)
-
-
-def _count(units: Sequence[Sequence[str]], uses: Sequence[Use], schedule: Schedule, reads_ahead: int) -> Counter[str]:
-    """Follow `ShardedUnits` through an iteration; return how often it brings each parameter."""
-    there: set[int] = set()  # units that are kept or prefetched
-    owners, found = Counter[str](), Counter[str]()
-
-    def bring(unit: int) -> None:
-        if unit not in there:
-            there.add(unit)
-            found.update(name for name in units[unit] if not owners[name])
-            owners.update(units[unit])
-
-    def start(slot: int) -> None:
-        for numbers in schedule.start[slot : slot + 1 + reads_ahead]:
-            for number in numbers:
-                bring(uses[number].unit)
-
-    ended: list[list[int]] = [[] for _ in uses]
-    for number, use in enumerate(uses):
-        ended[use.last].append(number)
-    start(0)
-    for number, use in enumerate(uses):
-        bring(use.unit)
-        start(number + 1)
-        there.discard(use.unit)
-        for over in ended[number]:
-            if schedule.keep[over]:
-                there.add(uses[over].unit)
-            else:
-                owners.subtract(units[uses[over].unit])
-    return found
 
 
 class Recorder:

@@ -14,7 +14,7 @@ from zstore.sizes import format_bytes
 
 from ..config.config import DTYPES
 from ..plan.activations import Activations, Width
-from ..plan.rungs import advice
+from ..plan.ladder import advice
 
 if TYPE_CHECKING:
     from zstore.store import StoreStatistics, TensorStore

@@ -14,7 +14,7 @@ import torch
 from ..config.keys import acting
 from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
-from .utilisation import ComputationWatch, PhaseTimes, StepUtilisation
+from .utilisation import PhaseTimes, StepUtilisation
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -87,14 +87,12 @@ class RunReport:
         self._every = training.config.settings.steps_per_print
         self.enabled = False
         """Whether steps are reported at all."""
-        self.computation: ComputationWatch | None = None
-        """Wraps each phase, for as long as it counts something."""
         self.loss: Loss = None
         """Of the last step, as reported."""
         self.aside_s = 0.0
         """Seconds of evaluations, which are no step's."""
         if self._every > 0 or self._writes:
-            self.want(measures=self._writes)
+            self.want()
         self._looks = training.world.local_rank == 0
         self._losses = StepLosses()
         self._aside_since_s: float | None = None
@@ -128,14 +126,10 @@ class RunReport:
         # Not the accumulation's: zero_grad() forgets gradients, and lets it go on.
         self._losses.add(loss, is_new=self._training.gradients.backwards == 0, is_part=is_part)
 
-    def want(self, *, measures: bool = False) -> None:
-        """Have each step's loss and utilisation known on rank 0, the latter with `measures` at once; call it before the first
-        step."""
-        if self._training.world.rank == 0:
-            self.enabled = True
-            self.utilisation.measures |= measures
-            watch = ComputationWatch(self._training, self.utilisation)
-            self.computation = None if watch.is_done else watch
+    def want(self) -> None:
+        """Have each step's loss and utilisation known on rank 0; call it before the first step."""
+        if self._training.world.rank == 0 and not self._training.config.frozen:
+            self.enabled = self.utilisation.counts = True
 
     def step_begins(self) -> None:
         """Let the loss of the step travel to the other ranks with its first message, by which the device has computed it (all
@@ -149,9 +143,6 @@ class RunReport:
         prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
         if not self.enabled:
             return
-        if self.computation is not None:
-            self.computation.step_ended()
-            self.computation = None if self.computation.is_done else self.computation
         self.utilisation.step_ended()
         taken, told = self._losses.take(), self._training.world.told  # the next step's may not be known
         loss = sum(told) / len(told) if told else value_of(taken)

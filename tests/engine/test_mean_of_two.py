@@ -69,7 +69,6 @@ def _run(rank: int, precision: str) -> dict[str, Any]:
             "bits": {name: digest(mean) for name, mean in means.items() if mean is not None},
             "sent": (world.sent_bytes - before)["all_reduce"],
             "calls": world.links.statistics()["all_reduce"].operations,
-            "planned": engine.training_state.plan.sent["gradients"].within,
         }
 
 
@@ -99,7 +98,6 @@ def test_the_mean_of_whole_gradients_is_the_sum_in_rank_order_rounded_once(preci
     itemsize = TYPES[precision].itemsize
     for found in run_ranks(_run, world_size, precision):
         assert found["bits"] == expected
-        assert found["sent"] == found["planned"]
         if world_size == 2 and precision != "fp16":
             # Without padding: the large one by itself, where it is, and the others together.
             assert found["sent"] == itemsize * sum(SIZES.values())

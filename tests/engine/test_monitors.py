@@ -57,9 +57,6 @@ def test_a_csv_file_for_each_metric(tmp_path: Path) -> None:
             rates.append(engine.get_lr()[0])
         # Before the end, as a killed run would leave it.
         found = columns(tmp_path / "metrics" / "job")
-    # Utilisation is known from the second step on, whose time is that from one end to the next.
-    utilisation = found.pop("mfu")
-    assert [samples for samples, _ in utilisation] == [8, 12]
     assert set(found) == NAMES
     # 2 samples, 2 micro-batches.
     assert all([samples for samples, _ in rows] == [4, 8, 12] for rows in found.values())
@@ -68,7 +65,7 @@ def test_a_csv_file_for_each_metric(tmp_path: Path) -> None:
     assert [value for _, value in found["lr"]] == rates
     for phase in ("forward", "backward", "step"):
         assert all(value > 0 for _, value in found[f"elapsed_time_ms_{phase}"])
-    assert columns(tmp_path / "metrics" / "job") == found | {"mfu": utilisation}
+    assert columns(tmp_path / "metrics" / "job") == found
 
 
 def test_a_resumed_run_goes_on_at_the_end(tmp_path: Path) -> None:
@@ -101,7 +98,7 @@ def test_the_loss_scale_of_fp16_and_a_skipped_step(tmp_path: Path) -> None:
         step(engine, factor=math.inf)
         step(engine, factor=math.inf)
         found = columns(tmp_path / "job")
-    assert set(found) - {"mfu"} == NAMES | {"loss_scale"}
+    assert set(found) == NAMES | {"loss_scale"}
     # The first overflow is forgiven.
     assert found["loss_scale"] == [(4, 16.0), (8, 16.0), (12, 8.0)]
     assert math.isnan(found["grad_norm"][1][1]) or math.isinf(found["grad_norm"][1][1])
@@ -184,9 +181,9 @@ def test_tensorboard(tmp_path: Path) -> None:
         tag.removeprefix("Train/Samples/"): [(event.step, event.value) for event in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
-    assert set(found) == NAMES | {"mfu"}
+    assert set(found) == NAMES
     for name, rows in expected.items():
-        assert [samples for samples, _ in found[name]] == ([8] if name == "mfu" else [4, 8])
+        assert [samples for samples, _ in found[name]] == [4, 8]
         assert [value for _, value in found[name]] == pytest.approx([value for _, value in rows])
 
 
@@ -252,7 +249,7 @@ def test_wandb_offline(who: str, tmp_path: Path) -> None:
     ours = [row for row in rows if "Train/samples" in row]
     assert [row["Train/samples"] for row in ours] == [4, 8]
     for name, expected in columns(tmp_path / "metrics" / "job").items():
-        found = [row[f"Train/Samples/{name}"] for row in ours if name != "mfu" or f"Train/Samples/{name}" in row]
+        found = [row[f"Train/Samples/{name}"] for row in ours]
         assert found == pytest.approx([value for _, value in expected])
     assert [row["theirs"] for row in rows if "theirs" in row] == ([1.0, 2.0] if who == "own" else [])
 

@@ -57,18 +57,6 @@ def test_a_look_at_a_checkpoint_loads_what_reads_it_and_no_more(command: str, sa
     assert "zstore.checkpoint.catalog" in modules
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["--json"], ["--precision", "fp16", "--machines", "2", "--moments", "bf16"], ["--config"]]
-)
-def test_a_plan_from_numbers_loads_no_torch(more: list[str], tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text('{"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"}}')
-    words = ["--params", "1e9", "--hidden", "1024", "--layers", "24", "--gpus", "2", "--gpu-memory", "24GB"]
-    modules = loaded("plan", *words, *more, *([str(config)] if more == ["--config"] else []))
-    assert "zstore.engine.plan.placement" in modules
-    assert "torch" not in modules
-
-
 def test_help_loads_no_arrays() -> None:
     modules = loaded("--help")
     assert modules & {"numpy", "pydantic", "zstore.checkpoint", "zstore.format.arrays", "torch"} == set()

@@ -195,7 +195,7 @@ INSTEAD = {
         "add_tuning_arguments runtime.lr_schedules.add_tuning_arguments": (
             "write arguments of the script's own; the schedule is in the config"
         ),
-        "autotuning": "`zstore plan --config FILE` says what fits, and how long a step takes",
+        "autotuning": "`zstore plan --config FILE` says what fits",
         "checkpointing": "configure() and checkpoint() are there; the rest is torch.utils.checkpoint's",
         "comm": "use torch.distributed, whose groups these are",
         "compression": "nothing is compressed; quantize or prune with torchao after `zstore consolidate`",

@@ -27,7 +27,7 @@ from zstore.ranks.world import World
 from ...checkpoint.destinations import Destination, destination_of
 from ...config.extra import Extra
 from ...config.keys import acting
-from ...plan.rungs import advice
+from ...plan.ladder import advice
 from ...report.memory import memory_now
 from ...report.statistics import link_statistics
 from ...report.utilisation import PhaseTimes
@@ -165,7 +165,7 @@ class RunJournal(StepJournal, Extra):
         self._times: PhaseTimes = engine.times
         self._report: RunReport = engine.report
         self._aside_s = self._report.aside_s
-        self._said_flops: tuple[Any, ...] = ()
+        self._said_flops = False
         self._first_step = training.counters.global_steps
         self.acts = not training.config.frozen and chosen is not False
         super().__init__(training.world, training.state, enabled=self.acts, step=self._first_step)
@@ -221,14 +221,13 @@ class RunJournal(StepJournal, Extra):
         self._open()
 
     def _new_flops(self) -> dict[str, Any]:
-        """Return the numbers behind `mfu` and their sources, for the first step that knows them, and when they change."""
-        known = self._report.utilisation.now()
-        if known is None or (known.source, known.peak_flops) == self._said_flops:
+        """Return the numbers behind `mfu`, for the first step that knows them."""
+        known = None if self._said_flops else self._report.utilisation.now()
+        if known is None:
             return {}
-        self._said_flops = known.source, known.peak_flops
-        flops = known.step_flops * self._training.world.world_size
-        peak = {"peak_flops": known.peak_flops, "peak_source": known.peak_source}
-        return {"flops": {"step_flops": flops, "source": known.source} | peak}
+        self._said_flops = True
+        step_flops = known.step_flops * self._training.world.world_size
+        return {"flops": {"step_flops": step_flops, "peak_flops": known.peak_flops}}
 
     def saves_in(self, folder: str) -> None:
         if self.enabled:

@@ -1,4 +1,14 @@
-"""Parameters and gradients as small integers on their way between ranks (ZeRO++ qwZ and qgZ), coded as [Note: blocks] says.
+"""Parameters and gradients as small integers on their way between ranks (ZeRO++ qwZ and qgZ), in blocks with one scale each.
+
+[Note: blocks]
+A block is 256 consecutive elements of one rank's rows of one parameter, the last one shorter. Its scale is its largest
+magnitude over 127 (8 bits) or 7 (4 bits), in fp32; each element is the nearest multiple of it, ties to even. So a value is
+off by half a scale at most, and in a block with a value that is not finite none is finite. Two elements of 4 bits make a
+byte: element i of a block's first half, and above it element i of its second half.
+
+Several parameters' rows side by side are all scales, then all elements: `bits` / 8 bytes an element and 4 bytes a block.
+Blocks never span two parameters, and a parameter is cut between blocks, so the bytes of one do not depend on the others
+in the exchange.
 
 [Note: quantized gathers]
 Each rank quantizes its rows of the matrices that a unit gathers, all ranks get the bytes of all, and each dequantizes them,
@@ -23,19 +33,35 @@ from functools import cached_property
 
 import torch
 
+from zstore.format import Grid
 from zstore.ranks.groups import make_groups
 from zstore.ranks.work import Kind, Work
 from zstore.ranks.world import World
 
 from ...params.record import ParameterRecord
-from ...plan.quantized import BLOCK_NUMEL, SCALE_BYTES, WEIGHT_BITS, encoded_bytes, is_matrix
 from ...zero.collectives import Bucket, TypeOf, plan_buckets, unpack
 from ...zero.exchanges import Rows
 
+BLOCK_NUMEL = 256
+"""Elements with one scale: 4 bytes of it add 1.6 % to 8 bits, 3 % to 4."""
+
+_WEIGHT_BITS = 8
+"""Bits of an element of a parameter on its way to be gathered."""
+_SCALE_BYTES = 4
 _TILE_NUMEL = {"cpu": 256 * 1024}
 _DEVICE_TILE_NUMEL = 16 * 1024 * 1024
 """Elements quantized or dequantized at a time: their fp32 values stay in the processor's caches, and are small beside a
 device's memory."""
+
+
+def _is_matrix(grid: Grid) -> bool:
+    """Return whether a parameter cut so has more than one extent. Others, biases and norms, are sent in their own type."""
+    return grid.row_numel > 1
+
+
+def encoded_bytes(numel: int, bits: int) -> int:
+    """Return the bytes of one rank's rows of a parameter, `numel` elements with padding. See [Note: blocks]."""
+    return numel * bits // 8 + _SCALE_BYTES * -(-numel // BLOCK_NUMEL)
 
 
 @dataclass(frozen=True)
@@ -91,7 +117,7 @@ class BlockCode:
 
     def _parts(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales, fp32 [rows, blocks], and the elements, int8 [rows, bytes], in `encoded`."""
-        split = self._num_blocks * SCALE_BYTES
+        split = self._num_blocks * _SCALE_BYTES
         return encoded[:, :split].view(torch.float32), encoded[:, split:].view(torch.int8)
 
     def _bytes(self, columns: slice) -> slice:
@@ -157,13 +183,13 @@ class QuantizedGathers:
     """Gathers matrices of floating types as integers; see `Gathers` and [Note: quantized gathers]."""
 
     def takes(self, record: ParameterRecord) -> bool:
-        return record.dtype.is_floating_point and is_matrix(record.grid)
+        return record.dtype.is_floating_point and _is_matrix(record.grid)
 
     def start(
         self, world: World, records: Sequence[ParameterRecord], limit_numel: int, rows: Rows
     ) -> Iterator[QuantizedGather]:
         for bucket in plan_buckets(records, world.world_size, limit_numel, align_numel=BLOCK_NUMEL):
-            code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), WEIGHT_BITS)
+            code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), _WEIGHT_BITS)
             parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
             sent = code.encode(torch.cat(parts)[None] if len(parts) > 1 else parts[0][None])
             gathered = sent.new_empty(world.world_size, code.row_bytes)
@@ -186,7 +212,7 @@ class QuantizedReducer:
 
     def takes(self, record: ParameterRecord) -> bool:
         """Return whether gradients of the parameter are sent as integers: those of matrices."""
-        return record.dtype.is_floating_point and is_matrix(record.grid)
+        return record.dtype.is_floating_point and _is_matrix(record.grid)
 
     def buckets(
         self, records: Sequence[ParameterRecord], world_size: int, limit_numel: int, dtype_of: TypeOf
