@@ -53,7 +53,7 @@ class DeepSpeedSource(ForeignSource):
         self._add_arrays(states)
         progress = ProgressRecord(self._model, states, files)
         parameters = [name.removeprefix("model/") for name in self._specs if name.startswith("model/")]
-        record = progress.record(folder.tag, parameters)
+        record = progress.record(folder.path.name, parameters)
         for name, value in progress.client.tensors.items():
             part = value if isinstance(value, TorchTensor) else MemoryPart(value.reshape(-1), value.dtype.name)
             self._add(name, value.shape, Joined([part]))
