@@ -58,11 +58,6 @@ def measure(options: argparse.Namespace) -> Row:
                 rows += [{"who": contender, "rank": rank, **each} for each in told.events]
     specs = model.specs()
     return {
-        "joined": [
-            {"parameters": each.parameters, "ranks": ranks, **joined(each, ranks)}
-            for each in (Trillion(layers=12, hidden=768), Trillion(layers=32, hidden=4096), model)
-            for ranks in (64, 512, 1024, 4096)
-        ],
         "parameters": model.parameters,
         "arrays": len(specs),
         "save_ranks": options.save_ranks,
@@ -73,12 +68,6 @@ def measure(options: argparse.Namespace) -> Row:
     }
 
 
-def joined(model: Trillion, ranks: int) -> Row:
-    """Return the shard files and bytes of a checkpoint, without and with small shards of huge worlds stored together."""
-    specs = model.specs()
-    return {when: checkpoint_bytes(specs, ranks, joins=joins) for when, joins in (("before", False), ("after", True))}
-
-
 def describe(figures: Row) -> list[str]:
     """Return the figures for a person to read."""
     size = f"{figures['files']:,} shard files of {figures['file_bytes'] / 1e12:.2f} TB in all"
@@ -87,12 +76,6 @@ def describe(figures: Row) -> list[str]:
         f"saved by {figures['save_ranks']} ranks: {size}, {figures['over_size']:.3f} of the state",
         f"largest rank: {figures['largest_share']:.3f} of the mean",
         f"loaded by {figures['load_ranks']} ranks: reads {figures['over_read']:.3f} of what is needed",
-    ]
-    lines += [
-        f"  {row['parameters'] / 1e9:.1f} billion parameters, {row['ranks']} ranks: {row['before']['files']:,} shard files "
-        f"({row['before']['file_bytes'] / 1e9:.2f} GB), joined {row['after']['files']:,} "
-        f"({row['after']['file_bytes'] / 1e9:.2f} GB)"
-        for row in figures["joined"]
     ]
     for row in figures["rows"]:
         beside = [f"{value:,} {name.replace('_', ' ')}" for name, value in row.items() if name in _COUNTS]

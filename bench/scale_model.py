@@ -66,21 +66,17 @@ def owned_grids(specs: Mapping[str, ArraySpec], num_ranks: int) -> dict[str, Gri
     return {name: make_grid(spec.stored_shape, num_ranks) for name, spec in specs.items()}
 
 
-def stored_grids(specs: Mapping[str, ArraySpec], num_ranks: int, *, joins: bool = True) -> dict[str, Grid]:
-    """Return how each array is cut in their checkpoint; without `joins` small shards of a huge world stay files of their
-    own."""
+def stored_grids(specs: Mapping[str, ArraySpec], num_ranks: int) -> dict[str, Grid]:
+    """Return how each array is cut in their checkpoint."""
     owned = owned_grids(specs, num_ranks)
-    return {
-        name: grid_in_checkpoint(specs[name].stored_shape, specs[name].itemsize, owned[name], num_ranks if joins else 1)
-        for name in specs
-    }
+    return {name: grid_in_checkpoint(spec.stored_shape, spec.itemsize, owned[name]) for name, spec in specs.items()}
 
 
-def checkpoint_bytes(specs: Mapping[str, ArraySpec], num_ranks: int, *, joins: bool = True) -> dict[str, float]:
+def checkpoint_bytes(specs: Mapping[str, ArraySpec], num_ranks: int) -> dict[str, float]:
     """Return the shard files of a checkpoint, their bytes over those of the state, and what rank 0, which has most, owns
     over the mean."""
     files = file_bytes = 0
-    for name, grid in stored_grids(specs, num_ranks, joins=joins).items():
+    for name, grid in stored_grids(specs, num_ranks).items():
         last = grid.num_shards - 1
         sizes = [layout_of(grid, shard, specs[name].dtype).file_bytes for shard in (0, last)]
         files += grid.num_shards

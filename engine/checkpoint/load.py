@@ -257,7 +257,7 @@ class Restore:
         for name, _, _ in plan.arrays:
             if name not in frozen:
                 continue
-            grid = state.grid_in_files(frozen[name], name, world.world_size)
+            grid = state.grid_in_files(frozen[name], name)
             shard = LocalShard(state.store.spec(name), grid, world.rank)
             found = _file_of(reader, name, shard) if shard.valid_numel else None
             version = state.store.version(name)

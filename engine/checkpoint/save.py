@@ -230,7 +230,7 @@ class Checkpoints:
         records = [one for one in state.records if one not in left_out]
         arrays = [(one, name) for one in records for name in state.arrays_of(one)]
         of_ranks = {name: state.grid_of_ranks(one, name) for one, name in arrays}
-        grids = {name: state.grid_in_files(one, name, training.world.world_size) for one, name in arrays}
+        grids = {name: state.grid_in_files(one, name) for one, name in arrays}
         pieces = {name: grid for name, grid in of_ranks.items() if grids[name] != grid}
         pins: dict[str, PinnedShard] = {}
         try:

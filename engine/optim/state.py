@@ -199,10 +199,10 @@ class OptimizerState:
             return record.over_ranks(self.store.spec(name).stored_shape)
         return record.state_grid if self.is_sharded else record.grid
 
-    def grid_in_files(self, record: ParameterRecord, name: str, world_size: int) -> Grid:
-        """Return how an array of the parameter is cut in a checkpoint of so many ranks."""
+    def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
+        """Return how an array of the parameter is cut in a checkpoint."""
         spec = self.store.spec(name)
-        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name), world_size)
+        return grid_in_checkpoint(spec.stored_shape, spec.itemsize, self.grid_of_ranks(record, name))
 
     def owned_range(self, record: ParameterRecord, name: str) -> tuple[int, int]:
         """Return the global flat elements `[first, stop)` of an array of the parameter that this rank holds."""

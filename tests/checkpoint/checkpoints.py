@@ -63,10 +63,7 @@ class World:
         grids = self.grids
         if fields.pop("few_files", False):
             specs = self.specs
-            grids = {
-                n: grid_in_checkpoint(specs[n].stored_shape, specs[n].itemsize, grid, len(self.stores))
-                for n, grid in grids.items()
-            }
+            grids = {n: grid_in_checkpoint(specs[n].stored_shape, specs[n].itemsize, grid) for n, grid in grids.items()}
             fields["pieces"] = {name: grid for name, grid in self.grids.items() if grids[name] != grid}
         return SaveRequest(
             resources=store.resources,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,12 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoints import open_world, save_arrays, wait_all
 from zstore.checkpoint import pieces as pieces_module
-from zstore.checkpoint import publish
 from zstore.checkpoint.reader import open_checkpoint, tags
-from zstore.checkpoint.save import save_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CorruptionError, RankError, StorageError, UsageError
-from zstore.format import partition
 from zstore.format.partition import WHOLE_BYTES, grid_in_checkpoint, make_grid
 from zstore.io.files import OpenFile
 from zstore.testing.faults import Fault, FaultyFiles
@@ -116,47 +110,9 @@ def test_the_cut_is_whole_below_64_kib_and_that_of_the_ranks_from_there_on() -> 
     for numel, itemsize in ((WHOLE_BYTES // 4, 4), (WHOLE_BYTES // 2, 2)):
         for world_size in (1, 2, 7):
             grid = make_grid((numel,), world_size)
-            assert grid_in_checkpoint((numel,), itemsize, grid, world_size) == grid
+            assert grid_in_checkpoint((numel,), itemsize, grid) == grid
             below = make_grid((numel - 1,), world_size)
-            assert grid_in_checkpoint((numel - 1,), itemsize, below, world_size) == make_grid((numel - 1,), 1)
-
-
-# -- links --------------------------------------------------------------------------------------------------------------
-
-
-def test_what_did_not_change_is_linked(tmp_path: Path) -> None:
-    with open_world(ARRAYS, world_size=3) as world:
-        first = world.save(tmp_path, step=1, few_files=True)
-        known = {rank: summary.known for rank, summary in enumerate(first)}
-        world.stores[0].write("model/bias", np.zeros(world.grids["model/bias"].shard_valid_numel(0), np.float32)).wait()
-        requests = [
-            world.request(tmp_path, rank, "0" * 31 + "1", step=2, few_files=True, known=known[rank])
-            for rank in range(3)
-        ]
-        wait_all([save_checkpoint(request) for request in requests])
-    one, two = (tmp_path / f"step-0000000{step}" for step in (1, 2))
-    same = {str(p.relative_to(one)): os.path.samefile(p, two / p.relative_to(one)) for p in one.rglob("c.*")}
-    assert not same.pop("model/bias/c.0")
-    assert all(same.values())
-    with open_checkpoint(two) as reader:
-        assert verify_checkpoint(reader) == []
-        assert not np.array_equal(reader.read_array("model/bias"), ARRAYS["model/bias"])
-
-
-def test_a_file_of_the_same_checksums_and_other_bytes_is_not_linked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_world(ARRAYS, world_size=2) as world:
-        known = world.save(tmp_path, step=1, few_files=True)[0].known
-        world.stores[0].write("model/bias", np.zeros(world.grids["model/bias"].shard_valid_numel(0), np.float32)).wait()
-        # One chunk in four billion would have such a checksum by chance.
-        monkeypatch.setattr(publish, "checksum_shard", lambda res, spec, *rest: known[spec.name].crcs)
-        world.save(tmp_path, step=2, few_files=True, known=known)
-    one, two = (tmp_path / f"step-0000000{step}/model/bias/c.0" for step in (1, 2))
-    assert not os.path.samefile(one, two)
-    with open_checkpoint(tmp_path) as reader:
-        assert verify_checkpoint(reader) == []
-        assert not reader.read_array("model/bias")[:16].any()
+            assert grid_in_checkpoint((numel - 1,), itemsize, below) == make_grid((numel - 1,), 1)
 
 
 def assert_the_next_save_sweeps(folder: Path) -> None:
@@ -215,99 +171,6 @@ def test_a_damaged_piece_is_refused(damage: str, tmp_path: Path) -> None:
 def test_pieces_are_of_arrays_that_are_stored_as_one_shard(tmp_path: Path) -> None:
     with open_world(ARRAYS, world_size=2) as world, pytest.raises(UsageError, match="expected one shard"):
         world.save(tmp_path, pieces=dict(world.grids))
-
-
-# -- huge worlds ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def five_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worlds of five ranks and more store small shards of two together."""
-    monkeypatch.setattr(partition, "GROUPED_WORLD", 5)
-    monkeypatch.setattr(partition, "RANKS_PER_FILE", 2)
-
-
-@pytest.mark.usefixtures("five_are_many")
-@pytest.mark.parametrize("world_size", [5, 6, 7])
-def test_small_shards_of_neighbours_are_one_file_in_a_huge_world(world_size: int, tmp_path: Path) -> None:
-    tag = save(tmp_path, world_size)
-    held = make_grid((300, 100), world_size)
-    files = sorted(path.name for path in (tag / "model/weight").glob("c.*"))
-    assert files == [f"c.{shard}.0" for shard in range(-(-held.num_shards // 2))]
-    assert not list(tag.rglob("*.pieces-*"))
-    with open_checkpoint(tmp_path) as reader:
-        grid = reader.arrays["model/weight"].grid
-        # What a rank loads is as before: whole chunks of its own.
-        assert (grid.shard_rows, grid.chunk_rows) == (2 * held.shard_rows, held.chunk_rows)
-    test_every_reader_finds_the_same_values(world_size, tmp_path / "again")
-    listed = [
-        (entry["array"], entry["shard"], rank)
-        for rank in range(world_size)
-        for entry in json.loads((tag / f"manifest/rank-{rank:05d}.json").read_text())["shards"]
-    ]
-    assert all(shard == rank for _, shard, rank in listed)
-    assert len(listed) == len(set(listed)) == len(list(tag.rglob("c.*")))
-
-
-@pytest.mark.usefixtures("five_are_many")
-def test_joined_shards_are_linked_where_nothing_changed_and_hold_what_did(tmp_path: Path) -> None:
-    with open_world(ARRAYS, world_size=5) as world:
-        known = {rank: one.known for rank, one in enumerate(world.save(tmp_path, step=1, few_files=True))}
-        changed = world.grids["model/weight"].shard_valid_numel(3)
-        world.stores[3].write("model/weight", np.zeros(changed, np.float32)).wait()
-        requests = [
-            world.request(tmp_path, rank, "0" * 31 + "1", step=2, few_files=True, known=known[rank])
-            for rank in range(5)
-        ]
-        wait_all([save_checkpoint(request) for request in requests])
-    one, two = (tmp_path / f"step-0000000{step}/model/weight" for step in (1, 2))
-    assert [os.path.samefile(one / f"c.{n}.0", two / f"c.{n}.0") for n in range(3)] == [True, False, True]
-    with open_checkpoint(tmp_path) as reader:
-        assert verify_checkpoint(reader) == []
-        assert (reader.read_array("model/weight") == 0).sum() == changed
-
-
-@pytest.mark.usefixtures("five_are_many")
-@pytest.mark.parametrize(
-    ("rank", "kind", "pattern"),
-    [(4, "write_small", "*00004.pieces-*"), (2, "rename", "*00002.pieces-*"), (1, "write", "*/model/weight/c.1.0")],
-)
-def test_a_fault_with_a_joined_shard_fails_the_save_and_leaves_nothing(
-    rank: int, kind: Any, pattern: str, tmp_path: Path
-) -> None:
-    files = [FaultyFiles() for _ in range(5)]
-    files[rank] = FaultyFiles(faults=(Fault(kind=kind, pattern=pattern, error_number=errno.EIO),))
-    with open_world(ARRAYS, world_size=5, files=files) as world, pytest.raises((StorageError, RankError)):
-        world.save(tmp_path, few_files=True)
-    assert_the_next_save_sweeps(tmp_path)
-
-
-@given(rows=st.integers(1, 40_000), columns=st.integers(1, 600), world_size=st.sampled_from([64, 511, 512, 1000, 4096]))
-def test_the_cut_of_a_huge_world_joins_small_shards_alone(rows: int, columns: int, world_size: int) -> None:
-    held = make_grid((rows, columns), world_size)
-    grid = grid_in_checkpoint((rows, columns), 4, held, world_size)
-    nbytes = held.shard_numel * 4
-    if held.num_shards <= 1 or rows * columns * 4 < WHOLE_BYTES:
-        assert grid.num_shards == 1
-    elif world_size < 512 or nbytes >= WHOLE_BYTES:
-        assert grid == held
-    else:
-        assert grid.num_shards == -(-held.num_shards // 64)
-        assert grid.shard_rows == 64 * held.shard_rows
-        assert grid.shard_numel * 4 <= 4 * 2**20
-        assert (grid.chunk_rows, grid.chunk_cols) == (held.chunk_rows, held.chunk_cols)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1200)
-def test_512_ranks_save_few_files(tmp_path: Path) -> None:
-    arrays = {f"model/h.{number}.w": NOISE.standard_normal((768, 512)).astype(np.float32) for number in range(3)}
-    tag = save_arrays(tmp_path, arrays, world_size=512, few_files=True)
-    assert len(list(tag.rglob("c.*"))) == 3 * -(-make_grid((768, 512), 512).num_shards // 64)
-    with open_checkpoint(tmp_path) as reader:
-        assert verify_checkpoint(reader) == []
-        for name, array in arrays.items():
-            assert np.array_equal(reader.read_array(name), array)
 
 
 def test_inspect_counts_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,6 @@ from zstore.errors import (
     RankError,
     StorageError,
 )
-from zstore.format import partition
 from zstore.ranks.rendezvous import StoreBoard
 from zstore.remote.bucket import PART_BYTES, send_file
 from zstore.remote.save import save_to_url
@@ -450,13 +449,9 @@ def test_an_upload_in_little_memory_sends_one_file_at_a_time(tmp_path: Path, rem
         upload_checkpoint(path, URL, remote.options, memory_bytes=10**7, overwrite=True)
 
 
-@pytest.mark.parametrize("world_size", [2, 5, 7])
-def test_rows_of_small_arrays_come_together_without_a_folder(
-    world_size: int, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of all ranks at rank 0, and in a huge world of neighbours: the files are those of a save into a folder."""
-    monkeypatch.setattr(partition, "GROUPED_WORLD", 5)
-    monkeypatch.setattr(partition, "RANKS_PER_FILE", 2)
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_rows_of_small_arrays_come_together_without_a_folder(world_size: int, remote: Remote, tmp_path: Path) -> None:
+    """The files are those of a save into a folder."""
     arrays: dict[str, Array] = {
         "model/weight": RNG.standard_normal((300, 100)).astype(np.float32),
         "model/bias": RNG.standard_normal(9).astype(np.float32),

@@ -337,8 +337,7 @@ def test_scale_benchmark_plans_without_data(
     assert figures["arrays"] == len(specs)
     assert figures["parameters"] == sum(spec.numel for spec in specs.values()) // 3
     grids = [
-        grid_in_checkpoint(spec.stored_shape, spec.itemsize, make_grid(spec.stored_shape, 8), 8)
-        for spec in specs.values()
+        grid_in_checkpoint(spec.stored_shape, spec.itemsize, make_grid(spec.stored_shape, 8)) for spec in specs.values()
     ]
     assert any(grid.num_shards == 1 for grid in grids)
     assert figures["files"] == sum(grid.num_shards for grid in grids)

@@ -48,10 +48,6 @@ from .names import (
     tag_folder,
 )
 
-_SEEN_WITHIN_S = 20.0
-"""How long a network file system may take to show a new folder on another machine."""
-_LOOK_S = 0.05
-
 
 class Committer:
     """One save into `folder` under `tag`. Calls, all by rank 0: `check`, `begin`, then `commit` or `abort`."""

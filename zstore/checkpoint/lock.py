@@ -63,19 +63,6 @@ class SaveLock:
         os.close(fd)
 
 
-def hold(path: Path) -> int | None:
-    """Return a descriptor that holds the lock file `path` until it is closed; None if another process does, or it cannot be
-    made."""
-    try:
-        fd = _make(path)
-    except StorageError:
-        return None
-    if _flock(fd, wait=False) is False:
-        os.close(fd)
-        return None
-    return fd
-
-
 def _make(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

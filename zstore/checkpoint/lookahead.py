@@ -249,13 +249,6 @@ class ReadAhead(Closing):
                 self._to_take.popleft()
             self._changed.notify_all()
 
-    def stop(self) -> None:
-        """Begin no further spans: `take` returns None from now on."""
-        with self._changed:
-            self._next = None
-            self._to_take.clear()
-            self._changed.notify_all()
-
     def close(self) -> None:
         """Stop loading and end the threads; a second call does nothing."""
         with self._changed:

@@ -46,8 +46,7 @@ class CheckpointPlan:
     grids: Mapping[str, Grid]
     """How each array is cut in the checkpoint; those of `small` may be left out (one shard)."""
     pieces: Mapping[str, Grid] = field(default_factory=dict)
-    """How the ranks hold those arrays that `grids` has in fewer, larger shards, or in one: each rank gives its rows to the
-    rank that stores the shard."""
+    """How the ranks hold those arrays that `grids` has in one shard: each rank gives its rows to rank 0."""
     small: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Arrays that rank 0 stores whole: module buffers, the client's tensors. Every rank names them, rank 0's count."""
     codec: Codec | None = None

@@ -82,13 +82,9 @@ class SaveRequest(CheckpointPlan):
         for name in [*self.pins, *self.small, *self.grids]:
             if name not in self.specs:
                 raise UsageError(f"array {name!r} has no spec in the save request")
-        for name, held in self.pieces.items():
-            grid = self.grid(name)
-            if grid.num_shards > 1 and (grid.shard_rows == held.shard_rows or grid.shard_rows % held.shard_rows):
-                raise UsageError(
-                    f"array {name!r}: expected one shard, or shards of several ranks' pieces, got {grid.num_shards} of "
-                    f"{grid.shard_rows} rows, and pieces of {held.shard_rows}"
-                )
+        for name in self.pieces:
+            if (num_shards := self.grid(name).num_shards) > 1:
+                raise UsageError(f"array {name!r} comes in pieces: expected one shard, got {num_shards}")
         for name, data in self.small.items():
             spec = self.specs[name]
             if data.shape != spec.shape or data.dtype != numpy_dtype(spec.dtype):
@@ -123,10 +119,8 @@ class SaveRequest(CheckpointPlan):
             if name not in self.pieces
         )
         # For a while a piece and the whole are both there.
-        needed += sum(self.file_bytes(name, 0) for name in self.small)
-        needed += sum(
-            self.grid(name).num_shards * self.file_bytes(name, 0) + self.specs[name].nbytes for name in self.pieces
-        )
+        needed += sum(self.file_bytes(name, 0) for name in [*self.small, *self.pieces])
+        needed += sum(self.specs[name].nbytes for name in self.pieces)
         reserved = 0 if self.disk_folder is None or self.disk_folder in elsewhere else self.reserve_bytes
         beside = f", and the next step {reserved} beside it" if reserved else ""
         self.resources.files.require_room(

@@ -89,7 +89,7 @@ class _Reshard:
             return self._reader.arrays[name].grid
         shape = specs[name].stored_shape
         grid = make_grid(shape, 1 if name.startswith(_WHOLE) else world_size)
-        return grid_in_checkpoint(shape, specs[name].itemsize, grid, world_size)
+        return grid_in_checkpoint(shape, specs[name].itemsize, grid)
 
     def _check_chunks(self) -> None:
         for name, grid in self._plan.grids.items():

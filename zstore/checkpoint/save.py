@@ -4,9 +4,8 @@
 On every rank, in one background thread and without collectives:
     publish the pins (links or copies), read-only and durable; release each; write the manifest, last.
 On rank 0 also: make the temporary folder first, for which the others wait; write metadata and the small arrays; wait for the
-manifest of every rank, and put together the arrays that it stores whole (see [Note: pieces]; of huge worlds others put together
-shards of their neighbours' pieces, before their manifest); call `before_commit`; commit. The
-others wait for the commit, so that `wait()` tells the same on every rank. A rank that fails writes a manifest that says so;
+manifest of every rank, and put together the arrays that it stores whole (see [Note: pieces]); call `before_commit`; commit.
+The others wait for the commit, so that `wait()` tells the same on every rank. A rank that fails writes a manifest that says so;
 rank 0 then gives up and leaves `abort.json` for all to see.
 """
 
@@ -203,7 +202,6 @@ class _FolderSave(Save):
                 if request.written_bytes <= _MOST_FLUSHED_BYTES:
                     self._flush = Flush.of(self._files, self._folder)
                 summaries = self._publish(workers)
-                summaries += self._join(workers)
                 if request.rank == 0 and request.pieces:
                     summaries += self._assemble(workers)
                 later = self._flush is not None and request.leads
@@ -255,34 +253,13 @@ class _FolderSave(Save):
         elif not self._request.leads:
             self._flush.sync()
 
-    def _join(self, workers: Workers) -> list[ShardSummary]:
-        """Store this rank's shards of its neighbours' pieces, once these have left them."""
-        tasks = self._pieces.joining_tasks(self._publisher.store_joined)
-        if not tasks:
-            return []
-        pieces, builder, leads = self._pieces, self._builder, self._request.rank == 0
-
-        def come() -> bool:
-            if leads:
-                builder.collect()  # rank 0 alone sees that another rank failed, and tells the others
-            return pieces.have_come()
-
-        self._rendezvous.wait_until(
-            come,
-            self._request.timeout_s,
-            lambda: f"{pieces.missing_text()} within {self._request.timeout_s} s",
-        )
-        found = workers.run(tasks, here=True)
-        self._sync(workers, self._publisher.syncs())
-        return [summary for summaries in found for summary in summaries]
-
     def _assemble(self, workers: Workers) -> list[ShardSummary]:
         """Store the arrays of which every rank has left its piece, once all ranks have (rank 0)."""
         builder = self._builder
         self._rendezvous.wait_until(
             lambda: builder.collect() or builder.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
         )
-        found = workers.run(self._pieces.assembly_tasks(self._publisher.store_joined), here=True)
+        found = workers.run(self._pieces.assembly_tasks(self._publisher.store_whole), here=True)
         self._sync(workers, self._publisher.syncs())
         return [summary for summaries in found for summary in summaries]
 

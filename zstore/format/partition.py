@@ -20,8 +20,6 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
   of it with all extents behind it: so the order of chunks is still that of the elements.
 - In a checkpoint an array under 64 KiB is one shard, whatever the number of ranks (`grid_in_checkpoint`): a shard file takes
   8 KiB at least, so 512 bytes cut over 64 ranks would take half a megabyte in 32 files.
-- In a checkpoint of 512 ranks or more, shards under 64 KiB are stored together: those of 64 neighbouring ranks are the chunks
-  of one shard file. A rank that loads still reads its own chunks alone.
 """
 
 from __future__ import annotations
@@ -43,10 +41,6 @@ MAX_CHUNKS_PER_SHARD = 2**20
 FINE_CHUNK_NUMEL = 200 * 1024 // 4
 WHOLE_BYTES = 64 * 1024
 """Arrays below this are stored as one shard."""
-GROUPED_WORLD = 512
-"""From so many ranks on, small shards of neighbouring ranks are stored together."""
-RANKS_PER_FILE = 64
-"""Of so many; a file is then 4 MiB at most."""
 _CANDIDATES = 256
 _FP32_BYTES = 4
 _CRC_BYTES = 4
@@ -165,25 +159,10 @@ def grid_of_rows(stored_shape: tuple[int, ...], shard_rows: int) -> Grid | None:
     return Grid(rows, row_numel, shard_rows, chunk_rows, row_numel)
 
 
-def grid_in_checkpoint(stored_shape: tuple[int, ...], itemsize: int, grid: Grid, world_size: int) -> Grid:
-    """Return how an array is cut in a checkpoint whose ranks, `world_size` of them, hold it on `grid`.
-
-    Small arrays are one shard, rank 0's. Of huge worlds small shards are stored together, those of `RANKS_PER_FILE` ranks as
-    one: such shards are in memory on every tier, so no file that could be linked is given up.
-    """
-    if grid.num_shards <= 1:
-        return grid
-    if math.prod(stored_shape) * itemsize < WHOLE_BYTES:
-        return make_grid(stored_shape, 1)
-    if world_size >= GROUPED_WORLD and grid.shard_numel * itemsize < WHOLE_BYTES:
-        return replace(grid, shard_rows=grid.shard_rows * RANKS_PER_FILE)
-    return grid
-
-
-def cut_numel(stored_shape: tuple[int, ...]) -> int:
-    """Return a number of elements of which every cut of the array, at any world size, is a multiple."""
-    row_numel = stored_shape[1] if len(stored_shape) == 2 else 1
-    return math.lcm(_chunk_cols(row_numel), ALIGN_NUMEL) if row_numel else ALIGN_NUMEL
+def grid_in_checkpoint(stored_shape: tuple[int, ...], itemsize: int, grid: Grid) -> Grid:
+    """Return how an array is cut in a checkpoint whose ranks hold it on `grid`: small arrays are one shard, rank 0's."""
+    is_small = grid.num_shards > 1 and math.prod(stored_shape) * itemsize < WHOLE_BYTES
+    return make_grid(stored_shape, 1) if is_small else grid
 
 
 def _chunk_cols(row_numel: int) -> int:

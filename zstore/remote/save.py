@@ -114,17 +114,13 @@ class _RemoteSave(Save):
         request, pieces, publisher = self._request, self._pieces, self._publisher
         found = workers.run(chain(pieces.tasks(), publisher.tasks()), here=True)
         summaries = [summary for summary in found if summary is not None]
-        if self._board is not None:
-            for path in pieces.for_others():
+        if request.rank == 0:
+            self._fetch(pieces.all_files())
+            summaries += chain.from_iterable(workers.run(pieces.assembly_tasks(publisher.store_whole), here=True))
+        elif self._board is not None:
+            for path in pieces.own_files():
                 self._board.post(self._key(path.name), path.read_bytes())
                 self._files.unlink(path)
-        for tasks, wanted in (
-            (pieces.joining_tasks(publisher.store_joined), pieces.awaited),
-            (pieces.assembly_tasks(publisher.store_joined) if request.rank == 0 else [], pieces.of_others),
-        ):
-            if tasks:
-                self._fetch(wanted())
-                summaries += chain.from_iterable(workers.run(tasks, here=True))
         self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state, sync=False)
         if self._board is not None and request.rank:
             path = self._folder / manifest_file(request.rank)
