@@ -1,13 +1,13 @@
 """Generates the reference of config keys in the docs from the schema: `python -m zstore.tools.config_docs`.
 
-In `docs/config.md` that is the tables of all keys, in `docs/deepspeed.md` those of the keys without effect: the parts
+In `docs/config.md` that is the tables of the keys that act, in `docs/deepspeed.md` those of the others: the parts
 between two marks. Everything else is written by hand.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -35,41 +35,55 @@ def _anchor(path: str, kind: str = "") -> str:
 def _row(name: str, field: FieldInfo, section: type[Section], prefix: str) -> str:
     path, inner = prefix + name, section_of(field)
     if name in section.variants:
-        links = ", ".join(f"[{kind}](#{_anchor(path, kind)})" for kind in section.variants[name])
-        return f"| `{name}` | an object, by `type`: {links} | | | {_cell((inner and inner.__doc__) or '')} |"
+        shown = _first_names(section.variants[name])
+        links = ", ".join(f"[{kind}](#{_anchor(path, shown[one])})" for kind, one in section.variants[name].items())
+        return f"| `{name}` | an object, by `type`: {links} | | {_cell((inner and inner.__doc__) or '')} |"
     if inner is not None:
-        return f"| `{name}` | [an object](#{_anchor(path)}) | | | {_cell(inner.__doc__ or '')} |"
-    status, why = about(field)
+        return f"| `{name}` | [an object](#{_anchor(path)}) | | {_cell(inner.__doc__ or '')} |"
     also = [f"`{spelling}`" for spelling, target in section.renames.items() if target == name]
     text = description(section, name) + (f" Also written {', '.join(also)}." if also else "")
-    text += f" {status.value.capitalize()}: {why}." if status is not Status.BUILT else ""
-    return (
-        f"| `{name}` | {_cell(expected(type_of(field)))} | {_cell(_default(field))} | {status.value} | {_cell(text)} |"
-    )
+    return f"| `{name}` | {_cell(expected(type_of(field)))} | {_cell(_default(field))} | {_cell(text)} |"
 
 
-def _tables(section: type[Section], path: str = "", kind: str = "") -> Iterator[str]:
-    """Yield the lines of the tables of `section`, used with the type `kind` if given, and of the sections in it."""
+def _tables(section: type[Section], path: str = "", kind: str = "", base: type[Section] | None = None) -> Iterator[str]:
+    """Yield the lines of the tables of `section`, used with the type `kind` if given, and of the sections in it; rows that
+    its `base` has are left out."""
+    prefix = f"{path}." if path else ""
+    heading, text = f"{path or 'Top level'}{f' of {kind}' if kind else ''}", inspect.cleandoc(section.__doc__ or "")
+    known = set() if base is None else set(_rows(base, prefix))
     yield from [
         "",
-        f"## {path or 'Top level'}{f' of {kind}' if kind else ''}",
+        f"## {heading}",
         "",
-        inspect.cleandoc(section.__doc__ or ""),
+        text,
         "",
+        "| key | value | default | status | effect |",
+        "|---|---|---|---|---|",
     ]
-    yield from ["| key | value | default | status | effect |", "|---|---|---|---|---|"]
-    prefix = f"{path}." if path else ""
+    yield from (row for row in _rows(section, prefix) if row not in known)
     for name, field in section.model_fields.items():
-        yield _row(name, field, section, prefix)
-    for name, field in section.model_fields.items():
-        inner = section_of(field)
-        for variant, one in section.variants.get(name, {"": inner}).items():
-            if one is not None:
-                yield from _tables(one, prefix + name, variant)
+        inner, variants = section_of(field), section.variants.get(name, {})
+        if inner is not None:
+            yield from _tables(inner, prefix + name)
+        for one, variant in _first_names(variants).items():
+            yield from _tables(one, prefix + name, variant, inner)
+
+
+def _first_names(variants: Mapping[str, type[Section]]) -> dict[type[Section], str]:
+    """Return the first name of each section that has several."""
+    names: dict[type[Section], str] = {}
+    for name, one in variants.items():
+        names.setdefault(one, name)
+    return names
+
+
+def _rows(section: type[Section], prefix: str) -> list[str]:
+    fields = section.model_fields.items()
+    return [_row(name, field, section, prefix) for name, field in fields if about(field)[0] is Status.BUILT]
 
 
 def all_keys() -> str:
-    """Return the tables of all keys."""
+    """Return the tables of the keys that act."""
     return "\n".join(_tables(ConfigSections)) + "\n"
 
 

@@ -57,13 +57,14 @@ class ConfigProblem:
         return f"{named}: {self.what}" if named else self.what
 
 
-def built(default: Any, *, stages: tuple[int, ...] = ()) -> Any:
-    """A key that acts, at these ZeRO stages alone if any are named."""
-    return _key(default, Status.BUILT, stages=stages)
+def built(default: Any, *, stages: tuple[int, ...] = (), text: str | None = None) -> Any:
+    """A key that acts, at these ZeRO stages alone if any are named; without a docstring it is described by `text`."""
+    return _key(default, Status.BUILT, stages=stages, text=text)
 
 
-def _key(default: Any, status: Status, why: str = "", stages: tuple[int, ...] = ()) -> Any:
-    return Field(default=default, json_schema_extra={"status": status.name, "why": why, "stages": [*stages]})
+def _key(default: Any, status: Status, why: str = "", stages: tuple[int, ...] = (), text: str | None = None) -> Any:
+    extra: Any = {"status": status.name, "why": why, "stages": [*stages]}
+    return Field(default=default, description=text, json_schema_extra=extra)
 
 
 def about(field: FieldInfo) -> tuple[Status, str]:
@@ -173,6 +174,8 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 def description(section: type[Section], name: str) -> str:
     """Return the docstring of a key, read from the source when it is asked for: pydantic would read it at each start."""
+    if (text := section.model_fields[name].description) is not None:
+        return text
     return next((found[name] for kind in section.__mro__ if name in (found := _docstrings(kind))), "")
 
 
@@ -181,8 +184,12 @@ def _docstrings(kind: type) -> dict[str, str]:
     """Return the docstrings of the fields that a section has beside those of its base."""
     if not issubclass(kind, Section):
         return {}
+    try:
+        source = inspect.getsource(kind)
+    except OSError:  # it was made of a table, which has the texts of its fields
+        return {}
     found = {}
-    for pair in pairwise(ast.parse(inspect.getsource(kind)).body[0].body):  # type: ignore[attr-defined]
+    for pair in pairwise(ast.parse(source).body[0].body):  # type: ignore[attr-defined]
         match pair:
             case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
                 found[name] = inspect.cleandoc(text)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import PlainValidator
+from pydantic import PlainValidator, create_model
 from pydantic_core.core_schema import ValidationInfo
 
 from .keys import ConfigProblem, Section, Status, about, built
@@ -50,7 +50,7 @@ def advice_on(name: object) -> str:
 
 
 class OptimizerParams(Section):
-    """Arguments of an optimizer."""
+    """Arguments of every optimizer."""
 
     whole_tensors: ClassVar[bool] = False
     """Whether its step needs whole tensors, which ranks exchange."""
@@ -110,146 +110,66 @@ class AdamParams(MomentParams):
         return found
 
 
-class _Decayed(OptimizerParams):
-    """Arguments that most have."""
-
-    weight_decay: Real | Auto = built(0.0)
-    """Decay of the weights, as a part of the gradient."""
-    maximize: Bool = built(False)
-    """Ascend."""
-
-
-class SGDParams(_Decayed):
-    """Arguments of SGD. Without momentum nothing is kept beside the master."""
-
-    lr: Real | Auto = built(1e-3)
-    """Learning rate; the default is torch's."""
-    momentum: Real = built(0.0)
-    """Momentum; 0: none is kept."""
-    dampening: Real = built(0.0)
-    """Dampening of the momentum."""
-    nesterov: Bool = built(False)
-    """Nesterov's momentum; needs momentum, and no dampening."""
-
-
-class AdagradParams(_Decayed):
-    """Arguments of Adagrad."""
-
-    lr: Real | Auto = built(1e-2)
-    """Learning rate; the default is torch's and DeepSpeed's."""
-    lr_decay: Real = built(0.0)
-    """The rate is lr / (1 + (step - 1) x lr_decay)."""
-    initial_accumulator_value: Real = built(0.0)
-    """Initial value of the sum of squares."""
-    eps: Real | Auto = built(1e-10)
-    """Added to the denominator."""
+_FIELDS: Mapping[str, tuple[Any, str]] = {
+    "lr": (Real | Auto, "Learning rate; the default is torch's."),
+    "betas": (Betas | Auto, "Decay of the two moments."),
+    "eps": (Real | Auto, "Added to the denominator."),
+    "weight_decay": (Real | Auto, "Decay of the weights, as a part of the gradient."),
+    "momentum": (Real, "Momentum; 0: none is kept."),
+    "dampening": (Real, "Dampening of the momentum."),
+    "nesterov": (Bool, "Nesterov's momentum; needs momentum, and no dampening."),
+    "lr_decay": (Real, "The rate is lr / (1 + (step - 1) x lr_decay)."),
+    "initial_accumulator_value": (Real, "Initial value of the sum of squares."),
+    "alpha": (Real, "Decay of the mean of squares."),
+    "centered": (Bool, "Divide by an estimate of the variance, which keeps the mean of gradients too."),
+    "momentum_decay": (Real, "Decay of the momentum's schedule."),
+    "decoupled_weight_decay": (Bool, "Decay as in AdamW."),
+    "rho": (BelowOne, "Decay of the two means of squares."),
+    "lambd": (Real, "Decay of the weights and of the rate."),
+    "t0": (Real, "Step at which averaging starts."),
+    "etas": (Pair, "Factors by which a step size shrinks, below 1, and grows, above 1."),
+    "step_sizes": (Pair, "Smallest and largest step size."),
+    "maximize": (Bool, "Ascend."),
+}
+"""Types and descriptions of torch's arguments."""
+_SGD = {"weight_decay": 0.0, "maximize": False}
+_MOMENTS = {"betas": (0.9, 0.999), "eps": 1e-8, **_SGD}
+_LION = (
+    "Learning rate; the default is DeepSpeed's. Lion wants a rate of a tenth to a third of AdamW's.",
+    "Weight of the moment in the update, and its decay; the default is DeepSpeed's, the paper has 0.99 for the second.",
+    "Decoupled decay of the weights per step, times lr.",
+)
 
 
-class RMSpropParams(_Decayed):
-    """Arguments of RMSprop."""
-
-    lr: Real | Auto = built(1e-2)
-    """Learning rate; the default is torch's."""
-    alpha: Real = built(0.99)
-    """Decay of the mean of squares."""
-    eps: Real | Auto = built(1e-8)
-    """Added to the denominator."""
-    momentum: Real = built(0.0)
-    """Momentum; 0: none is kept."""
-    centered: Bool = built(False)
-    """Divide by an estimate of the variance, which keeps the mean of gradients too."""
-
-
-class NAdamParams(MomentParams, _Decayed):
-    """Arguments of NAdam."""
-
-    lr: Real | Auto = built(2e-3)
-    """Learning rate; the default is torch's."""
-    momentum_decay: Real = built(4e-3)
-    """Decay of the momentum's schedule."""
-    decoupled_weight_decay: Bool = built(False)
-    """Decay as in AdamW."""
-
-
-class AdamaxParams(MomentParams, _Decayed):
-    """Arguments of Adamax."""
-
-    lr: Real | Auto = built(2e-3)
-    """Learning rate; the default is torch's."""
-    betas: Betas | Auto = built((0.9, 0.999))
-    """Decay of the moment and of the largest gradient."""
-
-
-class RAdamParams(MomentParams, _Decayed):
-    """Arguments of RAdam."""
-
-    decoupled_weight_decay: Bool = built(False)
-    """Decay as in AdamW."""
-
-
-class AdadeltaParams(_Decayed):
-    """Arguments of Adadelta."""
-
-    lr: Real | Auto = built(1.0)
-    """Factor of the update; the default is torch's."""
-    rho: BelowOne = built(0.9)
-    """Decay of the two means of squares."""
-    eps: Real | Auto = built(1e-6)
-    """Added to numerator and denominator."""
-
-
-class ASGDParams(_Decayed):
-    """Arguments of ASGD."""
-
-    lr: Real | Auto = built(1e-2)
-    """Learning rate; the default is torch's."""
-    lambd: Real = built(1e-4)
-    """Decay of the weights and of the rate."""
-    alpha: Real = built(0.75)
-    """Power of the rate's decay."""
-    t0: Real = built(1e6)
-    """Step at which averaging starts."""
-
-
-class RpropParams(OptimizerParams):
-    """Arguments of Rprop."""
-
-    lr: Real | Auto = built(1e-2)
-    """First step size; the default is torch's."""
-    etas: Pair = built((0.5, 1.2))
-    """Factors by which a step size shrinks, below 1, and grows, above 1."""
-    step_sizes: Pair = built((1e-6, 50.0))
-    """Smallest and largest step size."""
-    maximize: Bool = built(False)
-    """Ascend."""
-
-
-class LionParams(OptimizerParams):
-    """Arguments of Lion, which keeps one moment: 4 bytes a parameter."""
-
-    lr: Real | Auto = built(1e-3)
-    """Learning rate; the default is DeepSpeed's. Lion wants a rate of a tenth to a third of AdamW's."""
-    betas: Betas | Auto = built((0.9, 0.999))
-    """Weight of the moment in the update, and its decay; the default is DeepSpeed's, the paper has 0.99 for the second."""
-    weight_decay: Real | Auto = built(0.0)
-    """Decoupled decay of the weights per step, times lr."""
-    maximize: Bool = built(False)
-    """Ascend."""
+def _params(name: str, texts: Mapping[str, str] | None = None, /, **defaults: Any) -> type[OptimizerParams]:
+    """Return the section of an optimizer's arguments, of `_FIELDS`; `texts` describe some of them otherwise."""
+    fields: dict[str, Any] = {}
+    for key, default in defaults.items():
+        kind, text = _FIELDS[key]
+        fields[key] = (kind, built(default, text=(texts or {}).get(key, text)))
+    text = f"Arguments of {name}."
+    return create_model(f"{name}Params", __base__=OptimizerParams, __doc__=text, __module__=__name__, **fields)
 
 
 OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
-    "SGD": SGDParams,
-    "Adagrad": AdagradParams,
-    "RMSprop": RMSpropParams,
-    "NAdam": NAdamParams,
-    "Adamax": AdamaxParams,
-    "RAdam": RAdamParams,
-    "Adadelta": AdadeltaParams,
-    "ASGD": ASGDParams,
-    "Rprop": RpropParams,
-    "Lion": LionParams,
+    "SGD": _params("SGD", lr=1e-3, momentum=0.0, dampening=0.0, nesterov=False, **_SGD),
+    "Adagrad": _params("Adagrad", lr=1e-2, lr_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, **_SGD),
+    "RMSprop": _params("RMSprop", lr=1e-2, alpha=0.99, eps=1e-8, momentum=0.0, centered=False, **_SGD),
+    "NAdam": _params("NAdam", lr=2e-3, momentum_decay=4e-3, decoupled_weight_decay=False, **_MOMENTS),
+    "Adamax": _params("Adamax", {"betas": "Decay of the moment and of the largest gradient."}, lr=2e-3, **_MOMENTS),
+    "RAdam": _params("RAdam", lr=1e-3, decoupled_weight_decay=False, **_MOMENTS),
+    "Adadelta": _params("Adadelta", lr=1.0, rho=0.9, eps=1e-6, **_SGD),
+    "ASGD": _params("ASGD", {"alpha": "Power of the rate's decay."}, lr=1e-2, lambd=1e-4, alpha=0.75, t0=1e6, **_SGD),
+    "Rprop": _params("Rprop", lr=1e-2, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), maximize=False),
+    "Lion": _params(
+        "Lion",
+        dict(zip(("lr", "betas", "weight_decay"), _LION, strict=True)),
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        **_SGD,
+    ),
 }
 """By the names of their classes; extras add theirs."""
 

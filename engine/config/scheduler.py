@@ -20,7 +20,7 @@ WarmupType = Annotated[Literal["log", "linear"], OneOf()]
 
 
 class SchedulerParams(Section):
-    """Arguments of a schedule."""
+    """Arguments of every schedule."""
 
     last_batch_iteration: Position = built(-1)
     """Step to start from; -1: the beginning. A loaded checkpoint has its own."""

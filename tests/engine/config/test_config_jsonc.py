@@ -1,4 +1,3 @@
-import importlib.util
 import json
 from typing import Any
 
@@ -77,51 +76,30 @@ def test_choices_left_in_from_documentation_come_back_as_text() -> None:
     assert load_jsonc(text, "ds.json") == {"stage": "[0|1|2|3]", "overlap_comm": "[true|false]", "plain": [1, 2]}
 
 
-HJSON: list[tuple[str, dict[str, Any]]] = [
-    ("{a: 1}", {"a": 1}),
-    ("{\n a: 1\n b: 2\n}", {"a": 1, "b": 2}),
-    ("{\n a: 1, b: true\n c: null\n}", {"a": 1, "b": True, "c": None}),
-    ("{\n device: nvme\n nvme_path: /fast/run\n}", {"device": "nvme", "nvme_path": "/fast/run"}),
-    ("{\n type: Adam W  \n}", {"type": "Adam W"}),
-    ("{\n a: 'it'\n b: 'say \"x\"'\n}", {"a": "it", "b": 'say "x"'}),
-    ("{\n betas: [\n 0.9\n 0.95\n ]\n}", {"betas": [0.9, 0.95]}),
-    ("{\n # one\n a-b.c: {\n  d: 1e-3 // two\n }\n /* three */\n}", {"a-b.c": {"d": 1e-3}}),
-    ("{\n a: true # yes\n}", {"a": True}),
-    ("{\n a:\n  '''\n  x\n   y\n  '''\n}", {"a": "x\n y"}),
-]
-
-
-@pytest.mark.parametrize(("text", "value"), HJSON)
-def test_hjson_is_read_as_deepspeed_reads_it(text: str, value: dict[str, Any]) -> None:
-    assert load_jsonc(text, "ds.json") == value
-    if importlib.util.find_spec("hjson"):  # comes with DeepSpeed
-        assert importlib.import_module("hjson").loads(text) == value
+def test_hjson_is_read_by_its_package_where_that_is_installed() -> None:
+    pytest.importorskip("hjson")  # comes with DeepSpeed
+    assert load_jsonc("{\n device: nvme # which\n betas: [0.9]\n}", "ds.json") == {"device": "nvme", "betas": [0.9]}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1,\n "b": {},\n "a": 2}', r'ds\.json:3:2: key "a" is given twice, on line 1 and on line 3'),
-        ('{"a": {"b": 1, "b": 1}}', r'ds\.json:1:16: key "b" is given twice'),
-        ('{"a": 1 "b": 2}', r'ds\.json:1:9: expected "," or "}", got \'"\''),
-        ('{"a" 1}', r'ds\.json:1:6: expected ":" after key "a", got \'1\''),
-        ('{"a": True}', r"ds\.json:1:7: expected true, got True"),
-        ('{"a": cpu}', r"ds\.json:1:7: expected true, false, null or a quoted string, got cpu"),
-        ('{"a": 01}', r"ds\.json:1:7: expected a number, got '01}'"),
-        ('{"a": 1.}', r"expected a number"),
+        ('{"a": 1,\n "b": {},\n "a": 2}', r'ds\.json: key "a" is given twice in one object; keep one'),
+        ('{"a": 1 "b": 2}', r"ds\.json:1:9: Expecting ',' delimiter, got '\"b\":'"),
+        ('{"a" 1}', r"ds\.json:1:6: Expecting ':' delimiter, got '1}'"),
+        ('{"a": True}', r"ds\.json:1:7: Expecting value, got 'True}'"),
+        ("{a: 1}", r"ds\.json:1:2: Expecting property name enclosed in double quotes, got 'a:'"),
+        ('{\n/* a\n */"a": 01}', r"ds\.json:3:10: "),
         ('{"a": 1e999}', r"number 1e999 is too large"),
-        ('{"a": ' + "9" * 5000 + "}", r"number of 5000 digits is too long"),
-        ('{"a": NaN}', r"got NaN"),
-        ('{"a": "x}', r"ds\.json:1:7: string without end"),
-        ('{"a": "\\q"}', r"bad string"),
-        ('{"a": 1 /* x }', r"ds\.json:1:9: comment without end"),
-        ('{"a": 1} {', r"ds\.json:1:10: expected the end of the text"),
-        ('{"a":: 1}', r"got :"),
-        ('{,"a": 1}', r"expected a key"),
-        ('{"a": [1,,2]}', r"got ,"),
-        ("[1]", r"ds\.json:1:1: expected an object"),
-        ("", r"expected an object, starting with \"{\", got the end of the text"),
-        ('{"a":' * 100_000, r"nested more than 64 deep"),
+        ('{"a": ' + "9" * 5000 + "}", r"ds\.json: Exceeds the limit .*digits"),
+        ('{"a": NaN}', r"expected a number, got NaN"),
+        ('{"a": "x}', r"ds\.json:1:7: Unterminated string"),
+        ('{"a": 1 /* x }', r"ds\.json:1:9: "),
+        ('{"a": 1} {', r"ds\.json:1:10: Extra data"),
+        ('{"a": [1,,2]}', r"ds\.json:1:10: Expecting value"),
+        ("[1]", r"ds\.json: expected an object, starting with \"{\", got list"),
+        ("", r"ds\.json:1:1: Expecting value, got the end of the text"),
+        ('{"a":' * 100_000, r"nested too deep"),
     ],
 )
 def test_bad_text_is_an_error_that_says_where(text: str, message: str) -> None:
