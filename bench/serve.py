@@ -1,30 +1,34 @@
-"""`zstore serve` beside nginx and Python's own server: the same files, over loopback, interleaved in one run.
+"""`zstore serve` beside nginx, if it is installed: the same files, over loopback, interleaved in one run.
 
 python -m bench.serve [--path FOLDER] [--gib 1] [--rounds 5] [--json FILE]
 
-Rates are medians over the rounds; ratios are of pairs in one round. Processor time is the server's alone.
+Rates are medians over the rounds; ratios are of pairs in one round.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import itertools
 import json
 import os
 import shutil
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from bench.serve_clients import Connection, at_once, ranges
-from bench.serve_process import free_port, started
 from tests.checkpoint.checkpoints import save_arrays
+from tests.waiting import until
 
 _MIB = 2**20
 _BIG = "model/big/c.0"
@@ -45,59 +49,9 @@ class Server:
     """A server that runs."""
 
     name: str
-    pids: tuple[int, ...]
     port: int
     prefix: str
     """Of the paths of the run's files."""
-    has_ranges: bool = True
-
-    def cpu_s(self) -> float:
-        """Return the processor seconds that it took so far."""
-        ticks = 0
-        for pid in self.pids:
-            fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
-
-
-@contextlib.contextmanager
-def servers(root: Path, scratch: Path) -> Iterator[list[Server]]:
-    """Yield servers of the runs in `root`: ours, nginx if it is installed, and Python's."""
-    with contextlib.ExitStack() as stack:
-        port = free_port()
-        ours = [sys.executable, "-m", "zstore", "serve", str(root), "--port", str(port)]
-        process = stack.enter_context(started(ours, port))
-        found = [Server(name="zstore", pids=(process.pid,), port=port, prefix="/zarr/run/step-00000001/")]
-        if (nginx := shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")) is not None:
-            port = free_port()
-            config = scratch / "nginx.conf"
-            user = "user root;\n" if os.geteuid() == 0 else ""
-            config.write_text(user + _NGINX.format(folder=scratch, port=port, root=root))
-            process = stack.enter_context(started([nginx, "-c", str(config), "-p", str(scratch)], port))
-            pids = (process.pid, *children(process.pid))
-            found.append(Server(name="nginx", pids=pids, port=port, prefix="/run/step-00000001/"))
-        port = free_port()
-        command = [
-            sys.executable,
-            "-m",
-            "http.server",
-            str(port),
-            "--bind",
-            "127.0.0.1",
-            "-d",
-            str(root),
-            "-p",
-            "HTTP/1.1",
-        ]
-        process = stack.enter_context(started(command, port))
-        prefix = "/run/step-00000001/"
-        found.append(Server(name="http.server", pids=(process.pid,), port=port, prefix=prefix, has_ranges=False))
-        yield found
-
-
-def children(pid: int) -> list[int]:
-    """Return the processes that a process started."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,46 +60,88 @@ class Pattern:
 
     name: str
     connections: int
-    range_bytes: int | None
+    range_bytes: int | None = None
     """None: whole files."""
     small: bool = False
 
 
 PATTERNS = (
-    Pattern(name="whole files, 1 connection", connections=1, range_bytes=None),
-    Pattern(name="whole files, 4 connections", connections=4, range_bytes=None),
+    Pattern(name="whole files, 1 connection", connections=1),
+    Pattern(name="whole files, 4 connections", connections=4),
     Pattern(name="ranges of 8 MiB, 4 connections", connections=4, range_bytes=8 * _MIB),
     Pattern(name="ranges of 256 KiB, 4 connections", connections=4, range_bytes=_MIB // 4),
-    Pattern(name="files of 1 KB, 4 connections", connections=4, range_bytes=None, small=True),
+    Pattern(name="files of 1 KB, 4 connections", connections=4, small=True),
 )
 
 
-def measure(server: Server, pattern: Pattern, nbytes: int) -> dict[str, float]:
-    """Return bytes and requests per second, and the server's processor seconds for each GB and each thousand requests."""
-    connections = [Connection(server.port) for _ in range(pattern.connections)]
-    moved: list[int] = []
+@contextlib.contextmanager
+def _started(command: list[str], port: int) -> Iterator[None]:
+    """Start a server; yield once it listens, end it after."""
 
-    def fetch(index: int) -> None:
-        mine = connections[index]
+    def listens() -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return True
+        return process.poll() is not None
+
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            until(listens)
+            yield
+        finally:
+            process.terminate()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+@contextlib.contextmanager
+def servers(root: Path, scratch: Path) -> Iterator[list[Server]]:
+    """Yield servers of the runs in `root`: ours, and nginx."""
+    with contextlib.ExitStack() as stack:
+        port = _free_port()
+        stack.enter_context(_started([sys.executable, "-m", "zstore", "serve", str(root), "--port", str(port)], port))
+        found = [Server(name="zstore", port=port, prefix="/zarr/run/step-00000001/")]
+        if (nginx := shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")) is not None:
+            port, config = _free_port(), scratch / "nginx.conf"
+            user = "user root;\n" if os.geteuid() == 0 else ""
+            config.write_text(user + _NGINX.format(folder=scratch, port=port, root=root))
+            stack.enter_context(_started([nginx, "-c", str(config), "-p", str(scratch)], port))
+            found.append(Server(name="nginx", port=port, prefix="/run/step-00000001/"))
+        yield found
+
+
+def _fetch(server: Server, pattern: Pattern, nbytes: int, index: int) -> list[int]:
+    """Return the bytes of each answer to one of the clients of a pattern."""
+    connection, buffer = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60), bytearray(_MIB)
+
+    def get(path: str, headers: dict[str, str]) -> int:
+        connection.request("GET", server.prefix + path, headers=headers)
+        answer = connection.getresponse()
+        if answer.status != (206 if headers else 200):
+            raise http.client.HTTPException(f"{server.name} answers {answer.status} for {path}")
+        return sum(iter(lambda: answer.readinto(buffer), 0))
+
+    with contextlib.closing(connection):
         if pattern.small:
-            moved.extend(mine.get(f"{server.prefix}zstore.json") for _ in range(max(2, nbytes // _MIB)))
-        elif pattern.range_bytes is None:
-            moved.append(mine.get(server.prefix + _BIG))
-        else:
-            parts = itertools.islice(ranges(nbytes, pattern.range_bytes), index, None, pattern.connections)
-            moved.extend(mine.get(server.prefix + _BIG, first, stop) for first, stop in parts)
+            return [get("zstore.json", {}) for _ in range(max(2, nbytes // _MIB))]
+        if pattern.range_bytes is None:
+            return [get(_BIG, {})]
+        firsts = itertools.islice(range(0, nbytes, pattern.range_bytes), index, None, pattern.connections)
+        lasts = ((first, min(first + pattern.range_bytes, nbytes) - 1) for first in firsts)
+        return [get(_BIG, {"Range": f"bytes={first}-{last}"}) for first, last in lasts]
 
-    before = server.cpu_s()
-    seconds = at_once([lambda index=index: fetch(index) for index in range(pattern.connections)])  # type: ignore[misc]
-    cpu_s = server.cpu_s() - before
-    for each in connections:
-        each.close()
-    return {
-        "gb_per_s": sum(moved) / seconds / 1e9,
-        "requests_per_s": len(moved) / seconds,
-        "cpu_s_per_gb": cpu_s / sum(moved) * 1e9,
-        "cpu_ms_per_request": 1e3 * cpu_s / len(moved),
-    }
+
+def measure(server: Server, pattern: Pattern, nbytes: int) -> dict[str, float]:
+    """Return bytes and requests per second."""
+    with ThreadPoolExecutor(pattern.connections) as clients:
+        started = time.perf_counter()
+        fetched = [clients.submit(_fetch, server, pattern, nbytes, index) for index in range(pattern.connections)]
+        moved = [size for each in fetched for size in each.result()]
+        seconds = time.perf_counter() - started
+    return {"gb_per_s": sum(moved) / seconds / 1e9, "requests_per_s": len(moved) / seconds}
 
 
 def make_run(root: Path, nbytes: int) -> None:
@@ -160,19 +156,18 @@ def make_run(root: Path, nbytes: int) -> None:
 
 def compare(root: Path, scratch: Path, nbytes: int, rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     """Return the medians of each pattern and server; `ratio` is ours to the other's rate, of pairs in one round."""
+    figures: dict[str, dict[str, dict[str, float]]] = {}
     with servers(root, scratch) as found:
-        figures: dict[str, dict[str, dict[str, float]]] = {}
         for pattern in PATTERNS:
-            able = [server for server in found if pattern.range_bytes is None or server.has_ranges]
-            taken = [[measure(server, pattern, nbytes) for server in able] for _ in range(rounds + 1)][1:]
-            rate = "requests_per_s" if pattern.small else "gb_per_s"
-            figures[pattern.name] = {}
-            for index, server in enumerate(able):
-                mine = [one[index] for one in taken]
-                row = {key: statistics.median(one[key] for one in mine) for key in mine[0]}
-                row["ratio"] = statistics.median(one[0][rate] / one[index][rate] for one in taken)
-                figures[pattern.name][server.name] = row
-        return figures
+            taken = [[measure(server, pattern, nbytes) for server in found] for _ in range(rounds + 1)][1:]
+            figures[pattern.name] = {
+                server.name: {
+                    **{key: statistics.median(one[index][key] for one in taken) for key in taken[0][index]},
+                    "ratio": statistics.median(one[0]["gb_per_s"] / one[index]["gb_per_s"] for one in taken),
+                }
+                for index, server in enumerate(found)
+            }
+    return figures
 
 
 def main() -> None:
@@ -190,10 +185,9 @@ def main() -> None:
         figures = compare(root, scratch, nbytes, options.rounds)
     for pattern, rows in figures.items():
         for server, row in rows.items():
+            beside = "" if server == "zstore" else f"   zstore is {row['ratio']:.2f} of it"
             print(
-                f"{pattern:34} {server:12} {row['gb_per_s']:6.2f} GB/s {row['requests_per_s']:8.0f} requests/s "
-                f"{row['cpu_s_per_gb']:6.2f} s of CPU a GB {row['cpu_ms_per_request']:7.2f} ms a request"
-                + ("" if server == "zstore" else f"   zstore is {row['ratio']:.2f} of it")
+                f"{pattern:34} {server:8} {row['gb_per_s']:6.2f} GB/s {row['requests_per_s']:8.0f} requests/s{beside}"
             )
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")

@@ -1,20 +1,14 @@
 """A folder with two runs, as a service may find it: journals with every kind of line, checkpoints that share files, leavings
 of saves, names that would be HTML or leave the folder, values that are not finite.
-
-`python -m tests.serve.sample FOLDER [--live]` makes it; with `--live` the first run goes on: a step every 0.2 s, and a
-checkpoint every 50 steps, until it is interrupted or asked to stop.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
-import os
 import random
 import shutil
-import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -26,10 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.checkpoint.checkpoints import World, open_world
-from zstore.checkpoint.commit import discard
 from zstore.checkpoint.lock import owner_document
 from zstore.checkpoint.names import own_name, step_tag
-from zstore.io.files import Files
 
 RUN = "gpt-small"
 HOSTILE_RUN = "<img src=x onerror=alert(1)>"
@@ -163,8 +155,8 @@ class JournalWriter:
 
 
 @dataclass
-class LiveRun:
-    """A run that goes on: its checkpoints share the files of arrays that do not change."""
+class SampleRun:
+    """A run whose checkpoints share the files of arrays that do not change."""
 
     folder: Path
     world: World
@@ -188,21 +180,9 @@ class LiveRun:
         self._known = summary.known
         return summary.path
 
-    def go_on(self, *, step_s: float = 0.2, save_every: int = 50, most_steps: int = 10**9) -> None:
-        """Append a step every `step_s` seconds, and save now and then, until the number of steps, or a request to stop."""
-        journal = self.journal
-        for _ in range(most_steps):
-            time.sleep(step_s)
-            journal.at = time.time() - step_s
-            journal.steps(1, step_s=step_s)
-            if journal.step % save_every == 0:
-                self.save()
-                journal.at = time.time()
-                journal.saved(self.folder, linked_bytes=2**20, written_bytes=2**20)
-
 
 @contextlib.contextmanager
-def opened_run(folder: Path, run_id: str, *, started_at: float) -> Iterator[LiveRun]:
+def opened_run(folder: Path, run_id: str, *, started_at: float) -> Iterator[SampleRun]:
     """Yield a run in `folder` that has not trained yet."""
     folder.mkdir(parents=True, exist_ok=True)
     swap = folder.parent / f".swap-{run_id[:8]}"
@@ -210,12 +190,12 @@ def opened_run(folder: Path, run_id: str, *, started_at: float) -> Iterator[Live
     journal = JournalWriter(folder / f"journal-{run_id}.jsonl", started_at)
     try:
         with open_world(arrays_of(), tier="disk", run_path=swap) as world:
-            yield LiveRun(folder, world, journal, run_id)
+            yield SampleRun(folder, world, journal, run_id)
     finally:
         shutil.rmtree(swap, ignore_errors=True)
 
 
-def train(run: LiveRun, *, steps: tuple[int, ...] = SAVE_STEPS, first_process_ends: int = 130) -> None:
+def train(run: SampleRun, *, steps: tuple[int, ...] = SAVE_STEPS, first_process_ends: int = 130) -> None:
     """Train for a while: the first process is killed, the second goes on from its newest checkpoint, and ends."""
     journal = run.journal
     journal.start(run.run_id)
@@ -275,32 +255,3 @@ def make_sample(folder: Path, *, now: float | None = None) -> Path:
     with (folder / HOSTILE_RUN / f"journal-{HOSTILE_RUN_ID}.jsonl").open("a") as journal:
         journal.write('{"kind":"step","at":17')  # a torn line
     return folder
-
-
-def main() -> None:
-    """See the head of the file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--live", action="store_true", help="go on with the first run")
-    arguments = parser.parse_args()
-    folder: Path = arguments.folder
-    make_sample(folder)
-    if not arguments.live:
-        return
-    shutil.rmtree(folder / RUN)
-    with opened_run(folder / RUN, RUN_ID, started_at=time.time() - 120) as run:
-        train(run)
-        discard(Files(), folder / RUN / step_tag(SAVE_STEPS[1]))
-        leave_behind(folder / RUN)
-        run.journal.at = time.time()
-        run.journal.start(RUN_ID, pid=os.getpid())
-        for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background process ignores the first
-            signal.signal(number, signal.default_int_handler)
-        with contextlib.suppress(KeyboardInterrupt):
-            run.go_on()
-        run.journal.at = time.time()
-        run.journal.write("end", step=run.journal.step, reason="stopped")
-
-
-if __name__ == "__main__":
-    main()

@@ -101,6 +101,7 @@ def test_curves_are_read_and_zoomed_together_by_mouse_and_by_keyboard(site: Site
     assert rate.get_attribute("aria-valuenow") == "1"
     page.keyboard.press("+")
     assert page.locator("[data-test=zoom-all]").is_enabled()
+    page.emulate_media(color_scheme="dark")
     page.keyboard.press("End")
     assert int(rate.get_attribute("aria-valuenow") or 0) < NUM_STEPS
     watched.check()
@@ -117,7 +118,13 @@ def test_arrays_are_filtered_and_sorted_and_the_map_leads_to_them(site: Site) ->
     assert page.locator("[data-test=found]").inner_text().startswith(f"12 of {len(arrays)} arrays, ")
     assert page.locator("[data-test=array]").count() == 12
     page = site.turn_to(view("memory"), watched)
-    assert page.locator("[data-test=map] .map-box").count() == len(arrays)
+    boxes = "[...document.querySelectorAll('.map-box')].map(({title, style}) => [title, style.width, style.height])"
+    found = page.evaluate(boxes)
+    areas = {name.partition(":")[0]: float(wide.rstrip("%")) * float(high.rstrip("%")) for name, wide, high in found}
+    assert areas.keys() == arrays.keys()
+    host = {name: array.nbytes for name, array in arrays.items() if name.startswith("model/")}
+    for name, nbytes in host.items():
+        assert areas[name] == pytest.approx(1e4 * nbytes / sum(host.values()), rel=1e-3)
     page.locator("[data-test=map] [title^='model/wte.weight']").click()
     assert page.locator("[data-test=placed-array] th").all_inner_texts() == ["model/wte.weight"]
     watched.check()

@@ -21,7 +21,6 @@ def test_serve_benchmark_sets_the_service_beside_other_servers(tmp_path: Path, m
     for pattern in serve.PATTERNS:
         rows = figures[pattern.name]
         assert rows["zstore"]["ratio"] == 1
-        assert ("http.server" in rows) == (pattern.range_bytes is None)
         assert all(row["requests_per_s"] > 0 for row in rows.values())
     assert [path.name for path in tmp_path.iterdir()] == ["serve.json"]
 

@@ -21,11 +21,11 @@ from ...checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_rec
 from ...checkpoint.commit import discard
 from ...checkpoint.format import Record
 from ...checkpoint.names import tag_folder
-from ...checkpoint.retention import Keep, retire
+from ...checkpoint.retention import retire
 from ...errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
 from ...io.files import Files
 from ..runs import UPLOADS_FOLDER, RunTable
-from .messages import ALIVE_S, OFFER_FILE, Committed, KeepRules, UploadOffer, UploadState
+from .messages import ALIVE_S, OFFER_FILE, Committed, UploadOffer, UploadState
 from .upload import Upload
 
 KEPT_S = 24 * 3600.0
@@ -85,7 +85,6 @@ class Inbox:
 
         Raises CheckpointExistsError for a tag, or a name, that is another's, UsageError for a name that no run can have.
         """
-        _keep_of(offer.keep)
         with self._deciding:
             folder = self._runs.folder_for_uploads(offer.run)
             upload_id = hashlib.sha256(f"upload {offer.run}\0{offer.record}".encode()).hexdigest()[:32]
@@ -145,7 +144,7 @@ class Inbox:
                 if replaced is not None and not upload.offer.overwrite:
                     messages.append(replaced_text(replaced))
                 committed = read_record(upload.folder / tag_folder(upload.record.tag))
-            if (keep := _keep_of(upload.offer.keep)) is not None:
+            if (keep := upload.offer.keep) is not None:
                 remove = lambda info: discard(self._files, info.path)  # noqa: E731
                 messages += retire(upload.folder, keep=keep, run=upload.record.run, remove=remove)
             self.remove(upload)
@@ -153,13 +152,6 @@ class Inbox:
             return Committed(
                 tag=committed.tag, committed_ns=committed.committed_ns, linked_bytes=linked_bytes, messages=messages
             )
-
-
-def _keep_of(rules: KeepRules | None) -> Keep | None:
-    """Return the rules as the checkpoints' own; raises UsageError for rules that make no sense."""
-    if rules is None:
-        return None
-    return Keep(last=rules.last, every=rules.every, best=rules.best, tags=tuple(rules.tags))
 
 
 def _silent_s(upload: Upload) -> float:

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from ...checkpoint.retention import Keep
+
 OFFER_FILE = "upload.json"
 ALIVE_S = 15 * 60.0
 """An upload counts as going on for this long after its client's last request."""
@@ -22,15 +24,6 @@ class ExtraFile(_Message):
     sha256: str
 
 
-class KeepRules(_Message):
-    """Which checkpoints of the run stay after the commit; see `Keep`."""
-
-    last: int = 1
-    every: int | None = None
-    best: str | None = None
-    tags: list[str] = []
-
-
 class UploadOffer(_Message):
     """Body of `POST /api/uploads`."""
 
@@ -45,7 +38,8 @@ class UploadOffer(_Message):
     """Replace a committed checkpoint of the same tag, whatever run saved it."""
     replaces_own: bool = False
     """Replace one of the same run."""
-    keep: KeepRules | None = None
+    keep: Keep | None = None
+    """Which checkpoints of the run stay after the commit."""
 
 
 class UploadFile(_Message):
