@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -11,8 +12,7 @@ from pydantic.fields import FieldInfo
 
 from zstore.errors import ConfigError
 
-from .keys import Section, answer_type, known_keys, section_of
-from .parse import nearest_key
+from .keys import Section, answer_type, section_of
 from .schema import ConfigSections
 from .values import refusal, show
 
@@ -20,12 +20,21 @@ _SOURCE = "initialize(auto=...)"
 
 
 @cache
-def _fields() -> Mapping[str, list[FieldInfo]]:
-    """Return the fields of each dotted key: several if its section is one of several."""
-    found: dict[str, list[FieldInfo]] = {}
-    for key, field in known_keys(ConfigSections):
-        found.setdefault(key, []).append(field)
+def _fields() -> Mapping[str, tuple[str, list[FieldInfo]]]:
+    """Return, by each spelling of a dotted key, the schema's and the fields: several if its section is one of several."""
+    found: dict[str, tuple[str, list[FieldInfo]]] = {}
+    for written, key, field in _spelled(ConfigSections):
+        found.setdefault(written, (key, []))[1].append(field)
     return found
+
+
+def _spelled(section: type[Section], outer: str = "", place: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
+    for written, name in ({name: name for name in section.model_fields} | dict(section.renames)).items():
+        field = section.model_fields[name]
+        yield outer + written, place + name, field
+        for inner in section.variants.get(name, {"": section_of(field)}).values():
+            if inner is not None:
+                yield from _spelled(inner, f"{outer}{written}.", f"{place}{name}.")
 
 
 def read_answers(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -63,7 +72,7 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
     """Yield (dotted key as written, value), also for the keys in nested sections."""
     for name, value in given.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and all(map(section_of, _fields().get(_spelled(key)[1], []))):
+        if isinstance(value, Mapping) and all(map(section_of, _fields().get(key, ("", []))[1])):
             yield from _flat(value, f"{key}.")
         elif value is not None:
             yield key, value
@@ -71,12 +80,12 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _read(written: str, value: object) -> tuple[str, Any]:
     """Return (key in the schema's spelling, typed value). Raises ValueError if either is wrong."""
-    section, key = _spelled(written)
-    fields = _fields().get(key, [])
+    key, fields = _fields().get(written, ("", []))
+    if not fields:
+        close = difflib.get_close_matches(written, _fields(), n=1, cutoff=0.85)
+        raise ValueError(f"unknown key{f'; did you mean {close[0]}?' if close else ''}")
     if any(map(section_of, fields)):
         raise ValueError(f"expected an object with keys of that section, got {show(value)}")
-    if not fields:
-        raise ValueError(f"unknown key{nearest_key(section, written.split('.'))}")
     kind = next((kind for field in reversed(fields) if (kind := answer_type(field)) is not None), None)
     if kind is None:
         raise ValueError(
@@ -86,17 +95,3 @@ def _read(written: str, value: object) -> tuple[str, Any]:
         return key, TypeAdapter(kind).validate_python(value)
     except ValidationError as failure:
         raise ValueError(refusal(kind, value, failure.errors()[0])) from None
-
-
-def _spelled(written: str) -> tuple[type[Section], str]:
-    """Return the section of a dotted key, as far as it is known, and the key in the schema's spelling."""
-    section: type[Section] = ConfigSections
-    names: list[str] = []
-    for part in written.split("."):
-        field = None if not names else section.model_fields.get(names[-1])
-        if field is not None:
-            # Schedules have no other spellings, so that any of them will do.
-            inner = section_of(field)
-            section = next(iter(section.variants.get(names[-1], {}).values()), inner or section)
-        names.append(section.renames.get(part, part))
-    return section, ".".join(names)

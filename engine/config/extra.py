@@ -17,7 +17,7 @@ from zstore.checkpoint import SaveHandle, SaveSummary
 from zstore.errors import UsageError
 
 from .keys import Section
-from .schema import add_section, has_key, remove_section
+from .schema import add_section, remove_section
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,15 +77,11 @@ EXTRAS: dict[str, Load] = {}
 def register(key: str, load: Load, section: type[Section] | None = None) -> None:
     """Let engines have the extra that `load` imports if the config's section at the dotted `key` is on; see [Note: an extra]
     for another key. A `section` that the schema does not have is added to it, see `add_section`. Raises UsageError for a key
-    that is taken, or that configs do not have, and for a class in place of the function."""
-    if isinstance(load, type):
-        raise UsageError(f"register({key!r}): expected a function that returns the class, as lambda: {load.__name__}")
+    that is taken."""
     if key in EXTRAS:
         raise UsageError(f"register({key!r}): another extra has this key")
     if section is not None:
         add_section(key, section)
-    elif not has_key(key):
-        raise UsageError(f"register({key!r}): configs have no such key; pass the class of its section too")
     EXTRAS[key] = load
 
 

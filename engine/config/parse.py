@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -84,7 +83,7 @@ def _problem(raw: Any, error: ErrorDetails) -> tuple[tuple[str, ...], ConfigProb
     if error["type"] == "extra_forbidden":
         others = [kind for kind, other in variants.items() if path[-1] in other.model_fields]
         here = f" here ({' and '.join(others)} {'have' if others[1:] else 'has'} it)" if others else ""
-        message = f"unknown key{here}{nearest_key(holder, path)}"
+        message = f"unknown key{here}{_nearest(holder, path)}"
     elif field is None or section is not None:
         message = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
     elif _is_missing(error, path):
@@ -99,45 +98,26 @@ def _is_missing(error: ErrorDetails, path: Sequence[str]) -> bool:
     return error["type"] == "missing" and len(error["loc"]) == len(path)
 
 
-@cache
-def _every_key() -> tuple[str, ...]:
-    return tuple(path for path, _ in known_keys(ConfigSections))
-
-
-def nearest_key(section: type[Section], path: Sequence[str]) -> str:
+def _nearest(section: type[Section], path: Sequence[str]) -> str:
     """Return the end of a sentence about an unknown key of `section`, the last part of `path`: the known key that is meant,
     if one is really close, else the keys of the section that act, if they are few."""
-    prefix = "".join(f"{part}." for part in path[:-1])
-    name = path[-1]
-    homes = list(dict.fromkeys(key for key in _every_key() if key.rpartition(".")[2] == name and key != prefix + name))
+    prefix, name = "".join(f"{part}." for part in path[:-1]), path[-1]
+    everywhere = [key for key, _ in known_keys(ConfigSections)]
+    homes = list(dict.fromkeys(key for key in everywhere if key.rpartition(".")[2] == name and key != prefix + name))
     if 0 < len(homes) <= _MOST_HOMES:
-        return f"; it belongs {' or '.join(_home(key) for key in homes)}"
+        outer = [key.rpartition(".")[0] for key in homes]
+        return f"; it belongs {' or '.join(f'in {one}' if one else 'at the top of the config' for one in outer)}"
     here = [*section.model_fields, *section.renames]
-    close = _with_words_of(name, section) or difflib.get_close_matches(name, here, n=1, cutoff=_CLOSE)
+    longer = {section.renames.get(key, key) for key in here if name in key and len(name) >= _TELLING}
+    close = list(longer) if len(longer) == 1 else difflib.get_close_matches(name, here, n=1, cutoff=_CLOSE)
     if close:
         return f"; did you mean {prefix}{close[0]}?"
-    names = {key.rpartition(".")[2]: key for key in reversed(_every_key())}
-    far = difflib.get_close_matches(name, names.keys() - {name}, n=1, cutoff=_CLOSE_ELSEWHERE)
-    if far:
+    names = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
+    far = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE_ELSEWHERE)
+    if far and far[0] != name:
         return f"; did you mean {names[far[0]]}?"
     keys = [key for key, field in section.model_fields.items() if about(field)[0] is Status.BUILT]
     return f"; the keys there are {', '.join(keys)}" if len(keys) <= _MOST_KEYS else ""
-
-
-def _with_words_of(name: str, section: type[Section]) -> list[str]:
-    """Return the one key of `section` that has all words of `name`; nothing if several do, or if `name` is short."""
-    words = set(name.lower().split("_"))
-    spellings = {
-        spelled: section.renames.get(spelled, spelled) for spelled in (*section.model_fields, *section.renames)
-    }
-    found = {key for spelled, key in spellings.items() if words <= set(spelled.split("_"))}
-    return list(found) if len(found) == 1 and len(name) >= _TELLING else []
-
-
-def _home(key: str) -> str:
-    """Return the place of a key, for a sentence."""
-    section = key.rpartition(".")[0]
-    return f"in {section}" if section else "at the top of the config"
 
 
 def _spelled(raw: Any, section: type[Section], name: str) -> str:

@@ -17,7 +17,10 @@ def idle_keys(settings: ConfigSections) -> Iterator[Notice]:
             "not built: parameters are offloaded at stage 3 only. At stage "
             f'{zero.stage} they stay whole on the device; write "stage": 3 to offload them',
         )
-    yield from _idle_quantization(settings)
+    if own.quantized_gradient_bits != 4 and not zero.zero_quantized_gradients:
+        yield Notice(
+            "zstore.quantized_gradient_bits", "no effect: zero_optimization.zero_quantized_gradients is not set"
+        )
     if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
         yield Notice("zero_optimization.offload_optimizer.nvme_path", 'no effect: the device is "cpu"')
     if own.step_overlap == "forward" and zero.stage < 3:
@@ -51,26 +54,6 @@ def _of_other_stages(section: Section, stage: int, prefix: str) -> Iterator[Noti
                 else f"it acts at stages {' and '.join(', '.join(map(str, stages)).rsplit(', ', 1))}"
             )
             yield Notice(f"{prefix}{name}", f"no effect: {what}, and the stage is {stage}")
-
-
-def _idle_quantization(settings: ConfigSections) -> Iterator[Notice]:
-    """Yield the keys of ZeRO++ that do nothing at this stage."""
-    zero = settings.zero_optimization
-    if zero.zero_quantized_weights and zero.stage != 3:
-        yield Notice(
-            "zero_optimization.zero_quantized_weights",
-            f"no effect: parameters are gathered for each use at stage 3 only, and the stage is {zero.stage}; what an update "
-            "changed is gathered in its own type",
-        )
-    if zero.zero_quantized_gradients and zero.stage < 2:
-        yield Notice(
-            "zero_optimization.zero_quantized_gradients",
-            f"no effect: gradients are sharded at stages 2 and 3, and the stage is {zero.stage}",
-        )
-    if settings.zstore.quantized_gradient_bits != 4 and not zero.zero_quantized_gradients:
-        yield Notice(
-            "zstore.quantized_gradient_bits", "no effect: zero_optimization.zero_quantized_gradients is not set"
-        )
 
 
 def contradictions(settings: ConfigSections) -> Iterator[ConfigProblem]:

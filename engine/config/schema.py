@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from zstore.errors import UsageError
 
-from .keys import Section, Status, about, built
+from .keys import Section, built
 from .optimizers import OptimizerSection
 from .scheduler import SchedulerSection
 from .sections import (
@@ -174,29 +174,13 @@ class ConfigSections(Section):
 
 def add_section(key: str, section: type[Section]) -> None:
     """Let configs have a section of an extra, at the top or, with "zstore." before its key, in that section; one without a
-    switch is on if it is there. Raises UsageError for a key that is taken or cannot be one, and for another class."""
+    switch is on if it is there. Raises UsageError for a key that is taken."""
     holder, name = _home(key)
-    fields = holder.model_fields
-    given: object = section
-    if not (isinstance(given, type) and issubclass(given, Section)):
-        raise UsageError(
-            f"the section {key!r}: expected a subclass of zstore.engine.config.keys.Section, got {section!r}"
-        )
-    if not name.isidentifier():
-        raise UsageError(f'the section {key!r}: expected a name at the top, or "zstore." and a name')
-    if name in fields:
+    if name in holder.model_fields:
         raise UsageError(f"the config has a key {key!r} already: give the section another name")
     kind: Any = section if section.switch is not None else section | None
-    fields[name] = FieldInfo(annotation=kind, default=section() if kind is section else None)
-    for idle in [one for one, field in fields.items() if about(field)[0] is not Status.BUILT]:
-        fields[idle] = fields.pop(idle)  # the last ones, as they were
+    holder.model_fields[name] = FieldInfo(annotation=kind, default=section() if kind is section else None)
     _rebuild(holder)
-
-
-def has_key(key: str) -> bool:
-    """Return whether configs have a key, at the top or in the section `zstore`."""
-    holder, name = _home(key)
-    return name in holder.model_fields
 
 
 def remove_section(key: str) -> None:
@@ -208,7 +192,7 @@ def remove_section(key: str) -> None:
 
 def _home(key: str) -> tuple[type[Section], str]:
     outer, _, name = key.rpartition(".")
-    return ZstoreSection if outer == "zstore" else ConfigSections, name if outer == "zstore" else key
+    return (ZstoreSection if outer else ConfigSections), name
 
 
 def _rebuild(holder: type[Section]) -> None:

@@ -133,12 +133,12 @@ class ZeroSection(Section):
     """Ranks that keep a second copy of the parameters among them (ZeRO++ hpZ, stage 3): neighbouring ones, as many as a fast
     link joins. After the first gather of a step, which is from all ranks, parameters are gathered within the group. The same
     bits; in device memory the bytes of the parameters over so many ranks. 0 and 1: none, which takes the least memory."""
-    zero_quantized_weights: Bool = built(False)
+    zero_quantized_weights: Bool = built(False, stages=(3,))
     """Gather parameters as 8-bit integers (ZeRO++ qwZ; stage 3): one byte an element and 4 bytes for each 256, half as much
     as in 16 bits. Each rank's own rows, masters and checkpoints stay exact. Biases, norms and parameters below the
     persistence threshold travel in their own type, as the second copy of `zero_hpz_partition_size` does. Off by default: it
     changes the numbers that the model computes with."""
-    zero_quantized_gradients: Bool = built(False)
+    zero_quantized_gradients: Bool = built(False, stages=(2, 3))
     """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; `zstore.quantized_gradient_bits` takes 8):
     an all-to-all, the mean in fp32. Of several machines, or groups of `zero_hpz_partition_size` ranks, within each group
     first and then between them. Off by default: it changes the gradients."""
