@@ -12,7 +12,6 @@ import pytest
 
 from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
-from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, refused, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
@@ -130,16 +129,6 @@ def test_reading_asks_for_no_more_than_the_chunks(remote: Remote) -> None:
         assert before.read_bytes == remote.fs.read_bytes
 
 
-def test_reading_ahead_serves_a_load_at_another_world_size(remote: Remote) -> None:
-    with remote.open() as reader:
-        ranges = [(name, array.size // 3, array.size) for name, array in ARRAYS.items() if array.size]
-        with ReadAhead(reader, ranges) as ahead:
-            for name, first, stop in ranges:
-                out = np.empty(stop - first, ARRAYS[name].dtype)
-                ahead.read(name, first, stop, out)
-                assert out.tobytes() == ARRAYS[name].reshape(-1)[first:].tobytes()
-
-
 SHARD = "bucket/run/step-00000002/model/h.0.weight/c.1.0"
 
 
@@ -169,24 +158,6 @@ def test_damage_is_found_and_named(damage: Any, words: str, remote: Remote) -> N
         assert verify_checkpoint(reader) != []
 
 
-def test_verify_finds_each_fault_with_its_place(remote: Remote) -> None:
-    with remote.open() as reader:
-        assert verify_checkpoint(reader) == []
-    remote.change(SHARD, 5000)
-    remote.change("bucket/run/step-00000002/model/experts/c.0.0", 3)
-    remote.fs.rm_file("bucket/run/step-00000002/model/experts/zarr.json")
-    remote.fs.put("bucket/run/step-00000002/model/more", b"")
-    remote.fs.put("bucket/run/step-00000002/notes.txt", b"a user's")
-    with remote.open() as reader:
-        faults = [(fault.file, fault.offset) for fault in verify_checkpoint(reader)]
-    assert faults == [
-        ("model/experts/c.0.0", 0),
-        ("model/experts/zarr.json", None),
-        ("model/h.0.weight/c.1.0", 4096),
-        ("model/more", None),
-    ]
-
-
 def test_a_read_that_fails_for_a_while_is_tried_again(remote: Remote) -> None:
     remote.fs.faults += [
         RequestFault(kind="read", pattern="*/c.0.0", times=2, error=unavailable),
@@ -207,21 +178,6 @@ def test_a_read_that_keeps_failing_is_an_error_that_says_where(error: Any, tries
         with pytest.raises(StorageError, match=f"cannot read .tried {tries}") as raised:
             reader.read_array("model/h.0.weight")
     assert raised.value.path == f"{URL}/step-00000002/model/h.0.weight/c.0.0"
-
-
-def test_a_memory_url_works_as_well(tmp_path: Path) -> None:
-    import fsspec
-
-    path = save_arrays(tmp_path, ARRAYS)
-    fs = fsspec.filesystem("memory")
-    try:
-        fs.put(str(path), "/runs/one/step-00000001", recursive=True)
-        with open_source("memory://runs/one") as reader:
-            assert reader.location == "memory://runs/one/step-00000001"
-            assert reader.read_array("model/experts").tobytes() == ARRAYS["model/experts"].tobytes()
-    finally:
-        fs.store.clear()
-        fs.pseudo_dirs[:] = [""]
 
 
 def test_a_file_url_works_as_well(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import zstore
 from tests.checkpoint.buckets import Bucket
 from tests.checkpoint.checkpoints import open_world, save_arrays
 from tests.engine.runs import make_config, start, state_of, step
-from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, refused, tags
 from zstore.checkpoint.retention import Keep
@@ -25,7 +24,7 @@ from zstore.errors import CheckpointExistsError
 from zstore.io.pool import Workers
 from zstore.remote.bucket import PART_BYTES, BucketFolder
 from zstore.remote.service import open_folder
-from zstore.remote.target import BucketTarget, common_files, shard_files
+from zstore.remote.target import BucketTarget, files_here
 from zstore.remote.upload import upload_checkpoint
 
 pytest.importorskip("s3fs", reason="extra s3")
@@ -72,23 +71,6 @@ def test_two_ranks_save_and_any_layout_reads(bucket: PlainBucket) -> None:
             for name, expected in ARRAYS.items():
                 assert reader.read_array(name).tobytes() == expected.tobytes()
     assert list(bucket.local.iterdir()) == []
-
-
-def test_each_rank_of_another_layout_reads_little_more_than_its_rows(bucket: PlainBucket) -> None:
-    array = RNG.standard_normal((4000, 500)).astype(np.float32)
-    upload_checkpoint(save_arrays(bucket.local, {"model/w": array}, world_size=3), bucket.url, bucket.options)
-    for rank in range(4):
-        first, stop = rank * array.size // 4, (rank + 1) * array.size // 4
-        out = np.empty(stop - first, np.float32)
-        with open_checkpoint(open_folder(bucket.url, bucket.options)) as reader:
-            with ReadAhead(reader, [("model/w", first, stop)]) as ahead:
-                ahead.read("model/w", first, stop, out)
-            done = reader.reading()
-            slot_bytes = reader.open_shard("model/w", 0).layout.slot_bytes
-        assert out.tobytes() == array.reshape(-1)[first:stop].tobytes()
-        assert done.asked_bytes == out.nbytes
-        # Whole chunks with their checksums, and what is asked once: record, metadata, manifests.
-        assert done.read_bytes - done.asked_bytes < 2 * slot_bytes + 30_000
 
 
 def test_a_file_of_several_parts_arrives_whole(bucket: PlainBucket) -> None:
@@ -163,7 +145,7 @@ def test_of_two_saves_of_one_tag_one_is_committed(bucket: PlainBucket) -> None:
         # As of a machine whose clock or listing is behind: it commits without having seen the first.
         second = BucketTarget(folder, reader.record.tag, new_save_id(), "two")
         folder.write_small(second._lock, b"{}")
-        first.send(workers, reader.path, common_files(reader) | shard_files(reader, [0]), lambda _: None)
+        first.send(workers, reader.path, files_here(reader), lambda _: None)
         first.commit(reader)
         with pytest.raises(CheckpointExistsError, match="was committed by another save meanwhile"):
             second.commit(reader)

@@ -16,7 +16,7 @@ from tests.checkpoint.object_store import ObjectFileSystem, RequestFault
 from tests.engine.runs import ADAM, make_config, start, state_of, step
 from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
-from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError, UsageError
+from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError
 from zstore.journal.names import run_of
 from zstore.remote.service import open_folder
 from zstore.testing.ranks import run_ranks
@@ -85,13 +85,6 @@ def test_training_goes_on_while_the_upload_waits(tmp_path: Path, fs: ObjectFileS
         assert state_of(engine) == saved
 
 
-def test_closing_the_engine_completes_the_upload(tmp_path: Path, fs: ObjectFileSystem) -> None:
-    with start(remote_config(tmp_path)) as engine:
-        step(engine)
-        engine.save_checkpoint(URL, wait=False)
-    assert [info.tag for info in tags(open_folder(URL, {"folder": str(tmp_path / "objects")}))] == ["step-00000001"]
-
-
 @pytest.mark.parametrize("how", ["wait", "handle", "next save"])
 def test_an_upload_that_fails_surfaces_and_the_next_save_goes_on(
     how: str, tmp_path: Path, fs: ObjectFileSystem
@@ -115,14 +108,6 @@ def test_an_upload_that_fails_surfaces_and_the_next_save_goes_on(
         engine.save_checkpoint(URL)
     with open_checkpoint(open_folder(URL, {"folder": str(tmp_path / "objects")})) as saved:
         assert saved.record.step == 2
-
-
-def test_a_url_that_nothing_opens_is_refused_before_anything_is_pinned(tmp_path: Path) -> None:
-    with start(remote_config(tmp_path)) as engine:
-        step(engine)
-        with pytest.raises(UsageError, match="nosuch://bucket"):
-            engine.save_checkpoint("nosuch://bucket")
-        step(engine)
 
 
 def _train(rank: int, tmp_path: Path, steps: int, load: bool) -> dict[str, Any]:

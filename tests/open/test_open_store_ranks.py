@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -242,37 +241,6 @@ def _refuse(rank: int, folder: str) -> None:
 
 def test_what_ranks_cannot_hold_is_refused(tmp_path: Path) -> None:
     run_ranks(_refuse, 2, str(tmp_path))
-
-
-def _tasks(rank: int, folder: str) -> None:
-    async def main() -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        async with zstore.open_store(Path(folder) / "run", mesh=mesh) as store:
-            for turn in range(3):
-                for i in range(4):
-                    store.put(f"b.{i}/w", distribute_tensor(torch.full((300, 100), float(turn)), mesh, [Shard(0)]))
-                store.checkpoint(Path(folder) / "ckpt" / str(turn))  # behind: the next turn does not wait for it
-            async for _, value in store.stream():
-                value.mul_(10)
-            task = asyncio.create_task(_wait_for(store, Path(folder) / "ckpt" / "last"))
-            await asyncio.sleep(0)
-            task.cancel()  # ends the wait, not the checkpoint
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-    asyncio.run(main())
-
-
-async def _wait_for(store: Store, path: Path) -> None:
-    await store.checkpoint(path)
-
-
-def test_checkpoints_of_tasks_have_what_was_there_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(_tasks, 2, str(tmp_path))
-    for tag, value in (("0", 0), ("1", 1), ("2", 2), ("last", 20)):
-        with zstore.open_checkpoint(tmp_path / "ckpt", tag) as checkpoint:
-            assert checkpoint.verify() == []
-            assert all((checkpoint[f"b.{i}/w"].numpy() == value).all() for i in range(4))
 
 
 def _endless(rank: int, folder: str) -> None:

@@ -28,7 +28,6 @@ from zstore.io.queue import Ticket
 from zstore.io.tensors import as_numpy, as_torch
 from zstore.open.store import Store
 from zstore.store import StoreOptions, TensorStore
-from zstore.store.snapshot import Snapshot
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import random_values, same_bits
 
@@ -101,29 +100,12 @@ class OpenStoreMachine(RuleBasedStateMachine):
         self.store = Store(TensorStore(options, files=self.files))
         self.values: dict[str, np.ndarray] = {}
         self.tiers: dict[str, str] = {}
-        self.pins: list[tuple[Snapshot, dict[str, np.ndarray]]] = []
 
     # -- the model ----------------------------------------------------------------------------------------------------
-
-    def is_pinned(self, name: str) -> bool:
-        return any(name in expected for _, expected in self.pins)
 
     def tier(self, name: str, value: np.ndarray, tier: str | None) -> str:
         chosen = tier or self.tiers.get(name, "disk")
         return "host" if chosen == "disk" and value.nbytes < 64 * 1024 else chosen
-
-    def stays(self, name: str, value: np.ndarray, tier: str | None) -> bool:
-        """Whether a put changes values alone, as what pins allow."""
-        former = self.values.get(name)
-        alike = former is not None and (former.shape, former.dtype) == (value.shape, value.dtype)
-        return alike and tier in (None, self.tiers[name])
-
-    def refused(self, ticket: Ticket[None]) -> bool:
-        """Whether a pin held a change up, which it does unless the array was changed since."""
-        if ticket.error() is not None:
-            with pytest.raises(UsageError, match="exhaust that or close it"):
-                ticket.wait()
-        return ticket.error() is not None
 
     def note(self, name: str, value: np.ndarray, tier: str | None = None) -> None:
         self.tiers[name] = self.tier(name, value, tier)
@@ -147,8 +129,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
     def put(self, name: str, kind: int, seed: int, tier: Any, is_torch: bool, waits: bool) -> None:
         value = make(kind, seed)
         ticket = self.store.put(name, as_torch(value.copy()) if is_torch else value, tier=tier)
-        if self.is_pinned(name) and not self.stays(name, value, tier) and self.refused(ticket):
-            return
         self.note(name, value, tier)
         if waits:
             ticket.wait()
@@ -196,9 +176,8 @@ class OpenStoreMachine(RuleBasedStateMachine):
             with pytest.raises(KeyError, match="has no array"):
                 self.store.delete(name)
         else:
-            ticket = self.store.delete(name)
-            if not (self.is_pinned(name) and self.refused(ticket)):
-                del self.values[name], self.tiers[name]
+            self.store.delete(name)
+            del self.values[name], self.tiers[name]
         assert sorted(self.store.names()) == sorted(self.values)
         assert len(self.store) == len(self.values)
         assert (name in self.store) == (name in self.values)
@@ -206,13 +185,10 @@ class OpenStoreMachine(RuleBasedStateMachine):
     @rule(some=several, tier=tiers)
     def move(self, some: list[str], tier: Any) -> None:
         some = self.there(some)
-        ticket = self.store.move(some, tier=tier)
-        if any(map(self.is_pinned, some)) and self.refused(ticket):
-            self.forget_errors()
+        self.store.move(some, tier=tier)
         for name in some:
-            now = self.store.tier_of(name).wait()
-            assert now == self.tier(name, self.values[name], tier) or (self.is_pinned(name) and now == self.tiers[name])
-            self.tiers[name] = now
+            self.tiers[name] = self.tier(name, self.values[name], tier)
+            assert self.store.tier_of(name).wait() == self.tiers[name]
 
     @rule(some=several, ahead=st.integers(0, 3), mode=st.sampled_from(["update", "read"]), most=st.integers(1, 3))
     def stream(self, some: list[str], ahead: int, mode: Any, most: int) -> None:
@@ -247,24 +223,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.pins) < 2 and self.values)
-    @rule(some=st.none() | several)
-    def pin(self, some: list[str] | None) -> None:
-        chosen = list(self.values) if some is None else self.there(some)
-        pinned = self.store.pin(None if some is None else chosen)
-        self.pins.append((pinned, {name: self.values[name] for name in chosen}))
-
-    @precondition(lambda self: self.pins)
-    @rule(number=st.integers(0, 1), saves=st.booleans())
-    def release(self, number: int, saves: bool) -> None:
-        pinned, expected = self.pins.pop(number % len(self.pins))
-        if saves:
-            tag = self.tag()
-            self.store.checkpoint(self.folder / "ckpt" / tag, of=pinned).wait()
-            self.saved[tag] = expected
-        else:
-            pinned.release()
-
     @rule(some=st.none() | several, waits=st.booleans(), again=st.booleans())
     def checkpoint(self, some: list[str] | None, waits: bool, again: bool) -> None:
         tag, chosen = self.tag(), None if some is None else self.there(some)
@@ -279,7 +237,7 @@ class OpenStoreMachine(RuleBasedStateMachine):
             self.store.checkpoint(self.folder / "ckpt" / tag, overwrite=True).wait()
             self.saved[tag] = dict(self.values)
 
-    @precondition(lambda self: self.saved and not self.pins)
+    @precondition(lambda self: self.saved)
     @rule(data=st.data())
     def load(self, data: st.DataObject) -> None:
         self.store.flush().wait()
@@ -343,7 +301,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
     def threads(self, some: list[str], seed: int, kind: int) -> None:
         """Threads change arrays side by side."""
         errors: list[BaseException] = []
-        some = [name for name in some if not self.is_pinned(name)]
 
         def work(name: str) -> None:
             try:
@@ -445,8 +402,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
         """The process ends somewhere in a save: the checkpoint is whole or absent, those before are as they were."""
         self.complete_saves()
         self.forget_errors()
-        while self.pins:
-            self.pins.pop()[0].release()
         tag, held = self.tag(), dict(self.values)
         self.files.fail_at = len(self.files.operations) + number
         with contextlib.suppress(ZstoreError):
@@ -468,8 +423,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
             return
         try:
             self.files.heal()
-            while self.pins:
-                self.release(0, True)
             self.check()
             self.store.flush().wait()
             assert self.store.statistics().pool_bytes == BUDGET_BYTES // 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -197,19 +196,6 @@ def test_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert operations[0] > 2 * operations[1]  # a request is a chunk at least
 
 
-def test_arrays_move_between_tiers(store: Store) -> None:
-    store.put("a/w", values(LARGE))
-    for tier in ("host", "device", "disk"):
-        store.move("a/w", tier=tier).wait()
-        assert store.tier_of("a/w").wait() == tier
-        assert (store.get("a/w").wait() == values(LARGE)).all()
-    store.put("a/w", values((7, 5)), tier="device")
-    assert store.get("a/w").wait().shape == (7, 5)
-    store.delete("a/w").wait()
-    assert "a/w" not in store
-    assert len(store) == 0
-
-
 # -- tasks and threads ----------------------------------------------------------------------------------------------
 
 
@@ -238,34 +224,6 @@ def test_several_tasks_await_the_same_store(tmp_path: Path) -> None:
         assert all((checkpoint[f"t.{number}/w"].numpy() == 4 + number).all() for number in range(6))
 
 
-def test_a_cancelled_task_leaves_the_store_sound(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with zstore.open_store(tmp_path) as store:
-            for i in range(4):
-                store.put(f"b.{i}/w", values((1000, 500), seed=i))
-
-            async def spin() -> None:
-                while True:
-                    async for _, value in store.stream(prefetch=2):
-                        np.invert(np.invert(value, out=value), out=value)
-                        await asyncio.sleep(0)
-
-            store.put("b.0/w", values((1000, 500), np.int32))
-            names = store.names()
-            for name in names:
-                await store.put(name, values((1000, 500), np.int32, seed=int(name[2])))
-            for delay in (0, 0.001, 0.01):
-                task = asyncio.create_task(spin())
-                await asyncio.sleep(delay)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-                for name in names:
-                    assert (await store.get(name) == values((1000, 500), np.int32, seed=int(name[2]))).all()
-
-    asyncio.run(main())
-
-
 def test_a_loop_that_is_left_stores_its_value_first(tmp_path: Path) -> None:
     async def main() -> None:
         async with zstore.open_store(tmp_path) as store:
@@ -285,26 +243,6 @@ def test_a_loop_that_is_left_stores_its_value_first(tmp_path: Path) -> None:
             assert (await store.get("b.0/w")).eq(1).all()
 
     asyncio.run(main())
-
-
-def test_a_checkpoint_of_a_coroutine_has_what_was_there_when_it_was_asked_for(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with zstore.open_store(tmp_path / "run") as store:
-            names = [f"b.{i}/w" for i in range(20)]
-            for turn in range(3):
-                for name in names:
-                    store.put(name, np.full((300, 100) if turn % 2 else (30,), turn, np.int32))
-                store.checkpoint(tmp_path / "ckpt" / str(turn))
-            for name in names:
-                store.delete(name)
-            with pytest.raises(KeyError, match=r"no array 'b.0/w'"):
-                store.checkpoint(tmp_path / "ckpt" / "late", names=["b.0/w"])
-
-    asyncio.run(main())
-    for turn in range(3):
-        with zstore.open_checkpoint(tmp_path / "ckpt", str(turn)) as checkpoint:
-            assert len(checkpoint) == 20
-            assert all((values.numpy() == turn).all() for values in checkpoint.values())
 
 
 def test_a_change_that_takes_an_array_away_waits_for_earlier_checkpoints_alone(tmp_path: Path) -> None:
@@ -333,24 +271,3 @@ def test_a_change_that_takes_an_array_away_waits_for_earlier_checkpoints_alone(t
     ):
         with zstore.open_checkpoint(tmp_path / "ckpt", tag) as checkpoint:
             assert {name: values.shape for name, values in checkpoint.items()} == expected
-
-
-def test_threads_share_a_store(store: Store) -> None:
-    errors: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            for turn in range(10):
-                store.put(f"t.{number}/w", np.full(LARGE, turn, np.float32))
-                assert (store.get(f"t.{number}/w").wait() == turn).all()
-                if turn % 3 == 0:
-                    store.delete(f"t.{number}/w")
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -34,27 +33,6 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
 
 def test_the_table_of_the_page_is_made_of_docstrings() -> None:
     assert shown() == table(), "run `python -m tests.open.api`"
-
-
-def test_the_table_of_memory_is_measured(tmp_path: Path) -> None:
-    measured: list[int] = []
-    with zstore.open_store(tmp_path, host_budget_bytes=16e6, buffer_count=4, buffer_size=262144) as store:
-        budget = store._shards.budget
-
-        def measure() -> None:
-            measured.append(budget.used_bytes - sum(measured[:1]))
-
-        measure()
-        store.put("one", np.ones((1000, 100), np.float32), tier="host").wait()
-        measure()
-        store.delete("one").wait()
-        for i in range(8):
-            store.put(f"b.{i}/w", np.ones((1000, 100), np.float32)).wait()
-        for number, _ in enumerate(store.stream(prefetch=2, mode="read")):
-            if number == 4:
-                measure()
-    rows = [line for line in PAGE.read_text().splitlines() if line.endswith(" bytes |")]
-    assert [int(row.split(":")[-1].removesuffix(" bytes |").replace(",", "")) for row in rows] == measured
 
 
 def _plain(rank: int, world_size: int, steps: int) -> dict[str, bytes]:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ import zstore
 from tests.checkpoint.checkpoints import open_world, save_arrays
 from tests.engine.runs import make_config, start, state_of, step
 from tests.serve.conftest import Serve
-from tests.serve.proxy import reverse_proxy
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import (
@@ -275,22 +273,6 @@ def test_other_servers_are_read_through_fsspec(run: Path) -> None:
 class _Silent(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
-
-
-def test_a_certificate_is_checked(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-keyout", key, "-out", certificate, "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    settings = Settings(roots=(Root.parse(str(run.parent)),), port=0, token=TOKEN)
-    with serving(settings) as plain, reverse_proxy(plain, certificate=(certificate, key)) as base:
-        with pytest.raises(UsageError, match=r"cannot be trusted: .*SSL_CERT_FILE"):
-            zstore.open_checkpoint(f"{base}/a%20run", storage_options=OPTIONS)
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        rows = _rows(f"{base}/a%20run", OPTIONS)
-        assert np.array_equal(rows, ARRAYS["model/h.0.weight"][:3])
 
 
 def _rows(url: str, options: dict[str, Any]) -> np.ndarray:

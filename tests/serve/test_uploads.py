@@ -29,7 +29,7 @@ from zstore.errors import (
 )
 from zstore.io.pool import Workers
 from zstore.remote.save import save_to_url
-from zstore.remote.target import shard_files
+from zstore.remote.target import files_here
 from zstore.remote.upload import place_of, target_for, upload_checkpoint
 from zstore.remote.url import Retries
 from zstore.testing.faults import FaultyFiles
@@ -170,7 +170,7 @@ def test_a_client_that_ended_is_not_seen_and_its_successor_goes_on(
             target.begin(overwrite=False)
             target.offer(reader)
             with pytest.raises(StorageError, match="no connection"):
-                target.send(workers, reader.path, shard_files(reader, [0]), lambda _: None)
+                target.send(workers, reader.path, files_here(reader), lambda _: None)
     runs = tmp_path / "runs"
     assert [one.name for one in (runs / "one").iterdir()] == [".uploads"]
     headers = {"Authorization": f"Bearer {TOKEN}"}

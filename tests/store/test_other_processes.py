@@ -151,7 +151,6 @@ OPERATIONS: dict[str, Callable[[Store, Path], object]] = {
     "move": lambda store, _: store.move("w", tier="host").wait(),
     "stream": lambda store, _: list(store.stream()),
     "flush": lambda store, _: store.flush().wait(),
-    "pin": lambda store, _: store.pin(),
     "tier_of": lambda store, _: store.tier_of("w").wait(),
     "spec": lambda store, _: store.spec("w"),
     "index": lambda store, _: store["w"][3],

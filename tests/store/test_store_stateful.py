@@ -22,7 +22,6 @@ from zstore.io.shards import ShardReader
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.store import Snapshot
 from zstore.store.tiers import LocalShard
-from zstore.store.tiers.memory import MemoryPin
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import random_values, same_bits
@@ -51,8 +50,6 @@ class Pinned:
     snapshot: Snapshot
     expected: dict[str, np.ndarray]
     released: bool = False
-    moved_out: bool = False
-    """Whether it has copies of what is in memory, so that changes wait for nothing."""
     superseded: set[str] = field(default_factory=set)
     """Arrays that were changed since."""
 
@@ -84,7 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
         in_memory = {name for name in changing if self.store.tier_of(name) != "disk"}
         for pinned in list(self.pinned):
             pinned.superseded.update(changing)
-            if in_memory & set(pinned.expected) and not pinned.moved_out:
+            if in_memory & set(pinned.expected):
                 self.release_one(pinned)
 
     def release_one(self, pinned: Pinned) -> None:
@@ -197,15 +194,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.release_one(pinned)
         if twice:
             pinned.snapshot.release()
-
-    @precondition(lambda self: self.pinned)
-    @rule(data=st.data())
-    def move_out(self, data: st.DataObject) -> None:
-        pinned = data.draw(st.sampled_from(self.pinned))
-        pinned.moved_out = True
-        for pin in pinned.snapshot.pins.values():
-            if isinstance(pin, MemoryPin):
-                pin.move_out()
 
     # -- what goes wrong -----------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from zstore.io.buffers import Budget
 from zstore.io.queue import Priority
 from zstore.io.shards import IoResources
 from zstore.store.tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, Tier
-from zstore.store.tiers.memory import MemoryPin
 from zstore.store.tiers.views import copy_out
 from zstore.testing.contract import TierBench, TierContract
 from zstore.testing.oracle import read_with_tensorstore, read_with_zarr, same_bits, shard_name, write_zarr_json
@@ -58,28 +57,6 @@ class MemoryContract(TierContract):
         for name in ("one", "two"):
             assert same_bits(bench.read_published(local, name), bench.values(local, 1))
         assert same_bits(bench.read(local), bench.values(local, 2))
-
-    def test_who_holds_a_pin_may_change_the_shard_which_is_copied(self, bench: TierBench) -> None:
-        local = bench.create()
-        bench.fill(local, bench.values(local, 1))
-        pin, waiting = bench.tier.pin(local.spec.name), bench.tier.pin(local.spec.name)
-        assert isinstance(pin, MemoryPin)
-        assert isinstance(waiting, MemoryPin)
-        pin.copy_when_changed()
-        updater = in_thread(lambda: bench.update(local, bench.values(local, 2)))
-        waiting.copy_when_changed()  # when somebody may wait for it already
-        updater.join(200)
-        assert not updater.is_alive()
-        bench.update(local, bench.values(local, 3))
-        assert same_bits(bench.read(local), bench.values(local, 3))
-        bench.publish(pin, "one")
-        assert same_bits(bench.read_published(local, "one"), bench.values(local, 1))
-        assert pin.checksums(bench.res, local.grid, local.shard) == waiting.checksums(
-            bench.res, local.grid, local.shard
-        )
-        pin.release()
-        waiting.release()
-        bench.tier.remove(local.spec.name)
 
     @pytest.mark.timeout(60)
     def test_an_updater_that_waits_for_a_pin_holds_no_buffer_that_its_release_needs(

@@ -129,7 +129,7 @@ class Folder(ABC):
 
     @abstractmethod
     def sizes(self, top: str) -> dict[str, int | None]:
-        """Return the bytes of each file anywhere below its folder `top`, by path inside this one.
+        """Return the bytes of each file anywhere below its folder `top` (empty: itself), by path inside this one.
 
         None for one that is not a regular file, such as a symbolic link. Empty if there is no such folder.
         """
@@ -260,8 +260,9 @@ class LocalFolder(Folder):
             return found
         for folder, folders, names in os.walk(self._path / top):
             inside = os.path.relpath(folder, self._path).replace(os.sep, "/")
+            above = "" if inside == "." else f"{inside}/"
             links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
-            found |= plain_sizes(self._path, (f"{inside}/{name}" for name in (*names, *links)))
+            found |= plain_sizes(self._path, (f"{above}{name}" for name in (*names, *links)))
         return found
 
     def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:

@@ -16,7 +16,6 @@ import contextlib
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,8 +59,6 @@ class Saves:
         """One thread, that agrees with the other ranks."""
         self._agreement: Agreement | None = None
         self._known: Mapping[str, KnownFile] = {}
-        self._expected: list[Future[None]] = []
-        """The ends of the checkpoints under way."""
         self._unheard: list[Ticket[SaveSummary]] = []
         self._lock = threading.Lock()
 
@@ -70,9 +67,6 @@ class Saves:
 
         Called in the order of the changes.
         """
-        over: Future[None] = Future()
-        with self._lock:
-            self._expected.append(over)
         begin: Callable[[], SaveHandle] = partial(self._begin, pinned, options)
         if self._turns is not None:
             begin = self._turns.submit(partial(self._begin_together, pinned, options)).wait
@@ -81,19 +75,17 @@ class Saves:
             return begin().ticket.wait()
 
         save = run_in_thread(carry_out, "zstore-checkpoint")
-        save.when_done(partial(self._end, over))
         with self._lock:
             self._unheard = [one for one in self._unheard if not one.done() or one.error() is not None] + [save]
         return save.then(self._note, partial(self._hear, save))
 
     def asked_for(self) -> Callable[[], None]:
         """Return a function that waits until the checkpoints asked for by now have ended."""
-        with self._lock:
-            expected = list(self._expected)
+        under_way = self.unheard
 
         def wait() -> None:
-            for over in expected:
-                over.result()
+            for save in under_way:
+                save.wait_for_end()
 
         return wait
 
@@ -117,11 +109,6 @@ class Saves:
         """End the thread that agrees with other ranks."""
         if self._turns is not None:
             self._turns.close()
-
-    def _end(self, over: Future[None]) -> None:
-        with self._lock:
-            self._expected.remove(over)
-        over.set_result(None)
 
     def _hear(self, save: Ticket[SaveSummary]) -> None:
         with self._lock, contextlib.suppress(ValueError):

@@ -300,14 +300,6 @@ class Store(Closing):
                 raise error
         self._order.raise_failed(names)
 
-    def pin(self, names: Iterable[str] | None = None) -> Snapshot:
-        """Pin present values of arrays, by default of all, for `checkpoint(of=...)`. Release it, or use it in a `with` block.
-
-        Until then changes on disk go elsewhere, and a change in memory copies the array first. Waits for changes under way,
-        and raises as `flush` does.
-        """
-        return self._pin(names).wait().copied_when_changed()
-
     def _pin(self, names: Iterable[str] | None) -> Ticket[Snapshot]:
         """Queue a pin of arrays' values with the changes that are under way now."""
 
@@ -327,19 +319,18 @@ class Store(Closing):
         path: UserPath,
         *,
         names: Iterable[str] | None = None,
-        of: Snapshot | None = None,
         extra: Mapping[str, Any] | None = None,
         step: int = 0,
         keep: int | None = None,
         overwrite: bool = False,
     ) -> Ticket[SaveSummary]:
-        """Save the present values of arrays, or those that `of` pinned, as the checkpoint `path`, whose last part is the tag.
+        """Save the present values of arrays as the checkpoint `path`, whose last part is the tag.
 
         Files on the same drive are linked, not copied; other data is written behind the caller, and a change of an array in
         memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
         `zstore.open_checkpoint` and zarr read it. `extra` is JSON to keep beside the arrays, with
         numpy's numbers and paths, `step` a number to know it by.
-        With `keep` only so many of this store's checkpoints stay in the folder. `of` belongs to the save, which releases it.
+        With `keep` only so many of this store's checkpoints stay in the folder.
 
         Of several ranks, all call it, in the same order and with the same arrays: each saves its rows, rank 0 commits, and the
         ticket is done, or raises, on all.
@@ -354,7 +345,7 @@ class Store(Closing):
             rows = frozenset(name for name, array in self._arrays.items() if array.by_rows)
             pinned: Callable[[], Snapshot]
             try:
-                pinned = self._pin(names).wait if of is None else lambda: of
+                pinned = self._pin(names).wait
             except KeyError as error:
                 if self.ranks.world_size == 1:
                     raise

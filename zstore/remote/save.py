@@ -6,9 +6,9 @@ On every rank, in one background thread and without collectives:
     2  it posts its rows of the arrays that other ranks store (see [Note: pieces]), and its manifest
     3  once rank 0 has begun the upload, it sends its files, and posts `sent-<rank>`
 Rank 0 asks first whether the tag is free; it gathers the manifests, writes metadata and record, and posts `begin`. Once all
-have sent it commits, and posts `end`. A rank that fails posts `failed`, with the reason, and all others give up; rank 0 removes
-the files that were sent, and the next save of the run those that came after. Whatever happens, each rank removes its folder;
-those of killed processes go with the next save.
+have sent it commits, and posts `end`. A rank that fails posts `failed`, with the reason, and all others give up: each posts
+that it sends no more, and rank 0 removes the files that were sent. Whatever happens, each rank removes its folder; those of
+killed processes go with the next save.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -34,10 +34,13 @@ from ..checkpoint.save import Save, begin_save
 from ..errors import CheckpointError
 from ..io.pool import Workers
 from ..io.shards import ShardSummary
-from ..ranks.rendezvous import Board
-from .target import NUM_THREADS, common_files
+from ..ranks.rendezvous import MOST_PAUSE_S, Board
+from .target import NUM_THREADS, files_here
 from .upload import UploadPlace, target_for
 from .url import PATIENT, Retries
+
+_END_S = 30.0
+"""How long rank 0 waits for the other ranks to stop sending, once it gave up."""
 
 
 def save_to_url(
@@ -87,8 +90,7 @@ class _RemoteSave(Save):
                     overwrite, keep = request.overwrite, request.keep
                     self._messages += self._target.begin(overwrite=overwrite, replaces_own=True, keep=keep)
                 summaries = self._write(workers)
-                files = {request.shard_path(s.array, s.shard): s.file_bytes for s in summaries}
-                nbytes = self._lead(workers, files) if request.rank == 0 else self._follow(workers, files)
+                nbytes = self._follow(workers, summaries) if request.rank else self._lead(workers)
         except BaseException as error:
             self.give_up(error)
             if isinstance(error, OSError) and not isinstance(error, CheckpointError):
@@ -133,17 +135,20 @@ class _RemoteSave(Save):
     def _fetch(self, paths: Iterable[Path]) -> None:
         """Write files that other ranks post into this rank's folder, those that are not there."""
         for path in paths:
-            if self._board is None or path.exists():
-                continue
-            board, key, found = self._board, self._key(path.name), list[bytes]()
+            if self._board is not None and not path.exists():
+                self._files.write_small(path, self._receive(self._board, path.name), sync=False)
 
-            def came(board: Board = board, key: str = key, found: list[bytes] = found) -> bool:
-                found.extend(data for data in [board.read(key)] if data is not None)
-                return bool(found)
+    def _receive(self, board: Board, name: str) -> bytes:
+        """Return what another rank posts under a name, and remove it."""
+        key, found = self._key(name), list[bytes]()
 
-            self._wait_until(came, f"no rank posted {path.name}")
-            board.remove(key)
-            self._files.write_small(path, found[0], sync=False)
+        def came() -> bool:
+            found.extend(data for data in [board.read(key)] if data is not None)
+            return bool(found)
+
+        self._wait_until(came, f"no rank posted {name}")
+        board.remove(key)
+        return found[0]
 
     def _send(self, workers: Workers, files: Mapping[str, int]) -> int:
         def advance(nbytes: int) -> None:
@@ -152,7 +157,8 @@ class _RemoteSave(Save):
 
         return self._target.send(workers, self._folder, files, advance, rank=self._request.rank)
 
-    def _follow(self, workers: Workers, files: Mapping[str, int]) -> int:
+    def _follow(self, workers: Workers, summaries: Sequence[ShardSummary]) -> int:
+        files = {self._request.shard_path(s.array, s.shard): s.file_bytes for s in summaries}
         self._target.join(self._wait_for("begin", "rank 0 did not begin the upload"))
         nbytes = self._send(workers, files)
         self._post(_sent(self._request.rank), {"bytes": nbytes})
@@ -161,7 +167,7 @@ class _RemoteSave(Save):
 
     # -- rank 0 -----------------------------------------------------------------------------------------------------
 
-    def _lead(self, workers: Workers, files: Mapping[str, int]) -> int:
+    def _lead(self, workers: Workers) -> int:
         request, builder, target = self._request, self._builder, self._target
         others = range(1, request.world_size)
         self._fetch(self._folder / manifest_file(rank) for rank in others)
@@ -174,9 +180,10 @@ class _RemoteSave(Save):
                 self._messages += request.before_commit(reader)
             self._files.write_small(self._folder / RECORD_FILE, record.encode(), sync=False)
             self._post("begin", target.offer(reader))
-            nbytes = self._send(workers, {**common_files(reader), **files})
+            nbytes = self._send(workers, files_here(reader))
             for rank in others:
                 self._others_bytes += int(self._wait_for(_sent(rank), f"rank {rank} did not send its part")["bytes"])
+            self._check_alive()  # one that failed has posted that first
             self._messages += target.commit(reader)
         self._post("end", {})
         return nbytes
@@ -191,7 +198,7 @@ class _RemoteSave(Save):
         self._wait_until(lambda: self._rendezvous.posted(name) is not None, what)
         return self._rendezvous.posted(name) or {}
 
-    def _wait_until(self, ready: Any, what: str) -> None:
+    def _wait_until(self, ready: Callable[[], bool], what: str) -> None:
         timeout_s = self._request.timeout_s
         self._rendezvous.wait_until(ready, timeout_s, lambda: f"{what} within {timeout_s} s")
 
@@ -208,8 +215,20 @@ class _RemoteSave(Save):
         with contextlib.suppress(OSError, RuntimeError):  # nobody is there to be told
             if self._board is not None and self._rendezvous.posted("failed") is None:
                 self._post("failed", {"rank": rank, "reason": f"{type(error).__name__}: {error}"})
-        if rank == 0:
-            self._target.discard(alone=self._request.world_size == 1, cancelled=self._cancelled.is_set())
+            if rank:
+                self._post(_sent(rank), {"bytes": 0})
+        if rank:
+            return
+        deadline = time.monotonic() + (0 if self._cancelled.is_set() else _END_S)
+        while not (ended := self._all_sent()) and time.monotonic() < deadline:
+            time.sleep(MOST_PAUSE_S)
+        self._target.discard(ended=ended, cancelled=self._cancelled.is_set())
+
+    def _all_sent(self) -> bool:
+        """Return whether no other rank sends any more (rank 0)."""
+        with contextlib.suppress(OSError, RuntimeError):
+            return all(self._rendezvous.posted(_sent(rank)) is not None for rank in range(1, self._request.world_size))
+        return False
 
 
 def _sent(rank: int) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..checkpoint.names import METADATA_FILE, RECORD_FILE, tag_folder
+from ..checkpoint.names import METADATA_FILE, RECORD_FILE, manifest_file, tag_folder
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep
 from ..errors import (
@@ -29,7 +29,7 @@ from ..errors import (
 from ..io.pool import Workers
 from .bucket import Advance
 from .service import ServiceBusyError, ServiceFolder, find_service, parse_url, quote_path
-from .target import Target, extra_files, manifest_files, sizes_of
+from .target import Target, files_here
 from .url import Retries
 
 _PIECE_BYTES = 256 * 1024
@@ -116,11 +116,13 @@ class ServiceTarget(Target):
 
         Raises DiskFullError if it has no room for the other files.
         """
-        extras = extra_files(reader)
+        files = files_here(reader)
+        manifests = [manifest_file(rank) for rank in range(reader.record.world_size)]
+        extras = {name: size for name, size in files.items() if "/" not in name}
         self._offered = {
             "run": self._folder.run,
             "record": (reader.path / RECORD_FILE).read_text(encoding="utf-8"),
-            "documents": sizes_of(reader, [METADATA_FILE, *manifest_files(reader)]),
+            "documents": {METADATA_FILE: reader.folder.size(METADATA_FILE)} | {name: files[name] for name in manifests},
             "extras": {name: {"bytes": size, "sha256": _sha256(reader.path / name)} for name, size in extras.items()},
             **self._options,
         }
@@ -212,7 +214,7 @@ class ServiceTarget(Target):
             return [str(error)] if isinstance(error, CheckpointExistsError) else []
         return [str(message) for message in answer["messages"]]
 
-    def discard(self, *, alone: bool, cancelled: bool) -> None:
+    def discard(self, *, ended: bool, cancelled: bool) -> None:
         """Unless it was cancelled, received files stay, for the next try to resume."""
         if cancelled and self._upload and not self._committed:
             with contextlib.suppress(OSError, ZstoreError):

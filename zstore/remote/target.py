@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ from ..checkpoint.names import (
     METADATA_FILE,
     RECORD_FILE,
     SET_ASIDE,
-    manifest_file,
     new_save_id,
     own_name,
     parse_own_name,
@@ -106,37 +104,21 @@ class Target(ABC):
         """Publish the checkpoint, once every rank has sent its files; return a message for each failure after that."""
 
     @abstractmethod
-    def discard(self, *, alone: bool, cancelled: bool) -> None:
-        """Give up. Never raises. `alone`: no other rank may send still; `cancelled`: nobody will resume it."""
+    def discard(self, *, ended: bool, cancelled: bool) -> None:
+        """Give up. Never raises. `ended`: no rank sends any more; `cancelled`: nobody will resume it."""
 
 
-def shard_files(reader: CheckpointReader, ranks: Iterable[int]) -> dict[str, int]:
-    """Return path and bytes of the shard files that `ranks` of the saving run wrote."""
-    entries = (entry for rank in ranks for entry in reader.manifest(rank).shards)
+def files_here(reader: CheckpointReader) -> dict[str, int]:
+    """Return path and bytes of all files of a local checkpoint, or of a rank's part of one, except the two that are written
+    last."""
+    found = reader.folder.sizes("")
+    return {file: size for file, size in found.items() if size is not None and file not in (METADATA_FILE, RECORD_FILE)}
+
+
+def all_shard_files(reader: CheckpointReader) -> dict[str, int]:
+    """Return path and bytes of the shard files that all ranks of the saving run wrote."""
+    entries = (entry for rank in range(reader.record.world_size) for entry in reader.manifest(rank).shards)
     return {reader.array(entry.array).shard_file(entry.shard): entry.file_bytes for entry in entries}
-
-
-def extra_files(reader: CheckpointReader) -> dict[str, int]:
-    """Return name and bytes of the files at the top that a program left there."""
-    names = [name for name in reader.folder.entries().files if name not in (METADATA_FILE, RECORD_FILE)]
-    return sizes_of(reader, names)
-
-
-def manifest_files(reader: CheckpointReader) -> list[str]:
-    """Return the paths of all ranks' manifests."""
-    return [manifest_file(rank) for rank in range(reader.record.world_size)]
-
-
-def common_files(reader: CheckpointReader) -> dict[str, int]:
-    """Return path and bytes of all files of a local checkpoint except shard files, and the two that are written last."""
-    folders = reader.documents["consolidated_metadata"]["metadata"]
-    files = [*(f"{folder}/{METADATA_FILE}" for folder in folders), *manifest_files(reader)]
-    return sizes_of(reader, files) | extra_files(reader)
-
-
-def sizes_of(reader: CheckpointReader, files: Iterable[str]) -> dict[str, int]:
-    """Return path and bytes of these files of a local checkpoint."""
-    return {file: os.stat(reader.path / file).st_size for file in files}
 
 
 class BucketTarget(Target):
@@ -197,7 +179,7 @@ class BucketTarget(Target):
     def commit(self, reader: CheckpointReader) -> list[str]:
         """That all files arrived is checked by a listing. The record's `committed_ns` is set again: it is the largest there."""
         found = self.stage.sizes("")
-        for file, nbytes in (common_files(reader) | shard_files(reader, range(reader.record.world_size))).items():
+        for file, nbytes in (files_here(reader) | all_shard_files(reader)).items():
             if found.get(file) != nbytes:
                 listed = "nothing" if file not in found else f"{found[file]} bytes"
                 raise CheckpointError(f"{self.stage.location_of(file)}: {nbytes} bytes were sent, {listed} arrived")
@@ -232,13 +214,13 @@ class BucketTarget(Target):
             messages += retire(self.folder, keep=self._keep, run=self._run_id, remove=remove)
         return messages
 
-    def discard(self, *, alone: bool, cancelled: bool) -> None:
+    def discard(self, *, ended: bool, cancelled: bool) -> None:
         """Remove the uploaded files; those that cannot be removed now, or come after, are swept by the next save."""
         with contextlib.suppress(OSError, ZstoreError):
             # Without its lock, the folder may be a user's, or by now another upload's.
             if self._begun and self.folder.has(self._lock) and not self.stage.has(RECORD_FILE):
                 self.folder.remove_tree(self._slot)
-                if alone:
+                if ended:
                     self.folder.remove(self._lock)
 
 

@@ -14,7 +14,7 @@ from ..errors import BudgetError
 from ..io.pool import Workers
 from .bucket import Advance, BucketFolder, open_bucket, part_bytes
 from .service_target import ServicePlace, ServiceTarget
-from .target import NUM_THREADS, BucketTarget, Target, common_files, shard_files
+from .target import NUM_THREADS, BucketTarget, Target, files_here
 from .url import PATIENT, Retries
 
 UploadPlace = BucketFolder | ServicePlace
@@ -80,7 +80,7 @@ def upload_checkpoint(
         try:
             messages = target.begin(overwrite=overwrite)
             target.offer(reader)
-            files = common_files(reader) | shard_files(reader, range(record.world_size))
+            files = files_here(reader)
             num_threads = (
                 NUM_THREADS if isinstance(place, ServicePlace) else _at_a_time(max(files.values()), memory_bytes)
             )
@@ -88,7 +88,7 @@ def upload_checkpoint(
                 target.send(workers, reader.path, files, advance)
             return target.location, messages + target.commit(reader)
         except BaseException:
-            target.discard(alone=True, cancelled=False)
+            target.discard(ended=True, cancelled=False)
             raise
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 from ..io.closing import Closing
 from .tiers import PinnedShard
-from .tiers.memory import MemoryPin
 
 
 class Snapshot(Closing):
@@ -15,13 +12,6 @@ class Snapshot(Closing):
     def __init__(self, version: int, pins: dict[str, PinnedShard]) -> None:
         self.version = version
         self.pins = pins
-
-    def copied_when_changed(self) -> Self:
-        """Return it; from now on a change of a shard in memory copies it first instead of waiting for `release`."""
-        for pin in self.pins.values():
-            if isinstance(pin, MemoryPin):
-                pin.copy_when_changed()
-        return self
 
     def release(self) -> None:
         """Allow changes in place again; a second call does nothing."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +34,6 @@ _SLAB_BYTES = 32 * HUGE_PAGE_BYTES
 _ALIGN_BYTES = 64
 _DIRECT_BYTES = 512
 """Shards begin at a multiple: files are then written from their memory, and read into it, without a copy."""
-_NO_LOCK = contextlib.nullcontext()
 """Of all pins that nobody moves out: an object less each, see [Note: objects of a save]."""
 
 
@@ -45,7 +43,7 @@ def shared_bytes(nbytes: int) -> int:
 
 
 class MemoryTier(Tier):
-    """Shards as 1-D memory of their unpadded elements. An updater waits until a pin is released, or copies its contents."""
+    """Shards as 1-D memory of their unpadded elements. An updater waits until pins are released."""
 
     tile_numel = MEMORY_TILE_NUMEL
     """Elements of a tile, about."""
@@ -56,7 +54,6 @@ class MemoryTier(Tier):
         self._shards: dict[str, LocalShard] = {}
         self._memory: dict[str, View] = {}
         self._pins: dict[str, int] = {}
-        self._copied_when_changed: defaultdict[str, list[MemoryPin]] = defaultdict(list)
         self._versions: dict[str, int] = {}
         self._changing: set[str] = set()
         self._stopped = False
@@ -136,17 +133,7 @@ class MemoryTier(Tier):
 
     def _wait_for_unpinning(self, name: str) -> None:
         try:
-            while self._pins[name] and not self._stopped:
-                self._unpinned.wait_for(
-                    lambda: not self._pins[name] or self._copied_when_changed[name] or self._stopped
-                )
-                pins, self._copied_when_changed[name] = self._copied_when_changed[name], []
-                self._unpinned.release()  # a pin in use is waited for, and others go on meanwhile
-                try:
-                    for pin in pins:
-                        pin.move_out()
-                finally:
-                    self._unpinned.acquire()
+            self._unpinned.wait_for(lambda: not self._pins[name] or self._stopped)
             if self._pins[name]:
                 raise UsageError(f"array {name!r}: the store was closed while a change waited for a snapshot of it")
         except BaseException:
@@ -174,18 +161,10 @@ class MemoryTier(Tier):
             self._pins[name] += 1
             return MemoryPin(self, self._shards[name], self._memory[name], self._versions[name])
 
-    def copy_when_changed(self, name: str, pin: MemoryPin) -> None:
-        """Let whoever changes the shard move `pin` out in place of waiting for it."""
-        with self._unpinned:
-            self._copied_when_changed[name].append(pin)
-            self._unpinned.notify_all()
-
-    def unpin(self, name: str, pin: MemoryPin) -> None:
+    def unpin(self, name: str) -> None:
         """Drop one pin of the shard."""
         with self._unpinned:
             self._pins[name] -= 1
-            with contextlib.suppress(ValueError):
-                self._copied_when_changed[name].remove(pin)
             self._unpinned.notify_all()
 
     def stop_waiting(self) -> None:
@@ -290,7 +269,7 @@ class DeviceTier(MemoryTier):
 
 
 class MemoryPin:
-    """A pinned shard in memory; whoever changes the shard waits for `release`, unless `copy_when_changed` was called."""
+    """A pinned shard in memory; whoever changes the shard waits for `release`."""
 
     has_file = False
 
@@ -300,22 +279,6 @@ class MemoryPin:
         self._memory = memory
         self._tier: MemoryTier | None = tier
         self._owner = tier
-        self._using: contextlib.AbstractContextManager[object] = _NO_LOCK
-
-    def copy_when_changed(self) -> None:
-        """From now on whoever changes the shard copies it first: that may be the holder itself. Not while the pin is used."""
-        if self._tier is not None:
-            self._using = threading.RLock()
-            self._tier.copy_when_changed(self.local.spec.name, self)
-
-    def move_out(self) -> None:
-        """Hold a copy in host memory from now on and release the shard; waits for the end of a use."""
-        with self._using:
-            if self._tier is not None:
-                copy = np.empty(self.local.valid_numel, numpy_dtype(self.local.spec.dtype))
-                copy_out(self._memory, copy)
-                self._memory = copy
-                self.release()
 
     @property
     def tier(self) -> str:
@@ -331,20 +294,17 @@ class MemoryPin:
         """As `publish`, on any grid whose shard is within this one."""
         self._require_within(grid, shard)
         first = shard * grid.shard_numel
-        with self._using:
-            self.fill(first, first + grid.shard_valid_numel(shard), out)
+        self.fill(first, first + grid.shard_valid_numel(shard), out)
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
         """Write the shard file from memory, on any grid whose shard is within this one; see `PinnedShard.publish`."""
         self._require_within(grid, shard)
-        with self._using:
-            return write_shard(res, path, self.local.spec, grid, shard, self._runs(), priority)
+        return write_shard(res, path, self.local.spec, grid, shard, self._runs(), priority)
 
     def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
         """Reads the memory, so that it shows the changes of writers other than passes."""
         self._require_within(grid, shard)
-        with self._using:
-            return checksum_shard(res, self.local.spec, grid, shard, self._runs())
+        return checksum_shard(res, self.local.spec, grid, shard, self._runs())
 
     def _runs(self) -> FillRuns:
         memory = self._memory.view(np.uint8) if self._owner.owns_memory and self._tier is not None else None
@@ -364,4 +324,4 @@ class MemoryPin:
     def release(self) -> None:
         tier, self._tier = self._tier, None
         if tier is not None:
-            tier.unpin(self.local.spec.name, self)
+            tier.unpin(self.local.spec.name)
