@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from zstore.checkpoint import Catalog, Folder, TagInfo, list_nested, list_tags, shared_files, stored_files
+from zstore.checkpoint import Catalog, Folder, TagInfo, list_nested, list_tags, shared_bytes, stored_files
 from zstore.errors import CheckpointNotFoundError, CorruptionError
 from zstore.open.sources import folder_of
 from zstore.sizes import format_bytes
@@ -84,7 +84,6 @@ def list_entries(infos: Sequence[TagInfo], now_ns: int, place: Folder) -> list[E
     """Return an entry for each checkpoint in the folder `place`, in their order; those of its folders `checkpoint-N` are
     called `checkpoint-N/TAG`."""
     found = [stored_files(info.folder) for info in infos]
-    num_holders = shared_files(found).num_holders
     newest = max((info.record.committed_ns for info in infos), default=0)
     names = [_name(info, place) for info in infos]
     return [
@@ -96,11 +95,11 @@ def list_entries(infos: Sequence[TagInfo], now_ns: int, place: Folder) -> list[E
             committed_ns=info.record.committed_ns,
             age_s=max(0.0, (now_ns - info.record.committed_ns) / 1e9),
             size_bytes=files.size_bytes,
-            shared_bytes=int(files.sizes[holders > 1].sum()),
+            shared_bytes=shared,
             freed_bytes=files.freed_bytes,
             newest=info.record.committed_ns == newest,
         )
-        for name, info, files, holders in zip(names, infos, found, num_holders, strict=True)
+        for name, info, files, shared in zip(names, infos, found, shared_bytes(found), strict=True)
     ]
 
 

@@ -8,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from zstore.checkpoint import Fate, Folder, Keep, TagInfo, bytes_freed, plan_lines, remove_each, weigh
+from zstore.checkpoint import (
+    Fate,
+    Folder,
+    Keep,
+    TagInfo,
+    joined_files,
+    plan_lines,
+    remove_each,
+    stored_files,
+    weigh,
+)
 from zstore.errors import UsageError
 from zstore.open.sources import folder_of
 from zstore.remote.target import remover
@@ -66,7 +76,7 @@ def prune_folder(
     place = folder_of(folder, common.storage_options)
     fates = _weigh(place, keep, common)
     doomed = [fate for fate in fates if not fate.reasons]
-    freed_bytes = bytes_freed(fate.info.folder for fate in doomed)
+    freed_bytes = joined_files(stored_files(fate.info.folder) for fate in doomed).freed_bytes
     for line in plan_lines(fates, freed_bytes, dry_run=dry_run):
         print(printable(line), file=sys.stderr if common.json else sys.stdout, flush=True)
     removed: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from zstore.checkpoint.format import Record
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.request import SaveSummary
 from zstore.checkpoint.retention import Keep, metric_of
-from zstore.checkpoint.usage import bytes_freed
+from zstore.checkpoint.usage import joined_files, stored_files
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine.config.config import load_config
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
@@ -134,6 +134,10 @@ def linked(folder: Path) -> list[SaveSummary]:
 
 def disk_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def bytes_freed(paths: Sequence[Path]) -> int:
+    return joined_files(map(stored_files, paths)).freed_bytes
 
 
 def test_bytes_freed_are_those_that_nothing_else_links(folder: Path, linked: list[SaveSummary]) -> None:

@@ -26,7 +26,7 @@ from .names import (
 )
 from .reader import CheckpointReader, open_checkpoint, refused, tags
 from .source import NUM_THREADS, ArraySource, ReadStatistics, StoredArray
-from .usage import SharedFiles, StoredFiles, bytes_freed, shared_files, stored_files
+from .usage import StoredFiles, joined_files, shared_bytes, stored_files
 
 if TYPE_CHECKING:
     from .build import CheckpointBuilder
@@ -47,12 +47,12 @@ __all__ = [
     "RECORD_FILE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan",
     "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder",
     "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "SaveHandle", "SaveRequest",
-    "SaveSummary", "SharedFiles", "Span", "StoredArray", "StoredFiles", "TagInfo", "VerifyFault",
-    "array_path", "bytes_freed", "discard",
-    "encode_state", "find_tag", "list_nested", "list_tags", "natural_key", "new_folder", "new_save_id",
+    "SaveSummary", "Span", "StoredArray", "StoredFiles", "TagInfo", "VerifyFault",
+    "array_path", "discard",
+    "encode_state", "find_tag", "joined_files", "list_nested", "list_tags", "natural_key", "new_folder", "new_save_id",
     "open_checkpoint", "plain_value", "plan_lines", "read_into", "refused", "remove_each",
     "reshard_checkpoint", "resolve",
-    "retire", "save_checkpoint", "scan", "shard_file", "shared_files",
+    "retire", "save_checkpoint", "scan", "shard_file", "shared_bytes",
     "step_tag", "stored_files", "sweep", "tag_folder", "tag_text", "tags", "tags_text",
     "temporary_folder", "verify_checkpoint", "weigh",
 ]  # fmt: skip

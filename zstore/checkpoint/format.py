@@ -15,7 +15,7 @@ import re
 import reprlib
 import stat
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -46,7 +46,6 @@ _MAX_DEPTH = 100
 _SHARDS = b',"shards":['
 """The beginning of the list of shards in a manifest, its last key. In a JSON text the quotes would be escaped."""
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_SCALARS = json.JSONEncoder(allow_nan=False)
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 100
 
@@ -334,29 +333,8 @@ def dump_metadata(document: Mapping[str, Any]) -> bytes:
 
 
 def _dump(document: Mapping[str, Any], indent: int | None = None) -> bytes:
-    if indent is not None:
-        return "".join(_indented(document, "\n", " " * indent)).encode()
-    return json.dumps(document, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()
-
-
-def _indented(value: Any, line: str, indent: str) -> Iterator[str]:
-    """Yield the parts of `value` as `json.dumps` writes it with `indent`; `line` is a line break and the indentation.
-
-    The standard encoder leaves a cycle of some thirty objects behind for each text that it indents.
-    """
-    inner = line + indent
-    if isinstance(value, Mapping) and value:
-        for number, (key, item) in enumerate(value.items()):
-            yield f"{',' if number else '{'}{inner}{_SCALARS.encode(key)}: "
-            yield from _indented(item, inner, indent)
-        yield f"{line}}}"
-    elif isinstance(value, (list, tuple)) and value:
-        for number, item in enumerate(value):
-            yield f"{',' if number else '['}{inner}"
-            yield from _indented(item, inner, indent)
-        yield f"{line}]"
-    else:
-        yield _SCALARS.encode(value)
+    separators = (",", ": ") if indent else (",", ":")
+    return json.dumps(document, indent=indent, separators=separators, allow_nan=False).encode()
 
 
 def _digest(document: Mapping[str, Any]) -> str:

@@ -16,12 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from ..checkpoint.catalog import LOOPS_FOLDER, Catalog, TagInfo, list_nested, meant_of, newest_of, scan
 from ..checkpoint.folder import Folder
 from ..checkpoint.names import LATEST_FILE, parse_own_name
-from ..checkpoint.usage import StoredFiles, shared_files, stored_files
+from ..checkpoint.usage import StoredFiles, joined_files, shared_bytes, stored_files
 from ..errors import CheckpointNotFoundError
 from .models import CheckpointEntry, CheckpointList, Newest, RefusedFolder
 
@@ -130,15 +128,11 @@ class RunCheckpoints:
     def _list(self) -> CheckpointList:
         found = self._look()
         for path, info in found.infos.items():
-            if path not in found.files:
+            if self._folder.is_local or path not in found.files:  # links come and go
                 found.files[path] = stored_files(info.folder)
         tables = [found.files[path] for path in found.infos]
-        if self._folder.is_local:
-            for table in tables:
-                table.count_again(np.ones(table.keys.size, bool))
-        shared = shared_files(tables)
         entries = []
-        for (path, info), table, holders in zip(found.infos.items(), tables, shared.num_holders, strict=True):
+        for (path, info), table, shared in zip(found.infos.items(), tables, shared_bytes(tables), strict=True):
             record = info.record
             entries.append(
                 CheckpointEntry(
@@ -149,7 +143,7 @@ class RunCheckpoints:
                     world_size=record.world_size,
                     committed_at=record.committed_ns / 1e9,
                     size_bytes=table.size_bytes,
-                    shared_bytes=int(table.sizes[holders > 1].sum()),
+                    shared_bytes=shared,
                     freed_bytes=table.freed_bytes,
                     num_files=table.num_files,
                     metrics=_known_metrics(record.state),
@@ -159,7 +153,7 @@ class RunCheckpoints:
         return CheckpointList(
             checkpoints=entries,
             refused=refused,
-            total_bytes=shared.total_bytes,
+            total_bytes=joined_files(tables).size_bytes,
         )
 
 
