@@ -1,6 +1,6 @@
 """The batch and the world sizes of an elastic run, for its launcher, under DeepSpeed's names."""
 
-from zstore.engine.adapters.deepspeed.config import (
+from zstore.engine.extras.elasticity import (
     ElasticityConfigError,
     ElasticityError,
     ElasticityIncompatibleWorldSize,

@@ -162,9 +162,6 @@ class Access:
         gradients = self.gradients
         if record.group is None:
             return None
-        if gradients.waits:  # this rank's own, as it is in `.grad`
-            own = record.parameter.grad
-            return None if own is None else own.detach() / self.scaler.scale
         if isinstance(gradients, WholeGradients):
             mean = gradients.mean(record)
             found = None if mean is None else mean.cpu().view(record.parameter.shape)

@@ -10,12 +10,16 @@ multiple within the maximum.
 """
 
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from zstore.errors import ConfigError, ZstoreError
+
+from ..config.config import load_config, read_config
 from ..config.keys import ConfigProblem, Notice, Section, built
 from ..config.schema import BATCH_KEYS
 from ..config.values import Bool, OneOf, Positive, Words
@@ -129,3 +133,43 @@ class ElasticitySection(Section):
 def _batch_keys(settings: Any) -> list[str]:
     """Return the keys of batch sizes that a config sets."""
     return [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
+
+
+class ElasticityError(ZstoreError):
+    """Base of the errors of elasticity."""
+
+
+class ElasticityConfigError(ElasticityError, ConfigError):
+    """The section is missing, not enabled, or wrong."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError, ConfigError):  # noqa: N818 - DeepSpeed's name
+    """The world size cannot train with the batch."""
+
+
+def compute_elastic_config(
+    ds_config: Any, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
+) -> tuple[Any, ...]:
+    """Return (train batch, valid world sizes), with a world size or `return_microbatch` followed by the micro-batch (None
+    without a world size), by DeepSpeed's formula: see [Note: the elastic batch].
+
+    Only the section of `ds_config`, a dict or the path of a JSON file, counts. A world size that is not valid is an error
+    with version 0.1, and with 0.2 the only one that is valid for the batch returned. Raises ElasticityConfigError if the
+    section is wrong or not enabled, ElasticityIncompatibleWorldSize if the world size cannot train.
+    """
+    try:
+        raw = read_config(ds_config) if isinstance(ds_config, str | os.PathLike) else ds_config
+        settings = load_config({"elasticity": raw.get("elasticity")}).settings
+        section: ElasticitySection = vars(settings)["elasticity"]
+        if not section.enabled:
+            raise ConfigError('expected "elasticity": {"enabled": true, ...}, got none that is enabled')
+        batch, valid = section.batch()
+    except ValueError as error:
+        raise ElasticityConfigError(str(error)) from None
+    if world_size <= 0:
+        return (batch, list(valid), None) if return_microbatch else (batch, list(valid))
+    try:
+        batch, valid = section.batch(world_size)
+        return batch, list(valid), section.sizes_at(world_size)[1]
+    except ValueError as error:
+        raise ElasticityIncompatibleWorldSize(str(error)) from None

@@ -92,8 +92,6 @@ class Training:
         self.gradients.acts = self
         self._needs_gradients = not self.config.zero.ignore_unused_parameters
         self._gather_numel = self.config.allgather_bucket_numel
-        self._is_coalescing = False
-        """Whether gradients wait that a backward of the block of `coalesced` left."""
         self._error_behind: BaseException | None = None
         """The error that ended the update behind the step before, to be agreed on by the backward under way."""
 
@@ -168,15 +166,12 @@ class Training:
                 "a backward after the norm of the gradients was taken, and before step(): take it after the last backward"
             )
         self._error_behind = self.pending.wait()
-        updates = self.accumulation.is_boundary and not self.gradients.waits
-        in_backward = self.pending.in_backward if updates else None
+        in_backward = self.pending.in_backward if self.accumulation.is_boundary else None
         if in_backward is not None:
             self.pending.require_whole()
             in_backward.start(self._settings(scale_factor(0.0, 0.0, self.scaler.scale)))
         try:
-            if not self._is_coalescing:
-                self.gradients.start_backward(last=self.accumulation.is_boundary and not self.gradients.waits)
-                self._is_coalescing = self.gradients.waits
+            self.gradients.start_backward(last=self.accumulation.is_boundary)
             if self.hooks is not None:
                 self.hooks.start_backward()
         except BaseException as raised:
@@ -186,15 +181,13 @@ class Training:
     def end_backward(self) -> None:
         """Take the gradients of a backward that is done (all ranks)."""
         try:
-            if not self._is_coalescing:
-                self.gradients.end_backward()
+            self.gradients.end_backward()
             if self.hooks is not None:
                 self.hooks.end_backward()
             # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
             error, self._error_behind = self._error_behind, None
             self.pending.agree(error)
-            if not self._is_coalescing:
-                self.gradients.show(whole=self.scaler.scale == 1.0)
+            self.gradients.show(whole=self.scaler.scale == 1.0)
         except BaseException as raised:
             self.abandon_backward(raised)
             raise
@@ -203,23 +196,6 @@ class Training:
             if self.hooks is not None:
                 self.hooks.units.values_change(by_step=True)
         self.accumulation.backwards += 1
-
-    @contextlib.contextmanager
-    def coalesced(self) -> Iterator[None]:
-        """Leave each rank's own sums in `.grad` within the block, and reduce them at its end as those of one backward, not the
-        last of its step (all ranks). The accumulation starts over if the block raises."""
-        self.gradients.waits = True
-        try:
-            yield
-        except BaseException:
-            self.gradients.waits = False
-            self.restart_accumulation()
-            raise
-        self.gradients.waits = False
-        if self._is_coalescing:
-            self._is_coalescing = False
-            self.gradients.end_backward()
-            self.gradients.show(whole=self.scaler.scale == 1.0)
 
     def abandon_backward(self, raised: BaseException) -> None:
         """Forget a backward that failed, and with it the accumulation; `raised` gets a note if that cannot be."""
@@ -261,7 +237,6 @@ class Training:
 
     def _forget_gradients(self) -> None:
         self._raw_norm = self._clip_factor = None
-        self._is_coalescing = False
         self.gradients.drop()
 
     def name_boundary(self, is_boundary: bool | None) -> None:
@@ -279,10 +254,6 @@ class Training:
         """Return the norm of the accumulated gradients, with the loss scale, once a step: no backward may follow before
         `step` (all ranks). With `begin` state is read meanwhile for the update that comes next."""
         self.pending.require_whole()
-        if self.gradients.waits:
-            raise UsageError(
-                "the norm within coalesce_grad_reduction(), before gradients are reduced: take it after the block"
-            )
         if self.gradients.sums is None:
             with labelled("reduce"):
                 self.gradients.reduce()

@@ -56,8 +56,6 @@ class Gradients(ABC):
         self._last = False
         """Whether the last backward of this step has begun."""
         self._watches: list[Callable[[], object]] = []
-        self.waits = False
-        """Whether backwards leave each rank's own sums in `.grad`, to be reduced as those of one backward."""
         self.acts: GradientActs | None = None
         """Serves the loop's use of gradients that it cannot have whole; None: `.grad` stays None."""
         self.sums: dict[ParameterRecord, Sequence[float]] | None = None
@@ -254,7 +252,7 @@ class WholeGradients(Gradients):
         return wanted != record.dtype or (held is not None and held.dtype != wanted)
 
     def _arrived(self, record: ParameterRecord) -> None:
-        if record in self._folded and not self.waits:
+        if record in self._folded:
             self._fired[record] += 1
             if self._fired[record] >= self._expected[record]:
                 self._fold(record)

@@ -304,10 +304,10 @@ class UnitGradients(Gradients):
                 "a backward that the engine does not know of: call the engine and not its module, or engine.backward(loss)"
             )
         is_complete = self.arrivals.note(self._of[record])
-        if self._world.world_size > 1 and not self.waits:
+        if self._world.world_size > 1:
             for records in self.arrivals.ready():
                 self.send(records)
-        elif is_complete and not self.waits:
+        elif is_complete:
             self.send([record])
         if self._tell is not None:
             self._tell(record)

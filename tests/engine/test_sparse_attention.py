@@ -248,28 +248,3 @@ def test_a_model_without_exchangeable_attention_is_refused() -> None:
 def test_a_section_that_cannot_be_is_an_error(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config({"train_batch_size": 1, "sparse_attention": section})
-
-
-def test_deepspeeds_names() -> None:
-    from zstore.engine.adapters.deepspeed.sparse_attention import (
-        BigBirdSparsityConfig,
-        FixedSparsityConfig,
-        SparseSelfAttention,
-    )
-
-    config = FixedSparsityConfig(2, 8, False, 2, 1, "unidirectional")
-    assert config.make_layout(48).equal(
-        layout_of(pattern_of("fixed", block=8, num_local_blocks=2, **CAUSAL), 1, 6).long().expand(2, -1, -1)
-    )
-    with pytest.raises(ValueError, match="a multiple of block"):
-        config.make_layout(20)
-    query, key, value = torch.randn(3, 2, 2, 48, 8, generator=torch.Generator().manual_seed(0))
-    padding = torch.zeros(2, 48)
-    padding[:, 40:] = -10000.0
-    found = SparseSelfAttention(BigBirdSparsityConfig(num_heads=2, block=8))(
-        query, key, value, key_padding_mask=padding
-    )
-    allowed = dense_mask(pattern_of("bigbird", block=8), 2, 48) & (torch.arange(48) < 40)
-    torch.testing.assert_close(
-        found, F.scaled_dot_product_attention(query, key, value, attn_mask=allowed), atol=2e-6, rtol=0
-    )

@@ -22,7 +22,7 @@ from tests import warm
 from tests.engine.schedule_cases import KNOWN, OWN_LR, adam
 from tests.integrations.tokens import texts, tokenizer
 from tests.integrations.trainers import llama
-from zstore.engine.adapters.deepspeed.config import cleaned, raw_config
+from zstore.engine.adapters.deepspeed.given import cleaned, raw_config
 from zstore.engine.adapters.deepspeed.modules import KNOWN as KNOWN_MODULES
 from zstore.engine.adapters.deepspeed.names import (
     ENGINE_INSTEAD,
@@ -298,7 +298,7 @@ def test_configs_are_read_as_deepspeed_is_given_them(tmp_path: Path) -> None:
 
 
 def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for() -> None:
-    from zstore.engine.adapters.deepspeed import comm, initialize, optimizers, utils, zero
+    from zstore.engine.adapters.deepspeed import initialize, optimizers, utils, zero
     from zstore.optim import Lion
 
     parameters = [torch.nn.Parameter(torch.zeros(2))]
@@ -321,11 +321,7 @@ def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for(
     assert optimizers.DeepSpeedCPUAdam(parameters, amsgrad=True).param_groups[0]["amsgrad"] is True
     assert type(optimizers.FusedLion(parameters)) is type(optimizers.DeepSpeedCPULion(parameters)) is Lion
     assert optimizers.FusedLamb(parameters, max_coeff=2.0).param_groups[0]["max_coeff"] == 2.0
-    matrix = [torch.nn.Parameter(torch.zeros(2, 2))]
-    assert type(optimizers.Muon(matrix)) is torch.optim.Muon
-    groups = [{"params": matrix, "use_muon": True, "ns_method": "gram"}, {"params": parameters, "use_muon": False}]
-    assert [group["lr"] for group in optimizers.MuonWithAuxAdam(groups).param_groups] == [0.02, 3e-4]
-    assert comm.get_local_rank() == int(os.environ.get("LOCAL_RANK", "-1"))
+    assert utils.get_local_rank() == int(os.environ.get("LOCAL_RANK", "-1"))
     with utils.OnDevice(torch.bfloat16, device="meta"):
         made = torch.nn.Linear(2, 2)
     assert made.weight.is_meta
@@ -367,8 +363,8 @@ def test_schedules_take_deepspeeds_order_of_arguments_and_a_first_step() -> None
 def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from zstore.engine.adapters.deepspeed import engine as engines
     from zstore.engine.adapters.deepspeed import initialize, optimizers, utils, zero
-    from zstore.engine.adapters.deepspeed.config import ZeroParamStatus
-    from zstore.engine.adapters.deepspeed.constants import CONSTANTS
+    from zstore.engine.adapters.deepspeed.modules import VALUES
+    from zstore.engine.adapters.deepspeed.zero import ZeroParamStatus
     from zstore.tools import zero_to_fp32
 
     torch.manual_seed(0)
@@ -393,7 +389,7 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
         assert engine.zero_offload_param() == {"device": "cpu"}
         assert (engine.zero_offload_optimizer(), engine.zero_cpu_offload()) == (None, False)
         assert not engine.zero_gather_16bit_weights_on_model_save()
-        groups = CONSTANTS["deepspeed.utils.groups"]
+        groups = VALUES["deepspeed.utils.groups"]
         kinds = ("get_data_parallel_world_size", "_get_sequence_parallel_world_size", "get_model_parallel_rank")
         assert [groups[name]() for name in kinds] == [1, 1, 0]
         weight: Any = model.weight
@@ -492,9 +488,7 @@ def test_the_page_lists_the_names_that_are_there() -> None:
     assert {name.rpartition(".")[2] for name in listed if name not in modules} <= there | {"__version__"}
     plain = there - set(f"{TORCH_COMM} {SCHEDULES} {LEAVES} {SAFE}".split())
     unlisted = plain - {name.rpartition(".")[2] for name in listed}
-    assert unlisted == {
-        "zero_wrapper_for_fp_tensor_constructor",
-    }
+    assert unlisted == {"zero_wrapper_for_fp_tensor_constructor"}
 
 
 def test_hints_name_nothing_that_is_there() -> None:

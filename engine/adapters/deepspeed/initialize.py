@@ -15,8 +15,8 @@ from zstore.engine.config.arguments import add_config_arguments
 from zstore.engine.runtime.distributed import init_distributed
 from zstore.errors import ConfigError, UsageError
 
-from .config import cleaned, raw_config
 from .engine import DeepSpeedEngine
+from .given import cleaned, raw_config
 from .names import VERSION
 from .saves import complete
 from .utils import log_dist
@@ -77,8 +77,6 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         parameter.requires_grad_(True)
     log_dist(f"DeepSpeed info: version={VERSION}", ranks=[0])
     engine.config = raw_config(source)
-    if engine.config.get("managed_gradient_accumulation") is False and not frozen:
-        engine.leave_accumulation()
     return engine, *others
 
 

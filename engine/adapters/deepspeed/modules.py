@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as torch_dist
+
 from zstore.errors import UsageError
+from zstore.ranks.world import World
 
-from .constants import CONSTANTS
-from .names import ABSENT, MODULES, missing
+from .names import ABSENT, ANSWERS_FOR, MODULES, VERSION, missing
 
-_LISTED = [dotted.split(".") for dotted in (*MODULES, *ABSENT, *CONSTANTS)]
+
+def _groups() -> dict[str, Callable[[], Any]]:
+    """Return functions about the ranks of a kind: of data parallelism, over which gradients are averaged, all; of
+    others one. The group is None if torch.distributed is not started."""
+    all_ranks: dict[str, Callable[[], Any]] = {
+        "world_size": lambda: World.current().world_size,
+        "rank": lambda: World.current().rank,
+        "group": lambda: torch_dist.group.WORLD if torch_dist.is_initialized() else None,
+    }
+    one: dict[str, Callable[[], Any]] = {"world_size": lambda: 1, "rank": lambda: 0, "group": lambda: None}
+    return {
+        f"{start}get_{kind}_parallel_{what}": answer
+        for kind in ("data", "sequence_data", "model", "tensor_model", "sequence")
+        for what, answer in (all_ranks if kind.endswith("data") else one).items()
+        for start in ("", "_")
+    }
+
+
+VALUES: dict[str, dict[str, Any]] = {
+    "deepspeed": {"__version__": VERSION, "version": VERSION}
+    | dict(
+        zip(
+            ("__version_major__", "__version_minor__", "__version_patch__"),
+            map(int, ANSWERS_FOR.split(".")),
+            strict=True,
+        )
+    ),
+    "deepspeed.utils.groups": _groups(),
+}
+"""Module -> what else it has."""
+_LISTED = [dotted.split(".") for dotted in (*MODULES, *ABSENT, *VALUES)]
 KNOWN = frozenset(".".join(parts[:depth]) for parts in _LISTED for depth in range(1, len(parts) + 1))
 """All answered modules, including packages that hold nothing but modules."""
 
@@ -43,7 +76,7 @@ def fill(module: ModuleType) -> None:
             setattr(module, name, getattr(source, name))
     for name in ABSENT.get(module.__name__, ()):
         setattr(module, name, absent(f"{module.__name__}.{name}"))
-    vars(module).update(CONSTANTS.get(module.__name__, {}))
+    vars(module).update(VALUES.get(module.__name__, {}))
 
 
 def require(dotted: str) -> None:
@@ -55,13 +88,6 @@ def require(dotted: str) -> None:
         raise ModuleNotFoundError(missing(dotted))
 
 
-class _ByMark(type):
-    """The type of classes whose instances are the objects with their name in `wrappers`: see `engine.WRAPPERS`."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return cls.__name__ in getattr(instance, "wrappers", ())
-
-
 def absent(dotted: str) -> type:
     """Return a class of the name `dotted`, a call of which raises UsageError naming the replacement."""
     text = missing(dotted)
@@ -70,4 +96,4 @@ def absent(dotted: str) -> type:
         raise UsageError(text)
 
     module, _, name = dotted.rpartition(".")
-    return _ByMark(name, (), {"__new__": refuse, "__doc__": text, "__module__": module, "NAME": name})
+    return type(name, (), {"__new__": refuse, "__doc__": text, "__module__": module})

@@ -39,8 +39,6 @@ SAFE = " ".join(
     ]
 )
 _INIT = "GatheredParameters Init register_external_parameter unregister_external_parameter"
-_OFFLOADS = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
-_LOGGING = "log_dist log_dist_once logger set_log_level_from_string"
 
 
 def _table(rows: Mapping[str, Mapping[str, str]]) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
@@ -59,30 +57,20 @@ MODULES = _table({
     },
     "accelerator": {"accelerator": "get_accelerator is_current_accelerator_supported"},
     "accelerator.real_accelerator": {"accelerator": "get_accelerator"},
-    "checkpoint": {"reshape": "model_3d_desc"},
     "checkpoint.utils": {"utils": "clone_tensors_for_torch_save"},
     "checkpointing runtime.activation_checkpointing.checkpointing": {
-        _CHECKPOINTING: (
-            "checkpoint configure is_configured non_reentrant_checkpoint reset"
-        ),
+        _CHECKPOINTING: "checkpoint configure is_configured non_reentrant_checkpoint reset",
     },
     "comm comm.comm": {
         "torch.distributed": TORCH_COMM, f"{_ENGINE}.runtime.distributed": "init_distributed",
-        "comm": "get_all_ranks_from_group get_local_rank get_world_group inference_all_reduce log_summary",
+        "utils": "get_local_rank get_world_group",
     },
     "compression.helper": {"utils": "recursive_getattr recursive_setattr"},
     "elasticity elasticity.elasticity": {
-        "config": (
-            "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize compute_elastic_config elasticity_enabled "
-            "ensure_immutable_elastic_config"
+        f"{_ENGINE}.extras.elasticity": (
+            "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize compute_elastic_config"
         ),
     },
-    "moe.utils": {"utils": "is_moe_param split_params_into_different_moe_groups_for_optimizer"},
-    "monitor.config": {"config": "DeepSpeedMonitorConfig"},
-    "monitor.csv_monitor": {"config": "csvMonitor"},
-    "monitor.monitor": {"config": "MonitorMaster"},
-    "monitor.tensorboard": {"config": "TensorBoardMonitor"},
-    "monitor.wandb": {"config": "WandbMonitor"},
     "ops.adagrad": {"optimizers": "DeepSpeedCPUAdagrad"},
     "ops.adam": {"optimizers": "DeepSpeedCPUAdam FusedAdam"},
     "ops.adam.cpu_adam": {"optimizers": "DeepSpeedCPUAdam"},
@@ -91,47 +79,24 @@ MODULES = _table({
     "ops.lion": {"optimizers": "DeepSpeedCPULion FusedLion"},
     "ops.lion.cpu_lion": {"optimizers": "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {"optimizers": "FusedLion"},
-    "ops.sparse_attention": {
-        "sparse_attention": (
-            "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig SparseSelfAttention "
-            "SparsityConfig VariableSparsityConfig"
-        ),
-    },
-    "runtime.config": {"config": "DeepSpeedConfig get_gradient_clipping"},
-    "runtime.config_utils": {"config": "DeepSpeedConfigModel"},
-    "runtime.constants": {"config": "GRADIENT_CLIPPING_DEFAULT"},
     "runtime.dataloader": {"utils": "RepeatingLoader"},
     "runtime.engine": {"engine": "DeepSpeedEngine"},
     "runtime.lr_schedules": {"optimizers": f"{SCHEDULES} VALID_LR_SCHEDULES"},
-    "runtime.precision_config": {"config": "DeepSpeedBF16Config DeepSpeedFP16Config get_bfloat16_config"},
-    "runtime.utils": {
-        "utils": (
-            "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm is_model_parallel_parameter "
-            "move_to_device partition_balanced partition_uniform prefix_sum_inc see_memory_usage set_random_seed"
-        ),
-    },
-    "runtime.zero": {"zero": f"{_INIT} unwrap_model_for_generation", "config": "ZeroParamStatus"},
-    "runtime.zero.config": {"config": f"DeepSpeedZeroConfig {_OFFLOADS} ZeroStageEnum"},
-    "runtime.zero.muon.original_muon": {"optimizers": "Muon MuonWithAuxAdam"},
-    "runtime.zero.offload_config": {"config": f"{_OFFLOADS} OffloadDeviceEnum OffloadStateTypeEnum"},
-    "runtime.zero.offload_states": {"engine": "get_state_devices"},
+    "runtime.utils": {"utils": "move_to_device see_memory_usage set_random_seed"},
+    "runtime.zero": {"zero": f"{_INIT} ZeroParamStatus"},
+    "runtime.zero.config": {"zero": "ZeroStageEnum"},
+    "runtime.zero.offload_config": {"zero": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.partition_parameters": {
-        "zero": f"{_INIT} zero_wrapper_for_fp_tensor_constructor", "config": "ZeroParamStatus",
-        "accelerator": "get_accelerator",
+        "zero": f"{_INIT} ZeroParamStatus zero_wrapper_for_fp_tensor_constructor", "accelerator": "get_accelerator",
     },
-    "runtime.zero.stage3": {"zero": "unwrap_model_for_generation"},
-    "runtime.zero.tiling": {"zero": "TiledLinear"},
-    "runtime.zero.utils": {"zero": "ZeRORuntimeException is_zero_param"},
+    "runtime.zero.utils": {"zero": "is_zero_param"},
     "utils": {
-        "utils": f"OnDevice RepeatingLoader instrument_w_nvtx {_LOGGING} {LEAVES}",
+        "utils": f"OnDevice RepeatingLoader instrument_w_nvtx log_dist logger {LEAVES}",
         _ACCESS: SAFE,
     },
-    "utils.logging": {"utils": _LOGGING},
-    "utils.numa": {"utils": "parse_range parse_range_list"},
+    "utils.logging": {"utils": "log_dist logger"},
     "utils.nvtx": {"utils": "instrument_w_nvtx"},
     "utils.tensor_fragment": {_ACCESS: SAFE},
-    "utils.timer": {"utils": "trim_mean"},
-    "utils.torch": {"utils": "required_torch_version"},
     "utils.z3_leaf_module": {"utils": LEAVES},
     "utils.zero_to_fp32": {
         _TO_FP32: (
@@ -139,7 +104,7 @@ MODULES = _table({
             "load_state_dict_from_zero_checkpoint"
         ),
     },
-    "zero": {"zero": f"{_INIT} TiledLinear"},
+    "zero": {"zero": _INIT},
 })  # fmt: skip
 """DeepSpeed's module -> this package's module, or one by its whole name -> names that it gives."""
 
@@ -147,44 +112,23 @@ ABSENT = {
     f"deepspeed.{module}".removesuffix(".root"): tuple(names.split())
     for module, names in {
         "root": "InferenceEngine PipelineEngine PipelineModule",
-        "checkpoint": "DeepSpeedCheckpoint ZeROCheckpoint get_model_3d_descriptor",
-        "checkpoint.ds_to_universal": "_aggregate_autoep_zero12_metadata main",
-        "checkpoint.utils": "get_model_ckpt_name_for_rank",
-        "compression.compress": "init_compression redundancy_clean",
-        "inference.config": "DeepSpeedInferenceConfig",
         "moe.layer": "MoE",
-        "moe.sharded_moe": "MOELayer TopKGate",
-        "moe.utils": (
-            "has_moe_layers is_moe_param_group split_params_grads_into_shared_and_expert_params "
-            "split_params_into_shared_and_expert_params"
-        ),
-        "monitor.comet": "CometMonitor",
-        "monitor.monitor": "Monitor",
-        "ops.op_builder": "OpBuilder",
+        "moe.utils": "is_moe_param split_params_into_different_moe_groups_for_optimizer",
+        "monitor.monitor": "MonitorMaster",
         "pipe": "LayerSpec PipelineModule ProcessTopology TiedLayerSpec",
         "runtime.base_optimizer": "DeepSpeedOptimizer ZeROOptimizer",
         "runtime.bf16_optimizer": "BF16_Optimizer",
-        "runtime.data_pipeline": "",
-        "runtime.engine": "_checkpoint_parallel_metadata",
+        "runtime.config": "DeepSpeedConfig",
         "runtime.fp16.fused_optimizer": "FP16_Optimizer",
         "runtime.fp16.loss_scaler": "DynamicLossScaler LossScaler",
-        "runtime.fp16.onebit": "OnebitAdam OnebitLamb ZeroOneAdam",
-        "runtime.fp16.onebit.lamb": "OnebitLamb",
-        "runtime.fp16.unfused_optimizer": "FP16_UnfusedOptimizer",
         "runtime.pipe": "LayerSpec PipelineModule TiedLayerSpec",
         "runtime.pipe.engine": "PipelineEngine",
         "runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
-        "runtime.pipe.topology": (
-            "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology"
-        ),
-        "runtime.torch_autocast": "get_comm_dtype has_comm_dtype",
-        "runtime.zero.linear": "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
-        "runtime.zero.partition_parameters": "CUDAQuantizer MultipleAllGatherHandles",
+        "runtime.pipe.topology": "PipelineParallelGrid ProcessTopology",
         "runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3",
         "runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
-        "runtime.zero.tiling": "TiledLinearReturnBias",
-        "utils.comms_logging": "CommsLogger",
-        "utils.timer": "SynchronizedWallClockTimer ThroughputTimer",
+        "runtime.zero.tiling": "TiledLinear",
+        "zero": "TiledLinear",
     }.items()
 }
 """DeepSpeed's module -> names that can be imported, and raise when they are used."""
@@ -201,6 +145,7 @@ INSTEAD = {
         "compression": "nothing is compressed; quantize or prune with torchao after `zstore consolidate`",
         "DeepSpeedTransformerConfig DeepSpeedTransformerLayer": "there are no transformer kernels; use torch's attention",
         "elasticity.elastic_agent": "`zstore run` and torchrun start ranks anew",
+        "checkpoint": "a checkpoint loads at any world size; nothing is reshaped or converted",
         "HybridEngine inference InferenceEngine init_inference": (
             "there is no inference engine; `zstore consolidate` writes safetensors for a server"
         ),
@@ -208,9 +153,11 @@ INSTEAD = {
         "linear": "take LoRA from peft",
         "module_inject": "modules are not replaced; use torch's attention",
         "moe": "there is no expert parallelism; the experts of transformers' models are parameters like any others",
-        "monitor": "monitor.monitor.MonitorMaster and engine.monitor take a script's values; the config says where they go",
-        "ops": (
-            "kernels are torch's; optimizers are in ops.adam, ops.adagrad, ops.lamb and ops.lion, masks in ops.sparse_attention"
+        "monitor": "engine.monitor.write_events() takes a script's values; the config says where they go",
+        "ops": ("kernels are torch's; optimizers are in ops.adam, ops.adagrad, ops.lamb and ops.lion"),
+        "ops.sparse_attention": "zstore.attention has its patterns, and the config's section sparse_attention",
+        "runtime.zero.muon": (
+            "name Muon in the config's optimizer, or take it from torch.optim and MuonWithAdam from zstore.optim"
         ),
         "pipe runtime.pipe PipelineEngine PipelineModule": (
             "there is no pipeline parallelism; use ZeRO stage 3, with offload_param for models larger than memory"
@@ -223,11 +170,10 @@ INSTEAD = {
         "runtime.zero.stage_1_and_2 runtime.zero.stage3": (
             "`zstore plan` estimates memory; the optimizer is engine.optimizer"
         ),
-        "zero.TiledLinearReturnBias runtime.zero.tiling.TiledLinearReturnBias": (
-            "TiledLinear is there, for layers that add their bias themselves"
+        "zero.TiledLinear runtime.zero.tiling": (
+            "make a layer's tiles modules of a ModuleList: each is gathered by itself"
         ),
         "tp_model_init": "there is no tensor parallelism; use ZeRO stage 3",
-        "utils.groups": "there is one group, of all ranks",
         "utils.timer": 'set "wall_clock_breakdown": true, or read engine.statistics()',
         "zero.estimate_zero2_model_states_mem_needs_all_live": "`zstore plan` says what fits",
         "zero.estimate_zero3_model_states_mem_needs_all_live": "`zstore plan` says what fits",

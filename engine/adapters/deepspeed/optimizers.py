@@ -10,7 +10,6 @@ import torch
 
 from zstore.engine.config.config import load_config
 from zstore.engine.config.scheduler import SCHEDULES
-from zstore.engine.extras.whole_tensors.muon import MuonWithAdam
 from zstore.engine.optim.kernel import ELEMENT_WISE
 from zstore.engine.optim.lamb import Lamb
 from zstore.engine.optim.lion import Lion
@@ -26,8 +25,8 @@ _BY_KEYS = {
     if kind not in (torch.optim.Adam, torch.optim.AdamW)
 }
 """Settings of a group -> the optimizer that has just those."""
-_WITHOUT_EFFECT = ("fp32_optimizer_states", "set_grad_none", "ns_method")
-"""State is fp32, the engine clears gradients, and Muon's iteration is the standard one, whatever these say."""
+_WITHOUT_EFFECT = ("fp32_optimizer_states", "set_grad_none")
+"""State is fp32, and the engine clears gradients, whatever these say."""
 
 
 class _Made(type):
@@ -89,15 +88,6 @@ def _lamb(params: Any, *, amsgrad: bool = False, max_grad_norm: float = 0.0, **s
     return Lamb(params, **settings)
 
 
-def _muon(params: Any, **settings: Any) -> Optimizer:
-    made: Optimizer = torch.optim.Muon(params, **{"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95, **settings})
-    return made
-
-
-def _muon_with_adam(groups: Any) -> Optimizer:
-    return MuonWithAdam([{key: value for key, value in group.items() if key != "ns_method"} for group in groups])
-
-
 DeepSpeedCPUAdam = _made(
     "DeepSpeedCPUAdam", "Adam AdamW",
     "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states", _adam,
@@ -117,8 +107,6 @@ FusedLamb = _made(
     "FusedLamb", "Lamb",
     "params lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff min_coeff amsgrad", _lamb,
 )  # fmt: skip
-Muon = _made("Muon", "Muon", "params lr weight_decay momentum ns_method", _muon)
-MuonWithAuxAdam = _made("MuonWithAuxAdam", "MuonWithAdam", "param_groups", _muon_with_adam)
 
 
 VALID_LR_SCHEDULES = list(SCHEDULES)

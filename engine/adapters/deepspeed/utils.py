@@ -1,16 +1,14 @@
-"""`deepspeed.utils` and `deepspeed.runtime.utils`: the functions that scripts import, besides the access to state."""
+"""`deepspeed.utils`, `deepspeed.runtime.utils` and `deepspeed.comm`: the functions that scripts import, besides the access to
+state and torch.distributed's own."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-import math
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from statistics import mean
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -36,50 +34,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = torch_dist.get_rank() if torch_dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[rank %d] %s", rank, message)
-
-
-@functools.cache
-def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
-    log_dist(message, ranks, level)
-
-
-def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Do as `log_dist`, once for each message."""
-    _log_once(message, None if ranks is None else tuple(ranks), level)
-
-
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the level of a logger, by default of zstore's, and of its handlers. Raises ValueError for one that is none."""
-    level = logging.getLevelNamesMapping().get(log_level_str.upper())
-    if level is None:
-        raise ValueError(f"{log_level_str!r} is no level of logging: expected debug, info, warning, error or critical")
-    chosen = logger if custom_logger is None else custom_logger
-    chosen.setLevel(level)
-    for handler in chosen.handlers:
-        handler.setLevel(level)
-
-
-def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Return the mean without the lowest and the highest share of the values; 0 of none."""
-    out = round(len(data) * trim_percent)
-    return mean(sorted(data)[out : len(data) - out]) if data else 0
-
-
-def parse_range(rng: str) -> range:
-    """Return the numbers of `FIRST-LAST`, or of one. Raises ValueError for other text."""
-    first, _, last = rng.partition("-")
-    found = range(int(first), int(last or first) + 1)
-    if not found:
-        raise ValueError(f"{rng!r}: expected FIRST-LAST with FIRST no greater than LAST")
-    return found
-
-
-def parse_range_list(range_str: str) -> list[int]:
-    """Return the numbers of several ranges, with commas between, in ascending order. Raises ValueError for other text."""
-    found = [number for part in range_str.split(",") for number in parse_range(part)]
-    if found != sorted(set(found)):
-        raise ValueError(f"{range_str!r}: expected ranges in ascending order that do not overlap")
-    return found
 
 
 def instrument_w_nvtx(func: F) -> F:
@@ -143,20 +97,6 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
     """Replace the object that a dotted name leads to."""
     above, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, above) if above else model, name, module)
-
-
-def is_moe_param(param: torch.Tensor) -> bool:
-    """Return False: no parameter belongs to some ranks alone, since there is no expert parallelism."""
-    del param
-    return False
-
-
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]], max_group_size: int | None = None
-) -> list[Mapping[str, Any]]:
-    """Return the groups as they are, in a list: there are no experts to split off."""
-    del max_group_size
-    return [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
 
 
 # -- leaf modules -----------------------------------------------------------------------------------------------------
@@ -235,91 +175,25 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Return whether torch's version is within the bounds."""
-    from packaging.version import parse
-
-    found = parse(torch.__version__)
-    return (min_version is None or parse(str(min_version)) <= found) and (
-        max_version is None or found <= parse(str(max_version))
-    )
-
-
-def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """Return a call as Python writes it."""
-    return f"{base}({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
-
-
-def ensure_directory_exists(filename: str) -> None:
-    """Make the folder of a file."""
-    os.makedirs(os.path.dirname(filename), exist_ok=True)
-
-
-def is_model_parallel_parameter(p: Any) -> bool:
-    """Return whether a parameter is marked as a part of one."""
-    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
-
-
-def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
     """Return `item` with the values for which `criterion_func` is true, through lists, tuples and dicts, on `device`."""
     if criterion_func(item):
         return item.to(device)
     if isinstance(item, list | tuple):
-        return type(item)([copy_to_device(each, device, criterion_func) for each in item])
+        return type(item)([move_to_device(each, device, criterion_func) for each in item])
     if isinstance(item, dict):
-        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
     return item
 
 
-move_to_device = copy_to_device
+def get_world_group() -> Any:
+    """Return the group of all ranks."""
+    return torch_dist.group.WORLD
 
 
-def get_global_norm(norm_list: Iterable[float]) -> float:
-    """Return the norm of the whole from these norms of parts; infinity if one is -1, infinite or NaN."""
-    norms = [float(norm) for norm in norm_list]
-    valid = all(math.isfinite(norm) and norm != -1 for norm in norms)
-    return math.sqrt(sum(norm**2 for norm in norms)) if valid else math.inf
-
-
-def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
-) -> torch.Tensor:
-    """Do as `torch.nn.utils.clip_grad_norm_`, for gradients that are whole on each rank."""
-    del mpu
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-
-def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
-    """Return the sums of the first 1, 2, ... weights."""
-    return list(itertools.accumulate(weights))
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the bounds of `num_parts` parts of `num_items`; the first parts have one item more, at most."""
-    size, more = divmod(num_items, num_parts)
-    return [part * size + min(part, more) for part in range(num_parts + 1)]
-
-
-def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return the bounds of parts of consecutive weights; the heaviest and the lightest differ least."""
-    if len(weights) <= num_parts:
-        return partition_uniform(len(weights), num_parts)
-    sums = [0.0, *itertools.accumulate(weights)]
-    # Of the first `stop` weights in so many parts: (heaviest, lightest, begins), by how far those two are apart.
-    best: dict[int, tuple[float, float, list[int]]] = {0: (-math.inf, math.inf, [])}
-    for _ in range(num_parts):
-        longer: dict[int, tuple[float, float, list[int]]] = {}
-        for stop in range(1, len(sums)):
-            tried = (
-                (max(high, sums[stop] - sums[first]), min(low, sums[stop] - sums[first]), [*begins, first])
-                for first, (high, low, begins) in best.items()
-                if first < stop
-            )
-            found = min(tried, key=lambda each: each[0] - each[1], default=None)
-            if found is not None:
-                longer[stop] = found
-        best = longer
-    return [*best[len(weights)][2], len(weights)]
+def get_local_rank() -> int:
+    """Return this rank's number on its machine, as the launcher says; -1 without one."""
+    return int(os.environ.get("LOCAL_RANK", "-1"))
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.engine.config.elastic_cases import elastic_cases
 from zstore.elasticity import ElasticityConfigError, ElasticityIncompatibleWorldSize, compute_elastic_config
-from zstore.engine.adapters.deepspeed.config import elasticity_enabled
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.extras.elasticity import HIGHLY_COMPOSITE
@@ -123,8 +122,6 @@ def test_a_world_size_that_is_not_valid_has_a_batch_of_its_own_or_is_an_error_th
         sizes(config(version=0.1, min_gpus=5, max_gpus=5), 5)
     with pytest.raises(ConfigError, match="got none that is enabled"):
         compute_elastic_config({})
-    assert elasticity_enabled(config())
-    assert not elasticity_enabled({})
     assert compute_elastic_config(config()) == (12, [1, 2, 3, 4, 6, 12])
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config()))
