@@ -31,7 +31,7 @@ def main() -> None:
         fully_shard(block)
     fully_shard(model)
     # The one line that is another than torch.optim.AdamW(model.parameters(), lr=1e-3).
-    optimizer = Offloaded(torch.optim.AdamW, model.parameters(), lr=1e-3, path=options.out, max_grad_norm=1.0)
+    optimizer = Offloaded(torch.optim.AdamW, model.parameters(), lr=1e-3, path=options.out)
     if options.resume is not None:
         states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
         dcp.load(states, storage_reader=zstore.dcp.Reader(options.resume))
@@ -41,10 +41,11 @@ def main() -> None:
         x = torch.randn(16, 256, device=device)
         loss = (model(x) - x).square().mean()
         loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0 and step % 5 == 0:
-            print(f"step {step}: loss {loss.item():.4f}, norm {optimizer.grad_norm.item():.4f}")
+            print(f"step {step}: loss {loss.item():.4f}, norm {norm.item():.4f}")
     states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     dcp.save(states, storage_writer=zstore.dcp.Writer(options.out / f"step-{options.steps}", overwrite=True))
     optimizer.close()

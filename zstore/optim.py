@@ -1,6 +1,6 @@
 """Optimizers of torch whose state is on disk or in host memory, and classes that torch lacks: `zstore.optim.Offloaded`."""
 
-from zstore.engine.adapters.torch_optim import Offloaded, StoredTensor, register
+from zstore.engine.adapters.torch_optim import Offloaded, StoredTensor
 from zstore.engine.extras.one_bit.step import OneBitAdam, OneBitLamb, ZeroOneAdam
 from zstore.engine.extras.whole_tensors.muon import MuonWithAdam, split_for_muon
 from zstore.engine.optim.lamb import Lamb
@@ -15,6 +15,5 @@ __all__ = [
     "OneBitLamb",
     "StoredTensor",
     "ZeroOneAdam",
-    "register",
     "split_for_muon",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from tests.engine.fake_device import FakeDevice
 from zstore.errors import BudgetError, RunFolderError, UsageError
-from zstore.optim import Offloaded, StoredTensor, register
+from zstore.optim import Offloaded, StoredTensor
 
 AdamW = torch.optim.AdamW
 
@@ -173,17 +172,17 @@ def test_bf16_parameters_have_fp32_masters_and_take_over_new_values(tmp_path: Pa
         assert optimizer.statistics().disk_bytes == 12 * sum(ours[i].weight.numel() for i in (0, 2))
 
 
-def test_parameters_of_any_layout_and_memory(tmp_path: Path) -> None:
+def test_parameters_of_any_shape_and_memory(tmp_path: Path) -> None:
     def run(make: Callable[..., torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
         torch.manual_seed(3)
-        conv = nn.Conv2d(16, 40, 3).to(memory_format=torch.channels_last)
+        conv = nn.Conv2d(16, 40, 3)
         named = {**dict(conv.named_parameters()), "scale": nn.Parameter(torch.tensor(2.0))}
         named |= {"none": nn.Parameter(torch.empty(0, 3)), "frozen": nn.Parameter(torch.ones(3), requires_grad=False)}
         optimizer = make(list(named.values()), lr=1e-2)
         schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
         for step in range(4):
             if step == 1:  # another memory, as a swap of weights gives
-                conv.weight.data = conv.weight.data.clone(memory_format=torch.preserve_format)
+                conv.weight.data = conv.weight.data.clone()
             if step == 2:  # thawed
                 named["frozen"].requires_grad_(True)
             x = torch.randn(1, 16, 5, 5, generator=torch.Generator().manual_seed(step))
@@ -199,34 +198,11 @@ def test_parameters_of_any_layout_and_memory(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_clipping_has_the_bits_of_clip_grad_norm(tmp_path: Path) -> None:
-    theirs = make_model()
-    torchs = AdamW(theirs.parameters(), lr=1e-2, fused=True)
-    norms = []
-    for step in range(3):
-        for micro in range(2):
-            backward(theirs, 2 * step + micro)
-        norms.append(nn.utils.clip_grad_norm_(theirs.parameters(), 0.01))
-        torchs.step()
-        torchs.zero_grad()
-    ours = make_model()
-    with Offloaded(AdamW, ours.parameters(), lr=1e-2, path=tmp_path, max_grad_norm=0.01) as optimizer:
-        found = []
-        for step in range(3):
-            for micro in range(2):
-                backward(ours, 2 * step + micro)
-            optimizer.step()
-            found.append(optimizer.grad_norm)
-            optimizer.zero_grad()
-        assert found == norms
-        assert same(ours, theirs)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_device_of_its_own_memory_gives_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     def run(**given: Any) -> list[torch.Tensor]:
         model = make_model(dtype)
-        settings: dict[str, Any] = {"path": tmp_path, "lr": 1e-2, "max_grad_norm": 1.0, **given}
+        settings: dict[str, Any] = {"path": tmp_path, "lr": 1e-2, **given}
         with Offloaded(AdamW, model.parameters(), **settings) as optimizer:
             for step in range(3):
                 for micro in range(2):
@@ -240,36 +216,6 @@ def test_a_device_of_its_own_memory_gives_the_same_bits(dtype: torch.dtype, tmp_
         with FakeDevice() as device:
             found = run(_streams=device, **given)
         assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True)), given
-
-
-class Lion(torch.optim.Optimizer):
-    """Of another library: its update is element-wise."""
-
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                    p.sub_(torch.lerp(p.grad, average, group["betas"][0]).sign_(), alpha=group["lr"])
-                    average.lerp_(p.grad, 1 - group["betas"][1])
-
-
-class Normed(Lion):
-    """Looks at whole tensors."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                p.sub_(p.grad / p.grad.norm(), alpha=self.param_groups[0]["lr"])
-
-
-class Counting(AdamW):
-    """A subclass that leaves the update as it is."""
 
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -288,23 +234,22 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adadelta": (torch.optim.Adadelta, {}),
     "ASGD": (torch.optim.ASGD, {}),
     "Rprop": (torch.optim.Rprop, {}),
-    "Lion": (Lion, {}),
-    "a subclass": (Counting, {"fused": True}),
 }
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_element_wise_optimizer_has_its_bits(name: str, tmp_path: Path) -> None:
     kind, settings = KINDS[name]
-    register(Lion)
-    register(Counting, like=AdamW)
     ours, theirs = make_model(), make_model()
     torchs = kind(theirs.parameters(), lr=0.01, **settings)
     with Offloaded(kind, ours.parameters(), path=tmp_path, lr=0.01, **settings) as optimizer:
         train(theirs, torchs, range(2))
         train(ours, optimizer, range(2))
         saved = copy.deepcopy(optimizer.state_dict())
-        optimizer.state.clear()
+        optimizer.load_state_dict({**saved, "state": {}})
+        assert not any(
+            torch.as_tensor(v).any() for e in optimizer.state.values() for n, v in e.items() if n == "exp_avg"
+        )
         optimizer.load_state_dict(saved)
         train(theirs, torchs, range(2, 4))
         train(ours, optimizer, range(2, 4))
@@ -319,7 +264,6 @@ def test_every_element_wise_optimizer_has_its_bits(name: str, tmp_path: Path) ->
 
 
 def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
-    register(Normed)
     weights = list(make_model().parameters())
 
     def refused(match: str, kind: Any = AdamW, params: Any = weights, error: Any = UsageError, **given: Any) -> None:
@@ -333,16 +277,14 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
     refused("give model.parameters", params=make_model())
     refused("expected a positive number of bytes", host_budget_bytes="4GiB")
     refused("expected a positive number of bytes", host_budget_bytes=-1)
-    refused("looks at more than one element", kind=Normed)
     refused("needs a path", device="nvme")
     refused("expected an existing folder", device="nvme", path=tmp_path / "none")
     refused('expected "nvme" or "cpu"', device="disk")
-    refused("expected a positive number", max_grad_norm=0.0)
     refused("capturable=True", capturable=True)
     refused("float64", params=[nn.Parameter(torch.zeros(3, dtype=torch.float64))])
     refused("meta device", params=[nn.Parameter(torch.zeros(3, device="meta"))])
     refused("all on one device", params=[*weights, nn.Parameter(torch.zeros(3, device="meta"))])
-    refused("view of strides", params=[nn.Parameter(torch.zeros(4, 4)[:, :2])])
+    refused("make it contiguous", params=[nn.Parameter(torch.zeros(4, 4)[:, :2])])
     refused("at least one parameter", params=[])
     refused("single tensor", params=weights[0])
     refused("state of .* does not fit|host_budget_bytes", host_budget_bytes=200_000, error=BudgetError)
@@ -380,30 +322,27 @@ def test_a_budget_spills_to_disk_and_leftovers_are_swept(tmp_path: Path) -> None
         assert held.host_bytes + held.pool_bytes <= 400_000
 
 
-class Failing(Lion):
-    """Fails on the second step, at its second tile."""
-
-    left = 1_000_000
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        Failing.left -= 1
-        if not Failing.left:
-            raise OSError("the drive is gone")
-        super().step(closure)
-
-
-def test_a_step_that_failed_half_way_is_told_until_a_state_is_loaded(tmp_path: Path) -> None:
-    register(Failing)
+def test_a_step_that_failed_half_way_is_told_until_a_state_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = make_model(), make_model()
-    torchs = Lion(theirs.parameters())
-    train(theirs, torchs)
-    with Offloaded(Failing, ours.parameters(), path=tmp_path) as optimizer:
+    train(theirs, AdamW(theirs.parameters(), fused=True))
+    with Offloaded(AdamW, ours.parameters(), path=tmp_path) as optimizer:
         train(ours, optimizer, range(2))
         saved = copy.deepcopy([ours.state_dict(), optimizer.state_dict()])
-        Failing.left = 3
+        tiles = iter([None, None, OSError("the drive is gone")])
+
+        def fails(self: Any, *args: Any) -> None:
+            if (error := next(tiles)) is not None:
+                raise error
+            tile(self, *args)
+
+        step = type(optimizer._local.kernels[0].start(optimizer.param_groups[0], {"step": 0.0}))
+        tile = step.tile
+        monkeypatch.setattr(step, "tile", fails)
         with pytest.raises(OSError, match="the drive is gone"):
             train(ours, optimizer, range(2, 4))
-        Failing.left = 1_000_000
+        monkeypatch.setattr(step, "tile", tile)
         optimizer.zero_grad()
         with pytest.raises(UsageError, match="inconsistent: load both before"):
             train(ours, optimizer, range(2, 3))
@@ -444,17 +383,3 @@ def test_a_stored_tensor_reads_and_writes_the_store(tmp_path: Path) -> None:
         assert torch.equal(average.to(torch.bfloat16), values.bfloat16())
         assert average.tolist() == values.tolist()
         assert "StoredTensor" in repr(average)
-
-
-def test_an_assigned_state_begins_anew_as_in_torch(tmp_path: Path) -> None:
-    ours, theirs = make_model(), make_model()
-    with Offloaded(AdamW, ours.parameters(), lr=1e-2, path=tmp_path) as optimizer:
-        plain = AdamW(theirs.parameters(), lr=1e-2, fused=True)
-        for model, one in ((ours, optimizer), (theirs, plain)):
-            train(model, one)
-            kept = {p: {k: torch.as_tensor(v).clone() for k, v in one.state[p].items()} for p in [model[0].weight]}
-            one.state = defaultdict(dict)
-            train(model, one, range(4, 6))
-            one.state = defaultdict(dict, kept)
-            train(model, one, range(6, 8))
-        assert same(ours, theirs)

@@ -60,14 +60,11 @@ def tensor_parallel() -> nn.Sequential:
     return fully_shard(model, mesh=mesh["dp"])
 
 
-def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, clip: float | None = None, tp: int = 1
-) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, tp: int = 1) -> None:
     rank, world_size = torch_dist.get_rank(), torch_dist.get_world_size()
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(number))
     model(x.chunk(world_size // tp)[rank // tp]).square().mean().backward()
-    if clip is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -124,20 +121,6 @@ def train_and_save(rank: int, folder: str) -> dict[str, Any]:
             assert not isinstance(full["state"]["0.weight"]["exp_avg"], StoredTensor)
             found["full"] = full["state"]["0.weight"]["exp_avg"].shape
     dcp.save(app(theirs, torchs), checkpoint_id=f"{folder}/torchs")
-    clipped = []
-    for offloads in (False, True):
-        model = sharded()
-        if offloads:
-            with Offloaded(AdamW, model.parameters(), device="cpu", lr=1e-2, max_grad_norm=0.01) as optimizer:
-                for number in range(2):
-                    step(model, optimizer, number)
-                clipped.append(digests(model, optimizer))
-        else:
-            torchs = AdamW(model.parameters(), lr=1e-2, fused=True)
-            for number in range(2):
-                step(model, torchs, number, clip=0.01)
-            clipped.append(digests(model, torchs))
-    found["clipped"] = clipped
     found["ddp"] = in_ddp(folder)
     found["two dims"] = on_two_dims(folder)
     found["other forms"] = flat_and_full()
@@ -149,14 +132,15 @@ def flat_and_full() -> bool:
     model = sharded()
     with Offloaded(AdamW, model.parameters(), device="cpu") as optimizer:
         step(model, optimizer, 0)
-        before = digests(model, optimizer)
+        before, weights = digests(model, optimizer), copy.deepcopy(get_model_state_dict(model))
         for options in (
             StateDictOptions(flatten_optimizer_state_dict=True),
             StateDictOptions(full_state_dict=True),
         ):
             state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-            optimizer.state.clear()
+            step(model, optimizer, 1)
             assert digests(model, optimizer) != before
+            set_model_state_dict(model, weights)
             set_optimizer_state_dict(model, optimizer, state, options=options)
             if digests(model, optimizer) != before:
                 return False
@@ -190,7 +174,7 @@ def in_ddp(folder: str) -> bool:
     ours, theirs = make_model(), make_model()
     wrapped = [DistributedDataParallel(model) for model in (ours, theirs)]
     torchs = AdamW(theirs.parameters(), lr=1e-2, fused=True)
-    with Offloaded(AdamW, ours.parameters(), path=folder, lr=1e-2, max_grad_norm=1e9) as optimizer:
+    with Offloaded(AdamW, ours.parameters(), path=folder, lr=1e-2) as optimizer:
         for number in range(3):
             step(wrapped[0], optimizer, number)
             step(wrapped[1], torchs, number)
@@ -225,7 +209,6 @@ def test_fsdp2_has_the_bits_of_torch_and_resumes_at_another_world_size(tmp_path:
     trained = run_ranks(train_and_save, 2, str(tmp_path))
     for found in trained:
         assert found["ours"] == found["torch"] == trained[0]["torch"]
-        assert found["clipped"][0] == found["clipped"][1]
         assert found["ddp"]
         assert found["other forms"]
         assert len(set(found["two dims"])) == 1

@@ -41,6 +41,7 @@ VALUES: dict[str, dict[str, Any]] = {
             strict=True,
         )
     ),
+    "deepspeed.git_version_info": {"version": VERSION},
     "deepspeed.utils.groups": _groups(),
 }
 """Module -> what else it has."""

@@ -97,6 +97,7 @@ MODULES = _table({
     "utils.logging": {"utils": "log_dist logger"},
     "utils.nvtx": {"utils": "instrument_w_nvtx"},
     "utils.tensor_fragment": {_ACCESS: SAFE},
+    "utils.torch": {"utils": "required_torch_version"},
     "utils.z3_leaf_module": {"utils": LEAVES},
     "utils.zero_to_fp32": {
         _TO_FP32: (

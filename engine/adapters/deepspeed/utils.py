@@ -175,6 +175,16 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Return whether torch's version is within the bounds."""
+    from packaging.version import parse
+
+    found = parse(torch.__version__)
+    return (min_version is None or parse(str(min_version)) <= found) and (
+        max_version is None or found <= parse(str(max_version))
+    )
+
+
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
     """Return `item` with the values for which `criterion_func` is true, through lists, tuples and dicts, on `device`."""
     if criterion_func(item):

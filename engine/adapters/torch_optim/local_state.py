@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from zstore.errors import BudgetError, UsageError
 from zstore.format import Box, model_array, optimizer_array
 from zstore.io.tensors import as_torch
 
-from .records import LocalRecord, local_part, make_local_record, memory_of
+from .records import LocalRecord, local_part, make_local_record
 from .stored_tensor import OptimizerArray, StoredTensor
 
 MASTER = "master"
@@ -63,34 +63,29 @@ class LocalState:
         del self.kernels[number:]
 
     def add(self, parameter: torch.Tensor, group: int, name: str | None) -> LocalRecord:
-        """Create the state of a parameter. Raises BudgetError if neither memory nor a disk has room for it."""
+        """Create the state of a parameter, on disk if there is one and the budget has no room for it. Raises BudgetError if
+        neither has."""
         number = len(self.records)
         name = name or f"parameter-{number}"
         if name in self._names:
             name = f"{name}-{number}"
         record = make_local_record(name, parameter, group=group)
-        self._add_arrays(record, self._rest(record))
-        self.records[parameter] = record
-        self._names.add(name)
-        return record
-
-    def _rest(self, record: LocalRecord) -> Tier:
-        """Return the tier of the state: state for host memory that exceeds the budget goes to disk if there is one."""
         store = self.arrays.store
         each = 4 * (len(self.arrays.slots_of(record)) + (record.dtype != torch.float32))
         nbytes, free = each * record.owned_numel, store.budget.free_bytes
-        spills = self._tier == "host" and store.options.run_path is not None and free is not None and nbytes > free
-        return "disk" if spills else self._tier
-
-    def _add_arrays(self, record: LocalRecord, tier: Tier) -> None:
+        spills = store.options.run_path is not None and free is not None and nbytes > free
+        places = Places(state="disk" if spills else self._tier, parameter="device", gradient="device")
         try:
-            self.arrays.add(record, record.full, Places(state=tier, parameter="device", gradient="device"))
+            self.arrays.add(record, record.full, places)
         except BudgetError as error:
             error.add_note(
                 f'The state of {record.name!r} does not fit: raise host_budget_bytes, or give a path: device="nvme" keeps all '
                 'state on disk, device="cpu" what the budget has no room for.'
             )
             raise
+        self.records[parameter] = record
+        self._names.add(name)
+        return record
 
     def watch_memory(self, records: Iterable[LocalRecord]) -> None:
         """Follow parameters that got other memory, and take over values that other code gave those with a master."""
@@ -108,9 +103,9 @@ class LocalState:
                 f"{local.dtype} {list(local.shape)} on {local.device}: make the optimizer after the model is cast, moved or "
                 "sharded"
             )
-        if tuple(local.stride()) != record.strides:
-            raise UsageError(f"parameter {record.name!r} got memory of another layout: make the optimizer after that")
-        record.full, record.address = memory_of(local), local.data_ptr()
+        if not local.is_contiguous():
+            raise UsageError(f"parameter {record.name!r} got memory of another layout: make it contiguous again")
+        record.full, record.address = local.data.view(-1), local.data_ptr()
         if self.arrays.is_master(record):
             store, name = self.arrays.store, model_array(record.name)
             store.remove(name)
@@ -131,12 +126,6 @@ class LocalState:
                     other = master.to(rows.dtype) != here
                     torch.where(other, here.float(), master, out=master)
         record.note_version()
-
-    def note_update(self, records: Iterable[LocalRecord]) -> None:
-        """Count the change of parameters, which autograd refuses to go back over."""
-        for record in records:
-            torch.autograd.graph.increment_version(record.parameter)
-            record.note_version()
 
     # -- as others see it -----------------------------------------------------------------------------------------------
 
@@ -244,7 +233,7 @@ def _scalars(kernel: OffloadedKernel, entry: Mapping[str, Any]) -> Scalars:
     return found | {"updates": found.get("step", 1.0)}
 
 
-class StateView(MutableMapping[torch.Tensor, Any]):
+class StateView(Mapping[torch.Tensor, Any]):
     """`optimizer.state`: each trained parameter's state, as it is when it is requested. Setting an entry loads it."""
 
     def __init__(self, state: LocalState) -> None:
@@ -255,15 +244,9 @@ class StateView(MutableMapping[torch.Tensor, Any]):
         return {} if record is None else self._state.entry(record)  # as the defaultdict that it replaces
 
     def __setitem__(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
-        self._state.load(self._record(parameter), entry)
-
-    def __delitem__(self, parameter: torch.Tensor) -> None:
-        self._state.reset(self._record(parameter))
-
-    def _record(self, parameter: torch.Tensor) -> LocalRecord:
         if parameter not in self._state.records:
             raise KeyError("this optimizer does not update the parameter")
-        return self._state.records[parameter]
+        self._state.load(self._state.records[parameter], entry)
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._state.records
@@ -273,17 +256,3 @@ class StateView(MutableMapping[torch.Tensor, Any]):
 
     def __len__(self) -> int:
         return len(self._state.records)
-
-    def clear(self) -> None:
-        """Let every parameter's state be that of one that was never updated."""
-        for record in self._state.records.values():
-            self._state.reset(record)
-
-    def replace(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Let the state be `entries`, as an assignment to a plain optimizer's state; that of all others begins anew."""
-        self.clear()
-        for parameter, entry in entries.items():
-            self[parameter] = entry
-
-    def __repr__(self) -> str:
-        return f"<state of {len(self)} parameters>"

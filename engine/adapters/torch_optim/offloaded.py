@@ -11,22 +11,22 @@ from typing import Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed.tensor import DTensor
 
+from zstore.engine.optim.kernel import ELEMENT_WISE, TorchKernel, kernel_for
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.optim.update import StepSettings, Update
 from zstore.engine.params.record import ParameterRecord
 from zstore.engine.runtime.device import Streams, Transfers, streams_for
 from zstore.errors import UsageError
-from zstore.io import Files, map_large_blocks, user_path
+from zstore.io import map_large_blocks, user_path
 from zstore.io.closing import Closing, closing_with
 from zstore.store import StoreOptions, StoreStatistics, TensorStore
 
-from .arguments import check_budget, check_kind, check_settings, groups_of
-from .gradients import global_norm, laid_out, rows_of
-from .local_state import LocalState, StateView
-from .records import LocalRecord
-from .registry import OptimizerClass, defaults_of, make_kernel
+from .local_state import LocalState, OffloadedKernel, StateView
+from .records import LocalRecord, rows_of
+
+OptimizerClass = type[torch.optim.Optimizer]
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class Offloaded(torch.optim.Optimizer, Closing):
@@ -39,14 +39,11 @@ class Offloaded(torch.optim.Optimizer, Closing):
     fp32 parameters are updated in place, with the bits of torch's class. Of bf16 and fp16 parameters an fp32 master is
     kept with the state, and the parameter is the master, rounded.
 
-    `max_grad_norm` clips as `torch.nn.utils.clip_grad_norm_` does, over all ranks. Each rank holds the state of its part of
-    each parameter; no rank waits for another.
+    Each rank holds the state of its part of each parameter; no rank waits for another.
 
     `close()` it, or use it in a `with` block. Raises UsageError for a class or a parameter that cannot be offloaded,
     RunFolderError for a folder that cannot be used, BudgetError if the state does not fit.
     """
-
-    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling, and skipping a step, to `step`
 
     def __init__(
         self,
@@ -56,27 +53,28 @@ class Offloaded(torch.optim.Optimizer, Closing):
         device: Literal["nvme", "cpu"] = "nvme",
         path: str | os.PathLike[str] | None = None,
         host_budget_bytes: int | None = None,
-        max_grad_norm: float | None = None,
         _streams: Streams | None = None,
-        _files: Files | None = None,
         **settings: Any,
     ) -> None:
-        check_kind(kind)
-        check_settings(device, path, max_grad_norm)
-        check_budget(host_budget_bytes)
+        _check(kind, device, path, host_budget_bytes)
         self.kind = kind
         """The class whose update is carried out."""
         self._settings = settings
-        self.max_grad_norm = max_grad_norm
-        self.grad_norm: torch.Tensor | None = None
-        """Norm of the gradients of the last step, 0-d in host memory, before they were clipped; None without clipping."""
-        params, first = groups_of(params)
+        params, first = _groups_of(params)
         streams = _streams or streams_for(first.device)
-        options = _options(path, host_budget_bytes, first.device, streams)
+        if path is not None:
+            map_large_blocks()
+        options = StoreOptions(
+            run_path=None if path is None else user_path(path),
+            host_budget_bytes=host_budget_bytes,
+            device=str(first.device),
+            pin_buffers=not streams.device_is_host,
+        )
+        rank = torch_dist.get_rank() if torch_dist.is_available() and torch_dist.is_initialized() else 0
         ending = ExitStack()  # without the optimizer, whose end closes it
         self._end = closing_with(self, ending.close)
         try:
-            store = TensorStore(options, rank=_rank(), files=_files, cuda=streams.cuda_runtime)
+            store = TensorStore(options, rank=rank, cuda=streams.cuda_runtime)
             ending.callback(store.close)
             transfers = Transfers(streams, store.links, store.rooms)
             arrays = OptimizerState(store, [], transfers)
@@ -85,20 +83,24 @@ class Offloaded(torch.optim.Optimizer, Closing):
             self._torn: BaseException | None = None
             self._steps = 0
             self._view = StateView(state)
-            super().__init__(params, defaults_of(kind, settings))
+            if kind in _ADAMS and not any(
+                settings.get(key) is not None for key in ("fused", "foreach", "differentiable")
+            ):
+                settings = {**settings, "fused": True}  # the bits that the kernel has by default
+            super().__init__(params, kind([torch.nn.Parameter(torch.zeros(1, 1))], **settings).defaults)
         except BaseException:
             self._end()
             raise
 
     @property
     def state(self) -> Any:
-        """Each parameter's state, read from the store when it is requested. An assignment replaces all of it."""
+        """Each parameter's state, read from the store when it is requested. Setting an entry loads it."""
         return self._view
 
     @state.setter
     def state(self, entries: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        if entries is not self._view:
-            self._view.replace(entries)
+        if entries and entries is not self._view:
+            raise UsageError("optimizer.state: expected an entry to be set, or load_state_dict(), got another mapping")
 
     @property
     def store(self) -> TensorStore:
@@ -113,7 +115,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
         number = len(self.param_groups)
         super().add_param_group(param_group)
         try:
-            self._local.kernels.append(make_kernel(self.kind, self._settings | self.param_groups[number]))
+            self._local.kernels.append(_kernel(self.kind, self._settings | self.param_groups[number]))
             self._add_records(number, [p for p in self.param_groups[number]["params"] if p.requires_grad])
         except BaseException:
             del self.param_groups[number]
@@ -130,7 +132,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient (all ranks, with `max_grad_norm`); return the result of `closure`.
+        """Update every parameter that has a gradient; return the result of `closure`.
 
         Raises UsageError if an earlier update stopped half way, and any error of a drive.
         """
@@ -144,22 +146,20 @@ class Offloaded(torch.optim.Optimizer, Closing):
                 "a previous step failed partway, so that parameters and optimizer state are inconsistent: load both before "
                 "continuing"
             ) from self._torn
-        scale, is_finite = self._amp()
         for number, group in enumerate(self.param_groups):
             known = self._local.records
             self._add_records(number, [p for p in group["params"] if p.grad is not None and p not in known])
         records = self._local.records.items()
         rows = {record: rows_of(record, p.grad) for p, record in records if p.grad is not None}
-        if is_finite:
-            self._update(rows, self._factor(rows, scale))
+        self._update(rows)
         return loss
 
-    def _update(self, rows: dict[LocalRecord, torch.Tensor], factor: float) -> None:
-        """Update the parameters that have rows here, of gradients multiplied by `factor`."""
+    def _update(self, rows: dict[LocalRecord, torch.Tensor]) -> None:
+        """Update the parameters that have rows here."""
         records = list(rows)
         self._local.watch_memory(records)
         self._steps += 1
-        settings = StepSettings.of(self.param_groups, step=self._steps, factor=factor)
+        settings = StepSettings.of(self.param_groups, step=self._steps, factor=1.0)
         take = cast(Callable[[ParameterRecord], torch.Tensor | None], rows.pop)
         update = Update(self._local.arrays, records, settings, take)
         try:
@@ -168,22 +168,9 @@ class Offloaded(torch.optim.Optimizer, Closing):
             self._torn = error
             raise
         update.note_scalars(records)
-        self._local.note_update(records)
-
-    def _amp(self) -> tuple[float, bool]:
-        """Return the factor by which a GradScaler has multiplied the gradients, and whether they are finite."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found is None:
-            return 1.0, True
-        return _number(scale, 1.0), _number(found, 0.0) == 0.0
-
-    def _factor(self, rows: dict[LocalRecord, torch.Tensor], scale: float) -> float:
-        """Return the factor of the gradients: the inverse of the scale, and the clip."""
-        if self.max_grad_norm is None:
-            return 1.0 / scale
-        self.grad_norm = global_norm(laid_out(rows)) / scale
-        # With the epsilon of `torch.nn.utils.clip_grad_norm_`.
-        return float(torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0)) / scale
+        for record in records:  # autograd refuses to go back over the change
+            torch.autograd.graph.increment_version(record.parameter)
+            record.note_version()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -204,7 +191,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
             loaded = before(self, loaded) or loaded
         self._torn = None
         self.__setstate__({"param_groups": _merged(self.param_groups, loaded["param_groups"])})
-        self._local.replace_kernels([make_kernel(self.kind, self._settings | group) for group in self.param_groups])
+        self._local.replace_kernels([_kernel(self.kind, self._settings | group) for group in self.param_groups])
         saved = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, parameter in zip(saved, own, strict=True):
@@ -218,9 +205,6 @@ class Offloaded(torch.optim.Optimizer, Closing):
         raise UsageError(
             "an offloaded optimizer holds files and threads, and cannot be copied or pickled: take its state_dict()"
         )
-
-    def __repr__(self) -> str:
-        return super().__repr__().replace("Offloaded (", f"Offloaded {self.kind.__name__} (", 1)
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
@@ -239,25 +223,65 @@ class Offloaded(torch.optim.Optimizer, Closing):
             )
 
 
-def _options(path: Any, host_budget_bytes: int | None, where: torch.device, streams: Streams) -> StoreOptions:
-    if path is not None:
-        map_large_blocks()
-    return StoreOptions(
-        run_path=None if path is None else user_path(path),
-        host_budget_bytes=host_budget_bytes,
-        device=str(where),
-        pin_buffers=not streams.device_is_host,
-    )
+def _check(kind: Any, device: str, path: Any, budget: Any) -> None:
+    """Raise UsageError for a class that cannot be offloaded, or for settings that are not valid, alone or together."""
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        got = f"an optimizer of class {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
+        raise UsageError(f"kind: expected a class derived from torch.optim.Optimizer, as torch.optim.AdamW, got {got}")
+    if kind not in ELEMENT_WISE:
+        raise UsageError(
+            f"optimizer {kind.__name__} is not known to update each element by itself, but offloaded state is updated in "
+            f"tiles; use one of {', '.join(each.__name__ for each in ELEMENT_WISE)}"
+        )
+    if device not in ("nvme", "cpu"):
+        raise UsageError(f'device: expected "nvme" or "cpu", where the state is kept, got {device!r}')
+    if device == "nvme" and path is None:
+        raise UsageError('device="nvme" needs a path: give an existing folder on the drive to use')
+    if path is not None and not user_path(path).is_dir():
+        raise UsageError(f"path: expected an existing folder, got {os.fspath(path)!r}; make it on the drive to use")
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0):
+        raise UsageError(
+            f"host_budget_bytes: expected a positive number of bytes, or None for no limit, got {budget!r}"
+        )
 
 
-def _rank() -> int:
-    return torch_dist.get_rank() if torch_dist.is_available() and torch_dist.is_initialized() else 0
+def _groups_of(params: Any) -> tuple[Any, torch.Tensor]:
+    """Return the parameters or groups as lists, and the first parameter. Raises UsageError if devices differ."""
+    if isinstance(params, torch.Tensor | torch.nn.Module):
+        got = "a single tensor" if isinstance(params, torch.Tensor) else "a module: give model.parameters()"
+        raise UsageError(f"params: expected an iterable of tensors or of group dicts, got {got}")
+    groups = list(params)
+    if groups and isinstance(groups[0], Mapping):
+        members = [
+            [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"]) for each in groups
+        ]
+        groups = [{**each, "params": found} for each, found in zip(groups, members, strict=True)]
+    else:
+        members = [groups]
+    tensors = [member[1] if isinstance(member, tuple) else member for member in chain.from_iterable(members)]
+    if not tensors:
+        raise UsageError("params: expected at least one parameter, got none")
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise UsageError(
+            f"params: expected all on one device, got {', '.join(sorted(map(str, devices)))}: make an optimizer for each device"
+        )
+    return groups, tensors[0]
 
 
-def _number(value: Any, default: float) -> float:
-    if value is None:
-        return default
-    return float(value.full_tensor() if isinstance(value, DTensor) else value)
+def _kernel(kind: OptimizerClass, group: Mapping[str, Any]) -> OffloadedKernel:
+    """Return the kernel for a parameter group with these settings.
+
+    Adam and AdamW have the bits of torch's fused kernel unless the group says `fused=False` or `foreach=True`. Raises
+    UsageError for a setting that cannot be offloaded.
+    """
+    settings = {**group, "params": [torch.zeros(1)]}
+    for name in ("differentiable", "capturable"):
+        if settings.get(name):
+            raise UsageError(f"{kind.__name__}({name}=True) cannot be offloaded: leave it out")
+    if kind in _ADAMS and settings.get("fused") is not False and not settings.get("foreach"):
+        return kernel_for(kind, settings)
+    return TorchKernel(kind, settings)
 
 
 def _merged(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:

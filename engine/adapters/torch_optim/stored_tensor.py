@@ -53,18 +53,13 @@ class OptimizerArray:
             with self.state.passing([[self.name]], "read") as tiles:
                 for tile in tiles:
                     self.state.transfers.copy_into(flat[tile.first : tile.stop], as_torch(tile.views[0]))
-        return self.record.in_shape(flat)
+        return flat.view(self.shape)
 
     def write(self, box: Box, values: torch.Tensor) -> None:
         """Set the elements of `box` to `values`, of its shape; it takes any floating type."""
         if self.changed is not None:
             self.changed(self.record)
-        whole = box == Box.whole(box.shape)
-        if not (whole or self.record.is_contiguous):
-            part, values = values, self.read()
-            values[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] = part
-            whole = True
-        flat = self.record.flat(values) if whole else values.reshape(-1)
+        whole, flat = box == Box.whole(box.shape), values.reshape(-1)
         if not flat.numel():
             return
         with self.state.passing([[self.name]], "fill" if whole else "update") as tiles:
