@@ -25,7 +25,6 @@ import zstore
 from tests import warm
 from zstore.checkpoint.reader import tags
 from zstore.errors import CheckpointError, CheckpointMismatchError
-from zstore.lightning import ZstoreStrategy
 from zstore.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +132,13 @@ def _fit(trainer: L.Trainer, module: Net, rank: int, **options: Any) -> list[flo
     return module.losses
 
 
+def _strategy(config: dict[str, Any], **options: Any) -> Any:
+    """Return the strategy, which makes `import deepspeed` give zstore: in ranks alone, not in the process of the tests."""
+    from zstore.lightning import ZstoreStrategy
+
+    return ZstoreStrategy(config, **options)
+
+
 def _zero(stage: int, folder: Path | None = None) -> dict[str, Any]:
     nvme = {} if folder is None else {"device": "nvme", "nvme_path": str(folder)}
     offload = {"offload_optimizer": nvme, "offload_param": nvme} if nvme else {}
@@ -150,7 +156,7 @@ def _beside_lightning(rank: int, ranks: int, folder: Path) -> None:
         ("three", LateNet, _zero(3)),
         ("disk", LateNet, _zero(3, folder)),
     ):
-        module, strategy = kind(), ZstoreStrategy(config)
+        module, strategy = kind(), _strategy(config)
         trainer = _trainer(strategy, ranks, folder / name)
         assert _fit(trainer, module, rank) == pytest.approx(losses, rel=ROUNDING), name
         assert trainer.global_step == alone.global_step == 6
@@ -161,7 +167,7 @@ def _beside_lightning(rank: int, ranks: int, folder: Path) -> None:
         for key, value in plain.state_dict().items():
             torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=5e-6)
 
-        again = _trainer(ZstoreStrategy(config, load_objects=True), ranks)
+        again = _trainer(_strategy(config, load_objects=True), ranks)
         other = kind(lr=1.0)
         assert _fit(again, other, rank, ckpt_path=str(folder / name / "step=3.ckpt")) == module.losses[10:], name
         assert other.kept[1][1].tolist() == [0, 1, 2]
@@ -186,7 +192,7 @@ def _on_one_rank(rank: int, folder: str) -> None:
         weights = zstore.load_state_dict(saved)
         assert all(torch.equal(value, weights[key]) for key, value in loaded.state_dict().items())
         with pytest.raises(CheckpointError, match="load_objects=True"):
-            _fit(_trainer(ZstoreStrategy(_zero(2)), 1), Net(), rank, ckpt_path=saved)
+            _fit(_trainer(_strategy(_zero(2)), 1), Net(), rank, ckpt_path=saved)
         trainer.strategy.model.save_checkpoint(Path(folder, "loop"))
         with pytest.raises(CheckpointMismatchError, match="was not saved by a Trainer"):
             Net.load_from_checkpoint(Path(folder, "loop"))
@@ -195,7 +201,7 @@ def _on_one_rank(rank: int, folder: str) -> None:
 def _on_two_ranks(rank: int, folder: str) -> None:
     with _quiet():
         _beside_lightning(rank, 2, Path(folder, "2"))
-        trainer, module = _trainer(ZstoreStrategy(_zero(3), load_objects=True), 2), LateNet()
+        trainer, module = _trainer(_strategy(_zero(3), load_objects=True), 2), LateNet()
         saved = Path(folder, "disk", "step=6.ckpt")  # by one rank
         (validated,) = trainer.validate(module, _batches(0, 2), ckpt_path=str(saved), verbose=False)
         plain = Net()
