@@ -169,7 +169,7 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. With fp16's `auto_cast`, floating tensors go to it in fp16."""
         args, kwargs = self._inputs(args, kwargs)
-        trains = self.report.look_at((*args, *kwargs.values()))
+        trains = self.report.forward_begins()
         timed = self._timed("forward_s") if trains else contextlib.nullcontext()
         counted = self.report.utilisation.counting() if self.report.utilisation.counts else contextlib.nullcontext()
         with counted, timed, self.access.during("forward"), self._around_forward():

@@ -133,7 +133,7 @@ class ConfigSections(Section):
     memory_breakdown: Bool = built(False)
     """Add a line with rank 0's bytes by tier and its peaks."""
     dump_state: Bool = built(False)
-    """Print once, at the start on rank 0, the keys that act with their values, and where every array is kept."""
+    """Print once, at the start on rank 0, the keys that act with their values, and the memory in use."""
     tensorboard: TensorboardSection = TensorboardSection()
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
     wandb: WandbSection = WandbSection()

@@ -14,6 +14,7 @@ import atexit
 import csv
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,22 +49,19 @@ class CsvMonitor:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
-        errors: list[OSError] = []
+        failed: OSError | None = None
         for name, value in values.items():
+            path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             try:
-                self._append(name, value, samples)
+                with path.open("a", newline="", encoding="utf-8") as file:
+                    rows = csv.writer(file)
+                    if file.tell() == 0:
+                        rows.writerow(["step", name.rpartition("/")[2]])
+                    rows.writerow([samples, value])
             except OSError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    def _append(self, name: str, value: float, samples: int) -> None:
-        path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-        with path.open("a", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file)
-            if file.tell() == 0:
-                rows.writerow(["step", name.rpartition("/")[2]])
-            rows.writerow([samples, value])
+                failed = error
+        if failed is not None:
+            raise failed
 
     def close(self) -> None:
         """Do nothing: no file is open."""
@@ -73,10 +71,8 @@ class TensorboardMonitor:
     """Scalars in an event file."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("tensorboard") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(log_dir=str(folder))
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
@@ -95,13 +91,13 @@ class WandbMonitor:
     the script and never goes back, as training does when it loads an earlier checkpoint.
     """
 
-    def __init__(self, *, project: str, group: str | None, team: str | None, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise _missing("wandb") from error
+    def __init__(self, section: WandbSection, config: Mapping[str, Any]) -> None:
+        import wandb
+
         self._is_ours = wandb.run is None
-        self._run: Any = wandb.run or wandb.init(project=project, group=group, entity=team, config=dict(config))
+        self._run: Any = wandb.run or wandb.init(
+            project=section.project, group=section.group, entity=section.team, config=dict(config)
+        )
         # For a script that closes nothing: before wandb ends itself, by its hook of `init`.
         atexit.register(self.close)
         self._run.define_metric(_SAMPLES)
@@ -115,13 +111,6 @@ class WandbMonitor:
         if self._is_ours:
             self._is_ours = False
             self._run.finish()
-
-
-def _missing(package: str) -> ConfigError:
-    return ConfigError(
-        f"{package}.enabled is true, but the package {package} is not installed: pip install 'zstore[{package}]', or "
-        "set it to false"
-    )
 
 
 class Monitors:
@@ -142,10 +131,7 @@ class Monitors:
     def write(self, values: Mapping[str, float], samples: int) -> None:
         """Give the values of one step to each monitor."""
         for monitor in self._monitors:
-            try:
-                monitor.write(values, samples)
-            except Exception as error:
-                self._warn(monitor, error)
+            self._try(monitor, partial(monitor.write, values, samples))
 
     def write_events(self, events: Sequence[tuple[Any, ...]]) -> None:
         """Write (name, value, sample) triples; those of other ranks than 0 are dropped, and so are items after a triple's
@@ -164,20 +150,17 @@ class Monitors:
         """Close each monitor, once."""
         monitors, self._monitors = self._monitors, []
         for monitor in monitors:
-            try:
-                monitor.close()
-            except Exception as error:
-                self._warn(monitor, error)
+            self._try(monitor, monitor.close)
 
-    def _warn(self, monitor: Monitor, error: Exception) -> None:
-        if id(monitor) not in self._failed:
+    def _try(self, monitor: Monitor, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            if id(monitor) in self._failed:
+                return
             self._failed.add(id(monitor))
-            _log.warning(
-                "%s failed, and metrics may be missing from now on; training goes on: %s: %s",
-                type(monitor).__name__,
-                type(error).__name__,
-                error,
-            )
+            what = "%s failed, and metrics may be missing from now on; training goes on: %s: %s"
+            _log.warning(what, type(monitor).__name__, type(error).__name__, error)
 
 
 def open_monitors(config: Config, world: World) -> Monitors:
@@ -189,15 +172,10 @@ def open_monitors(config: Config, world: World) -> Monitors:
     if config.frozen:  # it has nothing to report, and another engine may have these places
         return Monitors()
     settings, found = config.settings, Monitors()
+    sections = settings.csv_monitor, settings.tensorboard, settings.wandb
     try:
         with world.agreeing():
-            found = monitors_of(
-                settings.csv_monitor,
-                settings.tensorboard,
-                settings.wandb,
-                config=acting(settings),
-                opens=world.rank == 0,
-            )
+            found = monitors_of(*sections, config=acting(settings), opens=world.rank == 0)
     except BaseException:
         found.close()
         raise
@@ -214,31 +192,28 @@ def monitors_of(
 ) -> Monitors:
     """Return the monitors that these sections switch on, none of which is opened unless this process `opens` them; wandb is
     told of `config`. Raises ConfigError as `open_monitors` does."""
-    makers: dict[str, Callable[[], Monitor]] = {}
-    if csv_monitor.enabled:
-        makers["csv_monitor"] = lambda: CsvMonitor(_folder(csv_monitor))
-    if tensorboard.enabled:
-        makers["tensorboard"] = lambda: TensorboardMonitor(_folder(tensorboard))
-    if wandb.enabled:
-        makers["wandb"] = lambda: WandbMonitor(project=wandb.project, group=wandb.group, team=wandb.team, config=config)
+    makers: dict[str, tuple[bool, Callable[[], Monitor]]] = {
+        "csv_monitor": (csv_monitor.enabled, lambda: CsvMonitor(_folder(csv_monitor))),
+        "tensorboard": (tensorboard.enabled, lambda: TensorboardMonitor(_folder(tensorboard))),
+        "wandb": (wandb.enabled, lambda: WandbMonitor(wandb, config)),
+    }
+    wanted = {key: make for key, (enabled, make) in makers.items() if enabled}
     opened: list[Monitor] = []
-    try:
-        for key, make in makers.items() if opens else ():
-            opened.append(_opened(key, make))
-    except BaseException:
-        Monitors(opened).close()
-        raise
-    return Monitors(opened, enabled=bool(makers))
+    for key, make in wanted.items() if opens else ():
+        try:
+            opened.append(make())
+        except BaseException as error:
+            Monitors(opened).close()
+            if isinstance(error, ImportError):
+                raise ConfigError(
+                    f"{key}.enabled is true, but the package {key} is not installed: pip install 'zstore[{key}]', or "
+                    "set it to false"
+                ) from error
+            if isinstance(error, Exception):
+                raise ConfigError(f"{key}: the monitor cannot be opened: {type(error).__name__}: {error}") from error
+            raise
+    return Monitors(opened, enabled=bool(wanted))
 
 
 def _folder(section: CsvMonitorSection) -> Path:
     return user_path(section.output_path) / section.job_name
-
-
-def _opened(key: str, make: Callable[[], Monitor]) -> Monitor:
-    try:
-        return make()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{key}: the monitor cannot be opened: {type(error).__name__}: {error}") from error

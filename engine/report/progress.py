@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..config.keys import acting
-from .memory import lack_of_memory, memory_statistics
 from .monitors import Monitors
+from .statistics import MemoryStatistics
 from .utilisation import PhaseTimes, StepUtilisation
 
 if TYPE_CHECKING:
@@ -45,10 +45,8 @@ class StepLosses:
     def take(self) -> torch.Tensor | None:
         """Return the step's loss, one element, on its device, and forget it; None if it is not known."""
         losses, self._losses = self._losses, []
-        if not losses:
-            return None
-        if len(losses) == 1:
-            return losses[0]
+        if len(losses) <= 1:
+            return losses[0] if losses else None
         stacked = torch.stack([loss.float().reshape(()) for loss in losses])
         return stacked.sum() if self._are_parts else stacked.mean()
 
@@ -79,21 +77,20 @@ class RunReport:
     """
 
     def __init__(self, training: Training, times: PhaseTimes, monitors: Monitors) -> None:
+        settings = training.config.settings
         self._training = training
         self._times = times
         self.monitors = monitors
         self.utilisation = StepUtilisation(training)
-        self._writes = bool(monitors)
-        self._every = training.config.settings.steps_per_print
+        self._every = settings.steps_per_print
         self.enabled = False
         """Whether steps are reported at all."""
         self.loss: Loss = None
         """Of the last step, as reported."""
         self.aside_s = 0.0
         """Seconds of evaluations, which are no step's."""
-        if self._every > 0 or self._writes:
+        if self._every > 0 or monitors:
             self.want()
-        self._looks = training.world.local_rank == 0
         self._losses = StepLosses()
         self._aside_since_s: float | None = None
         """When the evaluation under way began."""
@@ -101,25 +98,22 @@ class RunReport:
         self._last_line = PhaseTimes()
         self._line_step = training.counters.global_steps
         self._line_samples, self._line_s = training.samples, time.perf_counter()
-        if training.config.settings.dump_state and training.world.rank == 0:
-            _log.info("state at the start:\n%s", state_text(training))
+        if settings.dump_state and training.world.rank == 0:
+            config = json.dumps(acting(settings), indent=2)
+            _log.info("state at the start:\n%s\n%s", config, _memory_line(training))
 
-    def look_at(self, inputs: Iterable[Any]) -> bool:
+    def forward_begins(self) -> bool:
         """Return whether a forward is one of training, by its model's mode or its gradients: the time of evaluations is no
-        step's. Warn before the first if it needs more memory than there is."""
-        trains = self._training.model.training or torch.is_grad_enabled()
+        step's."""
         now_s = time.perf_counter()
-        if not trains:
+        if not (self._training.model.training or torch.is_grad_enabled()):
             self._aside_since_s = self._aside_since_s or now_s
-        elif self._aside_since_s is not None:
+            return False
+        if self._aside_since_s is not None:
             aside_s, self._aside_since_s = now_s - self._aside_since_s, None
             self.aside_s += aside_s
             self.utilisation.leave_out(aside_s)
-        if self._looks and torch.is_grad_enabled() and self._training.model.training:
-            self._looks = False
-            if told := lack_of_memory(self._training, inputs):
-                _log.warning("%s", told)
-        return trains
+        return True
 
     def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:
         """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
@@ -140,15 +134,13 @@ class RunReport:
 
     def step_ended(self) -> None:
         """Report an optimizer step, taken or skipped."""
-        prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
-        if not self.enabled:
-            return
         self.utilisation.step_ended()
+        prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
         taken, told = self._losses.take(), self._training.world.told  # the next step's may not be known
         loss = sum(told) / len(told) if told else value_of(taken)
-        if self._writes or prints:
+        if self.monitors or prints:
             loss = number = loss() if callable(loss) else loss
-            if self._writes:
+            if self.monitors:
                 self._write(number)
             if prints:
                 self._print(number)
@@ -157,65 +149,46 @@ class RunReport:
     def _write(self, loss: float | None) -> None:
         training, times = self._training, replace(self._times)
         spent, self._last_step = times - self._last_step, times
-        values = {} if loss is None else {"train_loss": loss}
-        values["lr"] = float(training.optimizer.param_groups[0]["lr"])
-        if training.config.precision == "fp16":
-            values["loss_scale"] = training.scaler.scale
-        if training.norm is not None:
-            values["grad_norm"] = training.norm
-        values["elapsed_time_ms_forward"] = spent.forward_s * 1e3
-        values["elapsed_time_ms_backward"] = spent.backward_s * 1e3
-        values["elapsed_time_ms_step"] = spent.optimizer_s * 1e3
-        if self.utilisation.last is not None:
-            values["mfu"] = self.utilisation.last
-        self.monitors.write({_METRICS + name: value for name, value in values.items()}, training.samples)
+        found = {
+            "train_loss": loss,
+            "lr": float(training.optimizer.param_groups[0]["lr"]),
+            "loss_scale": training.scaler.scale if training.config.precision == "fp16" else None,
+            "grad_norm": training.norm,
+            "elapsed_time_ms_forward": spent.forward_s * 1e3,
+            "elapsed_time_ms_backward": spent.backward_s * 1e3,
+            "elapsed_time_ms_step": spent.optimizer_s * 1e3,
+            "mfu": self.utilisation.last,
+        }
+        values = {_METRICS + name: value for name, value in found.items() if value is not None}
+        self.monitors.write(values, training.samples)
 
     def _print(self, loss: float | None) -> None:
         training, settings = self._training, self._training.config.settings
-        step = training.counters.global_steps
-        _log.info(
-            "step %d: %slr %s, gradient norm %.4g, skipped %d",
-            step,
-            "" if loss is None else f"loss {loss:.4f}, ",
-            ", ".join(f"{group['lr']:.3g}" for group in training.optimizer.param_groups),
-            training.norm,
-            training.counters.skipped_steps,
-        )
-        times = replace(self._times)
+        step, times, now_s = training.counters.global_steps, replace(self._times), time.perf_counter()
         spent, self._last_line = times - self._last_line, times
+        samples, self._line_samples = training.samples - self._line_samples, training.samples
+        passed_s, self._line_s = now_s - self._line_s, now_s
         # A load may have moved the count of steps either way.
         steps, self._line_step = step - self._line_step, step
+        rates = ", ".join(f"{group['lr']:.3g}" for group in training.optimizer.param_groups)
+        known = "" if loss is None else f"loss {loss:.4f}, "
+        skipped = training.counters.skipped_steps
+        lines = [f"{known}lr {rates}, gradient norm {training.norm:.4g}, skipped {skipped}"]
         if settings.wall_clock_breakdown and steps > 0:
-            _log.info(
-                "step %d: forward %.1f ms, backward %.1f ms, step %.1f ms, mean of %d steps",
-                step,
-                *(1e3 * seconds / steps for seconds in (spent.forward_s, spent.backward_s, spent.optimizer_s)),
-                steps,
-            )
+            phases = (("forward", spent.forward_s), ("backward", spent.backward_s), ("step", spent.optimizer_s))
+            means = ", ".join(f"{name} {1e3 * seconds / steps:.1f} ms" for name, seconds in phases)
+            lines.append(f"{means}, mean of {steps} steps")
         if settings.timers.throughput.enabled and steps > 0:
-            samples, self._line_samples = training.samples - self._line_samples, training.samples
-            now_s = time.perf_counter()
-            passed_s, self._line_s = now_s - self._line_s, now_s
-            _log.info("step %d: %.4g samples/s, mean of %d steps", step, samples / passed_s, steps)
+            lines.append(f"{samples / passed_s:.4g} samples/s, mean of {steps} steps")
         if settings.memory_breakdown:
-            _log.info("step %d: %s", step, memory_statistics(training.state.store, training.world.device).line())
+            lines.append(_memory_line(training))
+        for line in lines:
+            _log.info("step %d: %s", step, line)
 
     def close(self) -> None:
         """Close the monitors."""
         self.monitors.close()
 
 
-def state_text(training: Training) -> str:
-    """Return the config as it acts and the places of all state, a line for each parameter."""
-    state, world = training.state, training.world
-    lines = [json.dumps(acting(training.config.settings), indent=2)]
-    for record in state.records:
-        tiers: dict[str, list[str]] = {}
-        for array in state.all_arrays(record):
-            tiers.setdefault(state.store.tier_of(array), []).append(array.removesuffix(f"/{record.name}"))
-        rests = "; ".join(f"{tier}: {', '.join(names)}" for tier, names in tiers.items())
-        frozen = ", frozen" if record.group is None else ""
-        dtype, residency = str(record.dtype).removeprefix("torch."), record.residency.name.lower()
-        lines.append(f"{record.name} {list(record.parameter.shape)} {dtype}{frozen}, {residency}; {rests}")
-    memory = memory_statistics(state.store, world.device).line()
-    return "\n".join([*lines, f"{len(state.records)} parameters on rank {world.rank}; {memory}"])
+def _memory_line(training: Training) -> str:
+    return MemoryStatistics.of(training.state.store.statistics(), training.world.device).line()

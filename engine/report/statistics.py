@@ -1,24 +1,12 @@
 """Counters of one rank since its engine was made: the traffic and waits of each link, and memory.
 
 [Note: links]
-`EngineStatistics.links` has, by name:
-- `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `transfer`, `control`: collectives, in bytes sent to other ranks.
-  On CUDA the times are the host's, which seldom waits there;
-- `within_group`, `between_groups`: how many of these bytes, `control` left out, went to ranks of this rank's group and of
-  others, if the config puts ranks in groups (`zero_hpz_partition_size`, quantized gradients of several
-  machines); they count every collective a second time;
-- `device_to_host`, `host_to_device`: copies between the memory of a device and that of the host; if the model computes on
-  the CPU these are one memory and nothing is counted;
-- `disk_read`, `disk_write`: swap files, with checksums and padding; and parts of these: `disk_prefetch`, reads ahead by
-  `prefetch`, and `optimizer_read`, `optimizer_write`, masters and slots, with parameters on disk that are their masters,
-  or a part of them, whatever they are read for. A pass that is not begun waits for a save to let go of a shard, or for
-  the file of a new version;
-- `activation_read`, `activation_write`: likewise, activations on their way from and to the disk;
-- `parameter_read`: this rank's rows of parameters in host memory or on disk, on their way to be gathered; a rank alone on
-  a CPU uses those in host memory in place;
-- `checkpoint_write`: bytes copied for checkpoints; files that could be linked are not among them.
-Links that are counted with `World.links` or `TensorStore.links` under other names are there too. A link that was never used
-is missing. Busy time is summed over operations under way at once, so it may exceed the time that passed.
+`EngineStatistics.links` has by name what docs/metrics.md lists. Times of collectives on CUDA are the host's, which seldom
+waits there. `within_group` and `between_groups` count every collective but `control` a second time, if ranks are in groups.
+`disk_prefetch`, `optimizer_read` and `optimizer_write` are parts of `disk_read` and `disk_write`; with parameters on disk
+that are their masters these count as the optimizer's, whatever they are read for. Links that are counted with `World.links`
+or `TensorStore.links` under other names are there too. A link that was never used is missing. Busy time is summed over
+operations under way at once, so it may exceed the time that passed.
 """
 
 from __future__ import annotations
@@ -27,13 +15,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zstore.io import LinkStatistics, total_of_links
+import torch
+
+from zstore.io import LinkStatistics, most_resident_bytes, resident_bytes, total_of_links
+from zstore.sizes import format_bytes
 from zstore.store import StoreStatistics
 
 from ..activations.offload import ActivationStatistics
 from ..training.held import HeldBytes, held_bytes
 from ..zero.unshard import UnitStatistics
-from .memory import MemoryStatistics, memory_statistics
 
 if TYPE_CHECKING:
     from zstore.ranks.world import World
@@ -44,6 +34,63 @@ if TYPE_CHECKING:
 
 _OPTIMIZER = ("model", "optimizer")
 """First parts of the names of arrays that are optimizer state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryStatistics:
+    """The memory and disk of one rank."""
+
+    device_bytes: int
+    """Arrays of the store on the device, parameters that are their own masters included."""
+    host_bytes: int
+    """Arrays of the store in host memory."""
+    disk_bytes: int
+    """Arrays of the store on disk."""
+    buffer_bytes: int
+    """The store's transfer buffers, in host memory."""
+    buffer_peak_bytes: int
+    """Most of them that were in use at once."""
+    process_peak_bytes: int
+    """Most memory that the process had resident, everything included."""
+    cuda_peak_bytes: int
+    """Most memory that tensors had on the CUDA device; 0 if there is none."""
+
+    @classmethod
+    def of(cls, store: StoreStatistics, device: torch.device) -> MemoryStatistics:
+        """Return this rank's usage now, and its peaks so far."""
+        return cls(
+            device_bytes=store.device_bytes,
+            host_bytes=store.host_bytes,
+            disk_bytes=store.disk_bytes,
+            buffer_bytes=store.pool_bytes,
+            buffer_peak_bytes=store.pool_peak_bytes,
+            process_peak_bytes=most_resident_bytes(),
+            cuda_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        )
+
+    def line(self) -> str:
+        """Return all of it for a person to read."""
+        size = {name: format_bytes(nbytes) for name, nbytes in asdict(self).items()}
+        cuda = f", of CUDA {size['cuda_peak_bytes']}" if self.cuda_peak_bytes else ""
+        return (
+            f"state on device {size['device_bytes']}, host {size['host_bytes']}, disk {size['disk_bytes']}; "
+            f"buffers {size['buffer_bytes']}, at most {size['buffer_peak_bytes']} in use; "
+            f"peak of the process {size['process_peak_bytes']}{cuda}"
+        )
+
+
+def memory_now(store: StoreStatistics, device: torch.device) -> dict[str, int]:
+    """Return bytes in use by owner: state on the tiers `device`, `host` and `disk`, `buffers`, the whole `process`
+    now, and on `cuda` the most that tensors had so far."""
+    found = MemoryStatistics.of(store, device)
+    return {
+        "device": found.device_bytes,
+        "host": found.host_bytes,
+        "disk": found.disk_bytes,
+        "buffers": found.buffer_bytes,
+        "process": resident_bytes(),
+        "cuda": found.cuda_peak_bytes,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +115,7 @@ class EngineStatistics:
     utilisation: Utilisation | None
     """Model FLOPs utilisation, on rank 0; None if no operations are known."""
     activations: ActivationStatistics | None
-    """Of activations that leave the device, and of blocks that are timed; None if there are neither."""
+    """Of activations that leave the device; None if none does."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON data."""
@@ -85,7 +132,7 @@ def engine_statistics(
     training: Training, times: PhaseTimes, saves_s: Mapping[str, float], utilisation: Utilisation | None
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves delayed training, by their kind."""
-    world, state, gradients, hooks = training.world, training.state, training.gradients, training.hooks
+    world, state, hooks = training.world, training.state, training.hooks
     store = state.store.statistics()
     return EngineStatistics(
         forward_s=times.forward_s,
@@ -93,10 +140,10 @@ def engine_statistics(
         optimizer_s=times.optimizer_s,
         links=link_statistics(world, state.store, store, saves_s),
         sent_bytes=dict(world.sent_bytes),
-        memory=memory_statistics(state.store, world.device),
+        memory=MemoryStatistics.of(store, world.device),
         held=held_bytes(training),
         units=None if hooks is None else hooks.units.statistics(),
-        overlapped=gradients.overlapped,
+        overlapped=training.gradients.overlapped,
         store=store,
         utilisation=utilisation,
         activations=None if training.activations is None else training.activations.statistics(),
@@ -107,39 +154,31 @@ def link_statistics(
     world: World, tensors: TensorStore, store: StoreStatistics, saves_s: Mapping[str, float]
 ) -> dict[str, LinkStatistics]:
     """Return the traffic of each link; `store` are the present statistics of `tensors`. See [Note: links]."""
+
+    def moved(priorities: Iterable[str], *subjects: str, stall_s: Mapping[str, float] | None = None) -> LinkStatistics:
+        """Return the I/O threads' traffic of these subjects (none: of all); stalls of 0 s are left out."""
+        keys = {key: key.split(" ", 1) for key in store.queue.subjects}
+        chosen = [k for k, (priority, of) in keys.items() if priority in priorities and of in (subjects or (of,))]
+        stalls = {cause: seconds for cause, seconds in (stall_s or {}).items() if seconds > 0}
+        return replace(total_of_links(store.queue.subjects[key] for key in chosen), stall_s=stalls)
+
     both = world.links.statistics(), tensors.links.statistics()
     counted = {name: total_of_links(links[name] for links in both if name in links) for name in {**both[0], **both[1]}}
-    return counted | _store_links(store, saves_s)
-
-
-def _store_links(store: StoreStatistics, saves_s: Mapping[str, float]) -> dict[str, LinkStatistics]:
-    def moved(
-        priorities: Iterable[str], *, of: Iterable[str] | None = None, stall_s: Mapping[str, float] | None = None
-    ) -> LinkStatistics:
-        """Return the I/O threads' traffic of the subjects `of` (None: all); stalls of 0 s are left out."""
-        chosen = []
-        for key, link in store.queue.subjects.items():
-            priority, subject = key.split(" ", 1)
-            if priority in priorities and (of is None or subject in of):
-                chosen.append(link)
-        return replace(total_of_links(chosen), stall_s={cause: s for cause, s in (stall_s or {}).items() if s > 0})
-
     reads, writes = ("read", "prefetch"), ("write_back",)
-    links = {
-        "disk_read": moved(reads, stall_s={"not read yet": store.read_wait_s, "no free buffer": store.pool_wait_s}),
+    reading = {"not read yet": store.read_wait_s, "no free buffer": store.pool_wait_s}
+    writing = {
+        "not written yet": store.write_wait_s,
+        "pass not begun": store.pin_wait_s,  # for a save to let go of a shard, or for the file of a new version
+        "queue full": store.queue.blocked_s,
+    }
+    stored = {
+        "disk_read": moved(reads, stall_s=reading),
         "disk_prefetch": moved(("prefetch",)),
-        "disk_write": moved(
-            writes,
-            stall_s={
-                "not written yet": store.write_wait_s,
-                "pass not begun": store.pin_wait_s,
-                "queue full": store.queue.blocked_s,
-            },
-        ),
-        "optimizer_read": moved(reads, of=_OPTIMIZER),
-        "optimizer_write": moved(writes, of=_OPTIMIZER),
-        "activation_read": moved(reads, of=("activation",)),
-        "activation_write": moved(writes, of=("activation",)),
+        "disk_write": moved(writes, stall_s=writing),
+        "optimizer_read": moved(reads, *_OPTIMIZER),
+        "optimizer_write": moved(writes, *_OPTIMIZER),
+        "activation_read": moved(reads, "activation"),
+        "activation_write": moved(writes, "activation"),
         "checkpoint_write": moved(("checkpoint",), stall_s=saves_s),
     }
-    return {name: link for name, link in links.items() if link.operations or link.stall_s}
+    return counted | {name: link for name, link in stored.items() if link.operations or link.stall_s}

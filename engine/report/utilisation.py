@@ -4,9 +4,8 @@
 MFU = operations of a step / (seconds of the step x peak of the device), on rank 0, as in Chowdhery et al., PaLM
 (https://arxiv.org/abs/2204.02311), appendix B: forwards that are repeated to save memory do not count. The forward of the
 first micro-batch is counted, once. A step is that for each of its micro-batches, and a backward takes twice a forward: once
-for the gradients of activations, once for those of parameters, of which only the trained share has any. If the loop says how
-many tokens a step has, and that changes, the operations change with it. Of a compiled model nothing is counted: its steps
-are taken for 6 x parameters x tokens, if tokens are known.
+for the gradients of activations, once for those of parameters, of which only the trained share has any. Of a compiled model
+nothing is counted: its steps are taken for 6 x parameters x tokens, if the loop says how many tokens a step has.
 
 Matrix products, convolutions and attention count, by the formulas of `torch.utils.flop_counter`: a multiplication and an
 addition are two operations. Attention on the CPU, which torch leaves out there, has the same formula here. Torch's
@@ -25,7 +24,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
@@ -79,16 +77,9 @@ class Utilisation:
     """Of the last step, 0 to 1; None: not known."""
 
 
-def peak_of(device: torch.device, precision: str) -> float | None:
-    """Return the peak of a device for training in `precision`; None if it is not in the table."""
-    if device.type != "cuda":
-        return None
+def peak_of(name: str, precision: str) -> float | None:
+    """Return the peak of the CUDA device called `name` for training in `precision`; None if it is not in the table."""
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    return listed_peak(torch.cuda.get_device_name(device), precision, tf32=tf32)
-
-
-def listed_peak(name: str, precision: str, *, tf32: bool) -> float | None:
-    """Return the peak of the CUDA device called `name`; None if it is not in the table."""
     kind = "16" if precision in {"bf16", "fp16"} else "tf32" if tf32 else "fp32"
     return next((peaks[kind] for part, peaks in _PEAKS if part in name), None)
 
@@ -127,17 +118,17 @@ class StepUtilisation:
         self._training = training
         self.counts = False
         """Whether the next forward of training is counted."""
-        self._forward_flops: int | None = None
-        """Of one micro-batch."""
-        self._counted_tokens: int | None = None
-        self._tokens: int | None = None
-        self._peak = peak_of(training.world.device, training.config.precision)
+        self._micro_flops: int | None = None
+        """Operations of one micro-batch."""
+        self._numel = sum(record.numel for record in training.state.records)
+        self.tokens: int | None = None
+        """Tokens of the step under way and of those to come, over all ranks; None: not known."""
+        device = training.world.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self._peak = peak_of(name, training.config.precision)
         self._ended_s: float | None = None
         self.last: float | None = None
         """Utilisation of the last step, 0 to 1; None: not known."""
-        records = training.state.records
-        self._numel = sum(record.numel for record in records)
-        self._trained_numel = sum(record.numel for record in records if record.group is not None)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -147,23 +138,21 @@ class StepUtilisation:
             yield
             return
         self.counts = False
-        if training.compiled is not None or any(map(_is_compiled, training.model.modules())):
+        modules = training.model.modules()
+        if training.compiled is not None or any(getattr(one, "_compiled_call_impl", None) for one in modules):
             yield
             return
         with OperationCounter() as counter:
             yield
-        self._forward_flops, self._counted_tokens = counter.total or None, self._tokens
-
-    def tokens(self, tokens: int | None) -> None:
-        """Set the tokens of the step under way and of those to come, over all ranks."""
-        if self._forward_flops is not None and self._counted_tokens is None:
-            self._counted_tokens = tokens
-        self._tokens = tokens
+        trained_numel = sum(record.numel for record in training.trained)
+        self._micro_flops = 2 * counter.total + counter.total * trained_numel // max(self._numel, 1) or None
 
     def step_ended(self) -> None:
         """Note that a step ended now, which began when the one before did; the first one, which warms up, does not count."""
         now_s, before_s = time.perf_counter(), self._ended_s
-        self.last = None if before_s is None else self.of(now_s - before_s)
+        self.last = None
+        if before_s is not None and self._peak is not None and (flops := self._step_flops()) is not None:
+            self.last = flops / ((now_s - before_s) * self._peak)
         self._ended_s = now_s
 
     def leave_out(self, seconds: float) -> None:
@@ -175,26 +164,13 @@ class StepUtilisation:
         """Forget when the last step ended: the time since then is no part of the next."""
         self._ended_s = None
 
-    def of(self, step_s: float) -> float | None:
-        """Return the utilisation of a step that took so long, by the loop's own clock."""
-        flops = self.step_flops()
-        return None if flops is None or self._peak is None or step_s <= 0 else flops / (step_s * self._peak)
-
-    def step_flops(self) -> int | None:
-        """Return the operations of a step on one rank."""
-        training = self._training
-        if self._forward_flops is not None:
-            forwards = self._forward_flops * training.accumulation.batch.accumulation_steps
-            if self._tokens and self._counted_tokens:
-                forwards = forwards * self._tokens // self._counted_tokens
-            return 2 * forwards + forwards * self._trained_numel // self._numel
-        return None if not self._tokens else 6 * self._numel * self._tokens // training.world.world_size
-
     def now(self) -> Utilisation | None:
         """Return the known numbers; None if not even operations are."""
-        flops = self.step_flops()
+        flops = self._step_flops()
         return None if flops is None else Utilisation(step_flops=flops, peak_flops=self._peak, mfu=self.last)
 
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
+    def _step_flops(self) -> int | None:
+        """Return the operations of a step on one rank."""
+        if self._micro_flops is not None:
+            return self._micro_flops * self._training.accumulation.batch.accumulation_steps
+        return 6 * self._numel * self.tokens // self._training.world.world_size if self.tokens else None

@@ -56,15 +56,15 @@ def test_a_csv_file_for_each_metric(tmp_path: Path) -> None:
             norms.append(engine.get_global_grad_norm())
             rates.append(engine.get_lr()[0])
         # Before the end, as a killed run would leave it.
-        found = columns(tmp_path / "metrics" / "job")
+        found, done = columns(tmp_path / "metrics" / "job"), engine.statistics()
     assert set(found) == NAMES
     # 2 samples, 2 micro-batches.
     assert all([samples for samples, _ in rows] == [4, 8, 12] for rows in found.values())
     assert [value for _, value in found["train_loss"]] == pytest.approx(losses, rel=1e-6)
     assert [value for _, value in found["grad_norm"]] == norms
     assert [value for _, value in found["lr"]] == rates
-    for phase in ("forward", "backward", "step"):
-        assert all(value > 0 for _, value in found[f"elapsed_time_ms_{phase}"])
+    for phase, seconds in (("forward", done.forward_s), ("backward", done.backward_s), ("step", done.optimizer_s)):
+        assert sum(value for _, value in found[f"elapsed_time_ms_{phase}"]) == pytest.approx(1e3 * seconds)
     assert columns(tmp_path / "metrics" / "job") == found
 
 
@@ -76,20 +76,6 @@ def test_a_resumed_run_goes_on_at_the_end(tmp_path: Path) -> None:
         engine.load_checkpoint(str(tmp_path / "saved"))
         step(engine)
     assert [samples for samples, _ in columns(tmp_path / "job")["train_loss"]] == [4, 8]
-
-
-def test_the_times_of_a_step_are_those_of_its_phases(tmp_path: Path) -> None:
-    with start(csv_config(tmp_path)) as engine:
-        for _ in range(3):
-            step(engine)
-        done = engine.statistics()
-        found = columns(tmp_path / "job")
-    for phase, seconds in (
-        ("forward", done.forward_s),
-        ("backward", done.backward_s),
-        ("step", done.optimizer_s),
-    ):
-        assert sum(value for _, value in found[f"elapsed_time_ms_{phase}"]) == pytest.approx(1e3 * seconds)
 
 
 def test_the_loss_scale_of_fp16_and_a_skipped_step(tmp_path: Path) -> None:

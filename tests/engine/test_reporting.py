@@ -18,7 +18,7 @@ import torch
 from tests import warm
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, step
-from zstore.engine.report.memory import MemoryStatistics
+from zstore.engine.report.statistics import MemoryStatistics
 from zstore.engine.runtime.garbage import CollectorPause, FrozenObjects
 from zstore.engine.runtime.messages import show_messages
 from zstore.testing.ranks import run_ranks
@@ -224,14 +224,9 @@ def test_sizes_are_short() -> None:
 
 def test_dump_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    config = make_config(
-        3, "nvme", tmp_path, dump_state=True, train_micro_batch_size_per_gpu="auto", train_batch_size=4
-    )
-    with start(config) as engine:
-        tiers = {
-            name: engine.training_state.state.store.tier_of(name) for name in engine.training_state.state.store.names()
-        }
-        step(engine)
+    keys = {"dump_state": True, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": 4}
+    with start(make_config(3, "nvme", tmp_path, **keys)):
+        pass
     (text,) = [line for line in lines_of(caplog) if line.startswith("state at the start:\n")]
     text = text.removeprefix("state at the start:\n")
     printed, end = json.JSONDecoder().raw_decode(text)
@@ -240,13 +235,7 @@ def test_dump_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert printed["optimizer"]["params"]["betas"] == [0.9, 0.999]
     assert printed["zero_optimization"]["offload_optimizer"]["nvme_path"] == [str(tmp_path)]
     assert "amp" not in printed
-    *lines, last = text[end:].strip().splitlines()
-    assert len(lines) == len(engine.training_state.state.records)
-    assert re.match(rf"{len(lines)} parameters on rank 0; state on device ", last)
-    assert tiers["model/embed.weight"] == "disk"
-    assert "embed.weight [1203, 56] bfloat16, resident; disk: model, optimizer/exp_avg, optimizer/exp_avg_sq" in lines
-    assert "frozen.weight [56, 56] bfloat16, frozen, resident; device: model" in lines
-    assert "start [56] bfloat16, resident; host: model, optimizer/exp_avg, optimizer/exp_avg_sq" in lines
+    assert text[end:].startswith("\nstate on device ")
 
 
 def _lines(rank: int) -> list[str]:

@@ -28,8 +28,7 @@ from ...checkpoint.destinations import Destination, destination_of
 from ...config.extra import Extra
 from ...config.keys import acting
 from ...plan.ladder import advice
-from ...report.memory import memory_now
-from ...report.statistics import link_statistics
+from ...report.statistics import link_statistics, memory_now
 from ...report.utilisation import PhaseTimes
 from .beside import JournalFailure, SaveNotes, Warnings, error_text, number_of, uncaught_error
 from .file import Namer, RunFile
@@ -189,7 +188,7 @@ class RunJournal(StepJournal, Extra):
         """Take facts that the engine cannot know: the tokens of a step over all ranks, from the current one until the next
         call; the steps that the run is to have; whose loop it is ("train", "trainer", ...)."""
         self._tokens = self._tokens if tokens is None else tokens
-        self._report.utilisation.tokens(self._tokens)
+        self._report.utilisation.tokens = self._tokens
         self._total_steps = self._total_steps if total_steps is None else total_steps
         self._loop = loop or self._loop
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 from pathlib import Path
@@ -14,16 +13,15 @@ import torch
 import zstore
 from tests.engine.bits import digest
 from tests.engine.models import batch
-from tests.engine.plan.budgets import kept_by_autograd, make_config
+from tests.engine.plan.budgets import make_config
 from zstore.engine import Engine
 from zstore.engine.plan import run as placing
-from zstore.engine.report import memory as reporting
 from zstore.errors import BudgetError
 from zstore.io.hostmemory import GroupMemory, HostMemory
 from zstore.io.tensors import as_torch
 from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
-from zstore.tools.sample.models import build_model, loss_of
+from zstore.tools.sample.models import build_model
 
 MIB = 1024 * 1024
 STEPS = 3
@@ -250,34 +248,3 @@ def test_the_plan_is_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert len(printed) == 1
     assert "disk" in printed[0]
     assert "not in this table" in printed[0]
-
-
-@pytest.mark.parametrize("name", ["gpt-tiny", "transformers"])
-def test_a_forward_that_memory_will_not_do_for_is_told_before_it(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By what autograd keeps, and the gradients: an estimate, which needs not be exact for twice as much and half."""
-    if name == "gpt-tiny":
-        model: Any = build_model(name, 128)
-    else:
-        transformers = pytest.importorskip("transformers")
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=256, hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=2
-            )
-        )
-    ids = torch.zeros(2, 128, dtype=torch.long)
-    kept = kept_by_autograd(model, lambda: loss_of(model(ids, labels=ids)))
-    needed = kept + sum(parameter.nbytes for parameter in model.parameters())
-    for share, told in ((2.0, False), (0.5, True)):
-        memory = HostMemory(machine="m", total_bytes=None, machine_available_bytes=int(share * needed))
-        monkeypatch.setattr(reporting, "read_host_memory", lambda found=memory: found)
-        config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 0}}
-        with zstore.initialize(model=copy.deepcopy(model), config=config)[0] as engine:
-            with torch.no_grad():
-                engine(ids)
-            assert "activations" not in caplog.text
-            for _ in range(2):
-                engine.backward(loss_of(engine(ids, labels=ids)))
-            assert caplog.text.count("a forward of 256 tokens and its backward take about") == told
-    assert "the kernel may end it. To take less, set train_micro_batch_size_per_gpu to 1" in caplog.text
