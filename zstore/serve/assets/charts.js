@@ -67,7 +67,10 @@ export class Charts {
   setZoom(range) {
     this.zoom = range;
     this.all.disabled = range === null;
-    for (const chart of this.charts.values()) chart.draw();
+    for (const { plot } of this.charts.values()) {
+      plot?.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+      plot?.setData(plot.data);
+    }
   }
 
   close() {
@@ -95,7 +98,7 @@ class Chart {
       JSON.stringify(series.map(({ label }) => label)) === JSON.stringify(this.series.map(({ label }) => label));
     Object.assign(this, { steps, series, marks });
     this.box.setAttribute("aria-label", this.summary());
-    if (isSame && this.plot !== null) this.draw();
+    if (isSame && this.plot !== null) this.plot.setData(this.columns());
     else {
       this.makeLegend();
       this.make();
@@ -140,15 +143,10 @@ class Chart {
     else if (this.box.clientWidth > 0) this.plot.setSize({ width: this.box.clientWidth, height: HEIGHT });
   }
 
-  /** Draw other data, or another range. */
-  draw() {
-    this.plot?.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-    this.plot?.setData(this.columns());
-  }
-
   close() {
-    this.plot?.destroy();
     this.observer.disconnect();
+    this.plot?.destroy();
+    this.plot = null;
   }
 
   columns() {

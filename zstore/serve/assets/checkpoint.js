@@ -43,10 +43,6 @@ function linkTo({ name, url }) {
 function factsPanel({ entry, location, id, training_world_size: trained, num_arrays, array_bytes }) {
   const trainedOn = trained === entry.world_size ? "" : `, trained on ${count(trained)}`;
   const metrics = Object.entries(entry.metrics).map(([name, value]) => fact(name.slice(0, 80), number(value, 6)));
-  const places = [
-    ["Folder", location],
-    ["Id", id],
-  ];
   return h(
     "section",
     { class: "panel", "aria-label": "The checkpoint" },
@@ -61,7 +57,7 @@ function factsPanel({ entry, location, id, training_world_size: trained, num_arr
       fact("Removing it frees", bytes(entry.freed_bytes)),
       metrics,
     ),
-    facts(places.map(([name, text]) => fact(name, h("span", { class: "mono" }, text)))),
+    facts(fact("Folder", h("span", { class: "mono" }, location)), fact("Id", h("span", { class: "mono" }, id))),
   );
 }
 

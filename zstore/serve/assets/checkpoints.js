@@ -25,7 +25,7 @@ export async function show(container, { run }) {
     { class: "bad", role: "status", hidden: true },
     "The service does not answer: this may be out of date.",
   );
-  const [head, leavings] = [h("div"), h("div", { class: "view" })];
+  const [head, refusals] = [h("div"), h("div", { class: "view" })];
   const first = await get(path);
   const table = new Table({
     columns: columnsOf(run, metricsOf(first.checkpoints)),
@@ -55,10 +55,10 @@ export async function show(container, { run }) {
     list.hidden = checkpoints.length === 0;
     none.hidden = checkpoints.length > 0;
     refill(head, [answer, ago(checkpoints.at(-1)?.committed_at)], () => headOf(answer));
-    refill(leavings, refused, refusedPanel);
+    refill(refusals, refused, refusedPanel);
   };
   draw(first);
-  replace(container, lost, h("section", { class: "panel" }, head), list, none, leavings);
+  replace(container, lost, h("section", { class: "panel" }, head), list, none, refusals);
   return repeat(
     async () => draw(await get(path)),
     EVERY_S,
@@ -124,7 +124,7 @@ function linkTo(run, { checkpoint, tag }) {
 }
 
 /** Return a bar of the parts of a checkpoint, all bars on one scale. */
-export function barOf(entry) {
+function barOf(entry) {
   const bars = PARTS.map(({ colour, size }) => {
     const style = { width: `${(100 * size(entry)) / entry.most}%`, background: `var(--series-${colour})` };
     return h("i", { style });

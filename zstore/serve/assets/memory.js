@@ -122,7 +122,7 @@ function sum(items, name) {
  * Return where rectangles of `sizes` are in one that is `ratio` times as wide as high, in shares of its sides. Rows are filled
  * along the shorter side as long as that makes rectangles squarer (Bruls, Huizing, van Wijk: Squarified Treemaps, 2000).
  */
-export function squarify(sizes, ratio) {
+function squarify(sizes, ratio) {
   const found = [];
   let [x, y, width, height] = [0, 0, ratio, 1];
   const scale = ratio / sizes.reduce((total, size) => total + size, 0);

@@ -6,7 +6,7 @@ import { count, counted } from "./format.js";
 const PAGE_ROWS = 200;
 
 /** Return whether a text has all words of a filter; case does not count. */
-export function fits(text, filter) {
+function fits(text, filter) {
   const lower = text.toLowerCase();
   return filter
     .toLowerCase()

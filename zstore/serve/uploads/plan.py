@@ -27,7 +27,6 @@ from ...format.archive import packed_file_bytes
 from ...format.codecs import most_stored_bytes
 from ...format.partition import round_up
 from ...format.shardfile import BLOCK_BYTES, CRC_BYTES, layout_of
-from ...io.shards import ShardSummary
 
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 """Of the metadata, and of a manifest: one is parsed at a time."""
@@ -56,11 +55,6 @@ class ShardContent:
     shard: int
     crcs: npt.NDArray[np.uint32]
     """By present chunk."""
-
-    @property
-    def summary(self) -> ShardSummary:
-        """The same as a manifest has it."""
-        return ShardSummary(self.array.spec.name, self.shard, self.num_bytes, tuple(self.crcs.tolist()))
 
 
 Content = KnownContent | ShardContent
