@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.checkpoints import open_world, save_arrays
 from tests.serve.conftest import Serve
 from zstore.checkpoint.names import new_save_id
-from zstore.serve.ranges import choose
+from zstore.serve.files import choose
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 

@@ -11,7 +11,7 @@ import urllib3
 
 from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.conftest import Serve
-from zstore.serve.page import ASSETS
+from zstore.serve.app import ASSETS
 
 _FILES = sorted(path.relative_to(ASSETS).as_posix() for path in ASSETS.rglob("*") if path.is_file())
 _TYPES = {

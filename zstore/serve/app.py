@@ -12,17 +12,20 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from secrets import compare_digest
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBasic, HTTPBasicCredentials, HTTPBearer
 from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 
 from .._version import __version__
 from ..errors import (
@@ -35,8 +38,8 @@ from ..errors import (
     UsageError,
     ZstoreError,
 )
-from . import api, files, page, receive, weights
-from .library import Library
+from . import api, files, receive, weights
+from .library import Library, Runs
 from .settings import Settings
 
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
@@ -51,8 +54,20 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (CheckpointError, 409),
 )
 """The first that fits counts; other errors of ours are 500."""
+ASSETS = Path(__file__).parent / "assets"
+_PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": (
+        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 _Bearer = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 _Basic = Annotated[HTTPBasicCredentials | None, Depends(HTTPBasic(auto_error=False, realm="zstore"))]
+
+
+_page_router = APIRouter(include_in_schema=False)
 
 
 class Json(JSONResponse):
@@ -82,8 +97,8 @@ def make_app(settings: Settings) -> FastAPI:
     for router in (api.router, files.router, weights.router):
         app.include_router(router, dependencies=[Depends(may_read)])
     app.include_router(receive.router, dependencies=[Depends(may_write)])
-    app.mount("/assets", page.Assets(directory=page.ASSETS))
-    app.include_router(page.router, dependencies=[Depends(may_read)])  # `/{run}` takes all that no other route has
+    app.mount("/assets", _Assets(directory=ASSETS))
+    app.include_router(_page_router, dependencies=[Depends(may_read)])  # `/{run}` takes all that no other route has
     for kind in (ZstoreError, FileNotFoundError, NotADirectoryError):
         app.exception_handler(kind)(_answer_error)
     app.exception_handler(AnyHTTPException)(_answer_refusal)
@@ -156,3 +171,27 @@ async def _answer_refusal(request: Request, error: AnyHTTPException) -> Json:
 async def _answer_invalid(request: Request, error: RequestValidationError) -> Json:
     found = error.errors()[0]
     return _problem(400, f"{'.'.join(map(str, found['loc']))[:200]}: {found['msg'][:300]}")
+
+
+# -- the page: modules without a build step; all links and redirects are relative, since a proxy may serve it below any path
+
+
+class _Assets(StaticFiles):
+    """The files that the page loads."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """Return the answer with a file, or that it did not change."""
+        answer = super().file_response(*args, **kwargs)
+        answer.headers.update(_PAGE_HEADERS)
+        return answer
+
+
+@_page_router.get("/")
+def _page() -> FileResponse:
+    return FileResponse(ASSETS / "index.html", headers=_PAGE_HEADERS)
+
+
+@_page_router.get("/{run}")
+def _run(run: str, runs: Runs) -> RedirectResponse:
+    runs.get(run)
+    return RedirectResponse(f"./#/run/{quote(run, safe='')}", 307)
