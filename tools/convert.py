@@ -1,4 +1,4 @@
-"""`zstore convert`: a checkpoint of one kind written as another, in bounded memory. No torch.
+"""`zstore convert`: a checkpoint of one kind written as another, in bounded memory. Torch for `--to torch` alone.
 
 [Note: directions]
 Whatever `open_source` opens is read as arrays, so there is one reader, and a writer for each kind: zstore's own (the
@@ -7,67 +7,30 @@ same as `reshard`), with all that the checkpoint has, and the weights alone as s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+import numpy as np
 import typer
 
-from zstore.checkpoint import ArraySource, new_folder, temporary_folder
+from zstore.checkpoint import ArraySource, ReadAhead, new_folder, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
-from zstore.io import user_path
+from zstore.format import Bytes, numpy_dtype
+from zstore.io import Files, user_path
 from zstore.sizes import format_bytes, format_count
+from zstore.weights.cast import cast_into
 from zstore.weights.companions import Companions
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
-from zstore.weights.layout import MAX_FILE_BYTES, plan_model
+from zstore.weights.layout import MAX_FILE_BYTES, Weight, plan_model
 from zstore.weights.writer import Lost, lost_text
 
-from .export import write_state_dict
-from .opening import DEFAULTS, Common, open_location, reporting
+from .opening import DEFAULTS, Common, open_location, reporting, say_left
 from .options import Dtype, Tag, require_choice
-from .progress import ProgressBar, say_left
+from .progress import ProgressBar
 from .reshard import reshard_into
 
 OutputKind = Literal["zstore", "torch", "safetensors"]
-_WEIGHTS_ALONE = ("torch", "safetensors")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """Options of `zstore convert` beside source and target."""
-
-    tag: Tag = None
-    to: Annotated[OutputKind, typer.Option(help="Kind of checkpoint to write.")] = "zstore"
-    world_size: Annotated[
-        int | None,
-        typer.Option(
-            help="With --to zstore: number of ranks to partition it for (default: as the source).", min=1, metavar="N"
-        ),
-    ] = None
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="With --to torch or safetensors: data type of the weights (default: as stored)."),
-    ] = None
-
-    def __post_init__(self) -> None:
-        """Refuse options that contradict each other."""
-        require_choice("--to", self.to, OutputKind)
-        if self.dtype is not None and (self.dtype not in DTYPES or self.to not in _WEIGHTS_ALONE):
-            raise UsageError(
-                f"--dtype {self.dtype} with --to {self.to}: expected one of {', '.join(DTYPES)}, and --to torch or "
-                "safetensors; a whole checkpoint keeps its types"
-            )
-        if self.world_size is not None and self.to != "zstore":
-            raise UsageError(f"--world-size with --to {self.to}: only zstore's own checkpoints are laid out for ranks")
-
-    @property
-    def stored_dtype(self) -> str | None:
-        """Name of the type of the weights, None: as they are stored."""
-        return DTYPES[self.dtype] if self.dtype else None
-
-
-AS_ZSTORE = ConvertOptions()
 
 
 def convert_command(
@@ -80,42 +43,59 @@ def convert_command(
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; with --to torch a file, like model.pt.")],
-    options: ConvertOptions = AS_ZSTORE,
+    to: Annotated[OutputKind, typer.Option(help="Kind of checkpoint to write.")] = "zstore",
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            help="With --to zstore: number of ranks to partition it for (default: as the source).", min=1, metavar="N"
+        ),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="With --to torch or safetensors: data type of the weights (default: as stored)."),
+    ] = None,
     *,
+    tag: Tag = None,
     common: Common = DEFAULTS,
 ) -> int:
     """Write the checkpoint `src` as `out`: a folder of zstore checkpoints, a new folder, or a new file (`--to torch`).
 
     Returns the exit code. Raises CheckpointExistsError if `out` exists; a partial result never has its name.
     """
+    require_choice("--to", to, OutputKind)
+    if dtype is not None and (dtype not in DTYPES or to == "zstore"):
+        raise UsageError(
+            f"--dtype {dtype} with --to {to}: expected one of {', '.join(DTYPES)}, and --to torch or safetensors; a whole "
+            "checkpoint keeps its types"
+        )
+    if world_size is not None and to != "zstore":
+        raise UsageError(f"--world-size with --to {to}: only zstore's own checkpoints are laid out for ranks")
     out = user_path(out)
-    with open_location(src, common, options.tag) as source:
-        names = _arrays_read(source, options)
+    with open_location(src, common, tag) as source:
+        weights = [] if to == "zstore" else list_weights(source, DTYPES[dtype] if dtype else None)
+        names = [weight.array for weight in weights] if weights else list(source.arrays)
         total_bytes = sum(source.arrays[name].spec.nbytes for name in names)
-        title = f"convert {source.location}"
-        with reporting(title, common, source, total_bytes=total_bytes) as progress:
+        ranks = world_size or source.record.world_size
+        target = f"the checkpoint {source.tag!r} in {out}, for {format_count(ranks, 'rank')}"
+        if to != "zstore":
+            what = "a plain torch state dict" if to == "torch" else "safetensors files"
+            target = f"{out}: the weights as {what}, in {dtype or 'the types that they have'}"
+            _require_new(out)
+        with reporting(f"convert {source.location}", common, source, total_bytes=total_bytes) as progress:
             what = f"{format_count(len(set(names)), 'tensor')}, {format_bytes(total_bytes)}"
-            progress.say(f"plan: {what}, from {source.kind} to {_plan(source, out, options)}")
+            progress.say(f"plan: {what}, from {source.kind} to {target}")
             for note in source.notes:
                 progress.say(f"not carried over: {note}")
-            progress.document |= {"from": source.kind, "to": options.to}
-            progress.document |= _WRITERS[options.to](source, out, options, progress)
+            progress.document |= {"from": source.kind, "to": to}
+            if to == "zstore":
+                path = reshard_into(source, out, ranks, progress)
+                progress.say(f"wrote {path}")
+                progress.document |= {"path": str(path), "world_size": ranks}
+            else:
+                write = _to_torch if to == "torch" else _to_safetensors
+                write(source, out, weights, dtype or "", progress)
+                progress.document |= {"path": str(out)}
     return 0
-
-
-def _arrays_read(source: ArraySource, options: ConvertOptions) -> list[str]:
-    if options.to in _WEIGHTS_ALONE:
-        return [weight.array for weight in list_weights(source, None)]
-    return list(source.arrays)
-
-
-def _plan(source: ArraySource, out: Path, options: ConvertOptions) -> str:
-    if options.to == "zstore":
-        ranks = options.world_size or source.record.world_size
-        return f"the checkpoint {source.tag!r} in {out}, for {format_count(ranks, 'rank')}"
-    _require_new(out)
-    what = "a plain torch state dict" if options.to == "torch" else "safetensors files"
-    return f"{out}: the weights as {what}, in {options.dtype or 'the types that they have'}"
 
 
 def _require_new(out: Path) -> None:
@@ -123,18 +103,16 @@ def _require_new(out: Path) -> None:
         raise CheckpointExistsError(f"{out} exists: remove it, or name another place to write")
 
 
-def _to_zstore(source: ArraySource, out: Path, options: ConvertOptions, progress: ProgressBar) -> dict[str, Any]:
-    ranks = options.world_size or source.record.world_size
-    path = reshard_into(source, out, ranks, progress)
-    progress.say(f"wrote {path}")
-    return {"path": str(path), "world_size": ranks}
+def _refuse(lost: Sequence[Lost], dtype: str) -> None:
+    if lost:
+        raise CheckpointError(lost_text(lost, dtype, "Choose `--dtype bf16` or `fp32`"))
 
 
-def _to_torch(source: ArraySource, out: Path, options: ConvertOptions, progress: ProgressBar) -> dict[str, Any]:
+def _to_torch(source: ArraySource, out: Path, weights: list[Weight], dtype: str, progress: ProgressBar) -> None:
     files, parent = source.resources.files, out.absolute().parent
     with temporary_folder(files, parent, out.name) as folder:
         part = folder / "state.pt"
-        _refuse(write_state_dict(source, part, options.stored_dtype, progress.advance), options)
+        _refuse(_write_state_dict(source, part, weights, progress), dtype)
         _require_new(out)
         files.rename(part, out)
         files.sync_folder(parent)
@@ -142,27 +120,78 @@ def _to_torch(source: ArraySource, out: Path, options: ConvertOptions, progress:
     beside = Companions.of(source, beside=False)
     beside.left = [*beside.files, *beside.left]
     say_left(progress, beside)
-    return {"path": str(out)}
 
 
-def _to_safetensors(source: ArraySource, out: Path, options: ConvertOptions, progress: ProgressBar) -> dict[str, Any]:
-    layouts = plan_model(list_weights(source, options.stored_dtype), MAX_FILE_BYTES, source.record.state)
+def _to_safetensors(source: ArraySource, out: Path, weights: list[Weight], dtype: str, progress: ProgressBar) -> None:
+    layouts = plan_model(weights, MAX_FILE_BYTES, source.record.state)
     beside = Companions.of(source, beside=False)
     with new_folder(source.resources.files, out) as folder:
-        _refuse(write_weights(source, layouts, folder, overflow="error", advance=progress.advance), options)
+        _refuse(write_weights(source, layouts, folder, overflow="error", advance=progress.advance), dtype)
         beside.copy(folder, source.resources.files)
     progress.say(f"wrote {format_count(len(layouts), 'file')} to {out}{beside.text}")
+    progress.document |= {"files": [layout.name for layout in layouts]}
     say_left(progress, beside)
-    return {"path": str(out), "files": [layout.name for layout in layouts]}
 
 
-def _refuse(lost: Sequence[Lost], options: ConvertOptions) -> None:
-    if lost:
-        raise CheckpointError(lost_text(lost, options.dtype or "", "Choose `--dtype bf16` or `fp32`"))
+# -- a torch file ---------------------------------------------------------------------------------------------------------
 
 
-_WRITERS = {
-    "zstore": _to_zstore,
-    "torch": _to_torch,
-    "safetensors": _to_safetensors,
-}
+def _write_state_dict(source: ArraySource, path: Path, weights: Sequence[Weight], progress: ProgressBar) -> list[Lost]:
+    """Write the new file `path`, of which `torch.load(path, weights_only=True)` gives the weights by name.
+
+    Tied parameters are stored under all their names, and share their memory once loaded. Returns the values that the types
+    cannot hold. The file is durable when this returns.
+    """
+    names = {weight.name: weight for weight in weights}
+    for weight in weights:
+        names = dict.fromkeys(source.arrays[weight.array].spec.aliases, weight) | names
+    files, nbytes = Files(direct=False), sum(weight.nbytes for weight in weights)
+    files.require_room(path.parent, nbytes, f"the weights need {nbytes} bytes")
+    offsets = _save_without_values(path, names)
+    lost: dict[str, int] = {}
+    with (
+        files.opened(path, write=True) as file,
+        ReadAhead(source, [(weight.array, 0, weight.numel) for weight in weights if weight.numel]) as ahead,
+    ):
+        for weight in weights:
+            at = offsets[weight.name]
+            for data, count in _values_of(source, ahead, weight, progress):
+                files.write_from(file, data, at)
+                at += data.size
+                if count:
+                    lost[weight.name] = lost.get(weight.name, 0) + count
+        files.sync_data(file)
+    return [Lost(name=name, count=count) for name, count in lost.items()]
+
+
+def _save_without_values(path: Path, names: Mapping[str, Weight]) -> dict[str, int]:
+    """Save tensors of these names, as files with holes in place of the values; return the offset of each in the file."""
+    import torch
+    from torch._subclasses import FakeTensorMode
+
+    from zstore.io.tensors import torch_dtype
+
+    with FakeTensorMode():
+        tensors = {w.name: torch.empty(w.shape, dtype=torch_dtype(w.dtype)) for w in names.values()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save({name: tensors[weight.name] for name, weight in names.items()}, path)
+    saved = torch.load(path, map_location="meta", weights_only=True)
+    return {name: int(tensor.untyped_storage()._checkpoint_offset) for name, tensor in saved.items()}
+
+
+def _values_of(
+    source: ArraySource, ahead: ReadAhead, weight: Weight, progress: ProgressBar
+) -> Iterator[tuple[Bytes, int]]:
+    """Yield the bytes of a weight, which is read ahead next, in its type, with the number of values that the cast made
+    infinite. The bytes are valid until the next are requested."""
+    left = weight.numel
+    while left and (span := ahead.take()) is not None:
+        stored = span.data.view(numpy_dtype(source.arrays[weight.array].spec.dtype))
+        cast, lost = stored, 0
+        if stored.dtype != numpy_dtype(weight.dtype):
+            cast = np.empty(stored.size, numpy_dtype(weight.dtype))
+            lost = cast_into(stored, cast, weight.dtype, "error")
+        yield cast.view(np.uint8), lost
+        left -= span.stop - span.first
+        progress.advance(span.nbytes)
+        ahead.release(span)

@@ -9,8 +9,6 @@ from typing import Annotated
 import typer
 
 from zstore.checkpoint import (
-    Fate,
-    Folder,
     Keep,
     TagInfo,
     joined_files,
@@ -23,8 +21,7 @@ from zstore.errors import UsageError
 from zstore.open.sources import folder_of
 from zstore.remote.target import remover
 
-from .listing import check_listing, check_records
-from .opening import DEFAULTS, Common, reporting
+from .opening import DEFAULTS, Listing, reporting
 from .options import FolderLocation
 from .printing import printable
 
@@ -50,7 +47,7 @@ def prune_command(
         typer.Option(help="Keep this tag, or those that match a pattern; may be repeated.", metavar="TAG"),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; show what would be removed.")] = False,
-    common: Common = DEFAULTS,
+    common: Listing = DEFAULTS,
 ) -> int:
     """Prune by the rules that the options make; see `prune_folder`."""
     if (keep_last, keep_every, keep_best, keep_tag or None) == (None, None, None, None):
@@ -63,31 +60,30 @@ def prune_command(
 
 
 def prune_folder(
-    folder: str | os.PathLike[str], keep: Keep, *, dry_run: bool = False, common: Common = DEFAULTS
+    folder: str | os.PathLike[str], keep: Keep, *, dry_run: bool = False, common: Listing = DEFAULTS
 ) -> int:
     """Print which checkpoints in `folder` are kept and removed, and the bytes that are freed; then remove them.
 
     `folder` may be a URL. With `dry_run` nothing is removed. With `json`, the plan goes to stderr, and one object is
     printed: `path`, `dry_run`, `freed_bytes`, `checkpoints` with `tag`, `step`, `size_bytes` and `reasons` to keep it (none:
     it is removed), `removed`, `messages`, and `Progress.summary` of the removal. Returns the exit code, 1 if something
-    could not be removed. Raises CheckpointNotFoundError if there is nothing, or no checkpoint has the metric to go by,
-    UsageError for other software's, BudgetError if a memory limit is too small for the list.
+    could not be removed. Raises CheckpointNotFoundError if there is nothing, or no checkpoint has the metric to go by.
     """
     place = folder_of(folder, common.storage_options)
-    fates = _weigh(place, keep, common)
-    doomed = [fate for fate in fates if not fate.reasons]
-    freed_bytes = joined_files(stored_files(fate.info.folder) for fate in doomed).freed_bytes
+    fates = weigh(place, keep)
+    doomed = {fate.info.location: fate for fate in fates if not fate.reasons}
+    freed_bytes = joined_files(stored_files(fate.info.folder) for fate in doomed.values()).freed_bytes
     for line in plan_lines(fates, freed_bytes, dry_run=dry_run):
         print(printable(line), file=sys.stderr if common.json else sys.stdout, flush=True)
     removed: list[str] = []
-    with reporting(f"prune {place}", common, total_bytes=sum(fate.size_bytes for fate in doomed)) as progress:
-        sizes = {fate.info.location: fate.size_bytes for fate in doomed}
+    total_bytes = sum(fate.size_bytes for fate in doomed.values())
+    with reporting(f"prune {place}", common, total_bytes=total_bytes) as progress:
 
         def gone(info: TagInfo) -> None:
             removed.append(info.tag)
-            progress.advance(sizes[info.location])
+            progress.advance(doomed[info.location].size_bytes)
 
-        messages = [] if dry_run else remove_each([fate.info for fate in doomed], remover(place), gone)
+        messages = [] if dry_run else remove_each([fate.info for fate in doomed.values()], remover(place), gone)
         for message in messages:
             progress.say(f"zstore: {message}")
         progress.document |= {
@@ -108,11 +104,3 @@ def prune_folder(
             "messages": messages,
         }
     return 1 if messages else 0
-
-
-def _weigh(place: Folder, keep: Keep, common: Common) -> list[Fate]:
-    """Return for each checkpoint whether it is kept and why; see `prune_folder` for errors."""
-    check_listing(place, common)
-    fates = weigh(place, keep)
-    check_records(place, [fate.info for fate in fates], common)
-    return fates

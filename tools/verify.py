@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from zstore.checkpoint import CheckpointReader, VerifyFault, refused, verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, UsageError
 from zstore.open.sources import folder_of, split_location
-from zstore.sizes import format_bytes, format_count
 
-from .opening import DEFAULTS, Common, array_bytes, open_location
+from .opening import DEFAULTS, Common, open_location
 from .options import Location, Tag
 from .printing import print_json, printable
 from .progress import ProgressBar
@@ -22,7 +21,7 @@ def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None
     """Check `ckpt` and print each fault on stdout; return the exit code, 1 if there is one.
 
     In a folder of checkpoints `tag` is checked; without one the newest, and checkpoints whose record is not valid are faults
-    too. With `json`, one object: `path`, `faults`, the bytes read by purpose (see `ReadStatistics`), and `ProgressBar.summary`.
+    too. With `json`, one object: `path`, `faults`, `read_bytes` and `ProgressBar.summary`.
     """
     faults: list[VerifyFault] = []
     place, named = split_location(ckpt, tag)
@@ -40,15 +39,11 @@ def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None
             total = sum(array.file_bytes for array in reader.arrays.values())
             with ProgressBar(f"verify {reader.location}", total) as progress:
                 faults += verify_checkpoint(reader, progress.advance)
-                # All data was asked for; of a folder the check reads the files past its reader.
-                done = replace(reader.reading(), asked_bytes=array_bytes(reader))
-                if reader.folder.is_local:
-                    done = replace(done, read_bytes=progress.done_bytes)
-                if done.requests:
-                    progress.say(f"read {format_bytes(done.read_bytes)} in {format_count(done.requests, 'request')}")
                 if not faults:
                     progress.say(f"no faults: every chunk of {len(reader.arrays)} arrays matches its checksum")
-            document = asdict(done) | progress.summary()
+            # Of a folder the check reads the files past its reader.
+            read_bytes = progress.done_bytes if reader.folder.is_local else reader.reading().read_bytes
+            document = {"read_bytes": read_bytes, **progress.summary()}
     except CorruptionError as error:
         faults.append(VerifyFault(file=os.fspath(ckpt), problem=str(error)))
     if common.json:

@@ -22,7 +22,7 @@ from zstore.open.checkpoint import open_checkpoint
 from zstore.ranks.world import World
 from zstore.weights.choose import frozen_weights
 
-from .consolidate import Which, consolidate_command
+from .consolidate import consolidate_command
 from .options import parse_size
 
 _log = logging.getLogger("zstore")
@@ -82,10 +82,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             "convert_zero_checkpoint_to_fp32_state_dict: writing safetensors into %s; nothing is pickled", output_dir
         )
     size = _ONE_FILE_BYTES if max_shard_size is None else parse_size(max_shard_size)
-    which = Which(tag=tag, exclude_frozen=exclude_frozen_parameters)
     world, target = World.current(), user_path(output_dir)
     own = target if world.world_size == 1 else target.with_name(f"{target.name}.rank-{world.rank}")
-    consolidate_command(checkpoint_dir, own, "fp32", size, which=which)
+    consolidate_command(checkpoint_dir, own, "fp32", size, tag=tag, exclude_frozen=exclude_frozen_parameters)
     if own != target:
         _publish(own, target)
 

@@ -95,7 +95,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ZstoreSection", "versions", Bool, False,
      "a bucket has whole checkpoints, and ranks share no folder; leave out frozen parameters by exclude_frozen_parameters"),
     ("ZstoreSection", "keep_local", Bool, False,
-     "nothing is committed here before it is sent; save to a folder too, or zstore reshard a folder with --to URL"),
+     "nothing is committed here before it is sent; save to a folder too, or zstore reshard FOLDER URL"),
     ("ZstoreSection", "durability_path", Unread, None, "checkpoints are in the folder of save_checkpoint()"),
     ("ElasticitySection", "min_time", Count, 0,
      "it tells a cluster's scheduler how long to wait before it changes a job's size"),

@@ -178,7 +178,7 @@ def test_the_commands_take_an_archive(
     with zstore.open_checkpoint(archive) as opened:
         assert opened["model/h.0.weight"][10:20].tobytes() == ALL["model/h.0.weight"][10:20].tobytes()
         assert opened.verify() == []
-    assert consolidate_command(archive, tmp_path / "weights", "fp32", 10**9, "error") == 0
+    assert consolidate_command(archive, tmp_path / "weights", "fp32", 10**9) == 0
     (file,) = (tmp_path / "weights").glob("*.safetensors")
     found = load_file(file)
     assert found["h.0.weight"].tobytes() == ALL["model/h.0.weight"].tobytes()

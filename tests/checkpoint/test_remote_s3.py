@@ -84,12 +84,12 @@ def test_a_file_of_several_parts_arrives_whole(bucket: PlainBucket) -> None:
 def test_the_commands_take_the_url(bucket: PlainBucket, tmp_path: Path) -> None:
     path = save_arrays(bucket.local, ARRAYS, world_size=2)
     (path / "config.json").write_text('{"model_type": "none"}')
-    bucket.run("reshard", str(bucket.local), "--to", bucket.url)
+    bucket.run("reshard", str(bucket.local), bucket.url)
     bucket.run("reshard", bucket.url, str(tmp_path / "four"), "--world-size", "4")
     with open_checkpoint(tmp_path / "four") as reader:
         assert reader.record.world_size == 4
         assert reader.read_array("model/h.0.weight").tobytes() == ARRAYS["model/h.0.weight"].tobytes()
-    bucket.run("reshard", bucket.url, "--world-size", "3", "--to", f"{bucket.url}/three")
+    bucket.run("reshard", bucket.url, f"{bucket.url}/three", "--world-size", "3")
     shown = json.loads(bucket.run("inspect", f"{bucket.url}/three", "--json").stdout)
     assert shown["checkpoint"]["path"] == f"{bucket.url}/three/step-00000001"
     assert shown["checkpoint"]["world_size"] == 3

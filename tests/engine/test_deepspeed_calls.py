@@ -282,7 +282,7 @@ def test_frozen_parameters_may_be_left_out_of_a_checkpoint(
 
     assert inspect_command(tmp_path / "small", Common(json=True)) in (0, None)
     assert json.loads(capsys.readouterr().out)["checkpoint"]["parameters_left_out"] == names
-    consolidate_command(tmp_path / "small", tmp_path / "weights", "fp32", 10**9, "error")
+    consolidate_command(tmp_path / "small", tmp_path / "weights", "fp32", 10**9)
     assert (
         "without 2 frozen parameters that the save left out, such as body.weight, body.bias" in capsys.readouterr().err
     )

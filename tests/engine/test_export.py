@@ -57,9 +57,9 @@ def test_files_are_those_of_consolidate(tmp_path: Path, world_size: int, cases: 
     run_ranks(_save_both, world_size, str(tmp_path), cases)
     for number, (_, _, precision) in enumerate(cases):
         base = tmp_path / str(number)
-        consolidate_command(base / "ckpt", base / "small2", precision, 100_000, "error")
-        consolidate_command(base / "ckpt", base / "one2", precision, LARGE, "error")
-        consolidate_command(base / "ckpt", base / "fp32", "fp32", LARGE, "error")
+        consolidate_command(base / "ckpt", base / "small2", precision, 100_000)
+        consolidate_command(base / "ckpt", base / "one2", precision, LARGE)
+        consolidate_command(base / "ckpt", base / "fp32", "fp32", LARGE)
         assert len(files_of(base / "small")) > 3
         assert files_of(base / "small") == files_of(base / "small2")
         one = files_of(base / "one")
@@ -100,7 +100,7 @@ def test_a_consolidated_checkpoint_loads_in_transformers_with_its_tokenizer(tmp_
         engine.step()
         engine.save_checkpoint(str(tmp_path / "ckpt"))
         expected = engine.module_state_dict()
-    consolidate_command(tmp_path / "ckpt", tmp_path / "out", "bf16", LARGE, "error")
+    consolidate_command(tmp_path / "ckpt", tmp_path / "out", "bf16", LARGE)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert type(loaded) is type(model)
     assert loaded.generation_config.max_new_tokens == 7
@@ -227,5 +227,5 @@ def test_weights_beside_every_checkpoint(tmp_path: Path) -> None:
     run_ranks(_save_beside, 2, str(tmp_path))
     with open_checkpoint(tmp_path, "a") as reader:
         assert verify_checkpoint(reader) == []
-    consolidate_command(tmp_path, tmp_path / "out", "bf16", LARGE, "error")
+    consolidate_command(tmp_path, tmp_path / "out", "bf16", LARGE)
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()

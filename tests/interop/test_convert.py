@@ -32,13 +32,13 @@ from zstore.errors import (
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
 from zstore.tools.cli import app
-from zstore.tools.convert import ConvertOptions, convert_command
+from zstore.tools.convert import convert_command
 
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 
 def convert(src: Path, out: Path, to: str = "zstore", **options: Any) -> None:
-    assert convert_command(src, out, ConvertOptions(to=to, **options)) == 0
+    assert convert_command(src, out, to=to, **options) == 0
 
 
 def values() -> dict[str, Any]:
@@ -278,7 +278,7 @@ def test_what_is_there_is_never_replaced(theirs: Path, tmp_path: Path) -> None:
     assert [info.tag for info in tags(tmp_path / "ours")] == ["step-30"]
 
 
-def test_options_that_make_no_sense_are_refused() -> None:
+def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     for options in (
         {"to": "onnx"},
         {"dtype": "fp16"},
@@ -286,7 +286,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
         {"to": "torch", "world_size": 2},
     ):
         with pytest.raises(UsageError, match="--"):
-            ConvertOptions(**options)  # type: ignore[arg-type]
+            convert_command(tmp_path, tmp_path / "out", **options)  # type: ignore[arg-type]
 
 
 def test_the_command_prints_its_plan_and_json(theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

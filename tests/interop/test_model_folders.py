@@ -21,7 +21,7 @@ from tests.integrations.tokens import tokenizer
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.tools.consolidate import consolidate_command
-from zstore.tools.convert import ConvertOptions, convert_command
+from zstore.tools.convert import convert_command
 from zstore.tools.reshard import reshard_command
 
 CONFIG = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 101, "n_positions": 16}
@@ -30,7 +30,7 @@ MODULE = "from transformers import GPT2LMHeadModel\n\n\nclass Own(GPT2LMHeadMode
 
 
 def _convert(source: Path, out: Path) -> None:
-    assert convert_command(str(source), out, ConvertOptions(to="safetensors")) == 0
+    assert convert_command(str(source), out, to="safetensors") == 0
 
 
 def _consolidate(source: Path, out: Path) -> None:
@@ -38,7 +38,7 @@ def _consolidate(source: Path, out: Path) -> None:
 
 
 def _by_a_checkpoint(source: Path, out: Path) -> None:
-    assert convert_command(str(source), out.with_name("ours"), ConvertOptions(world_size=2)) == 0
+    assert convert_command(str(source), out.with_name("ours"), world_size=2) == 0
     assert reshard_command(out.with_name("ours"), out.with_name("three"), 3) == 0
     with open_checkpoint(out.with_name("three")) as reader:
         assert verify_checkpoint(reader) == []

@@ -85,7 +85,7 @@ def use(path: Path, out: Path) -> list[str]:
     attempt(read_all)
     attempt(verify)
     attempt(reshard)
-    attempt(lambda: consolidate_command(path, out / "weights", "fp32", 10**9, "error") and None)
+    attempt(lambda: consolidate_command(path, out / "weights", "fp32", 10**9) and None)
     attempt(lambda: inspect_command(path.parent) and None)
     return problems
 
@@ -284,7 +284,7 @@ def test_a_link_named_like_a_tokenizer_is_not_copied(path: Path, tmp_path: Path)
     (tmp_path / "secret").write_text("{}")
     (path / "config.json").symlink_to(tmp_path / "secret")
     (path / "tokenizer.json").write_text("{}")
-    assert consolidate_command(path, tmp_path / "weights", "fp32", 10**9, "error") == 0
+    assert consolidate_command(path, tmp_path / "weights", "fp32", 10**9) == 0
     assert (tmp_path / "weights/tokenizer.json").exists()
     assert not (tmp_path / "weights/config.json").exists()
 

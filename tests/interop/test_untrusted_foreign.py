@@ -27,7 +27,7 @@ from tests.interop.watching import MOST_GROWN_BYTES, grown, sparse
 from zstore.errors import CorruptionError, ZstoreError
 from zstore.io.shards import IoResources, open_resources
 from zstore.open.sources import open_source
-from zstore.tools.convert import ConvertOptions, convert_command
+from zstore.tools.convert import convert_command
 
 
 def save_dcp(path: Path) -> Path:
@@ -261,7 +261,7 @@ def test_changed_bytes_give_an_error_or_values(patient: Patient, data: st.DataOb
         patient.read_all()
         if data.draw(st.integers(0, 3)) == 0:
             with contextlib.suppress(ZstoreError):
-                convert_command(patient.folder, patient.root / "out", ConvertOptions())
+                convert_command(patient.folder, patient.root / "out")
         assert tree_of(patient.folder) == before
 
 

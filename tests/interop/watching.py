@@ -16,7 +16,7 @@ from zstore.errors import ZstoreError
 from zstore.format.arrays import numpy_dtype
 from zstore.open.sources import open_source
 from zstore.tools.consolidate import consolidate_command
-from zstore.tools.convert import ConvertOptions, convert_command
+from zstore.tools.convert import convert_command
 from zstore.tools.inspect import inspect_command
 
 MOST_GROWN_BYTES = 160 * 2**20
@@ -79,16 +79,16 @@ def use(path: Path, out: Path) -> list[str]:
     out.mkdir(parents=True)
     return _errors_of(
         lambda: read_some(path),
-        lambda: convert_command(path, out / "ours", ConvertOptions(to="zstore")),
-        lambda: convert_command(path, out / "it.pt", ConvertOptions(to="torch")),
-        lambda: consolidate_command(path, out / "weights", "fp32", 10**9, "error"),
+        lambda: convert_command(path, out / "ours", to="zstore"),
+        lambda: convert_command(path, out / "it.pt", to="torch"),
+        lambda: consolidate_command(path, out / "weights", "fp32", 10**9),
         lambda: inspect_command(path),
     )
 
 
 def use_opening(path: Path, out: Path) -> list[str]:
     """Do one of these things."""
-    return _errors_of(lambda: convert_command(path, out / "ours", ConvertOptions(to="zstore")))
+    return _errors_of(lambda: convert_command(path, out / "ours", to="zstore"))
 
 
 def _errors_of(*actions: Callable[[], Any]) -> list[str]:

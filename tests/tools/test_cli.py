@@ -50,7 +50,7 @@ def test_the_installed_script_is_the_same_command() -> None:
         ["consolidate"],
         ["consolidate", "x", "--dtype", "fp8"],
         ["consolidate", "x", "--max-shard-size", "huge"],
-        ["consolidate", "x", "--overflow", "wrap"],
+        ["consolidate", "x", "y", "--dtype", "wrap"],
         ["reshard", "x"],
         ["reshard", "x", "y", "--codec", "gzip"],
         ["reshard", "x", "y", "--world-size", "0"],
@@ -76,12 +76,6 @@ def test_too_little_memory_is_an_error_that_says_the_least() -> None:
     done = run("inspect", "x", "--memory", "63MiB")
     assert done.returncode == 2
     assert "expected at least 64MiB, got '63MiB'" in done.stderr
-
-
-def test_nothing_lies_beside_a_url() -> None:
-    done = run("consolidate", "memory://bucket/run")
-    assert done.returncode == 2
-    assert "name the folder to write: `zstore consolidate memory://bucket/run OUT`" in done.stderr
 
 
 def test_an_error_is_one_message_and_ends_with_1(tmp_path: Path) -> None:

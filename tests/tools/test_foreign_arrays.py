@@ -21,10 +21,9 @@ from zstore.format.partition import make_grid
 from zstore.io.queue import Priority
 from zstore.io.shards import IoResources
 from zstore.tools import opening
-from zstore.tools.consolidate import Which, consolidate_command
+from zstore.tools.consolidate import consolidate_command
 from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
-from zstore.tools.ls import ls_command
 from zstore.tools.opening import LEAST_MEMORY_BYTES, Common
 from zstore.tools.reshard import reshard_command
 from zstore.tools.verify import verify_command
@@ -101,19 +100,10 @@ def test_inspect_names_its_kind_and_arrays(others: Path, capsys: pytest.CaptureF
     checkpoint = told["checkpoint"]
     assert (checkpoint["kind"], checkpoint["step"], checkpoint["num_arrays"]) == ("Somebody's, stage 2", 7, 3)
     assert {checkpoint[key] for key in ("num_files", "num_shard_files", "file_bytes", "committed")} == {None}
-    assert (told["tags"], told["refused"]) == ([], [])
     (w,) = [entry for entry in told["arrays"] if entry["name"] == "model/w"]
     assert w["shape"] == [100, 30]
     assert inspect_command(others) == 0
     assert "Somebody's, stage 2, step 7" in capsys.readouterr().out
-
-
-def test_ls_lists_it(others: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ls_command(others, Common(json=True)) == 0
-    (entry,) = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert (entry["tag"], entry["kind"], entry["array_bytes"]) == ("global_step7", "Somebody's, stage 2", 24_010)
-    assert ls_command(others) == 0
-    assert "global_step7" in capsys.readouterr().out
 
 
 def test_verify_says_what_is_missing(others: Path) -> None:
@@ -124,7 +114,7 @@ def test_verify_says_what_is_missing(others: Path) -> None:
 
 
 def test_its_weights_and_arrays_are_read_alike(others: Path, tmp_path: Path) -> None:
-    consolidate_command(others, tmp_path / "out", "fp32", 10**9, "error", which=Which(exclude_frozen=True))
+    consolidate_command(others, tmp_path / "out", "fp32", 10**9, exclude_frozen=True)
     found = load_file(tmp_path / "out/model.safetensors")
     assert list(found) == ["w"]
     assert np.array_equal(found["w"], ARRAYS["model/w"])

@@ -44,10 +44,6 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 def test_json_tells_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_command(saved, Common(json=True)) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [(tag["tag"], tag["step"], tag["world_size"]) for tag in told["tags"]] == [
-        ("step-00000001", 1, 2),
-        ("[best]", 2, 2),
-    ]
     checkpoint = told["checkpoint"]
     assert (checkpoint["tag"], checkpoint["step"], checkpoint["num_arrays"]) == ("[best]", 2, 4)
     assert checkpoint["array_bytes"] == 3 * 12_000 + 1
@@ -64,16 +60,13 @@ def test_json_tells_everything(saved: Path, capsys: pytest.CaptureFixture[str]) 
     ]
     weight = told["arrays"][1]
     assert (weight["shape"], weight["dtype"], weight["bytes"], weight["shards"]) == ([100, 30], "float32", 12_000, 2)
-    assert told["refused"] == []
 
 
-def test_a_table_names_tags_and_arrays(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_names_arrays(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_command(saved) == 0
     printed = capsys.readouterr().out
-    for text in ("step-00000001", "[best] <-", "2 ranks", "h.10.weight", "[100, 30]", "float32", "[red]odd[/]"):
+    for text in ("2 ranks", "h.10.weight", "[100, 30]", "float32", "[red]odd[/]"):
         assert text in printed
-    assert inspect_command(saved / "step-00000001") == 0
-    assert "[best]" not in capsys.readouterr().out
 
 
 def test_names_that_rich_would_replace_are_printed_as_they_are(
@@ -85,7 +78,6 @@ def test_names_that_rich_would_replace_are_printed_as_they_are(
     assert inspect_command(str(tmp_path / "a")) == 0
     out = capsys.readouterr().out
     assert name.removeprefix("model/") in out
-    assert tag in out
     assert ls_command(str(tmp_path / "a")) == 0
     assert tag in capsys.readouterr().out
     assert diff_command(str(tmp_path / "a"), str(tmp_path / "b")) == 1
@@ -151,7 +143,6 @@ def test_a_newest_checkpoint_with_a_damaged_record_is_a_fault_though_an_older_on
     assert "%5Bbest%5D: " in capsys.readouterr().out
     assert verify_command(copied / "%5Bbest%5D") == 1
     assert inspect_command(copied) == 0
-    assert "is not a checkpoint" in capsys.readouterr().err
 
 
 def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,8 @@ from tests.engine.runs import make_config, start
 from zstore.errors import CheckpointMismatchError
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
-from zstore.tools.consolidate import Which, consolidate_command
-from zstore.tools.convert import ConvertOptions, convert_command
+from zstore.tools.consolidate import consolidate_command
+from zstore.tools.convert import convert_command
 from zstore.tools.reshard import reshard_command
 from zstore.weights.layout import Weight, plan_files
 
@@ -49,15 +49,13 @@ def test_a_weight_with_the_name_of_the_files_metadata_is_refused(reserved: Path,
     out = tmp_path / "out"
     as_files: list[Callable[[], int]] = [
         lambda: consolidate_command(reserved, out, "fp32"),
-        lambda: convert_command(str(reserved), out, ConvertOptions(to="safetensors")),
+        lambda: convert_command(str(reserved), out, to="safetensors"),
     ]
     for write in as_files:
-        with pytest.raises(CheckpointMismatchError, match=r"called '__metadata__'.*--exclude.*--to torch"):
+        with pytest.raises(CheckpointMismatchError, match=r"called '__metadata__'.*--to torch"):
             write()
         assert not out.exists()
-    assert consolidate_command(reserved, out, "fp32", which=Which(exclude=[RESERVED])) == 0
-    assert list(load_file(out / "model.safetensors")) == ["w"]
-    assert convert_command(str(reserved), tmp_path / "all.pt", ConvertOptions(to="torch")) == 0
+    assert convert_command(str(reserved), tmp_path / "all.pt", to="torch") == 0
     assert torch.load(tmp_path / "all.pt", weights_only=True)[RESERVED].tolist() == [1, 1, 1]
     with serving(Settings(roots=(Root.parse(str(reserved.parent)),), port=0)) as url:
         refused = urllib3.request("GET", f"{url}/weights/one/latest/model.safetensors?dtype=fp32")
@@ -124,7 +122,7 @@ def test_a_model_may_have_more_files_than_a_process_opens(tmp_path: Path) -> Non
         assert len(list((tmp_path / "hf").glob("*.safetensors"))) == MANY
         reshard_command(tmp_path / "one", tmp_path / "three", 3)
         for to in ("torch", "safetensors"):
-            assert convert_command(str(tmp_path / "three"), tmp_path / to, ConvertOptions(to=to)) == 0
+            assert convert_command(str(tmp_path / "three"), tmp_path / to, to=to) == 0
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     for name, value in arrays.items():
         assert torch.equal(load_file(tmp_path / "hf" / index["weight_map"][name])[name], value)

@@ -100,8 +100,7 @@ def _named(weights: Iterable[Weight]) -> list[Weight]:
         if reason is not None:
             raise CheckpointMismatchError(
                 f"a safetensors file cannot have a weight called {name!r:.200}: the name {reason}. Rename it in the model, "
-                "or leave it out (`zstore consolidate --exclude NAME`), or write a torch state dict (`zstore convert --to "
-                "torch`)"
+                "or write a torch state dict (`zstore convert --to torch`)"
             )
     return ordered
 
