@@ -19,7 +19,7 @@ from .printing import cell, make_console, make_table, print_json
 
 if TYPE_CHECKING:
     from zstore.engine.config.config import Config
-    from zstore.engine.config.explain import KeyFact
+    from zstore.engine.config.parse import KeyFact
 
 File = Annotated[
     Path, typer.Argument(metavar="FILE", help="Configuration, JSON in the DeepSpeed dialect.", parser=parse_file)
@@ -36,7 +36,7 @@ _ONE_RANK = "note: this is about 1 rank; --world-size N checks the configuration
 def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = None, json: Json = False) -> int:
     """Print the effect of each key and the values of "auto" and batch sizes; return 0 for a sound config, else 1."""
     from zstore.engine.config.config import load_config, read_config
-    from zstore.engine.config.explain import explain
+    from zstore.engine.config.parse import explain
 
     raw = read_config(file)
     facts, found = explain(raw)

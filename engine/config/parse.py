@@ -1,18 +1,21 @@
-"""Reads a config into `ConfigSections`, and names every key that is wrong or does not act."""
+"""Reads a config into `ConfigSections`, and says of every key whether it acts, does not, or is wrong."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from .keys import ConfigProblem, Notice, Section, Status, about, known_keys, type_of
+from .keys import ConfigProblem, Notice, Section, Status, about, description, known_keys, type_of
 from .rules import contradictions, idle_keys
 from .schema import ConfigSections
 from .values import expected, refusal, show
 
+_SECRET = "zstore.storage_options"
+_REFUSED = "is not supported: "
 _CLOSE = 0.72
 """How close a key of the same section must be to be guessed, as difflib counts."""
 _CLOSE_ELSEWHERE = 0.85
@@ -54,10 +57,78 @@ def parse(raw: Mapping[str, Any]) -> tuple[ConfigSections, list[ConfigProblem], 
     for section in ("optimizer", "scheduler"):
         if f"{section}.type" in broken:  # Its params belong to a type that is not offered.
             problems = [problem for problem in problems if not problem.keys[0].startswith(f"{section}.params")]
-    found, notices = _review(settings, sound)
-    notices += idle_keys(settings)
-    problems += [problem for problem in [*found, *contradictions(settings)] if not broken & set(problem.keys)]
-    return settings, problems, notices
+    notices: list[Notice] = []
+    for one in _written(settings, sound):
+        status, why = about(one.field)
+        if status is Status.BUILT or one.is_off or one.value == one.field.default:
+            continue
+        if status is Status.REFUSED:
+            problems.append(ConfigProblem((one.key,), f"{show(one.value)} {_REFUSED}{why}"))
+        else:
+            notices.append(Notice(one.key, f"{status.value}: {why}"))
+    problems += [problem for problem in contradictions(settings) if not broken & set(problem.keys)]
+    return settings, problems, [*notices, *idle_keys(settings)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyFact:
+    """A key that a config sets."""
+
+    key: str
+    """Dotted path, as written."""
+    value: str
+    """As JSON, shortened."""
+    status: str
+    """"acts", "no effect", "not built", "refused", or "error"."""
+    text: str
+    """The key's effect; for one that does not act, or is wrong, the reason."""
+
+
+def explain(raw: Mapping[str, Any]) -> tuple[list[KeyFact], list[ConfigProblem]]:
+    """Return a fact about each key that `raw` sets, those with a problem first, and every problem."""
+    settings, problems, notices = parse(raw)
+    wrong = {key: problem.what for problem in problems for key in problem.keys}
+    said = {notice.key: notice.message for notice in notices}
+    facts: dict[str, tuple[object, str, str]] = {}
+    for key, what in wrong.items():
+        facts[key] = (_value_at(raw, key), "refused" if _REFUSED in what else "error", what)
+    for one in _written(settings, raw):
+        outer = one.key.rpartition(".")[0]
+        notice = next((said[key] for key in (f"{outer}.{one.name}", *_with_outer(one.key)) if key in said), None)
+        status, text = Status.BUILT.value, ""
+        if one.key in wrong:
+            continue
+        if notice is not None:
+            first, _, reason = notice.partition(": ")
+            is_status = first in {one.value for one in Status}
+            status, text = (first, reason) if is_status else (status, notice)
+        elif one.is_off and one.name != one.section.switch:
+            status, text = Status.NO_EFFECT.value, f"{one.section.switch} turns the section off"
+        elif about(one.field)[0] is not Status.BUILT:
+            status, text = Status.NO_EFFECT.value, "it asks for what happens anyway"
+        else:
+            text = description(one.section, one.name)
+        facts[one.key] = (one.value, status, text)
+    shown = {key: "an object, not shown" if key == _SECRET else show(value) for key, (value, _, _) in facts.items()}
+    found = [
+        KeyFact(key=key, value=shown[key], status=status, text=" ".join(text.split()))
+        for key, (_, status, text) in facts.items()
+    ]
+    return found, problems
+
+
+def _with_outer(key: str) -> Iterator[str]:
+    """Yield a dotted key and those of the sections around it."""
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
+
+
+def _value_at(raw: Any, key: str) -> object:
+    """Return the value at a dotted key, as written; None if there is none."""
+    for name in key.split("."):
+        raw = raw.get(name) if isinstance(raw, Mapping) else None
+    return raw
 
 
 def _problem(raw: Any, error: ErrorDetails) -> tuple[tuple[str, ...], ConfigProblem]:
@@ -140,26 +211,30 @@ def _without(raw: Any, path: Sequence[str], section: type[Section] | None = Conf
     return copy
 
 
-def _review(section: Section, raw: Any, prefix: str = "") -> tuple[list[ConfigProblem], list[Notice]]:
-    """Return the refused keys and the ones that do not act, among those set in `section` and in its sections."""
-    problems: list[ConfigProblem] = []
-    notices: list[Notice] = []
-    for name, field in type(section).model_fields.items():
-        if name not in section.model_fields_set or (section.is_off and name != section.switch):
-            continue
-        value = getattr(section, name)
-        spelled = _spelled(raw, type(section), name)
-        key = prefix + spelled
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """A key that is set in a section."""
+
+    key: str
+    """Dotted path, as written."""
+    value: Any
+    section: type[Section]
+    name: str
+    is_off: bool
+    """Whether the section is off."""
+
+    @property
+    def field(self) -> FieldInfo:
+        return self.section.model_fields[self.name]
+
+
+def _written(section: Section, raw: Any, prefix: str = "") -> Iterator[_Written]:
+    """Yield the keys that are set in `section`, which was `raw`, and in its sections."""
+    kind, off = type(section), section.is_off
+    for name in (name for name in kind.model_fields if name in section.model_fields_set):
+        value, spelled = getattr(section, name), _spelled(raw, kind, name)
         if isinstance(value, Section):
-            inner = _review(value, raw.get(spelled) if isinstance(raw, Mapping) else None, f"{key}.")
-            problems += inner[0]
-            notices += inner[1]
-            continue
-        status, why = about(field)
-        asks = value != field.default
-        off_switch = name == section.switch and section.is_off
-        if status is Status.REFUSED and asks:
-            problems.append(ConfigProblem((key,), f"{show(value)} is not supported: {why}"))
-        elif status in (Status.NOT_BUILT, Status.NO_EFFECT) and asks and not off_switch:
-            notices.append(Notice(key, f"{status.value}: {why}"))
-    return problems, notices
+            inner = raw.get(spelled) if isinstance(raw, Mapping) else None
+            yield from _written(value, inner, f"{prefix}{spelled}.")
+        else:
+            yield _Written(key=f"{prefix}{spelled}", value=value, section=kind, name=name, is_off=off)

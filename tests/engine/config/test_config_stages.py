@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from zstore.engine.config.config import load_config
-from zstore.engine.config.explain import explain
 from zstore.engine.config.keys import Status, about, known_keys, section_of
+from zstore.engine.config.parse import explain
 from zstore.engine.config.schema import ConfigSections
 from zstore.errors import ConfigError
 
