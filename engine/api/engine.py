@@ -36,7 +36,7 @@ from ..access.optimizer_state import StateByParameter
 from ..checkpoint.client_state import ClientState, ClientValues, check, present
 from ..checkpoint.load_plan import LoadOptions, LoadReport
 from ..checkpoint.save import Checkpoints, SaveOptions
-from ..config.extra import Extra, overriding
+from ..config.extra import Extra
 from ..report.monitors import Monitors
 from ..report.progress import RunReport
 from ..report.statistics import EngineStatistics, engine_statistics
@@ -103,7 +103,6 @@ class Engine(nn.Module):
         """By the key of their section. See [Note: an extra] in `config.extra`."""
         self._acting: list[Extra] = []
         """Those that are on."""
-        self.plug_in({})
         self.checkpoints = Checkpoints(training, self._acting)
         self._unchecked: list[ClientState] = []
         """Client state of future saves that was not checked yet."""
@@ -158,10 +157,6 @@ class Engine(nn.Module):
         """Take the extras, which were made for this engine."""
         self.extras.update(extras)
         self._acting += [extra for extra in extras.values() if extra.acts]
-        # Methods that are called often, of those that have their own.
-        self._inputs_of = overriding(self._acting, "inputs")
-        self._around = overriding(self._acting, "around")
-        self._steps_end = overriding(self._acting, "step_ended")
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -179,8 +174,6 @@ class Engine(nn.Module):
         """Return the arguments that the model gets."""
         if self.training_state.config.casts_inputs:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
-        for inputs in self._inputs_of if self.module.training else ():
-            args, kwargs = inputs(args, kwargs)
         self.require_parameters()
         return args, kwargs
 
@@ -270,8 +263,8 @@ class Engine(nn.Module):
         if boundary:
             if self.report.enabled:
                 self.report.step_ended()
-            for ended in self._steps_end:
-                ended()
+            for extra in self._acting:
+                extra.step_ended()
             while self._unchecked:
                 # Before hours of training, and not at a save that must not fail.
                 check(present(self._unchecked.pop()))
@@ -301,10 +294,7 @@ class Engine(nn.Module):
 
     def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """Add the block's seconds to those of a phase."""
-        timed: contextlib.AbstractContextManager[None] = _time_phase(self.times, phase, self._wait_for_device)
-        for around in self._around:
-            timed = around(phase, timed)
-        return timed
+        return _time_phase(self.times, phase, self._wait_for_device)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the micro-batch under way is the last of its step, until this is called again; None: count again.

@@ -9,8 +9,7 @@ whether it is on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zstore.checkpoint import SaveHandle, SaveSummary
@@ -40,14 +39,6 @@ class Extra:
 
     def __init__(self, engine: Any, section: Any) -> None:
         """Plug into an engine that was just made."""
-
-    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments that the model gets in training in place of `args` and `kwargs`."""
-        return args, kwargs
-
-    def around(self, phase: str, timed: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """Return a block around a phase, "forward_s", "backward_s" or "optimizer_s", which enters `timed` too."""
-        return timed
 
     def step_ended(self) -> None:
         """Take the state after an optimizer step, taken or skipped: an update may still run behind it."""
@@ -83,11 +74,6 @@ def register(key: str, load: Load, section: type[Section] | None = None) -> None
     if section is not None:
         add_section(key, section)
     EXTRAS[key] = load
-
-
-def overriding(extras: Iterable[Extra], name: str) -> list[Any]:
-    """Return the method `name` of the extras that have one of their own."""
-    return [getattr(one, name) for one in extras if getattr(type(one), name) is not getattr(Extra, name)]
 
 
 def unregister(key: str) -> None:

@@ -32,14 +32,14 @@ torch.set_num_threads(1)
 
 
 class ToySection(Section):
-    """Doubles what the model gets."""
+    """Notes a number on the model."""
 
     switch = "enabled"
 
     enabled: Bool = built(False)
-    """Double it."""
+    """Do so."""
     factor: Positive = built(2)
-    """By how much."""
+    """The number."""
 
 
 class Toy(Extra):
@@ -52,13 +52,6 @@ class Toy(Extra):
     def __init__(self, engine: zstore.Engine, section: ToySection) -> None:
         self.engine, self.factor = engine, section.factor
         self.told: list[str] = []
-
-    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return (args[0] * self.factor,), kwargs
-
-    def around(self, phase: str, timed: Any) -> Any:
-        self.told.append(phase)
-        return timed
 
     def step_ended(self) -> None:
         self.told.append(f"step {self.engine.global_steps}")
@@ -107,19 +100,13 @@ def _config(**more: Any) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("toy")
 def test_an_extra_plugs_in_by_its_section() -> None:
-    torch.manual_seed(1)
-    model, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
-    expected = 3 * inputs @ model.weight.T + model.bias
+    model = torch.nn.Linear(3, 2)
     with zstore.initialize(model=model, config=_config(toy={"enabled": True, "factor": 3}))[0] as engine:
         assert model.prepared_by == 3
-        found = engine(inputs)
-        assert torch.equal(found, expected)
-        engine.backward(found.square().mean())
+        engine.backward(engine(torch.ones(4, 3)).square().mean())
         engine.step()
-        engine.eval()
-        assert torch.equal(engine(inputs), model(inputs))  # only training is changed
         toy = cast("Toy", engine.extras["toy"])
-    assert toy.told == ["forward_s", "backward_s", "optimizer_s", "step 1", "forward_s", "closed"]
+    assert toy.told == ["step 1", "closed"]
 
 
 @pytest.mark.usefixtures("toy")
