@@ -18,10 +18,8 @@ from tests.checkpoint.checkpoints import World, open_world
 from zstore.checkpoint.commit import discard
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.request import SaveSummary
-from zstore.checkpoint.reuse import KnownFile
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.errors import DiskFullError
-from zstore.io.files import Files, Kind
+from zstore.io.files import Files
 from zstore.store.store import TierName
 from zstore.testing.faults import unlinkable_files
 
@@ -146,18 +144,6 @@ def test_where_links_are_not_to_be_had_it_is_written(folder: Path) -> None:
         assert second.num_linked == 0
 
 
-def test_a_file_that_changes_hands_between_look_and_link_is_not_taken(folder: Path, tmp_path: Path) -> None:
-    class Swapping(Files):
-        def _do(self, kind: Kind, path: str, operation: Callable[[], object]) -> None:
-            if kind == "link" and not path.endswith("zarr.json"):
-                _rewrite(Path(path))
-            super()._do(kind, path, operation)
-
-    with open_world(make_arrays(), files=[Swapping()]) as world:
-        save(world, folder, 2, save(world, folder, 1))
-        assert check(world, folder, 2) == []
-
-
 def test_documents_are_linked_unless_they_were_changed(folder: Path) -> None:
     with open_world(make_arrays()) as world:
         first = save(world, folder, 1)
@@ -192,26 +178,3 @@ def test_copies_on_another_file_system_are_made_once(nvme: Path) -> None:
         second = save(world, folder, 2, first)
         assert check(world, folder, 2) == [FROZEN]
         assert "1 of 2 shards on disk were copied behind training" in second.messages[0]
-
-
-def test_room_is_asked_for_what_is_written_alone(folder: Path) -> None:
-    class Small(Files):
-        free = 10**9
-
-        def free_bytes(self, path: str | Path) -> int:
-            return self.free
-
-    files = Small()
-    with open_world(make_arrays(), files=[files]) as world:
-        first = save(world, folder, 1)
-        train(world)
-        files.free = 150_000  # the trained array needs 77,000 bytes, the frozen one 172,000
-        save(world, folder, 2, first)
-        with pytest.raises(DiskFullError):
-            save(world, folder, 3)
-
-
-def test_a_version_that_is_not_known_is_no_file_to_link(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("x")
-    assert KnownFile.of(tmp_path / "x", version=None, crcs=()) is None
-    assert KnownFile.of(tmp_path / "y", version=1, crcs=()) is None

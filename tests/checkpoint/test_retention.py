@@ -28,7 +28,6 @@ from zstore.engine.config.config import load_config
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
 from zstore.remote.service import open_folder
 from zstore.remote.upload import upload_checkpoint
-from zstore.tools import cli
 from zstore.tools.opening import Common
 from zstore.tools.prune import prune_folder
 
@@ -179,39 +178,6 @@ def test_prune_removes_what_no_rule_keeps(
     for number in (3, 4):
         with open_checkpoint(folder, f"step-{number:08d}") as reader:
             assert verify_checkpoint(reader) == []
-
-
-def run_cli(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr("sys.argv", ["zstore", *map(str, words)])
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
-def test_prune_removes_what_no_option_keeps(
-    folder: Path, linked: list[SaveSummary], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_cli(monkeypatch, "prune", folder) == 2
-    assert "say what to keep" in capsys.readouterr().err
-    assert run_cli(monkeypatch, "prune", folder, "--keep-best", "loss") == 2
-    capsys.readouterr()
-    assert run_cli(monkeypatch, "prune", folder, "--keep-best", "los:min") == 1
-    assert "has the metric 'los'" in capsys.readouterr().err
-    assert run_cli(monkeypatch, "prune", "memory://bucket/run", "--keep-last", 1) == 1
-    assert "memory://bucket/run does not exist" in capsys.readouterr().err
-    words = ["--keep-last", 1, "--keep-every", 3, "--keep-tag", "*1", "--json"]
-    assert run_cli(monkeypatch, "prune", folder, *words, "--dry-run") == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert {one["tag"]: one["reasons"] for one in plan["checkpoints"]} == {
-        "step-00000001": ["tag"], "step-00000002": [], "step-00000003": ["every"], "step-00000004": ["last"],
-    }  # fmt: skip
-    assert (plan["removed"], plan["dry_run"], len(tags(folder))) == ([], True, 4)
-    assert run_cli(monkeypatch, "prune", folder, *words) == 0
-    done = json.loads(capsys.readouterr().out)
-    assert (done["removed"], done["freed_bytes"]) == (["step-00000002"], plan["freed_bytes"])
-    assert [found.record.step for found in tags(folder)] == [1, 3, 4]
 
 
 def test_nothing_to_prune(tmp_path: Path) -> None:

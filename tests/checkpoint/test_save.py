@@ -28,7 +28,7 @@ from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError,
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
 from zstore.io.files import Files, OpenFile
-from zstore.testing.faults import CallingFiles, FaultyFiles, short_files, unlinkable_files
+from zstore.testing.faults import CallingFiles, FaultyFiles
 
 Array = npt.NDArray[Any]
 
@@ -92,19 +92,6 @@ def test_a_saved_version_is_one_file_with_two_names(on_disk: World, folder: Path
             assert shard.stat().st_ino in in_run
 
 
-@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
-def test_where_links_are_not_to_be_had_the_version_is_copied_and_said_so(
-    number: int, folder: Path, run_path: Path
-) -> None:
-    arrays = make_arrays()
-    files = [unlinkable_files(number)]
-    with open_world(arrays, tier="disk", run_path=run_path, files=files) as world:
-        summary = world.save(folder, disk_folder=run_path)[0]
-    assert values(folder) == as_bytes(arrays)
-    assert summary.num_linked == 0
-    assert summary.messages[0].startswith("rank 0: 2 of 2 shards on disk were copied behind training")
-
-
 def test_another_file_system_gets_copies(run_path: Path) -> None:
     memory = Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == run_path.stat().st_dev:
@@ -117,13 +104,6 @@ def test_another_file_system_gets_copies(run_path: Path) -> None:
             summaries = world.save(Path(other), disk_folder=run_path)
         assert [summary.num_linked for summary in summaries] == [0, 0]
         assert values(Path(other)) == as_bytes(arrays)
-
-
-def test_short_transfers_are_resumed(folder: Path) -> None:
-    arrays = make_arrays()
-    with open_world(arrays, files=[short_files()]) as world:
-        world.save(folder)
-    assert values(folder) == as_bytes(arrays)
 
 
 # -- tags, overwriting, retention -----------------------------------------------------------------------------------
@@ -363,14 +343,6 @@ def test_a_folder_that_only_rank_0_sees_is_an_error_that_says_so(tmp_path: Path)
             handles[0].wait(200)
 
 
-def test_a_rank_waits_for_the_folder_of_its_manifest_too(folder: Path) -> None:
-    with open_world({"model/x": np.ones(3, np.float32)}, world_size=2) as world:
-        save_id = new_save_id()
-        (folder / f"step-00000001.tmp-{save_id}").mkdir(parents=True)  # rank 0 is that far, and rank 1 has no rows
-        with pytest.raises(CheckpointError, match="rank 1 does not see"):
-            save_checkpoint(world.request(folder, 1, save_id, timeout_s=0.1)).wait(200)
-
-
 def test_a_cancelled_save_leaves_nothing(folder: Path) -> None:
     arrays = make_arrays()
     with open_world(arrays, world_size=2) as world:
@@ -379,35 +351,6 @@ def test_a_cancelled_save_leaves_nothing(folder: Path) -> None:
         with pytest.raises(CheckpointError, match="cancelled"):
             rank_1.wait(200)
     assert not folder.exists()
-
-
-def test_a_rank_that_is_cancelled_while_rank_0_commits_harms_nothing(folder: Path) -> None:
-    arrays = make_arrays()
-    with open_world(arrays, world_size=2) as world:
-        save_id = new_save_id()
-        rank_1 = save_checkpoint(world.request(folder, 1, save_id))
-
-        def cancel_rank_1(_: CheckpointReader) -> list[str]:
-            rank_1.cancel()
-            with pytest.raises(CheckpointError, match="cancelled"):
-                rank_1.wait(200)
-            return []
-
-        save_checkpoint(world.request(folder, 0, save_id, before_commit=cancel_rank_1)).wait(200)
-    assert values(folder) == as_bytes(arrays)
-
-
-def test_waiting_twice_says_the_same_and_a_limit_is_a_timeout(folder: Path) -> None:
-    hold = threading.Event()
-    files = CallingFiles(lambda kind, path: hold.wait(200) and None)
-    with open_world(make_arrays(), files=[files]) as world:
-        handle = world.begin_save(folder)[0]
-        with pytest.raises(TimeoutError):
-            handle.wait(0.01)
-        assert not handle.done()
-        hold.set()
-        assert handle.wait(200) is handle.wait()
-        assert handle.done()
 
 
 # -- other saves in the folder --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -89,20 +88,6 @@ def test_no_chunk_is_read_twice_for_a_column(monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(stored.chunks_read) == list(range(10))
 
 
-def test_several_groups_are_read_at_a_time() -> None:
-    values = np.arange(100 * 50, dtype=np.int32).reshape(100, 50)
-    both = threading.Barrier(2, timeout=200)
-
-    class Slow(Stored):
-        def read(self, first: int, stop: int, out: Array) -> None:
-            both.wait()  # nobody goes on alone
-            super().read(first, stop, out)
-
-    stored = Slow(values, 50, num_readers=2)
-    assert np.array_equal(stored.lazy[::10], values[::10])
-    assert len(stored.reads) == 10
-
-
 def test_an_error_in_one_of_several_groups_is_raised() -> None:
     class Broken(Stored):
         def read(self, first: int, stop: int, out: Array) -> None:
@@ -112,20 +97,6 @@ def test_an_error_in_one_of_several_groups_is_raised() -> None:
 
     with pytest.raises(OSError, match="lost"):
         Broken(np.arange(1000, dtype=np.int32), 10, num_readers=3).lazy[::100]
-
-
-def test_long_runs_are_read_straight_into_the_result() -> None:
-    values = np.arange(3 * 2 * 2**20, dtype=np.int16).reshape(3, 2, 2**20)
-    stored = Stored(values, 2**18)
-    assert np.array_equal(stored.lazy[::2, 1], values[::2, 1])
-    assert stored.reads == [(2**20, 2 * 2**20), (5 * 2**20, 6 * 2**20)]
-
-
-def test_many_runs_are_taken_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_BATCH_RUNS", 7)
-    values = np.arange(50 * 4, dtype=np.int32).reshape(50, 4)
-    stored = Stored(values, 8)
-    assert np.array_equal(stored.lazy[::-1, ::2], values[::-1, ::2])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import zstore.dcp
 from tests.checkpoint.checkpoints import save_arrays
@@ -297,53 +297,3 @@ def test_a_tilde_is_the_home_folder(writer: str, places: SimpleNamespace) -> Non
     WRITERS[writer]("~/run", lambda: None)
     assert (places.home / "run").exists()
     assert not list(places.here.glob("~*"))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["ls", "~/runs"],
-        ["inspect", "~/runs"],
-        ["inspect", "~/runs:step-00000001"],
-        ["verify", "~/runs/step-00000001"],
-        ["diff", "~/runs", "~/runs"],
-        ["prune", "~/runs", "--keep-last", "1"],
-        ["config", "~/config.json"],
-    ],
-    ids=" ".join,
-)
-def test_commands_read_below_the_home_folder(
-    words: list[str], places: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_zstore(places.home / "runs", 1)
-    (places.home / "config.json").write_text('{"train_batch_size": 1}')
-    monkeypatch.setattr("sys.argv", ["zstore", *words])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code, capsys.readouterr().err
-    assert not list(places.here.iterdir())
-
-
-def test_functions_read_below_the_home_folder(places: SimpleNamespace) -> None:
-    save_zstore(places.home / "runs", 1)
-    save_safetensors(places.home / "weights", 2)
-    assert torch.equal(zstore.load_state_dict("~/runs")["w"], values(1))
-    assert torch.equal(zstore.load_state_dict(Path("~/weights"))["w"], values(2))
-    reader = zstore.dcp.Reader("~/runs/step-00000001")
-    state = {"model": {"w": torch.zeros(NUMEL)}}
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    assert torch.equal(state["model"]["w"], values(1))
-    with open_store() as store:
-        store.load("~/runs").wait()
-        assert torch.equal(store.get("model/w").wait(), values(1))
-
-
-def test_a_load_of_the_engine_takes_the_home_folder(places: SimpleNamespace) -> None:
-    with trains() as engine:
-        step(engine)
-        engine.save_checkpoint(places.home / "runs")
-        path, _ = engine.load_checkpoint("~/runs")
-        assert path is not None
-        assert Path(path).parent == places.home / "runs"
-        engine.save_16bit_model("~/weights")
-        assert load_file(places.home / "weights" / "model.safetensors")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
-import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -411,16 +407,6 @@ def test_pickles_are_kept_but_not_handed_to_dcp_unless_trusted(tmp_path: Path) -
 
 
 @alone
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2fnuz])
-def test_complex_and_8_bit_values_come_back_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
-    values = torch.arange(64, dtype=torch.uint8).view(dtype)
-    save_alone({"w": values}, tmp_path / "a")
-    loaded = {"w": torch.zeros_like(values)}
-    load_alone(loaded, tmp_path / "a")
-    assert torch.equal(loaded["w"].view(torch.uint8), values.view(torch.uint8))
-
-
-@alone
 def test_what_cannot_be_stored_is_refused_by_name_and_nothing_is_left(tmp_path: Path) -> None:
     for state, words in (
         ({"w": torch.zeros(2, dtype=torch.complex128)}, "'w': data type 'complex128' cannot be stored"),
@@ -486,37 +472,6 @@ def test_a_writer_serves_many_saves_and_names_that_need_encoding(tmp_path: Path)
 
 
 @alone
-def test_planners_are_told_which_save_and_load_they_serve(tmp_path: Path) -> None:
-    """As torch's own writer and reader tell them."""
-    writer, ids = zstore.dcp.Writer(tmp_path / "a", overwrite=True), []
-    for value in (0.0, 1.0):
-        dcp.save({"w": torch.full((3,), value)}, storage_writer=writer, no_dist=True)
-        ids.append(writer.save_id)
-    assert ids[0] != ids[1]
-    reader, planner = zstore.dcp.Reader(tmp_path / "a"), DefaultLoadPlanner()
-    dcp.load({"w": torch.zeros(3)}, storage_reader=reader, planner=planner, no_dist=True)
-    assert planner.metadata is not None
-    assert planner.metadata.version == CURRENT_DCP_VERSION
-    meta = planner.metadata.storage_meta
-    assert meta == StorageMeta(checkpoint_id=str(tmp_path / "a"), save_id=ids[1], load_id=reader.load_id)
-    with open_checkpoint(tmp_path, "a") as opened:
-        assert opened.record.id == ids[1]
-
-
-@alone
-def test_a_load_that_cannot_be_says_why_and_leaves_no_thread(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    with pytest.raises(BaseException, match="does not exist or is not a folder"):
-        load_alone({"w": torch.zeros(3)}, tmp_path / "none/a")
-    save_alone({"w": torch.zeros(3)}, tmp_path / "a")
-    for state, words in (({"v": torch.zeros(3)}, r"Missing key.*v"), ({"w": torch.zeros(4)}, "Size mismatch")):
-        with pytest.raises(BaseException, match=words):
-            load_alone(state, tmp_path / "a")
-    gc.collect()
-    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("zstore")]
-
-
-@alone
 def test_one_flush_makes_a_small_save_durable_before_it_has_its_name(tmp_path: Path) -> None:
     files = FaultyFiles()
     files.most_dirty_bytes = 2**60
@@ -538,19 +493,6 @@ def test_one_flush_makes_a_small_save_durable_before_it_has_its_name(tmp_path: P
     with pytest.raises(BaseException, match="cannot make the file system durable"):
         dcp.save(state, storage_writer=zstore.dcp.Writer(tmp_path / "b", _files=files), no_dist=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest"]
-
-
-@alone
-def test_files_that_rank_0_does_not_find_are_no_checkpoint(tmp_path: Path) -> None:
-    class Losing(zstore.dcp.Writer):
-        def finish(self, metadata: Any, results: Any) -> None:
-            (shard,) = tmp_path.glob("a.tmp-*/model/w/c.0")
-            shard.unlink()
-            super().finish(metadata, results)
-
-    with pytest.raises(BaseException, match="the folder is not the same one for all ranks"):
-        dcp.save({"w": torch.ones(3)}, storage_writer=Losing(tmp_path / "a"), no_dist=True)
-    assert list(tmp_path.iterdir()) == []
 
 
 @alone

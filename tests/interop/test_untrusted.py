@@ -17,7 +17,6 @@ from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.forging import Forge, record_digest, tree_of
 from tests.interop.watching import MOST_GROWN_BYTES, grown, sparse
 from zstore.checkpoint.catalog import scan
-from zstore.checkpoint.folder import LocalFolder, links_elsewhere
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
@@ -280,15 +279,6 @@ def test_a_link_in_the_folder_of_checkpoints_may_lead_to_its_neighbour_alone(pat
         assert reader.record.step == 1
 
 
-def test_a_link_named_like_a_tokenizer_is_not_copied(path: Path, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("{}")
-    (path / "config.json").symlink_to(tmp_path / "secret")
-    (path / "tokenizer.json").write_text("{}")
-    assert consolidate_command(path, tmp_path / "weights", "fp32", 10**9) == 0
-    assert (tmp_path / "weights/tokenizer.json").exists()
-    assert not (tmp_path / "weights/config.json").exists()
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 @pytest.mark.parametrize("name", [SHARD, "manifest/rank-00000.json", "zarr.json", "zstore.json", f"{W}/zarr.json"])
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
@@ -320,19 +310,6 @@ def test_an_index_that_leads_elsewhere_is_refused(forge: Forge, tmp_path: Path) 
         forge.forge_shard(SHARD, change)
         assert any("belongs to another layout" in problem for problem in use(forge.path, tmp_path / "out"))
         forge.restore()
-
-
-def test_a_local_folder_tells_what_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "b").write_text("x")
-    inside = LocalFolder(tmp_path)
-    inside.check_file("a/b")
-    for name in ("a/c", "c/b", "a/b/c"):
-        with pytest.raises((FileNotFoundError, CorruptionError)):
-            inside.check_file(name)
-    with pytest.raises(CorruptionError, match="is not a file"):
-        inside.check_file("a")
-    assert not links_elsewhere(tmp_path / "a")
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------
