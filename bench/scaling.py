@@ -1,7 +1,7 @@
 """How cost grows: processor time, time and memory against model size, number of arrays, ranks, checkpoints and steps of a
 journal, with the exponent of each: 1 is a straight line, 0 no growth at all.
 
-    python -m bench.scaling [--axes parameters,arrays,ranks,checkpoints,journal,plan,planned] [--path FOLDER] [--json FILE]
+    python -m bench.scaling [--axes parameters,arrays,ranks,checkpoints,plan,planned] [--path FOLDER] [--json FILE]
                             [--md FILE] [--svg FILE] [--show FILE]
 
 Each point is a process of its own. `planned` are the parts of a save and a load of single ranks of a world of up to 512
@@ -34,7 +34,6 @@ AXES: dict[str, str] = {
     "arrays": "arrays, of ten million elements in all",
     "ranks": "ranks, of ten million parameters in 24 arrays; processor time and memory of all together",
     "checkpoints": "checkpoints in the folder",
-    "journal": "steps in a journal",
     "plan": "million parameters of a GPT, planned with all on disk",
     "planned": "ranks that save, of 110 million parameters; what a single one does",
 }
@@ -43,7 +42,6 @@ POINTS: dict[str, list[int]] = {
     "arrays": [10, 100, 1000, 10_000],
     "ranks": [1, 2, 3, 4],
     "checkpoints": [1, 10, 100, 1000],
-    "journal": [1000, 10_000, 100_000],
     "plan": [2, 110, 1200, 2700],
     "planned": [8, 64, 512],
 }

@@ -34,7 +34,6 @@ from zstore.engine.plan.needs import find_needs, placement_settings
 from zstore.engine.plan.placement import make_plan
 from zstore.engine.plan.plan import Plan
 from zstore.engine.plan.run import shapes_of_model, units_of_model
-from zstore.journal.reader import read_file
 from zstore.testing.ranks import run_ranks
 from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
@@ -183,21 +182,6 @@ def _copy(source: Path, count: int) -> None:
         (target / RECORD_FILE).write_bytes(own.encode())
 
 
-def _journal(spec: Spec, tell: Tell) -> None:
-    """Measure a journal of `steps` steps, and what it costs a run to write one more."""
-    folder = Path(spec["folder"])
-    with start_engine(spec, "none", spec["folder"]) as engine:
-        step(engine)
-        engine.save_checkpoint(str(folder / "run"), tag="t")
-    (path,) = (folder / "run").glob("journal-*.jsonl")
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    steps = [line for line in lines if '"step"' in line][-1:]
-    with path.open("a", encoding="utf-8") as file:
-        for _ in range(spec["journal"]):
-            file.writelines(steps)
-    tell("path", path="journal, read", **_repeated(lambda: read_file(folder / "run", path.name)))
-
-
 def _plan(spec: Spec, tell: Tell) -> None:
     """Plan a GPT of the shape `spec["shape"]`, without memory, at stage 3 with everything on disk."""
     with torch.device("meta"):
@@ -227,5 +211,5 @@ def _plan(spec: Spec, tell: Tell) -> None:
     tell("path", path="traffic of a step, planned", growth_bytes=made.traffic_total.total, **nothing)
 
 
-CONTENDERS = {"plan": _plan, "model": _model, "ranks": _ranks, "checkpoints": _checkpoints, "journal": _journal}
+CONTENDERS = {"plan": _plan, "model": _model, "ranks": _ranks, "checkpoints": _checkpoints}
 """What a process may be asked for."""

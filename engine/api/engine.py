@@ -101,9 +101,9 @@ class Engine(nn.Module):
         self.report = RunReport(training, self.times, monitors)
         self.extras: dict[str, Extra] = {}
         """By the key of their section. See [Note: an extra] in `config.extra`."""
-        self._acting: list[Extra] = []
-        """Those that are on."""
-        self.checkpoints = Checkpoints(training, self._acting)
+        self.journal = self.report.journal
+        """The run's journal, which a loop tells things unknown to the engine, with `note(tokens=..., total_steps=...)`."""
+        self.checkpoints = Checkpoints(training, self.journal)
         self._unchecked: list[ClientState] = []
         """Client state of future saves that was not checked yet."""
         self._when_asked: Callable[[], NoReturn] | None = None
@@ -121,6 +121,7 @@ class Engine(nn.Module):
         # Not methods of this object, which would then never be collected.
         self.saves_s = functools.partial(_saves_s, self.checkpoints)
         """Returns the seconds for which saves held training up, by their kind."""
+        self.journal.saves_s = self.saves_s
         units = None if training.hooks is None else training.hooks.units
         self.access = Access(training, units, self.checkpoints.wait)
         if not (training.config.frozen or (training.stepper is not None and training.stepper.needs_saved)):
@@ -147,6 +148,7 @@ class Engine(nn.Module):
             *ends,
             self.signals.close,
             self.parameter_guard.remove,
+            self.journal.close,
             functools.partial(_end_extras, self.extras),
         )
         self._finalizer: weakref.finalize[..., Any] = closing_with(
@@ -156,7 +158,6 @@ class Engine(nn.Module):
     def plug_in(self, extras: Mapping[str, Extra]) -> None:
         """Take the extras, which were made for this engine."""
         self.extras.update(extras)
-        self._acting += [extra for extra in extras.values() if extra.acts]
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -263,7 +264,7 @@ class Engine(nn.Module):
         if boundary:
             if self.report.enabled:
                 self.report.step_ended()
-            for extra in self._acting:
+            for extra in self.extras.values():
                 extra.step_ended()
             while self._unchecked:
                 # Before hours of training, and not at a save that must not fail.
@@ -622,11 +623,6 @@ class Engine(nn.Module):
         with self.world.calling("load", meeting="engine.load_checkpoint()"):
             return self.checkpoints.load(user_location(load_dir), tag, chosen)
 
-    @property
-    def journal(self) -> Any:
-        """The run's journal, which a loop tells things unknown to the engine, with `note(tokens=..., total_steps=...)`."""
-        return self.extras["zstore.journal"]
-
     def log(self, values: Mapping[str, Any]) -> None:
         """Add numbers of a loop's own to the run's journal, for the step that ended last: an accuracy, an evaluation's loss
         ("eval_loss"), a share of experts. Tensors of one element are read; what is no number is left out. Rank 0's count."""
@@ -700,7 +696,7 @@ class Engine(nn.Module):
                     self.save_checkpoint(save_dir, other, state)
             self.wait_for_checkpoint()
             self.world.leave_together()
-            self._tell_of_stop(stop := SystemExit(STOPPED_EXIT_CODE))
+            self.journal.stops(stop := SystemExit(STOPPED_EXIT_CODE))
             raise stop
 
     # -- queries ----------------------------------------------------------------------------------------------------
@@ -901,17 +897,13 @@ class Engine(nn.Module):
         if value is not None:
             self.world.escaped(value)
             if not isinstance(value, SystemExit):
-                self._tell_of_stop(value)
+                self.journal.stops(value)
         try:
             self.close()
         except BaseException as error:
             if error is not value:
                 error.__context__ = error.__context__ or value  # an ExitStack leaves it out
             raise
-
-    def _tell_of_stop(self, error: BaseException) -> None:
-        for extra in self._acting:  # the engine is closed all the same, and its own error is raised
-            settle(functools.partial(extra.stops, error), f"{type(extra).__name__}.stops: ")
 
     def __getattr__(self, name: str) -> Any:
         """Return the model's attribute if the engine has none of that name, as `engine.config`; `generate` of a

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +36,9 @@ from zstore.io.tensors import host_values
 from zstore.store import PinnedShard, Snapshot
 
 from ..build.model import files_beside, stored_whole
-from ..config.extra import Extra, TellOfSave
 from ..optim.stepper import STATE_KEY
 from ..params.record import ParameterRecord
+from ..report.journal import RunJournal
 from . import client_state as client
 from .destinations import Destination, destination_of
 from .load import Restore
@@ -76,10 +76,9 @@ class SaveOptions:
 class Checkpoints:
     """Saves and loads a run's state. See [Note: saving], and [Note: loading] in `load`."""
 
-    def __init__(self, training: Training, extras: Iterable[Extra]) -> None:
+    def __init__(self, training: Training, journal: RunJournal) -> None:
         self._training = training
-        self._extras = extras
-        """They are told of saves and loads."""
+        self._journal = journal
         self._pending = PendingSave(training.world)
         self._known: dict[str, KnownFile] = {}
         """Files of the last checkpoint, saved or loaded, which the next one may link."""
@@ -117,7 +116,7 @@ class Checkpoints:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
         if world.rank > 0:
             small = Small.standing_in(small.state, described)
-        tell = self._teller(chosen, destination)
+        tell = self._journal.save_begins(chosen, destination.folder, destination.upload)
         try:
             handle = self._pending.begin(lambda: self._begin(options, destination, chosen, small, tell, save_id))
         except BaseException as error:
@@ -134,18 +133,8 @@ class Checkpoints:
     def note_folder(self, folder: str) -> None:
         """Note the folder of later checkpoints. Raises UsageError for a URL that no file system opens."""
         self.folder = self.folder or folder
-        for extra in self._extras:
-            extra.saves_in(folder)
-
-    def _teller(self, tag: str, destination: Destination) -> TellOfSave:
-        """Tell the extras of a save; return what tells them how it goes on."""
-        wanted = [tell for extra in self._extras if (tell := extra.save_begins(tag, destination)) is not None]
-
-        def tell_all(told: SaveHandle | SaveSummary | BaseException) -> None:
-            for tell in wanted:
-                tell(told)
-
-        return tell_all
+        place = destination_of(folder, self._training.config, self._training.state.store.options.all_paths)
+        self._journal.saves_in(place.folder, place.upload)
 
     def _tag(self, tag: str | float | None) -> str:
         return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
@@ -179,7 +168,7 @@ class Checkpoints:
         destination: Destination,
         tag: str,
         small: Small,
-        tell: TellOfSave,
+        tell: Callable[[SaveSummary | BaseException], None],
         save_id: str,
     ) -> SaveHandle:
         """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
@@ -311,8 +300,8 @@ class Checkpoints:
             if restore.resumes and self.folder is None:
                 self.folder = path.rpartition("/")[0]
             elapsed_s = time.perf_counter() - started
-            for extra in self._extras:
-                extra.loaded(path, restore, elapsed_s)
+            read_bytes, resumes = restore.report.read_bytes, restore.resumes
+            self._journal.loaded(path, restore.tag, elapsed_s, read_bytes, resumes=resumes)
         kept = state.pop(STATE_KEY, None)
         if self._training.stepper is not None and path is not None and options.optimizer:
             self._training.stepper.load(kept or {})

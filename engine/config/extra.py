@@ -3,8 +3,7 @@
 [Note: an extra]
 The engine knows of its extras what this class says. `initialize` takes those whose section is in the config and is on: each
 may change the model before it is laid out, and is made when the engine is there. It may register optimizers
-(`optim.rules`), and override what follows. An extra whose key is no section, but a value, is always made, and says by `acts`
-whether it is on.
+(`optim.rules`), and override what follows.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from zstore.checkpoint import SaveHandle, SaveSummary
 from zstore.errors import UsageError
 
 from .keys import Section
@@ -21,17 +19,12 @@ from .schema import add_section, remove_section
 if TYPE_CHECKING:
     from torch import nn
 
-TellOfSave = Callable[[SaveHandle | SaveSummary | BaseException], None]
-"""Is told of a save's handle when it has begun, of its summary, and of its error, from any thread."""
-
 
 class Extra:
     """A feature of one engine. Every rank has it, and calls each method in the same order. See [Note: an extra]."""
 
     acts_frozen: ClassVar[bool] = False
     """Whether engines that train nothing have it too."""
-    acts = True
-    """Whether it is on: if not, it is there, and nothing below is called but `close`."""
 
     @classmethod
     def prepare(cls, model: nn.Module, section: Any) -> None:
@@ -42,19 +35,6 @@ class Extra:
 
     def step_ended(self) -> None:
         """Take the state after an optimizer step, taken or skipped: an update may still run behind it."""
-
-    def saves_in(self, folder: str) -> None:
-        """Note the folder or URL of the run's checkpoints, which a loop names before the first save."""
-
-    def save_begins(self, tag: str, destination: Any) -> TellOfSave | None:
-        """Note a save to a `Destination` of `checkpoint.destinations`; return a function that is told how it goes on, or
-        None."""
-
-    def loaded(self, path: str, load: Any, elapsed_s: float) -> None:
-        """Note that the checkpoint at a path or URL was loaded, by a `Restore` of `checkpoint.load`."""
-
-    def stops(self, error: BaseException) -> None:
-        """Note that the engine is closed next because of an error; of SystemExit, because the run was asked to stop."""
 
     def close(self) -> None:
         """Release everything: the engine is closed."""

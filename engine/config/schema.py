@@ -56,7 +56,7 @@ class ZstoreSection(Section):
     the first nvme_path, where state on disk is linked and not written again, else in the user's cache folder."""
     journal: Annotated[Literal["auto", False], Words('"auto" or false')] | Folder = built("auto")
     """Where the run's journal goes: a line of JSON for each step, save and load, written by rank 0. "auto": beside the
-    checkpoints, as `journal-<run id>.jsonl`. A path: into that folder. false: there is none. See docs/journal.md."""
+    checkpoints, as `journal-<run id>.jsonl`. A path: into that folder. false: there is none. See docs/metrics.md."""
     io_threads: Positive | None = built(None)
     """The same as aio.thread_count; unset: that key's value."""
     silent_rank_s: Real = built(45.0)

@@ -17,7 +17,6 @@ from .sparse_attention.section import Pattern
 from .whole_tensors.section import AdafactorParams, LambParams, MuonParams
 
 _EXTRAS: dict[str, tuple[str, type[Section] | None]] = {
-    "zstore.journal": ("journal.journal:RunJournal", None),  # first: it notes a step before others take their time
     "sparse_attention": ("sparse_attention.attend:SparseAttention", Pattern),
 }
 

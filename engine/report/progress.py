@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config.keys import acting
+from .journal import RunJournal
 from .monitors import Monitors
 from .statistics import MemoryStatistics
 from .utilisation import PhaseTimes, StepUtilisation
@@ -82,14 +83,13 @@ class RunReport:
         self._times = times
         self.monitors = monitors
         self.utilisation = StepUtilisation(training)
+        self.journal = RunJournal(training, self.utilisation)
         self._every = settings.steps_per_print
         self.enabled = False
         """Whether steps are reported at all."""
         self.loss: Loss = None
         """Of the last step, as reported."""
-        self.aside_s = 0.0
-        """Seconds of evaluations, which are no step's."""
-        if self._every > 0 or monitors:
+        if self._every > 0 or monitors or self.journal.enabled:
             self.want()
         self._losses = StepLosses()
         self._aside_since_s: float | None = None
@@ -110,9 +110,8 @@ class RunReport:
             self._aside_since_s = self._aside_since_s or now_s
             return False
         if self._aside_since_s is not None:
-            aside_s, self._aside_since_s = now_s - self._aside_since_s, None
-            self.aside_s += aside_s
-            self.utilisation.leave_out(aside_s)
+            self.utilisation.leave_out(now_s - self._aside_since_s)
+            self._aside_since_s = None
         return True
 
     def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:
@@ -138,17 +137,19 @@ class RunReport:
         prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
         taken, told = self._losses.take(), self._training.world.told  # the next step's may not be known
         loss = sum(told) / len(told) if told else value_of(taken)
+        times = replace(self._times)
+        spent, self._last_step = times - self._last_step, times
         if self.monitors or prints:
             loss = number = loss() if callable(loss) else loss
             if self.monitors:
-                self._write(number)
+                self._write(number, spent)
             if prints:
                 self._print(number)
         self.loss = loss
+        self.journal.step_ended(loss, spent)
 
-    def _write(self, loss: float | None) -> None:
-        training, times = self._training, replace(self._times)
-        spent, self._last_step = times - self._last_step, times
+    def _write(self, loss: float | None, spent: PhaseTimes) -> None:
+        training = self._training
         found = {
             "train_loss": loss,
             "lr": float(training.optimizer.param_groups[0]["lr"]),

@@ -127,6 +127,8 @@ class StepUtilisation:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self._peak = peak_of(name, training.config.precision)
         self._ended_s: float | None = None
+        self.step_s: float | None = None
+        """Seconds of the last step; None: nothing says when it began."""
         self.last: float | None = None
         """Utilisation of the last step, 0 to 1; None: not known."""
 
@@ -150,9 +152,10 @@ class StepUtilisation:
     def step_ended(self) -> None:
         """Note that a step ended now, which began when the one before did; the first one, which warms up, does not count."""
         now_s, before_s = time.perf_counter(), self._ended_s
-        self.last = None
-        if before_s is not None and self._peak is not None and (flops := self._step_flops()) is not None:
-            self.last = flops / ((now_s - before_s) * self._peak)
+        self.last = self.step_s = None
+        if before_s is not None:
+            self.step_s, flops = now_s - before_s, self._step_flops()
+            self.last = None if self._peak is None or flops is None else flops / (self.step_s * self._peak)
         self._ended_s = now_s
 
     def leave_out(self, seconds: float) -> None:
@@ -162,7 +165,7 @@ class StepUtilisation:
 
     def begin_anew(self) -> None:
         """Forget when the last step ended: the time since then is no part of the next."""
-        self._ended_s = None
+        self._ended_s = self.step_s = None
 
     def now(self) -> Utilisation | None:
         """Return the known numbers; None if not even operations are."""

@@ -199,13 +199,13 @@ def test_a_program_that_ends_completes_its_upload(tmp_path: Path) -> None:
 
 _JOURNAL = """
 import atexit, pathlib, sys
-from zstore.journal.writer import FileSink, JournalWriter
+from zstore.journal import JournalFile, JournalWriter
 
 def last():
     with JournalWriter(failed=print) as journal:
-        journal.append({"event": "before"})
-        journal.open(FileSink(pathlib.Path(sys.argv[1])))
-        journal.append({"event": "after"})
+        journal.append({"kind": "before"})
+        journal.open(JournalFile(pathlib.Path(sys.argv[1])))
+        journal.append({"kind": "after"})
 
 atexit.register(last)
 """
@@ -215,7 +215,7 @@ def test_a_journal_that_the_end_of_the_program_begins_is_whole(tmp_path: Path) -
     path = tmp_path / "journal.jsonl"
     done = subprocess.run([sys.executable, "-c", _JOURNAL, str(path)], check=False, capture_output=True, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["before", "after"]
+    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["before", "after"]
 
 
 _NOTEBOOK = """

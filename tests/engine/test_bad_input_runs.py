@@ -18,7 +18,7 @@ import pytest
 from tests import warm
 from tests.engine.runs import whole
 from tests.waiting import until
-from zstore.journal.names import run_of
+from zstore.journal import run_of
 from zstore.tools import cli
 
 ROOT = Path(__file__).parents[2]

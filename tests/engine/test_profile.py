@@ -95,11 +95,7 @@ def test_utilisation_is_in_the_monitors_the_journal_and_the_statistics(
         known = engine.statistics().utilisation
     assert known is not None
     assert (known.step_flops, known.peak_flops) == (2 * 3 * FORWARD, 1e9)
-    records = read(tmp_path)
-    assert [record["flops"] for record in records if "flops" in record] == [
-        {"step_flops": known.step_flops, "peak_flops": 1e9}
-    ]
-    steps = [record for record in records if record["kind"] == "step"]
+    steps = [record for record in read(tmp_path) if record["kind"] == "step"]
     assert steps[0]["mfu"] is None
     assert steps[1]["mfu"] > 0
     # A step lasts from the end of the one before to its own: longer than its model, shorter than both.

@@ -17,7 +17,7 @@ from tests.engine.runs import ADAM, make_config, start, state_of, step
 from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError
-from zstore.journal.names import run_of
+from zstore.journal import run_of
 from zstore.remote.service import open_folder
 from zstore.testing.ranks import run_ranks
 from zstore.tools.train.command import train_command

@@ -22,7 +22,7 @@ from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine.runtime.signals import STOP_SIGNALS, StopSignals
 from zstore.errors import UsageError
-from zstore.journal.names import run_of
+from zstore.journal import run_of
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 

@@ -36,7 +36,7 @@ from zstore.engine.adapters.deepspeed.names import (
     missing_of_engine,
 )
 from zstore.errors import ConfigError, UsageError
-from zstore.journal.names import run_of
+from zstore.journal import run_of
 from zstore.tools.as_deepspeed.installing import install
 
 ROOT = Path(__file__).parents[2]

@@ -86,8 +86,6 @@ class JournalWriter:
             host=socket.gethostname(),
             pid=2**22 + 1 if pid is None else pid,  # one that no process has
             versions={"zstore": "0.0.0", "torch": "2.0.0"},
-            device="cpu",
-            parameters=sum(array.size for name, array in arrays_of().items() if name.startswith("model/")),
             config={"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}},
         )
         tiers = {"model": "host", "optimizer": "disk", "buffer": "device"}
@@ -118,7 +116,7 @@ class JournalWriter:
         noise = self.random.uniform(0.9, 1.1)
         skipped = self.step % 97 == 0
         loss = None if skipped else (4 * math.exp(-self.step / 120) + 1.5) * self.random.uniform(0.98, 1.02)
-        stall_s = {"waiting for reads": 0.01 * noise, "waiting for room": 0.004 * noise if self.step % 5 == 0 else 0.0}
+        stall_s = {"stall/waiting for reads": 0.01 * noise, "stall/waiting for room": 0.004 * noise}
         return {
             "step": self.step,
             "loss": loss,
@@ -131,18 +129,17 @@ class JournalWriter:
             "forward_s": step_s * 0.3 * noise,
             "backward_s": step_s * 0.5 * noise,
             "optimizer_s": step_s * 0.2 * noise,
-            "links": {
-                "disk read": {"bytes": int(9 * _MIB * noise), "busy_s": step_s * 0.4, "stall_s": stall_s},
-                "disk write": {"bytes": int(7 * _MIB * noise), "busy_s": step_s * 0.3, "stall_s": {}},
-            },
-            "memory": {
-                "device": 20 * _MIB,
-                "host": int(40 * _MIB * noise),
-                "disk": 90 * _MIB,
-                "buffers": 16 * _MIB,
-                "process": int(300 * _MIB * noise),
-                "cuda": 0,
-            },
+            "tokens_per_s": 8 * 256 / (step_s * noise),
+            "rate/disk read": 9 * _MIB / step_s,
+            "rate/disk write": 7 * _MIB / step_s,
+            **stall_s,
+            "stall_s": sum(stall_s.values()),
+            "memory/device": 20 * _MIB,
+            "memory/host": int(40 * _MIB * noise),
+            "memory/disk": 90 * _MIB,
+            "memory/buffers": 16 * _MIB,
+            "memory/process": int(300 * _MIB * noise),
+            "memory/cuda": 0,
         }
 
     def saved(self, folder: Path, *, linked_bytes: int, written_bytes: int) -> None:
@@ -217,7 +214,6 @@ def train(run: SampleRun, *, steps: tuple[int, ...] = SAVE_STEPS, first_process_
         journal.steps(step - journal.step)
         run.save()
         journal.saved(run.folder, linked_bytes=2**20, written_bytes=2**19)
-    journal.write("action", action="save", id="0" * 32)
     journal.write("save", step=journal.step, tag="by-hand", location=str(run.folder), state="begun")
     journal.write(
         "save", step=journal.step, tag="by-hand", location=str(run.folder), state="failed", problem="no space left"

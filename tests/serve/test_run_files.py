@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
 from zstore.errors import UsageError
-from zstore.journal.names import journal_file
+from zstore.journal import journal_file
 from zstore.remote.journal_tail import JournalTail
 from zstore.remote.service import open_folder
 from zstore.remote.service_target import ServicePlace
@@ -25,7 +24,9 @@ OPTIONS = {"token": "secret-of-the-tests"}
 
 
 def _lines(*numbers: int) -> bytes:
-    return b"".join(json.dumps({"kind": "step", "step": number}).encode() + b"\n" for number in numbers)
+    return b"".join(
+        json.dumps({"kind": "step", "step": number}, separators=(",", ":")).encode() + b"\n" for number in numbers
+    )
 
 
 @pytest.fixture
@@ -79,41 +80,31 @@ def test_lines_of_deep_json_are_passed_over(tmp_path: Path, base: str, http: url
     assert (runs.status, runs.json()["runs"][0]["step"]) == (200, 7)
 
 
-def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(
-    tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("zstore.remote.journal_tail._PAUSE_S", 0.01)
+def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(tmp_path: Path, base: str) -> None:
     stored = tmp_path / "runs/one" / journal_file("abc")
     problems: list[str] = []
 
-    def tail(path: Path, place: ServicePlace, start: int) -> JournalTail:
-        return JournalTail(path, place, "abc", start, failed=problems.append)
+    def tail(path: Path, url: str, options: dict[str, str] = OPTIONS) -> JournalTail:
+        start = path.stat().st_size if path.exists() else 0
+        return JournalTail(path, ServicePlace(url, options), "abc", start, failed=problems.append)
 
     with proxy_to(int(base.rpartition(":")[2])) as proxy:
-        place = ServicePlace(f"http://127.0.0.1:{proxy.port}/one", OPTIONS)
-        path = tmp_path / "first.jsonl"
-        path.write_bytes(_lines(1))
-        arrived = threading.Event()
-        proxy.after(500, lambda: (proxy.cut(), arrived.set()))
-        with tail(path, place, 0):
-            for number in range(2, 40):
-                with path.open("ab") as file:
-                    file.write(_lines(number))
-                if number == 20:
-                    assert arrived.wait(200)
-            with path.open("ab") as file:
-                file.write(b'{"kind": "st')
-        assert stored.read_bytes() == _lines(*range(1, 40))
-        # On another machine, whose folder has nothing of it; then there again.
-        elsewhere = tmp_path / "second.jsonl"
-        elsewhere.write_bytes(_lines(40))
-        with tail(elsewhere, place, 0), elsewhere.open("ab") as file:
-            file.write(_lines(41))
-    assert stored.read_bytes() == _lines(*range(1, 42))
+        first = tail(tmp_path / "first.jsonl", f"http://127.0.0.1:{proxy.port}/one")
+        proxy.after(1500, proxy.cut)
+        for number in range(1, 40):
+            with (tmp_path / "first.jsonl").open("ab") as file:
+                file.write(_lines(number))
+            first.send()
     assert problems == []
-    JournalTail(elsewhere, ServicePlace(f"{base}/one", {"token": "x"}), "abc", 0, failed=problems.append).close()
-    assert len(problems) == 1
-    assert "does not accept the token" in problems[0]
+    again = tail(tmp_path / "second.jsonl", f"{base}/one")  # on another machine, whose folder has nothing of it
+    (tmp_path / "second.jsonl").write_bytes(_lines(40) + b'{"kind": "st')
+    again.send(is_end=True)
+    assert stored.read_bytes() == _lines(*range(1, 41))
+    refused = tail(tmp_path / "third.jsonl", f"{base}/one", {"token": "x"})
+    for _ in range(2):
+        refused.send()
+    (problem,) = problems
+    assert "does not accept the token" in problem
 
 
 def test_config_and_tokenizer_lie_beside_the_checkpoints(tmp_path: Path, base: str) -> None:

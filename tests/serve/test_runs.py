@@ -78,7 +78,6 @@ def test_steps_are_those_of_the_journal(client: httpx.Client, sample: Path) -> N
     few = get(client, f"{run_path(RUN)}/steps?points=30&after=150")["columns"]
     assert few["step"] == list(range(155, 301, 5))
     assert few["loss"] == [expected["loss"][int(step) - 1] for step in few["step"]]
-    assert few["tokens_seen"][-1] == sum(filter(None, expected["tokens"]))
     assert get(client, f"{run_path(RUN)}/steps?after=300")["columns"]["step"] == []
     assert get(client, f"{run_path(RUN)}/steps?after=3&until=5")["columns"]["step"] == [4, 5]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import journal, serve
+from bench import serve
 
 
 def test_serve_benchmark_sets_the_service_beside_other_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,15 +23,3 @@ def test_serve_benchmark_sets_the_service_beside_other_servers(tmp_path: Path, m
         assert rows["zstore"]["ratio"] == 1
         assert all(row["requests_per_s"] > 0 for row in rows.values())
     assert [path.name for path in tmp_path.iterdir()] == ["serve.json"]
-
-
-def test_journal_benchmark_counts_what_a_step_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "journal.json"
-    arguments = ["--steps", "2", "--batch", "1", "--tokens", "8", "--json", str(out)]
-    monkeypatch.setattr(sys, "argv", ["journal", "--path", str(tmp_path), *arguments])
-    journal.main()
-    figures = json.loads(out.read_text())
-    assert 0 < figures["inside_us"] < 1e6 * figures["step_s"]
-    assert figures["behind_us"] >= 0  # so few steps may end before its thread wakes
-    assert 100 < figures["bytes_per_step"] < 10_000
-    assert [path.name for path in tmp_path.iterdir()] == ["journal.json"]

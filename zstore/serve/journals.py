@@ -1,70 +1,57 @@
 """The journals of a run, read as far as they go and then on from there: its state, saves, warnings, curves and memory.
 
 Journals of one folder are sessions of one run: the newest one counts for its state, and for steps that several have.
+
+[Note: samples of steps]
+A long run has more steps than a curve has points: of its steps, and of its metrics, every n-th line is kept, and the newest
+ones; n doubles whenever more than wanted are kept. Most of these lines are never decoded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_args
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from ..checkpoint.folder import Folder
 from ..errors import ZstoreError
-from ..journal.columns import number, steps
-from ..journal.lines import Record
-from ..journal.names import pid_namespace, run_of
-from ..journal.reader import Follower, journals
-from .models import (
-    NotFinite,
-    PlacedArray,
-    Placement,
-    PlanPart,
-    RunDetail,
-    RunSummary,
-    SaveEvent,
-    Session,
-    State,
-    Steps,
-    Tier,
-    Warned,
-)
+from ..journal import Record, decode_lines, journals, number, steps
+from . import models
 
 M = TypeVar("M", bound=BaseModel)
 
+_BLOCK_BYTES = 16 * 1024 * 1024
 _MOST_SESSIONS, _MOST_SAVES, _MOST_EVENTS, _MOST_NAMES = 20, 200, 100, 64
 _LEAST_HEARTBEAT_S, _HEARTBEAT_STEPS = 60.0, 10
 _LATE_S = 5.0
 """How much later than a journal's first line its process may seem to have begun."""
 
 
-def _made(model: type[M], line: Mapping[str, Any]) -> M | None:
-    """Return what a line says; None if it is not what a journal has."""
-    try:
-        return model.model_validate(line)
-    except ValidationError:
-        return None
+def _made(model: type[M], lines: Iterable[Any]) -> list[M]:
+    """Return what lines say; those that are not what a journal has are left out."""
+    found = []
+    for line in lines:
+        try:
+            found.append(model.model_validate(line))
+        except ValidationError:
+            continue
+    return found
 
 
-def _finite(value: Any) -> float | None:
-    found = number(value)
-    return None if math.isnan(found) else found
+def _list(line: Mapping[str, Any], key: str) -> list[Any]:
+    value = line.get(key)
+    return value if isinstance(value, list) else []
 
 
-def _whole(value: Any) -> int | None:
-    found = _finite(value)
-    return None if found is None else int(found)
-
-
-def _is_alive(session: Session) -> bool:
+def _is_alive(session: models.Session) -> bool:
     """Return whether the process of a session, one of this machine, runs."""
     try:
         with open(f"/proc/{session.pid}/stat", encoding="ascii", errors="replace") as file:
@@ -78,222 +65,205 @@ def _is_alive(session: Session) -> bool:
     return status not in "ZX" and begun_at < session.started_at + _LATE_S
 
 
-@dataclass
+class _Sample:
+    """The lines that are kept of one kind. See [Note: samples of steps]."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num_newest, self._every, self._count = most, most // 4, 1, 0
+        self._kept: list[tuple[int, bytes]] = []
+
+    def add(self, line: bytes) -> None:
+        if self._most:
+            self._kept.append((self._count, line))
+        self._count += 1
+        every = self._every if len(self._kept) > self._most else 0
+        while every and len(self._kept) > 3 * self._most // 4:
+            older, newest = self._kept[: -self._num_newest], self._kept[-self._num_newest :]
+            self._kept = [each for each in older if each[0] % every == 0] + newest
+            self._every, every = every, every * 2
+
+    def records(self) -> list[Record]:
+        return decode_lines(b"\n".join(line for _, line in self._kept))
+
+
 class _Journal:
     """One journal, as far as it was read."""
 
-    follower: Follower
-    run_id: str
-    sessions: list[Session] = field(default_factory=list)
-    num_sessions: int = 0
-    saves: dict[tuple[int, str], SaveEvent] = field(default_factory=dict)
-    """The last state of each, by step and tag."""
-    warnings: list[Warned] = field(default_factory=list)
-    not_finite: list[NotFinite] = field(default_factory=list)
-    plan: Record = field(default_factory=dict)
-    end: Record | None = None
-    """Of the last session, if it ended."""
-    last_at: float = 0.0
-    arrived_at: float = 0.0
-    """When its last line came, by the clock here."""
+    def __init__(self, folder: Folder, name: str, most_steps: int) -> None:
+        self._folder, self._name = folder, name
+        self.offset = 0
+        """Bytes that were read."""
+        self.samples = {kind: _Sample(most_steps) for kind in (b"step", b"metrics")}
+        self.last_step: Record = {}
+        self.last_at = 0.0
+        self.num_sessions = 0
+        self._processes: deque[Record] = deque(maxlen=2 * _MOST_SESSIONS)
+        """Starts and ends."""
+        self.saves: deque[Record] = deque(maxlen=2 * _MOST_SAVES)
+        self.warnings: deque[Record] = deque(maxlen=_MOST_EVENTS)
+        self.not_finite: deque[Record] = deque(maxlen=_MOST_EVENTS)
+        self.plan: Record = {}
 
-    def take(self, line: Record) -> None:
-        """Take a line in."""
-        self.last_at = max(self.last_at, _finite(line.get("at")) or 0.0)
-        if "not_finite" in line and (found := _made(NotFinite, line)) is not None:
-            values = dict(itertools.islice(found.values.items(), _MOST_NAMES))
-            self.not_finite = [*self.not_finite[1 - _MOST_EVENTS :], found.model_copy(update={"values": values})]
-        match line["kind"]:
-            case "start" if (session := _made(Session, line)) is not None:
-                self.sessions = [*self.sessions[1 - _MOST_SESSIONS :], session]
-                self.num_sessions += 1
-                self.end = None
-            case "end" if self.sessions:
-                self.sessions[-1] = self.sessions[-1].model_copy(update={"ended_at": _finite(line.get("at"))})
-                self.end = line
-            case "plan":
-                self.plan = line
-            case "save" if (save := _made(SaveEvent, line)) is not None:
-                self.saves.pop((save.step, save.tag), None)
-                self.saves[save.step, save.tag] = save
-                if len(self.saves) > _MOST_SAVES:
-                    del self.saves[next(iter(self.saves))]
-            case "warning" if (warned := _made(Warned, line)) is not None:
-                self.warnings = [*self.warnings[1 - _MOST_EVENTS :], warned]
-            case _:
-                pass
+    def read_on(self, size: int) -> None:
+        """Read the new whole lines of the file of `size` bytes."""
+        last_step = b""
+        while self.offset < size:
+            data = self._folder.read_range(self._name, self.offset, min(size, self.offset + _BLOCK_BYTES))
+            end = data.rfind(b"\n") + 1 or (len(data) if len(data) == _BLOCK_BYTES else 0)
+            if not end:
+                break
+            self.offset += end
+            for line in data[:end].split(b"\n"):
+                kind = line[9:17].partition(b'"')[0] if line.startswith(b'{"kind":"') else b""
+                last_step = line if kind == b"step" else last_step
+                if kind in self.samples:
+                    self.samples[kind].add(line)
+                if kind not in self.samples or b'"not_finite":{' in line:
+                    self._take(line)
+        for self.last_step in decode_lines(last_step):
+            self.last_at = max(self.last_at, number(self.last_step.get("at")) or 0.0)
+
+    def _take(self, line: bytes) -> None:
+        for record in decode_lines(line):
+            self.last_at = max(self.last_at, number(record.get("at")) or 0.0)
+            kind = record["kind"]
+            if kind in ("start", "end"):
+                self._processes.append(record)
+                self.num_sessions += kind == "start"
+            elif kind == "plan":
+                self.plan = record
+            elif kind in ("save", "warning"):
+                (self.saves if kind == "save" else self.warnings).append(record)
+            if isinstance(names := record.get("not_finite"), dict):
+                self.not_finite.append(record | {"not_finite": dict(itertools.islice(names.items(), _MOST_NAMES))})
 
     @property
-    def state(self) -> State:
+    def end(self) -> Record:
+        """That of the last session; empty if it did not end."""
+        return self._processes[-1] if self._processes and self._processes[-1]["kind"] == "end" else {}
+
+    @property
+    def sessions(self) -> list[models.Session]:
+        """The processes that wrote it."""
+        found: list[models.Session] = []
+        for line in self._processes:
+            if line["kind"] == "start":
+                found += _made(models.Session, [line])
+            elif found:
+                found[-1] = found[-1].model_copy(update={"ended_at": number(line.get("at"))})
+        return found
+
+    @property
+    def state(self) -> models.State:
         """The state of the run."""
-        if not self.sessions:
+        if not (sessions := self.sessions):
             return "unknown"
-        session = self.sessions[-1]
-        if self.end is not None:
+        if self.end:
             return "failed" if self.end.get("reason") == "failed" else "done"
-        same = session.pid_namespace in ("", pid_namespace())
-        if same and session.host == socket.gethostname() and session.pid > 0:
-            return "training" if _is_alive(session) else "killed"
-        step_s = _finite(self.follower.steps.last.get("step_s")) or 0.0
-        recent = abs(time.time() - self.arrived_at) < max(_LEAST_HEARTBEAT_S, _HEARTBEAT_STEPS * step_s)
-        return "training" if recent else "lost"
+        if sessions[-1].host == socket.gethostname() and sessions[-1].pid > 0:
+            return "training" if _is_alive(sessions[-1]) else "killed"
+        patience_s = max(_LEAST_HEARTBEAT_S, _HEARTBEAT_STEPS * (number(self.last_step.get("step_s")) or 0.0))
+        return "training" if time.time() - self.last_at < patience_s else "lost"
 
 
 class RunJournals:
     """The journals in a run's folder. Usable from any thread; calls block on the file system."""
 
     def __init__(self, folder: Folder, most_steps: int = 2000) -> None:
+        """`most_steps`: a multiple of 4; 0: none is kept but the last."""
         self._folder, self._most_steps = folder, most_steps
         self._journals: dict[str, _Journal] = {}
         self._num_replaced = 0
         """Rises whenever another file took a journal's name, so that no sum with the number of sessions comes twice."""
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
-    def _refresh(self) -> list[_Journal]:
-        """Read the new lines; return the journals, the one that began first at the head."""
-        try:
-            names = journals(self._folder)
-        except (OSError, ZstoreError):
-            names = []
-        self._journals = {name: journal for name, journal in self._journals.items() if name in names}
-        for name in names:
-            journal = self._journals.get(name)
-            if journal is None:
-                journal = _Journal(Follower(self._folder, name, self._most_steps), run_of(name) or name)
-            try:
-                self._journals[name] = self._read_on(name, journal)
-            except (OSError, ZstoreError):  # removed meanwhile
-                self._journals.pop(name, None)
-        found = self._journals.values()
-        return sorted(found, key=lambda one: one.sessions[0].started_at if one.sessions else one.last_at)
-
-    def _read_on(self, name: str, journal: _Journal) -> _Journal:
-        before = journal.follower.offset
-        lines, is_other = journal.follower.read_on()
-        if is_other:
-            self._num_replaced += journal.num_sessions + 1
-            journal, before = _Journal(journal.follower, journal.run_id), 0
-        for line in lines:
-            journal.take(line)
-        journal.last_at = max(journal.last_at, _finite(journal.follower.steps.last.get("at")) or 0.0)
-        if self._folder.is_local:
-            journal.arrived_at = os.stat(self._folder.path / name).st_mtime
-        elif journal.follower.offset > before:
-            journal.arrived_at = time.time() if before else journal.last_at
-        return journal
-
-    def _current(self) -> _Journal | None:
-        return max(self._refresh(), key=lambda journal: journal.last_at, default=None)
-
-    def summary(self, name: str, location: str) -> RunSummary:
-        """Return what the newest journal says in short."""
+    @contextlib.contextmanager
+    def _read(self) -> Iterator[list[_Journal]]:
+        """Read the new lines; yield the journals, the one whose last line is the newest at the end, with the lock."""
         with self._lock:
-            journal = self._current()
-            if journal is None:
-                return RunSummary(name=name, location=location, state="unknown")
-            last, end = journal.follower.steps.last, journal.end or {}
-            session = journal.sessions[-1] if journal.sessions else None
-            save = next(reversed(journal.saves.values()), None)
-            tokens, step_s = _finite(last.get("tokens")), _finite(last.get("step_s"))
-            step = _whole(last.get("step"))
-            problem = end.get("problem")
-            return RunSummary(
+            before, self._journals = self._journals, {}
+            try:
+                for name in journals(self._folder):
+                    size, journal = self._folder.size(name), before.get(name)
+                    if journal is None or size < journal.offset:
+                        self._num_replaced += 0 if journal is None else journal.num_sessions + 1
+                        journal = _Journal(self._folder, name, self._most_steps)
+                    journal.read_on(size)
+                    self._journals[name] = journal
+            except (OSError, ZstoreError):  # removed meanwhile
+                pass
+            yield sorted(self._journals.values(), key=lambda journal: journal.last_at)
+
+    def summary(self, name: str, location: str) -> models.RunSummary:
+        """Return what the newest journal says in short."""
+        with self._read() as found:
+            if not found:
+                return models.RunSummary(name=name, location=location, state="unknown")
+            journal, last, problem = found[-1], found[-1].last_step, found[-1].end.get("problem")
+            session = next(reversed(journal.sessions), None)
+            save = next(reversed(_made(models.SaveEvent, journal.saves)), None)
+            wrong = next(reversed(_made(models.NotFinite, journal.not_finite)), None)
+            step = number(last.get("step"))
+            return models.RunSummary(
                 name=name,
                 location=location,
                 state=journal.state,
                 error=problem if isinstance(problem, str) else None,
-                not_finite_step=journal.not_finite[-1].step if journal.not_finite else None,
+                not_finite_step=wrong.step if wrong else None,
                 failed_save=f"step {save.step}: {save.problem}" if save and save.state == "failed" else None,
-                run_id=session.run_id if session else journal.run_id,
-                step=step if step is not None or session is None else session.first_step,
+                run_id=session.run_id if session else None,
+                step=int(step) if step is not None else session.first_step if session else None,
                 total_steps=session.total_steps if session else None,
-                loss=_finite(last.get("loss")),
-                tokens_per_s=tokens / step_s if tokens is not None and step_s else None,
+                loss=number(last.get("loss")),
+                tokens_per_s=number(last.get("tokens_per_s")),
                 updated_at=journal.last_at or None,
             )
 
-    def detail(self, summary: RunSummary) -> RunDetail:
+    def detail(self, summary: models.RunSummary) -> models.RunDetail:
         """Return the run with its newest sessions, saves and warnings."""
-        with self._lock:
-            found = self._refresh()
-            saves = (save for journal in found for save in journal.saves.values())
-            sessions = (session for journal in found for session in journal.sessions)
-            warnings = (warned for journal in found for warned in journal.warnings)
-            not_finite = (one for journal in found for one in journal.not_finite)
-            return RunDetail(
-                summary=summary,
-                sessions=sorted(sessions, key=lambda one: one.started_at)[-_MOST_SESSIONS:],
-                saves=sorted(saves, key=lambda one: one.at)[-_MOST_SAVES:],
-                warnings=sorted(warnings, key=lambda one: one.at)[-_MOST_EVENTS:],
-                not_finite=sorted(not_finite, key=lambda one: one.at)[-_MOST_EVENTS:],
-            )
+        with self._read() as found:
+            saves = {(save.step, save.tag): save for one in found for save in _made(models.SaveEvent, one.saves)}
+            sessions = [session for one in found for session in one.sessions]
+            warnings = [warned for one in found for warned in _made(models.Warned, one.warnings)]
+            not_finite = [wrong for one in found for wrong in _made(models.NotFinite, one.not_finite)]
+        return models.RunDetail(
+            summary=summary,
+            sessions=sorted(sessions, key=lambda one: one.started_at)[-_MOST_SESSIONS:],
+            saves=sorted(saves.values(), key=lambda one: one.at)[-_MOST_SAVES:],
+            warnings=sorted(warnings, key=lambda one: one.at)[-_MOST_EVENTS:],
+            not_finite=sorted(not_finite, key=lambda one: one.at)[-_MOST_EVENTS:],
+        )
 
-    def steps(self, after: int | None, until: int | None, points: int) -> Steps:
+    def steps(self, after: int | None, until: int | None, points: int) -> models.Steps:
         """Return the steps after one and up to another, as at most `points` rows."""
-        with self._lock:
-            found = self._refresh()
+        with self._read() as found:
             epoch = self._num_replaced + sum(journal.num_sessions for journal in found)
-            records: list[Record] = []
-            for journal in found:
-                follower = journal.follower
-                found_here = follower.steps.records() + follower.metrics.records()
-                # Sorting is stable: numbers of a step come behind it.
-                records += sorted(
-                    found_here, key=lambda line: (_finite(line.get("at")) or 0.0, _finite(line.get("step")) or 0.0)
-                )
-        columns = steps(records)
-        columns["tokens_seen"] = _summed(columns["step"], columns.pop("tokens"))
-        del columns["samples"]
-        numbers = columns["step"]
+            records = [record for one in found for sample in one.samples.values() for record in sample.records()]
+        columns = steps(
+            sorted(records, key=lambda record: tuple(number(record.get(key)) or 0.0 for key in ("at", "step")))
+        )
+        numbers = [int(step or 0) for step in columns["step"]]
         chosen = [
             place
             for place, step in enumerate(numbers)
-            if step is not None and (after is None or step > after) and (until is None or step <= until)
+            if (after is None or step > after) and (until is None or step <= until)
         ]
         if len(chosen) > points:  # the last one is the newest
             chosen = [chosen[-1 - place * len(chosen) // points] for place in reversed(range(points))]
-        last = next((int(step) for step in reversed(numbers) if step is not None), None)
-        shown = {name: [_finite(column[place]) for place in chosen] for name, column in columns.items()}
-        return Steps(columns=shown, last_step=last, epoch=epoch)
+        shown = {name: [column[place] for place in chosen] for name, column in columns.items()}
+        return models.Steps(columns=shown, last_step=numbers[-1] if numbers else None, epoch=epoch)
 
-    def placement(self) -> Placement:
-        """Return the tiers of a run's bytes: by the plan of its newest journal, and the memory of its last step."""
-        with self._lock:
-            journal = self._current()
-            plan = {} if journal is None else journal.plan
-            records = [] if journal is None else journal.follower.steps.records()
-        memory: Record = next(
-            (line["memory"] for line in reversed(records) if isinstance(line.get("memory"), dict)), {}
-        )
-        parts = [part for each in _list(plan, "parts") if (part := _made(PlanPart, each)) is not None]
-        for tier in get_args(Tier):
-            # The measured bytes of a step are not told apart by kind.
-            measured = _whole(memory.get(tier))
-            if measured and all(part.measured_bytes is None for part in parts if part.tier == tier):
-                parts.append(PlanPart(tier=tier, kind="all", planned_bytes=None, measured_bytes=measured))
+    def placement(self) -> models.Placement:
+        """Return the tiers of a run's bytes, by the plan of its newest journal."""
+        with self._read() as found:
+            plan = found[-1].plan if found else {}
         keys = ("name", "tier", "kind", "nbytes")
-        rows = (dict(zip(keys, row, strict=False)) for row in _list(plan, "arrays") if isinstance(row, list))
-        return Placement(
-            host_budget_bytes=_whole(plan.get("host_budget_bytes")),
-            device_bytes=_whole(plan.get("device_bytes")),
-            parts=parts,
-            arrays=[array for row in rows if (array := _made(PlacedArray, row)) is not None],
+        arrays = [dict(zip(keys, row, strict=False)) for row in _list(plan, "arrays") if isinstance(row, list)]
+        budgets = (number(plan.get(key)) for key in ("host_budget_bytes", "device_bytes"))
+        host, device = (None if nbytes is None else int(nbytes) for nbytes in budgets)
+        return models.Placement(
+            host_budget_bytes=host,
+            device_bytes=device,
+            parts=_made(models.PlanPart, _list(plan, "parts")),
+            arrays=_made(models.PlacedArray, arrays),
         )
-
-
-def _summed(numbers: Sequence[float | None], tokens: Sequence[float | None]) -> list[float | None]:
-    """Return the tokens up to each step; those of steps that are left out are taken to be as many."""
-    found, seen, before = list[float | None](), 0.0, None
-    for step, own in zip(numbers, tokens, strict=True):
-        if own is None or step is None:
-            found.append(None)
-            continue
-        seen += own * (1.0 if before is None else max(1.0, step - before))
-        before = step
-        found.append(seen)
-    return found
-
-
-def _list(line: Mapping[str, Any], key: str) -> list[Any]:
-    value = line.get(key)
-    return value if isinstance(value, list) else []

@@ -91,8 +91,6 @@ class Session(Answer):
     world_size: int = 0
     host: Text = ""
     pid: int = 0
-    pid_namespace: str = ""
-    """In which `pid` counts, if that is known."""
     versions: dict[str, Any] = {}
     config: dict[str, Any] = {}
 
@@ -144,7 +142,7 @@ class Steps(Answer):
     """`GET /api/runs/{run}/steps?after=&until=&points=`: columns over the steps; of more than `points`, every n-th."""
 
     columns: dict[str, list[float | None]]
-    """step, at, tokens_seen (of all steps up to it), loss, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s,
+    """step, at, loss, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s,
     optimizer_s, stall_s, mfu if it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes
     per second), stall/<cause>, metric/<name>."""
     last_step: int | None

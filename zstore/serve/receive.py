@@ -21,7 +21,6 @@ the service cut off is removed before the next ones come.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 import uuid
@@ -39,8 +38,7 @@ from starlette.requests import ClientDisconnect
 
 from ..checkpoint.catalog import scan
 from ..errors import CheckpointError, UsageError, storage_error
-from ..journal.names import journal_file
-from ..journal.writer import FileSink
+from ..journal import JournalFile, journal_file
 from ..weights.companions import is_companion
 from .library import Library, Shared, library_of
 from .uploads.inbox import require_own
@@ -246,8 +244,8 @@ def _appended(library: Library, run: str, run_id: str, offset: int, lines: bytes
             require_own(path.parent, run, run_id)
             if not lines:
                 return 0
-        with contextlib.closing(FileSink(path)) as sink:
-            size = sink.begin_bytes
+        with JournalFile(path) as journal:
+            size = journal.begin_bytes
             with path.open("rb") as file:
                 file.seek(offset)
                 there = file.read(min(len(lines), max(0, size - offset)))
@@ -255,7 +253,7 @@ def _appended(library: Library, run: str, run_id: str, offset: int, lines: bytes
                 raise CheckpointError(
                     f"the journal has {size} bytes, and other lines from byte {offset} on than were sent"
                 )
-            sink.append(lines[len(there) :])
+            journal.append(lines[len(there) :])
             if not size:
                 library.runs.forget()  # a run may have begun
             return size + len(lines) - len(there)

@@ -20,7 +20,7 @@ from ..checkpoint.folder import Folder, LocalFolder, links_elsewhere
 from ..checkpoint.names import RECORD_FILE, tag_folder
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..io.files import is_url
-from ..journal.names import run_of
+from ..journal import run_of
 from ..open.sources import folder_of
 from .settings import Root, Settings
 

@@ -17,7 +17,6 @@ from zstore.engine.optim.loss_scale import LossScaler
 from zstore.engine.params.record import Residency
 from zstore.errors import UsageError
 from zstore.io import UserPath, is_url, user_path
-from zstore.journal.names import CHECKPOINT_FOLDER
 
 from . import saves
 from .names import missing_of_engine
@@ -170,10 +169,6 @@ class DeepSpeedEngine(Engine):
             if not (script := folder / _TO_FP32).exists():
                 script.write_text(_TO_FP32_TEXT)
                 script.chmod((mode := script.stat().st_mode) | (mode & 0o444) >> 2)
-            if CHECKPOINT_FOLDER.fullmatch(
-                folder.name
-            ):  # a loop that makes a folder for each save, and removes the oldest
-                self.journal.file.follow(folder)
         return handle
 
     def load_checkpoint(

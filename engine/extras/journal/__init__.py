@@ -1,1 +1,0 @@
-"""The journal of a run (`zstore.journal`): a line of JSON for each step, save and load. See [Note: the journal] there."""

@@ -1,0 +1,345 @@
+"""The journal of a run, as an engine writes it: steps, saves, loads, warnings. See [Note: the journal] in `zstore.journal`.
+
+[Note: the journal's folder]
+It is named by the config, `note_save_folder`, a load that resumes or the first save; until then records wait. The file is
+opened by the first step or save after that, so a process that only loads leaves none. Of a run that saves to a URL it is in the
+local folder that saves go through, and sent along with each of them and at the end; lines go to a service of zstore as they are
+written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zstore._version import __version__
+from zstore.checkpoint import SaveHandle, SaveSummary, tag_folder
+from zstore.io import LinkStatistics, is_url
+from zstore.journal import JournalFile, JournalWriter, decode_lines, journal_file, journal_folder
+from zstore.remote.journal_tail import JournalTail
+from zstore.remote.service_target import ServicePlace
+from zstore.remote.upload import UploadPlace
+
+from ..config.keys import acting
+from ..plan.ladder import advice
+from .places import plan_record
+from .statistics import link_statistics, memory_now
+from .utilisation import PhaseTimes, StepUtilisation
+
+if TYPE_CHECKING:
+    from ..training.training import Training
+
+_log = logging.getLogger("zstore")
+
+_SAMPLE_S = 2.0
+"""Links and memory are sampled at most so often,"""
+_SAMPLES = 2000
+"""and in all the time so far: journals of long runs stay small."""
+_PACKAGES = ("transformers", "accelerate", "lightning", "peft", "trl", "deepspeed")
+
+
+class RunJournal:
+    """Writes an engine's journal on rank 0. On others, and if the config wants none, every call does nothing.
+
+    It fails as monitors do: the first failure is a warning, and training continues.
+    """
+
+    def __init__(self, training: Training, utilisation: StepUtilisation) -> None:
+        chosen = training.config.own.journal
+        self.enabled = training.world.rank == 0 and not training.config.frozen and chosen is not False
+        """Whether anything is written; not after `close`."""
+        self.writer = JournalWriter(_warn)
+        """Writes its lines."""
+        self.saves_s: Callable[[], Mapping[str, float]] = dict
+        """Returns the seconds for which saves delayed training, by their kind."""
+        self._training, self._utilisation = training, utilisation
+        self._folder = chosen if isinstance(chosen, Path) else None
+        self._remote: UploadPlace | None = None
+        self._is_named = self._folder is not None
+        """Whether the folder is known for good: not by a load alone."""
+        self._run_id: str | None = None
+        """Of the file that is open."""
+        self._tail: JournalTail | None = None
+        self._tokens: int | None = None
+        self._total_steps: int | None = None
+        self._loop = "engine"
+        self._first_step = training.counters.global_steps
+        self._started_at = time.time()
+        self._began_s = self._sampled_s = time.perf_counter()
+        self._next_sample_s, self._sampled_step = 0.0, self._first_step
+        self._links: Mapping[str, LinkStatistics] = {}
+        self._reason, self._problem = "done", ""
+        self._warnings = _Warnings(self.writer)
+        if self.enabled:
+            _log.addFilter(self._warnings)
+            for line in training.config.report():  # they were logged before there was a journal
+                self._warnings.note(f"{training.config.source}: {line}", self._started_at)
+
+    def _add(self, kind: str, **values: Any) -> None:
+        if self.enabled:
+            self.writer.append({"kind": kind, "at": time.time(), "step": self._step, **values})
+
+    @property
+    def _step(self) -> int:
+        return self._training.counters.global_steps
+
+    # -- from training loops ----------------------------------------------------------------------------------------
+
+    def note(self, *, tokens: int | None = None, total_steps: int | None = None, loop: str | None = None) -> None:
+        """Take facts that the engine cannot know: the tokens of a step over all ranks, from the current one until the next
+        call; the steps that the run is to have; whose loop it is ("train", "trainer", ...)."""
+        self._tokens = self._tokens if tokens is None else tokens
+        self._utilisation.tokens = self._tokens
+        self._total_steps = self._total_steps if total_steps is None else total_steps
+        self._loop = loop or self._loop
+
+    def logged(self, values: Mapping[str, Any]) -> None:
+        """Record numbers of the loop's own after the last step; see `Engine.log`."""
+        found = {f"metric/{name}": value for name, given in values.items() if (value := _number(given)) is not None}
+        if found:
+            self._add("metrics", **found)
+
+    # -- from the engine --------------------------------------------------------------------------------------------
+
+    def step_ended(self, loss: float | Callable[[], float] | None, spent: PhaseTimes) -> None:
+        """Record the step that ended now, with the seconds of its phases."""
+        if not self.enabled:
+            return
+        training, now_s = self._training, time.perf_counter()
+        step_s = self._utilisation.step_s or spent.forward_s + spent.backward_s + spent.optimizer_s
+        self._add(
+            "step",
+            loss=loss,
+            lr=float(training.optimizer.param_groups[0]["lr"]),
+            grad_norm=training.norm,
+            samples=training.accumulation.batch.train_batch_size,
+            tokens=self._tokens,
+            tokens_per_s=self._tokens / step_s if self._tokens and step_s else None,
+            skipped=not training.was_applied,
+            step_s=step_s,
+            **vars(spent),
+            mfu=self._utilisation.last,
+            **(self._sample(now_s) if now_s >= self._next_sample_s else {}),
+        )
+        self._open()
+
+    def _sample(self, now_s: float) -> dict[str, float]:
+        """Return memory, and of links their rates and the stalls of a step, means since the last sample."""
+        store = self._training.state.store
+        statistics = store.statistics()
+        links = link_statistics(self._training.world, store, statistics, self.saves_s())
+        passed_s, steps = now_s - self._sampled_s, max(1, self._step - self._sampled_step)
+        found, stalls = dict[str, float](), dict[str, float]()
+        for name, link in links.items():
+            moved = link.since(self._links.get(name, LinkStatistics()))
+            if moved.bytes:
+                found[f"rate/{name}"] = moved.bytes / passed_s
+            for cause, seconds in moved.stall_s.items():
+                stalls[f"stall/{cause}"] = stalls.get(f"stall/{cause}", 0.0) + seconds / steps
+        self._links, self._sampled_s, self._sampled_step = links, now_s, self._step
+        self._next_sample_s = now_s + max(_SAMPLE_S, (now_s - self._began_s) / _SAMPLES)
+        memory = memory_now(statistics, self._training.world.device)
+        found |= {f"memory/{owner}": nbytes for owner, nbytes in memory.items()}
+        return found | stalls | {"stall_s": sum(stalls.values())}
+
+    def saves_in(self, folder: Path, remote: UploadPlace | None) -> None:
+        """Note the folder of the run's checkpoints, and the URL that they are uploaded to from there."""
+        self._name(folder, remote, is_final=True)
+
+    def save_begins(
+        self, tag: str, folder: Path, remote: UploadPlace | None
+    ) -> Callable[[SaveHandle | SaveSummary | BaseException], None]:
+        """Note a save; return a function that is told of its handle once it has begun, and of its summary or its error, from
+        any thread."""
+        location = str(folder / tag_folder(tag)) if remote is None else remote.location_of(tag_folder(tag))
+        step, began_s, state = self._step, time.perf_counter(), ""
+        handles: list[SaveHandle] = []
+
+        def stall_s() -> float:
+            """Return for how long training was delayed, so far if it still is: a commit may come earlier."""
+            return (handles[0].stall_s if handles else 0.0) or time.perf_counter() - began_s
+
+        def add(new: str, **values: Any) -> None:
+            nonlocal state
+            if state != "failed":
+                state = new
+                self._add("save", **{"step": step, "tag": tag, "location": location, "state": state, **values})
+
+        def tell(told: SaveHandle | SaveSummary | BaseException) -> None:
+            if isinstance(told, SaveHandle):
+                handles.append(told)
+                self._name(folder, remote, is_final=True)
+                self._open()
+            elif isinstance(told, BaseException):
+                add("failed", problem=_text_of(told))
+            else:
+                add(
+                    "committed" if told.url is None else "uploaded",
+                    stall_s=stall_s,
+                    elapsed_s=told.elapsed_s,
+                    linked_bytes=told.all_linked_bytes,
+                    written_bytes=told.all_written_bytes,
+                    uploaded_bytes=told.all_uploaded_bytes,
+                )
+                self._send()
+
+        add("begun")
+        return tell
+
+    def loaded(self, path: str, tag: str, elapsed_s: float, read_bytes: int, *, resumes: bool) -> None:
+        """Note that a checkpoint was loaded, to resume its run or to begin another with it."""
+        if self._run_id is None and self._utilisation.step_s is None:
+            self._first_step = self._step
+        self._utilisation.begin_anew()
+        if not self.enabled:
+            return
+        self._add("load", tag=tag, location=path, elapsed_s=elapsed_s, read_bytes=read_bytes)
+        self._sample(time.perf_counter())  # the bytes of the load belong to no step
+        self._next_sample_s = 0.0
+        above = os.path.dirname(path)
+        if resumes and not is_url(path) and os.access(above, os.W_OK):
+            self._name(Path(above), None, is_final=False)
+
+    def stops(self, error: BaseException) -> None:
+        """Note that the engine is closed next because of an error; of SystemExit, because the run was asked to stop."""
+        self._reason = "stopped" if isinstance(error, SystemExit | KeyboardInterrupt) else "failed"
+        self._problem = "" if isinstance(error, SystemExit) else _text_of(error)
+
+    # -- the file ---------------------------------------------------------------------------------------------------
+
+    def _name(self, folder: Path, remote: UploadPlace | None, *, is_final: bool) -> None:
+        """Name the folder, unless it is known. See [Note: the journal's folder]."""
+        chosen = journal_folder(folder)
+        if not self.enabled or self._is_named or chosen is None:
+            return
+        if chosen != self._folder:
+            self._end("done")
+        self._folder, self._remote, self._is_named = chosen, remote, is_final
+
+    def _open(self) -> None:
+        """Open the file of the run, if its folder is known by now."""
+        training = self._training
+        if not self.enabled or self._folder is None or self._run_id == training.run_id:
+            return
+        if self._run_id is not None:  # another run's checkpoint was loaded
+            self._end("stopped")
+            self._first_step = self._step
+        path = self._folder / journal_file(training.run_id)
+        try:
+            file = JournalFile(path)
+        except OSError as error:
+            self.writer.fail(_text_of(error))
+            return
+        self._run_id = training.run_id
+        before = decode_lines(file.tail)
+        if before and before[-1]["kind"] != "end":
+            _log.warning(
+                "the process that trained this run before wrote no end into its journal: it was killed, unless it still runs. "
+                "If memory ran out, %s",
+                advice(training.config, training.world),
+            )
+        if isinstance(self._remote, ServicePlace):
+            self._tail = JournalTail(path, self._remote, self._run_id, file.begin_bytes, failed=self.writer.fail)
+        after = None if self._tail is None else self._tail.send
+        self.writer.open(file, [self._start_record(), plan_record(training)], after)
+
+    def _start_record(self) -> dict[str, Any]:
+        training = self._training
+        versions = {"zstore": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+        return {
+            "kind": "start",
+            "at": self._started_at,
+            "version": 1,
+            "run": training.run_id,
+            "step": self._first_step,
+            "total_steps": self._total_steps,
+            "loop": self._loop,
+            "config": acting(training.config.settings),
+            "world_size": training.world.world_size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "versions": versions | {name: version for name, version in loaded.items() if version},
+        }
+
+    def _send(self) -> None:
+        """Send the file as it is to the URL that the run saves to, if to one that takes files."""
+        remote, file = self._remote, self.writer.file
+        if remote is None or isinstance(remote, ServicePlace) or file is None:
+            return
+        self.writer.flush()
+        try:
+            remote.send(file.path, file.path.name)
+        except Exception as error:
+            self.writer.fail(f"it was not sent to {remote}: {_text_of(error)}")
+
+    def _end(self, reason: str, problem: str = "") -> None:
+        """Write the end of the file that is open, if any, and close it."""
+        if self._run_id is None:
+            return
+        self._add("end", reason=reason, problem=problem or None)
+        self._send()
+        self.writer.close()
+        if self._tail is not None:
+            self._tail.send(is_end=True)
+        self._run_id = self._tail = None
+
+    def close(self) -> None:
+        """Write the end; a second call does nothing."""
+        _log.removeFilter(self._warnings)
+        uncaught = _uncaught_error() if self._reason == "done" else None
+        self._end("failed" if uncaught else self._reason, _text_of(uncaught) if uncaught else self._problem)
+        self.enabled = False
+
+
+class _Warnings(logging.Filter):
+    """Records the warnings of a logger. Not a handler: with one nothing would be shown any more if nobody configured
+    logging."""
+
+    def __init__(self, writer: JournalWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record pass."""
+        if record.levelno >= logging.WARNING:
+            self.note(record.getMessage(), record.created)
+        return True
+
+    def note(self, text: str, at: float) -> None:
+        """Record a warning."""
+        self._writer.append({"kind": "warning", "at": at, "text": text})
+
+
+def _warn(text: str) -> None:
+    _log.warning("the run's journal cannot be written, and lines may be missing; training goes on: %s", text)
+
+
+def _number(value: Any) -> float | None:
+    """Return a number of a loop's as a float: of a tensor of one element its value; None if it is none."""
+    if isinstance(value, bool | str | bytes) or (isinstance(value, torch.Tensor) and value.numel() != 1):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def _uncaught_error() -> BaseException | None:
+    """Return the error that nobody caught, if the interpreter ends because of one."""
+    found: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return None if threading.main_thread().is_alive() else found

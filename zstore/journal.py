@@ -1,0 +1,256 @@
+"""The journal of a run: an object of JSON for each step, save and load, a line each, beside its checkpoints. No torch.
+
+[Note: the journal]
+Rank 0 appends to `journal-<run_id>.jsonl`; docs/metrics.md has the kinds of lines. Numbers that are not finite are null, and
+`not_finite` says by name what they were. A resumed run continues the same file and repeats the steps since its checkpoint: the
+later ones count. A last line without its newline was cut off when the process was killed: readers skip it, the next writer
+removes it. Readers skip kinds and keys that they do not know.
+
+[Note: what writing costs]
+`append` puts a dict into a queue; every half second a thread appends the new ones in one write. So a killed process loses less
+than a second, and a slow file system delays nobody. Lines that cannot be written, as on a full disk, are lost: the first
+failure is reported, and training continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .checkpoint.catalog import LOOPS_FOLDER
+from .checkpoint.folder import FolderLike, folder_at
+from .errors import UsageError
+from .io.closing import Closing, join_threads, start_threads
+
+Record = dict[str, Any]
+COLUMNS = (
+    "step", "at", "loss", "lr", "grad_norm", "samples", "tokens", "tokens_per_s", "step_s", "forward_s", "backward_s",
+    "optimizer_s", "stall_s",
+)  # fmt: skip
+"""Columns of `steps` that are there even if no step has a number for them."""
+
+_NAME = re.compile(r"journal-([A-Za-z0-9_.-]{1,100})\.jsonl")
+_PAUSE_S = 0.5
+_TAIL_BYTES = 64 * 1024
+_MOST_WAITING = 4096
+"""Records that wait for a file at most: the oldest are dropped."""
+
+
+def journal_file(run_id: str) -> str:
+    """Return the name of a run's journal. Raises UsageError for an id that cannot be part of a file's name."""
+    name = f"journal-{run_id}.jsonl"
+    if run_of(name) is None:
+        raise UsageError(f"expected a run's id (letters, digits and `-_.`), got {run_id!r:.120}")
+    return name
+
+
+def run_of(file: str) -> str | None:
+    """Return the id of the run whose journal a file is, by its name; None for any other file."""
+    found = _NAME.fullmatch(file)
+    return None if found is None else found.group(1)
+
+
+def journal_folder(checkpoints: Path) -> Path | None:
+    """Return the folder of a run's journal by that of its checkpoints: the one above `checkpoint-60` of a loop that makes a
+    folder for each save. None: nowhere, for Lightning's folders `*.ckpt`, since callers list the folder above them."""
+    if checkpoints.suffix == ".ckpt":
+        return None
+    return checkpoints.parent if LOOPS_FOLDER.fullmatch(checkpoints.name) else checkpoints
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------
+
+
+def journals(folder: FolderLike) -> list[str]:
+    """Return the names of the journals in a folder or at a URL, sorted. Raises FileNotFoundError if there is no folder."""
+    return sorted(name for name in folder_at(folder).entries().files if run_of(name) is not None)
+
+
+def read(folder: FolderLike, run_id: str | None = None) -> list[Record]:
+    """Return the records of a run's journal in a folder, by default of the one whose last record is the newest.
+
+    Raises FileNotFoundError if there is none.
+    """
+    place = folder_at(folder)
+    names = journals(place) if run_id is None else [journal_file(run_id)]
+    found = [decode_lines(place.read_range(name, 0, place.size(name))) for name in names]
+    if not found:
+        raise FileNotFoundError(f"{place} has no journal: expected a file journal-RUN_ID.jsonl")
+    return max(found, key=lambda records: records[-1].get("at") or 0.0 if records else 0.0)
+
+
+def steps(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    """Return the steps that count as columns of one length: `COLUMNS`, and every number that some step or metric has under
+    its name. None: a step has no such number. Metrics are in the row of their step."""
+    rows: list[dict[str, Any]] = []
+    for record in records:
+        step, kind = record.get("step"), record.get("kind")
+        if not isinstance(step, int) or kind not in ("step", "metrics"):
+            continue
+        while kind == "step" and rows and rows[-1]["step"] >= step:  # the run went back to an earlier checkpoint
+            rows.pop()
+        if not rows or rows[-1]["step"] < step:
+            rows.append({})
+        if not rows[-1] or rows[-1]["step"] == step:
+            rows[-1] |= record
+    numbers = (name for row in rows for name, value in row.items() if number(value) is not None)
+    return {name: [number(row.get(name)) for row in rows] for name in dict.fromkeys((*COLUMNS, *numbers))}
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number of a journal; None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
+# -- lines --------------------------------------------------------------------------------------------------------------
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """Return a record as a line of JSON. Values that are functions are called for theirs; values of no JSON type become their
+    text."""
+    not_finite: dict[str, str] = {}
+    found = _finite(record, not_finite)
+    found |= {"not_finite": not_finite} if not_finite else {}
+    return json.dumps(found, separators=(",", ":"), default=str).encode() + b"\n"
+
+
+def _finite(value: Any, not_finite: dict[str, str], key: str = "") -> Any:
+    if callable(value):
+        value = value()
+    if isinstance(value, float) and not math.isfinite(value):
+        not_finite[key] = str(value)
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(item, not_finite, str(name)) for name, item in value.items()}
+    return [_finite(item, not_finite, key) for item in value] if isinstance(value, list | tuple) else value
+
+
+def decode_lines(data: bytes) -> list[Record]:
+    """Return the records in a part of a journal; lines that are none, as a torn one, are left out."""
+    found = []
+    for line in data.split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("kind"), str):
+                found.append(record)
+    return found
+
+
+# -- writing ------------------------------------------------------------------------------------------------------------
+
+
+class JournalFile(Closing):
+    """Appends whole lines to a local file, whose folder is made if it is missing."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        size = os.fstat(self._fd).st_size
+        self.tail = b""
+        """The last lines that the file had."""
+        if size:
+            with mmap.mmap(self._fd, size, prot=mmap.PROT_READ) as content:
+                size = content.rfind(b"\n") + 1
+                self.tail = content[max(0, size - _TAIL_BYTES) : size]
+            os.ftruncate(self._fd, size)
+        self.begin_bytes = size
+        """Size of the file before anything is appended."""
+
+    def append(self, lines: bytes) -> None:
+        """Append all of `lines`, or none; raises OSError then."""
+        size, written = os.fstat(self._fd).st_size, 0
+        try:
+            while written < len(lines):
+                written += os.write(self._fd, lines[written:])
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, size)
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class JournalWriter(Closing):
+    """Takes records from any thread, in microseconds; they are written once there is a file. See [Note: what writing costs].
+
+    `failed` is told of the first failure. A record must not change once it is given.
+    """
+
+    def __init__(self, failed: Callable[[str], None]) -> None:
+        self._failed: Callable[[str], None] | None = failed
+        self._waiting: deque[Mapping[str, Any]] = deque()
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._after: Callable[[], None] | None = None
+        self._pid = os.getpid()
+        self.file: JournalFile | None = None
+        """The file that is open."""
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a record at the end."""
+        self._waiting.append(record)
+        if self.file is None and len(self._waiting) > _MOST_WAITING:
+            self._waiting.popleft()
+
+    def open(
+        self, file: JournalFile, first: Sequence[Mapping[str, Any]] = (), after: Callable[[], None] | None = None
+    ) -> None:
+        """Write to `file`, which this object closes: the records `first`, those that wait, then new ones. `after` is called
+        in the thread that writes, whenever it looked for new ones."""
+        with self._lock:
+            self._waiting.extendleft(reversed(first))
+            self.file, self._after = file, after
+        self._ending.clear()
+        self._threads = start_threads(1, self._serve, "zstore-journal")
+
+    def _serve(self) -> None:
+        while not self._ending.wait(_PAUSE_S):
+            self.flush()
+            if self._after is not None:
+                self._after()
+
+    def flush(self) -> None:
+        """Write the records that wait, in the caller's thread."""
+        if self.file is None or os.getpid() != self._pid:
+            return
+        with self._lock:
+            records = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            if records and self.file is not None:
+                try:
+                    self.file.append(b"".join(map(encode, records)))
+                except Exception as error:
+                    self.fail(f"{type(error).__name__}: {error}")
+
+    def fail(self, text: str) -> None:
+        """Report a failure, if it is the first."""
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            failed(text)
+
+    def close(self) -> None:
+        """Write the records that wait and close the file; from here on records wait for another one."""
+        threads, self._threads = self._threads, []
+        if os.getpid() == self._pid:
+            self._ending.set()
+            join_threads(threads)
+        self.flush()
+        with self._lock:
+            file, self.file = self.file, None
+            if file is not None:
+                file.close()
