@@ -1,4 +1,4 @@
-"""Chromium of the system with Playwright: pages that are watched for errors, dialogs and requests."""
+"""Chromium of the system with Playwright, over a service of the sample runs: pages watched for errors, dialogs and requests."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+from tests.serve.sample import HOSTILE_RUN, RUN, make_sample
+from zstore.serve.server import serving
+from zstore.serve.settings import Root, Settings
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(
@@ -25,7 +30,29 @@ _ARGUMENTS = (
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 
-Scheme = Literal["light", "dark"]
+
+@dataclass(frozen=True)
+class View:
+    """A view of the page: where it is, and what is there once it is drawn."""
+
+    name: str
+    path: str
+    ready: str
+
+
+def views_of(run: str, checkpoint: str) -> list[View]:
+    """Return all views of a run."""
+    base = f"/#/run/{quote(run, safe='')}"
+    return [
+        View("run", base, "[data-test=chart-loss] canvas"),
+        View("memory", f"{base}/memory", "[data-test=map]"),
+        View("checkpoints", f"{base}/checkpoints", "[data-test=checkpoint-link]"),
+        View("checkpoint", f"{base}/checkpoint/{checkpoint}", "[data-test=array]"),
+    ]
+
+
+VIEWS = [View("runs", "/#/", "[data-test=run]"), *views_of(RUN, "step-00000300")]
+HOSTILE_VIEWS = views_of(HOSTILE_RUN, "checkpoint-40/step-00000040")
 
 
 @dataclass
@@ -35,7 +62,7 @@ class Watched:
     page: Page
     origin: str
     errors: list[str] = field(default_factory=list)
-    """Errors on the console and exceptions; those of answers that a test asks for are taken out by it."""
+    """Errors on the console and exceptions."""
     outside: list[str] = field(default_factory=list)
     """Requests to anywhere else than `origin`."""
     dialogs: list[str] = field(default_factory=list)
@@ -43,6 +70,18 @@ class Watched:
     def check(self) -> None:
         """Raise where anything was noted."""
         assert (self.errors, self.outside, self.dialogs) == ([], [], [])
+
+    def open(self, view: View) -> Page:
+        """Show a view and wait until it is drawn."""
+        self.page.goto(self.origin + view.path)
+        self.page.wait_for_selector(view.ready)
+        return self.page
+
+    def turn_to(self, view: View) -> Page:
+        """Show a view as a link within the page does, without loading the page again, and wait until it is drawn."""
+        self.page.evaluate("path => { location.hash = path.slice(1); }", view.path)
+        self.page.wait_for_selector(view.ready)
+        return self.page
 
 
 @contextlib.contextmanager
@@ -57,7 +96,7 @@ def open_browser() -> Iterator[Browser]:
 
 
 def watch(context: BrowserContext, origin: str) -> Watched:
-    """Return a new page of `context` that may reach `origin` alone (`file://` for files)."""
+    """Return a new page of `context` that may reach `origin` alone."""
     page = context.new_page()
     page.set_default_timeout(TIMEOUT_MS)
     watched = Watched(page, origin)
@@ -82,28 +121,37 @@ def watch(context: BrowserContext, origin: str) -> Watched:
     return watched
 
 
-def new_context(
-    browser: Browser, *, size: tuple[int, int] = WIDE, scheme: Scheme = "light", **options: Any
-) -> BrowserContext:
-    """Return a context without cookies, in a window of `size`, for people who like `scheme`."""
-    return browser.new_context(
-        viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, reduced_motion="reduce", **options
-    )
-
-
-_OVERFLOW = """
-() => new Promise((done) => {
-  const until = performance.now() + 60000;
-  const look = () => {
-    const { scrollWidth, clientWidth } = document.documentElement;
-    if (scrollWidth <= clientWidth || performance.now() > until) done(scrollWidth - clientWidth);
-    else requestAnimationFrame(look);
-  };
-  look();
-})
-"""
-
-
 def overflow_px(page: Page) -> int:
     """Return by how much the page is wider than its window, once charts are drawn anew for that, or after a minute, a guard."""
-    return int(page.evaluate(_OVERFLOW))
+    wider = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    with contextlib.suppress(Exception):
+        page.wait_for_function(f"{wider} <= 0", timeout=60_000)
+    return int(page.evaluate(wider))
+
+
+@dataclass
+class Site:
+    """A service over the sample, and a browser."""
+
+    folder: Path
+    base: str
+    browser: Browser
+
+    @contextlib.contextmanager
+    def page(self, *, size: tuple[int, int] = WIDE, scheme: Literal["light", "dark"] = "light") -> Iterator[Watched]:
+        """Yield a page in a window of `size`, for people who like `scheme`; it is checked at the end."""
+        viewport: Any = {"width": size[0], "height": size[1]}
+        context = self.browser.new_context(viewport=viewport, color_scheme=scheme, reduced_motion="reduce")
+        with contextlib.closing(context):
+            watched = watch(context, self.base)
+            yield watched
+            watched.check()
+
+
+@contextlib.contextmanager
+def open_site(folder: Path) -> Iterator[Site]:
+    """Make the sample in `folder`, serve it, and start a browser."""
+    make_sample(folder / "runs")
+    settings = Settings(roots=(Root.parse(str(folder / "runs")),), port=0)
+    with serving(settings) as base, open_browser() as browser:
+        yield Site(folder / "runs", base, browser)

@@ -1,5 +1,5 @@
 """Proxies: of TCP, which does something once so many bytes went from the client to the server, a fault at a known moment;
-and of HTTP, as nginx is one: below a path, with TLS."""
+and of HTTP, as nginx is one: below a path."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import contextlib
 import http.client
 import selectors
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import urlsplit
 
 
@@ -133,17 +131,13 @@ class _Forwards(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def reverse_proxy(target: str, *, above: str = "", certificate: tuple[Path, Path] | None = None) -> Iterator[str]:
-    """Yield the URL of a proxy that serves the URL `target` below the path `above`, with TLS if it has a certificate."""
+def reverse_proxy(target: str, *, above: str) -> Iterator[str]:
+    """Yield the URL of a proxy that serves the URL `target` below the path `above`."""
     place = urlsplit(target)
     handler = type("Handler", (_Forwards,), {"target": (place.hostname, place.port), "above": above})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
-        if certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(*certificate)
-            proxy.socket = context.wrap_socket(proxy.socket, server_side=True)
         thread = threading.Thread(target=proxy.serve_forever)
         thread.start()
-        yield f"{'http' if certificate is None else 'https'}://127.0.0.1:{proxy.server_port}{above}"
+        yield f"http://127.0.0.1:{proxy.server_port}{above}"
         proxy.shutdown()
         thread.join()

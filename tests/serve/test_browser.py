@@ -5,18 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from safetensors.numpy import load_file
 
-from tests.serve.browser import PHONE, WIDE, needs_chromium, overflow_px, watch
-from tests.serve.pages import HOSTILE_VIEWS, TOKEN, VIEWS, Site, View, open_site
+from tests.serve.browser import (
+    HOSTILE_VIEWS,
+    PHONE,
+    VIEWS,
+    WIDE,
+    Site,
+    View,
+    Watched,
+    needs_chromium,
+    open_site,
+    overflow_px,
+    watch,
+)
 from tests.serve.sample import HOSTILE_ARRAY, HOSTILE_RUN, NUM_STEPS, RUN, RUN_ID, JournalWriter, arrays_of
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 
 pytestmark = needs_chromium
+TOKEN = "correct-horse-battery-staple"
 
 
 @pytest.fixture(scope="module")
@@ -25,46 +36,47 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield site
 
 
+@pytest.fixture
+def watched(site: Site) -> Iterator[Watched]:
+    with site.page() as watched:
+        yield watched
+
+
 def view(name: str) -> View:
     return next(view for view in VIEWS if view.name == name)
 
 
-def test_every_view_has_a_url_that_shows_it_again_and_fits_a_phone(site: Site) -> None:
-    watched = site.page()
-    site.open(view("runs"), watched)
+def test_every_view_has_a_url_that_shows_it_again_and_fits_a_phone(site: Site, watched: Watched) -> None:
+    watched.open(view("runs"))
     for each in VIEWS:
-        page = site.turn_to(each, watched)
+        page = watched.turn_to(each)
         heading = page.locator("h1, h2").all_inner_texts()
         assert page.url == site.base + each.path
         page.reload()
         page.wait_for_selector(each.ready)
         assert page.locator("h1, h2").all_inner_texts() == heading, each
-        assert overflow_px(page) <= 0, each
-        page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
-        assert overflow_px(page) <= 0, each
-        page.set_viewport_size({"width": WIDE[0], "height": WIDE[1]})
-    watched.check()
+        for width, height in (WIDE, PHONE, WIDE):
+            page.set_viewport_size({"width": width, "height": height})
+            assert overflow_px(page) <= 0, (each, width)
 
 
 def test_names_from_files_are_text(site: Site) -> None:
-    watched = site.page(size=PHONE, scheme="dark")
-    page = site.open(view("runs"), watched)
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 22)"
-    assert HOSTILE_RUN in page.locator("[data-test=run] a").all_inner_texts()
-    for each in HOSTILE_VIEWS:
-        page = site.turn_to(each, watched)
-        assert page.locator("[data-test=run-name]").inner_text() == HOSTILE_RUN
-        assert page.locator("img, main script, iframe").count() == 0
-        assert overflow_px(page) <= 0, each
-    assert HOSTILE_ARRAY in page.locator("[data-test=array] a").all_inner_texts()
-    page = site.turn_to(view("run"), watched)
-    assert "<b>expected 2 GB/s</b>" in page.locator("[data-test=warnings]").inner_text()
-    watched.check()
+    with site.page(size=PHONE, scheme="dark") as watched:
+        page = watched.open(view("runs"))
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 18, 22)"
+        assert HOSTILE_RUN in page.locator("[data-test=run] a").all_inner_texts()
+        for each in HOSTILE_VIEWS:
+            watched.turn_to(each)
+            assert page.locator("[data-test=run-name]").inner_text() == HOSTILE_RUN
+            assert page.locator("img, main script, iframe").count() == 0
+            assert overflow_px(page) <= 0, each
+        assert HOSTILE_ARRAY in page.locator("[data-test=array] a").all_inner_texts()
+        watched.turn_to(view("run"))
+        assert "<b>expected 2 GB/s</b>" in page.locator("[data-test=warnings]").inner_text()
 
 
-def test_steps_appear_while_the_page_is_open(site: Site) -> None:
-    watched = site.page()
-    page = site.open(view("run"), watched)
+def test_steps_appear_while_the_page_is_open(site: Site, watched: Watched) -> None:
+    page = watched.open(view("run"))
     assert f"{NUM_STEPS}" in page.locator("[data-test=fact-step]").inner_text()
     journal = JournalWriter(site.folder / RUN / f"journal-{RUN_ID}.jsonl", time.time(), NUM_STEPS)
     journal.steps(7, step_s=0.01)
@@ -72,20 +84,21 @@ def test_steps_appear_while_the_page_is_open(site: Site) -> None:
     page.wait_for_function(shown, arg=f"{NUM_STEPS + 7}")
     label = page.locator("[data-test=chart-loss] .plot").get_attribute("aria-label") or ""
     assert label.startswith(f"Loss, steps 1 to {NUM_STEPS + 7}: loss from ")
-    watched.check()
 
 
-def test_curves_are_read_and_zoomed_together_by_mouse_and_by_keyboard(site: Site) -> None:
-    watched = site.page()
-    page = site.open(view("run"), watched)
+def test_curves_are_read_and_zoomed_together_by_mouse_and_by_keyboard(watched: Watched) -> None:
+    page = watched.open(view("run"))
     loss, rate = page.locator("[data-test=chart-loss] .plot"), page.locator("[data-test=chart-lr] .plot")
+
+    def read() -> int:
+        return int(rate.get_attribute("aria-valuenow") or 0)
+
     place = page.locator("[data-test=chart-loss] .u-over").bounding_box()
     assert place is not None
     middle, at = place["x"] + place["width"] / 2, place["y"] + place["height"] / 2
     page.mouse.move(middle, at)
-    step = rate.get_attribute("aria-valuenow")
-    assert step is not None
-    assert abs(int(step) - NUM_STEPS / 2) < 10
+    step = read()
+    assert abs(step - NUM_STEPS / 2) < 10
     assert rate.get_attribute("aria-valuetext") == f"step {step}: lr 0.0003"
     page.mouse.down()
     page.mouse.move(middle + 50, at)
@@ -94,22 +107,20 @@ def test_curves_are_read_and_zoomed_together_by_mouse_and_by_keyboard(site: Site
     page.wait_for_selector("[data-test=zoom-all]:enabled")
     loss.focus()
     page.keyboard.press("Home")
-    assert abs(int(rate.get_attribute("aria-valuenow") or 0) - int(step)) <= 1, "the first step that is shown"
+    assert abs(read() - step) <= 1, "the first step that is shown"
     page.keyboard.press("Escape")
     assert page.locator("[data-test=zoom-all]").is_disabled()
     page.keyboard.press("Home")
-    assert rate.get_attribute("aria-valuenow") == "1"
+    assert read() == 1
     page.keyboard.press("+")
     assert page.locator("[data-test=zoom-all]").is_enabled()
     page.emulate_media(color_scheme="dark")
     page.keyboard.press("End")
-    assert int(rate.get_attribute("aria-valuenow") or 0) < NUM_STEPS
-    watched.check()
+    assert read() < NUM_STEPS
 
 
-def test_arrays_are_filtered_and_sorted_and_the_map_leads_to_them(site: Site) -> None:
-    watched = site.page()
-    page = site.open(view("checkpoint"), watched)
+def test_arrays_are_filtered_and_sorted_and_the_map_leads_to_them(watched: Watched) -> None:
+    page = watched.open(view("checkpoint"))
     arrays = arrays_of()
     assert page.locator("[data-test=array]").count() == len(arrays)
     page.locator("[data-test=sort-nbytes]").click()
@@ -117,7 +128,7 @@ def test_arrays_are_filtered_and_sorted_and_the_map_leads_to_them(site: Site) ->
     page.fill("[data-test=filter]", "exp_avg ln")
     assert page.locator("[data-test=found]").inner_text().startswith(f"12 of {len(arrays)} arrays, ")
     assert page.locator("[data-test=array]").count() == 12
-    page = site.turn_to(view("memory"), watched)
+    watched.turn_to(view("memory"))
     boxes = "[...document.querySelectorAll('.map-box')].map(({title, style}) => [title, style.width, style.height])"
     found = page.evaluate(boxes)
     areas = {name.partition(":")[0]: float(wide.rstrip("%")) * float(high.rstrip("%")) for name, wide, high in found}
@@ -127,22 +138,18 @@ def test_arrays_are_filtered_and_sorted_and_the_map_leads_to_them(site: Site) ->
         assert areas[name] == pytest.approx(1e4 * nbytes / sum(host.values()), rel=1e-3)
     page.locator("[data-test=map] [title^='model/wte.weight']").click()
     assert page.locator("[data-test=placed-array] th").all_inner_texts() == ["model/wte.weight"]
-    watched.check()
 
 
-def test_weights_are_downloaded_in_the_type_that_is_chosen(site: Site, tmp_path: Path) -> None:
-    watched = site.page()
-    page = site.open(view("checkpoint"), watched)
-    page.select_option("[data-test=weights-dtype]", "bf16")
-    href = page.locator("[data-test=weights-download]").get_attribute("href") or ""
-    assert unquote(urlsplit(href).path).endswith("/model.safetensors")
-    assert href.endswith("?dtype=bf16")
-    page.select_option("[data-test=weights-dtype]", "fp32")
+def test_weights_are_downloaded_in_the_type_that_is_chosen(watched: Watched, tmp_path: Path) -> None:
+    page = watched.open(view("checkpoint"))
+    link = page.locator("[data-test=weights-download]")
+    for dtype in ("bf16", "fp32"):
+        page.select_option("[data-test=weights-dtype]", dtype)
+        assert (link.get_attribute("href") or "").endswith(f"/model.safetensors?dtype={dtype}")
     with page.expect_download() as download:
-        page.locator("[data-test=weights-download]").click()
+        link.click()
     download.value.save_as(tmp_path / "model.safetensors")
     assert load_file(tmp_path / "model.safetensors")["frozen.bias"].shape == arrays_of()["model/frozen.bias"].shape
-    watched.check()
 
 
 def test_a_browser_signs_in_by_itself(site: Site) -> None:
@@ -155,9 +162,8 @@ def test_a_browser_signs_in_by_itself(site: Site) -> None:
         context.close()
 
 
-def test_the_keyboard_reaches_everything(site: Site) -> None:
-    watched = site.page()
-    page = site.open(view("runs"), watched)
+def test_the_keyboard_reaches_everything(watched: Watched) -> None:
+    page = watched.open(view("runs"))
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")  # the link that skips to the content
     page.wait_for_function("document.activeElement.id === 'main'")
@@ -168,4 +174,3 @@ def test_the_keyboard_reaches_everything(site: Site) -> None:
     page.keyboard.press("Enter")
     page.wait_for_selector(view("run").ready)
     assert page.url.endswith(f"#/run/{RUN}")
-    watched.check()

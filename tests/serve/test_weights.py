@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,22 +225,6 @@ def test_from_pretrained_after_a_download_that_went_on(tmp_path: Path, serve: Se
     pulled = transformers.LlamaForCausalLM.from_pretrained(out)
     for name, value in model.state_dict().items():
         assert value.equal(pulled.state_dict()[name])
-
-
-def test_slow_clients_hold_their_blocks_and_no_more(tmp_path: Path) -> None:
-    save_arrays(tmp_path / "one", {"model/a": np.zeros((2048, 4096), np.float32)})
-    config = Settings(roots=(Root.parse(str(tmp_path)),), port=0)
-    request = f"GET /weights/one/latest/{FILE}?dtype=fp32 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
-    with serving(config) as base:
-        port = int(base.rpartition(":")[2])
-        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
-        for client in slow:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.sendall(request)
-            assert client.recv(12) == b"HTTP/1.1 200"
-        assert len(get(f"{base}/weights/one/latest/{FILE}?dtype=fp32").data) > 2**25
-        for client in slow:
-            client.close()
 
 
 def test_latest_is_the_one_that_an_edited_file_names(tmp_path: Path, serve: Serve) -> None:
