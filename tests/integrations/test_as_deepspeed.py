@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.engine.schedule_cases import KNOWN, OWN_LR, adam
+from tests.engine.schedule_cases import OWN_LR, adam
 from tests.integrations.tokens import texts, tokenizer
 from tests.integrations.trainers import llama
 from zstore.engine.adapters.deepspeed.given import cleaned, raw_config
@@ -327,23 +327,6 @@ def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for(
     assert made.weight.is_meta
     assert made.weight.dtype is torch.bfloat16
     assert torch.get_default_dtype() is torch.float32
-
-
-@pytest.mark.parametrize(("name", "params", "expected"), KNOWN)
-def test_a_schedule_made_in_a_script_has_deepspeeds_rates(
-    name: str, params: dict[str, Any], expected: list[float]
-) -> None:
-    from zstore.engine.adapters.deepspeed import optimizers
-
-    optimizer = adam()
-    kind = getattr(optimizers, name)
-    schedule = kind(optimizer, **params)
-    assert isinstance(schedule, kind)
-    for rate in expected:
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-9)
-        schedule.step()
-    schedule.step(1)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(expected[2], rel=1e-9)
 
 
 def test_schedules_take_deepspeeds_order_of_arguments_and_a_first_step() -> None:
