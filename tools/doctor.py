@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -13,12 +12,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
 
+from zstore._version import __version__
 from zstore.errors import ConfigError, StorageError
 from zstore.format import Bytes
 from zstore.io import HUGE_PAGE_BYTES, PAGE_BYTES, Files, PinnedSlabs, make_slab, num_cores, read_host_memory
@@ -27,7 +28,6 @@ from zstore.sizes import format_bytes
 from .options import Json
 from .printing import make_console, print_json, printable
 
-_PACKAGES = ("zstore", "torch", "numpy", "transformers")
 _NUM_THREADS = 8
 BLOCK_BYTES = 4 * 2**20
 """Bytes of one request: with as many threads enough in flight for a drive's full rate."""
@@ -43,8 +43,6 @@ class Device:
     memory_bytes: int
     native: tuple[str, ...]
     """The 16-bit types that it computes natively: what "auto" in a config chooses from."""
-    num_cores: int | None = None
-    """Cores this process may use; None on an accelerator."""
     pinning: bool | None = None
     """Whether host memory can be registered for it; None on the CPU, which needs none."""
 
@@ -70,8 +68,7 @@ class Diagnosis:
     """All that `zstore doctor` found out. Memory is None if the system does not say."""
 
     system: str
-    versions: dict[str, str | None]
-    """Package -> version; None if it is not installed."""
+    """With the versions of Python, torch and zstore."""
     devices: tuple[Device, ...]
     available_bytes: int | None
     """Host memory, within the control groups' limits."""
@@ -116,8 +113,7 @@ def examine(path: Path, *, rate_bytes: int) -> Diagnosis:
     elif folder.read_bytes_per_s is None:
         fault = f"{folder.path} has only {format_bytes(folder.free_bytes)} free: free some space"
     return Diagnosis(
-        system=f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}",
-        versions={name: _version(name) for name in _PACKAGES},
+        system=f"{platform.platform()}, Python {platform.python_version()}, torch {version('torch')}, zstore {__version__}",
         devices=devices,
         available_bytes=memory.available_bytes,
         huge_pages=huge_pages,
@@ -125,12 +121,6 @@ def examine(path: Path, *, rate_bytes: int) -> Diagnosis:
         fault=fault,
         advice=tuple(_advice(folder, huge_pages, devices, memory.available_bytes)),
     )
-
-
-def _version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def _devices(memory_bytes: int) -> Iterator[Device]:
@@ -141,10 +131,9 @@ def _devices(memory_bytes: int) -> Iterator[Device]:
 
     name = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     yield Device(
-        name=name.group(1) if name else platform.processor() or platform.machine(),
+        name=f"{name.group(1) if name else platform.machine()}, {num_cores()} cores",
         memory_bytes=memory_bytes,
         native=tuple(sorted(native_types(torch.device("cpu")))),
-        num_cores=num_cores(),
     )
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -181,11 +170,9 @@ def _advice(
 
 def _rows(report: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "system", report.system
-    yield "versions", ", ".join(f"{name} {version or '(not installed)'}" for name, version in report.versions.items())
     for device in report.devices:
-        extra = "" if device.num_cores is None else f", {device.num_cores} cores"
         native = " and ".join(device.native) or "fp32 alone"
-        yield "device", f"{device.name}{extra}, {format_bytes(device.memory_bytes)}, natively {native}"
+        yield "device", f"{device.name}, {format_bytes(device.memory_bytes)}, natively {native}"
     if report.available_bytes is not None:
         yield "memory", f"{format_bytes(report.available_bytes)} available"
     yield "huge pages", report.huge_pages or "unknown"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_module
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -160,25 +159,12 @@ def _machine(options: PlanOptions) -> tuple[Machine, frozenset[str]]:
         gpus=gpus,
         gpu_bytes=options.gpu_memory or min(here, default=0),
         memory_bytes=memory or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        disk_bytes=_free_bytes(options) if options.disk is None else options.disk,
+        disk_bytes=options.disk,
         machines=options.machines,
     )
     if gpus and (not here or options.gpu_memory is not None):
         return machine, frozenset({"bf16", "fp16"})  # devices that are not here
     return machine, native_types(torch.device("cuda", 0) if gpus else torch.device("cpu"))
-
-
-def _free_bytes(options: PlanOptions) -> int | None:
-    """Return the room on the drives of the given config, each counted once; None if it names none that exists."""
-    from zstore.engine.config.config import load_config, read_config
-
-    if options.config is None:
-        return None
-    loaded = load_config(read_config(options.config), name=str(options.config))
-    paths = {*loaded.offload_optimizer.nvme_paths, *loaded.offload_param.nvme_paths}
-    there = [next((one for one in (path, *path.parents) if one.is_dir()), None) for path in paths]
-    drives = {one.stat().st_dev: shutil.disk_usage(one).free for one in there if one is not None}
-    return sum(drives.values()) if drives else None
 
 
 def _proposed(options: PlanOptions, machine: Machine) -> dict[str, Any]:
@@ -280,19 +266,16 @@ def _notes(run: PlannedRun, config: Mapping[str, Any], shown: Costs) -> Iterator
     """Yield notes about the numbers, of the config that is `shown`."""
     from zstore.engine.config.config import load_config
     from zstore.engine.plan.placement import HEADROOM_PERCENT
-    from zstore.engine.plan.precision import choice_text, slow_text
+    from zstore.engine.plan.precision import precision_note
 
     loaded, device = load_config(dict(config)), "GPU" if run.machine.gpus else "CPU"
     yield (
         "sizes of state are computed as the engine does; activations and buffers in transit are estimates; "
         f"{HEADROOM_PERCENT} % of each memory is left free"
     )
-    for note in (
-        choice_text(loaded, run.resolved(config).precision, device),
-        slow_text(loaded, run.native, device),
-    ):
-        if note is not None:
-            yield note
+    note = precision_note(loaded, run.resolved(config).precision, run.native, device)
+    if note is not None:
+        yield note[1]
     if run.machine.disk_bytes is None:
         yield "no --disk was given: the disk is assumed to be large enough"
     yield (

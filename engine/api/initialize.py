@@ -30,7 +30,7 @@ from ..optim.lr_schedules import LRSchedule, named_schedule
 from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from ..optim.rules import rule_of
 from ..plan.activations import hidden_size
-from ..plan.precision import find_native, log_precision
+from ..plan.precision import find_native, precision_note
 from ..report.monitors import open_monitors
 from ..runtime.device import Streams
 from ..runtime.distributed import init_distributed
@@ -123,7 +123,9 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if resolved.settings.log_level is not None:
         _log.setLevel(resolved.settings.log_level.upper())
     if world.rank == 0:
-        log_precision(loaded, resolved.precision, native, world.device)
+        device = "GPU" if world.device.type == "cuda" else "CPU"
+        if (note := precision_note(loaded, resolved.precision, native, device)) is not None:
+            _log.log(*note)
         _say(loaded, resolved)
     chosen = list(_extras(resolved))
     for _, extra, section in chosen:

@@ -1,5 +1,5 @@
-"""Memory of the activations, estimated from a model's width and depth. `zstore plan` counts it, and so does the engine
-before the first step, to report a lack of memory before the kernel kills the rank."""
+"""Memory of the activations, estimated from a model's width and depth: for `zstore plan`, and for a device that is to be filled
+with optimizer state."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ class Width:
     """Width of the residual stream, in elements."""
     num_layers: int
     vocab_size: int
+    longest: int | None = None
+    """Tokens of the longest sequence; None: not known."""
 
     @classmethod
     def of(cls, model: Any) -> Width | None:
         """Return the shape in the model's own config; None if there is none, or it is incomplete."""
         config: Any = getattr(model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        layers = next((value for name in _LAYERS if (value := getattr(config, name, None)) is not None), None)
         hidden, vocab_size = hidden_size(model), getattr(config, "vocab_size", None)
+        layers, longest = _first(config, _LAYERS), _first(config, _LENGTHS)
         if hidden is None or layers is None or vocab_size is None:
             return None
-        return cls(hidden=hidden, num_layers=int(layers), vocab_size=int(vocab_size))
+        return cls(hidden=hidden, num_layers=int(layers), vocab_size=int(vocab_size), longest=longest)
+
+
+def _first(config: Any, names: tuple[str, ...]) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +74,6 @@ class Activations:
     def bytes_on_device(self, rest: Literal["device", "host", "disk"]) -> int:
         """Return those of a device of its own memory, if kept tensors wait for the backward on `rest`."""
         return self.total_bytes - (0 if rest == "device" else self.kept_bytes)
-
-    @classmethod
-    def of_longest(cls, model: Any, *, samples: int, itemsize: int, checkpointing: bool) -> Activations | None:
-        """Return those of a forward of so many samples as long as the model allows; None if its config does not say."""
-        config, width = getattr(model, "config", None), Width.of(model)
-        length = next((value for name in _LENGTHS if (value := getattr(config, name, None)) is not None), None)
-        if width is None or length is None:
-            return None
-        return cls(width=width, tokens=samples * int(length), itemsize=itemsize, checkpointing=checkpointing)
 
     def _of_layer(self, per_token_and_width: int) -> int:
         return per_token_and_width * self.tokens * self.width.hidden * self.itemsize // 2

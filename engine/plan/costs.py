@@ -17,12 +17,12 @@ from zstore.sizes import format_bytes
 
 from ..config.config import DTYPES, Config, OptimizerConfig, load_config
 from ..config.resolve import ResolveContext
-from .activations import Activations, Width
+from .activations import Width
 from .ladder import changed, rungs
 from .needs import find_needs, placement_settings
 from .placement import fill_device, make_plan, without_headroom
 from .plan import Plan, Slots
-from .run import AUTO_PERCENT, shapes_of_model, units_of_model
+from .run import AUTO_PERCENT, activations_of, shapes_of_model, units_of_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +109,6 @@ class PlannedRun:
             )
         )
 
-    def activations_of(self, config: Config) -> Activations:
-        """Return the estimated activations of one forward on one rank."""
-        return Activations(
-            width=self.width,
-            tokens=config.batch.micro_batch_size * self.seq_length,
-            itemsize=numpy_dtype(DTYPES[config.precision]).itemsize,
-            checkpointing=config.own.gradient_checkpointing,
-        )
-
     def plan_of(self, config: Config, budget_bytes: int | None) -> Plan:
         """Return rank 0's plan of a resolved config, as the engine makes it, with a host budget for the machine. Raises
         BudgetError as the engine does."""
@@ -129,7 +120,7 @@ class PlannedRun:
         needs = find_needs(shapes, self.slots_of(config.optimizer), config, world_size=machine.world_size, rank=0)
         plan = make_plan(needs, settings, units)
         if config.fills_device and not is_host:
-            kept_bytes = self.activations_of(config).bytes_on_device(config.activations)
+            kept_bytes = activations_of(config, self.width, self.seq_length).bytes_on_device(config.activations)
             usable_bytes = without_headroom(machine.gpu_bytes) - kept_bytes
             plan = make_plan(needs, fill_device(plan, needs, units, usable_bytes), units)
         return plan
@@ -173,11 +164,8 @@ class PlannedRun:
 
     def _weighed(self, title: str, config: Mapping[str, Any], resolved: Config, plan: Plan) -> Costs:
         machine, held, is_host = self.machine, plan.held_total, not self.machine.gpus
-        activations, transit, rest = (
-            self.activations_of(resolved),
-            self._transit_bytes(resolved, plan),
-            resolved.activations,
-        )
+        activations = activations_of(resolved, self.width, self.seq_length)
+        transit, rest = self._transit_bytes(resolved, plan), resolved.activations
         moved = activations.kept_bytes if rest == "disk" or (rest == "host" and not is_host) else 0
         # When whole tensors are updated, nothing of the backward remains.
         on_device = held.device + max(transit + activations.total_bytes - moved, plan.update_bytes)

@@ -26,9 +26,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
+from typing import Any
 
-from zstore.errors import ConfigError
-from zstore.format import Grid, ShardLayout, make_grid, numpy_dtype, round_up, stored_shape
+from zstore.format import ShardLayout, make_grid, numpy_dtype, round_up, stored_shape
 from zstore.store import MANY_SMALL, SMALL_SHARD_BYTES, is_packed, run_file_bytes, shared_bytes
 
 from ..config.optimizers import reduced_slots
@@ -58,10 +58,8 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
     """Return the places of all state. See [Note: placement].
 
     `needs` are all parameters by name, in order; `units` are the names of the parameters that each unit gathers, in the order
-    in which units run. Raises BudgetError if the budget cannot hold everything that has to be in host memory, ConfigError if a
-    setting is out of its range.
+    in which units run. Raises BudgetError if the budget cannot hold everything that has to be in host memory.
     """
-    _check_settings(settings)
     on_device = _share_on_device(needs, settings)
     least = cache(partial(_least_memory, settings))
     places = {name: least(need, name in on_device) for name, need in needs.items()}
@@ -137,14 +135,14 @@ class _Stored:
     """One array, or several that are stored as one."""
 
     kind: str
-    field: Field
-    """Decides its drives: a parameter beside its master has its own."""
     rest: Rest
     nbytes: int
     layout: ShardLayout
-    reads: int
+    field: Field = "state"
+    """Decides its drives: a parameter beside its master has its own."""
+    reads: int = 1
     """Times that a step reads it."""
-    writes: int
+    writes: int = 1
 
     @property
     def traffic(self) -> Traffic:
@@ -170,77 +168,47 @@ class _Stored:
 def _stored(need: Need, place: Places, settings: PlacementSettings) -> Iterator[_Stored]:
     """Yield everything that is kept of a parameter placed so, as `OptimizerState.add` makes it."""
 
-    def one(
-        kind: str,
-        rest: Rest,
-        dtype: str,
-        *,
-        field: Field = "state",
-        whole: bool = False,
-        reads: int = 1,
-        writes: int = 1,
-    ) -> _Stored:
-        nbytes = (need.numel if whole else need.rows_numel) * numpy_dtype(dtype).itemsize
-        layout = need.layout(dtype)
-        return _Stored(kind=kind, field=field, rest=rest, nbytes=nbytes, layout=layout, reads=reads, writes=writes)
+    def one(kind: str, rest: Rest, dtype: str, numel: int = need.rows_numel, **keys: Any) -> _Stored:
+        nbytes = numel * numpy_dtype(dtype).itemsize
+        return _Stored(kind=kind, rest=rest, nbytes=nbytes, layout=need.layout(dtype), **keys)
 
-    forwards = settings.accumulation_steps
+    forwards, trained = settings.accumulation_steps, need.slots is not None
     own_master = _is_own_master(need, place)
     gathers = settings.gathers * forwards
     if need.secondary_numel:
         # The first gather of a step brings the rows, of a frozen parameter the first of all.
-        gathers = 0 if need.slots is None else 1
-        nbytes = need.secondary_numel * numpy_dtype(need.dtype).itemsize
-        yield replace(one("secondary parameters", "device", need.dtype, field="parameter"), nbytes=nbytes)
-    if need.slots is not None and not own_master:
+        gathers = int(trained)
+        yield one("secondary parameters", "device", need.dtype, need.secondary_numel, field="parameter")
+    if trained and not own_master:
         yield one("master", place.state, FP32)
-    # Every micro-batch gathers it; the update reads it only if it is (in) the master.
-    yield one(
-        "parameters",
-        place.parameter,
-        need.dtype,
-        field="state" if need.slots is None or own_master else "parameter",
-        whole=need.stays_gathered,
-        reads=gathers + own_master,
-        writes=0 if need.slots is None else 1,
-    )
-    if need.slots is None:
+    # Every micro-batch gathers it; the update reads it only if it is the master.
+    numel = need.numel if need.stays_gathered else need.rows_numel
+    field: Field = "parameter" if trained and not own_master else "state"
+    reads = gathers + own_master
+    yield one("parameters", place.parameter, need.dtype, numel, field=field, reads=reads, writes=int(trained))
+    if not trained:
         return
     yield from _slots(need, place)
     if settings.holds_gradients:
         # Each micro-batch but the first adds to the sum of those before; the update reads it.
-        whole = need.whole_gradient
-        yield one(
-            "gradients",
-            place.gradient,
-            need.gradient_dtype,
-            field="gradient",
-            whole=whole,
-            reads=forwards,
-            writes=forwards,
-        )
+        numel = need.numel if need.whole_gradient else need.rows_numel
+        keys: dict[str, Any] = {"field": "gradient", "reads": forwards, "writes": forwards}
+        yield one("gradients", place.gradient, need.gradient_dtype, numel, **keys)
 
 
 def _slots(need: Need, place: Places) -> Iterator[_Stored]:
-    """Yield the stored arrays of the optimizer's slots."""
+    """Yield the stored arrays of the optimizer's slots: they may be cut in another way than the parameter, or have another
+    type."""
     slots = [slot if isinstance(slot, TensorSlot) else TensorSlot(slot) for slot in need.slots or ()]
-    plain = [slot.name for slot in slots if slot.shape is None]
-    reduced = reduced_slots(plain) if need.moments == "bf16" else ()
+    reduced = reduced_slots([slot.name for slot in slots if slot.shape is None]) if need.moments == "bf16" else ()
     for slot in slots:
-        if slot.shape is not None:  # cut over the same ranks by its own rows
-            grid = make_grid(stored_shape(slot.shape), need.state_ranks)
-            yield _apart(need, slot.name, grid, FP32, place)
-            continue
-        yield _apart(need, slot.name, need.grid, "bfloat16" if slot.name in reduced else FP32, place)
-
-
-def _apart(need: Need, kind: str, grid: Grid, dtype: str, place: Places) -> _Stored:
-    """Return an array of the state that is cut in another way than the parameter, or has another type."""
-    nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
-    # As in the store: each of these may be small although the others are not.
-    rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
-    layout = cached_layout(grid, need.shard, dtype)
-    return _Stored(kind=kind, field="state", rest=rest, nbytes=nbytes, layout=layout, reads=1, writes=1)
+        # A shape of its own is cut over the same ranks by its own rows.
+        grid = need.grid if slot.shape is None else make_grid(stored_shape(slot.shape), need.state_ranks)
+        dtype = "bfloat16" if slot.shape is None and slot.name in reduced else FP32
+        nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
+        # As in the store: each of these may be small although the others are not.
+        rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
+        yield _Stored(kind=slot.name, rest=rest, nbytes=nbytes, layout=cached_layout(grid, need.shard, dtype))
 
 
 def _is_own_master(need: Need, place: Places) -> bool:
@@ -422,14 +390,3 @@ def _required_bytes(groups: Sequence[_Group], settings: PlacementSettings) -> di
     if settings.budget_bytes is not None and total > settings.budget_bytes:
         raise over_budget(required, settings.budget_bytes, settings)
     return required
-
-
-def _check_settings(settings: PlacementSettings) -> None:
-    if not 0 <= settings.ratio <= 1:
-        raise ConfigError(f"offload_optimizer.ratio: expected a share from 0 to 1, got {settings.ratio}")
-    for name in ("max_in_cpu_numel", "budget_bytes", "buffer_bytes"):
-        value = getattr(settings, name)
-        if value is not None and value < 0:
-            raise ConfigError(f"{name}: expected 0 or more, got {value}")
-    if settings.accumulation_steps < 1:
-        raise ConfigError(f"accumulation_steps: expected 1 or more, got {settings.accumulation_steps}")

@@ -15,8 +15,6 @@ from zstore.ranks.world import World
 
 from ..config.config import Config
 
-_log = logging.getLogger("zstore")
-
 _FIRST_TENSOR_CORES = 7
 """Compute capability of the first GPUs that multiply fp16 faster than fp32 whatever the model (V100)."""
 
@@ -48,34 +46,20 @@ def find_native(config: Config, world: World) -> frozenset[str]:
     return frozenset(world.broadcast_object(sorted(native_types(world.device)) if world.rank == 0 else None))
 
 
-def choice_text(config: Config, chosen: str, device: str) -> str | None:
-    """Return the line that names the precision that "auto" in `config` chose and why; None if a precision is demanded."""
+def precision_note(config: Config, chosen: str, native: Collection[str], device: str) -> tuple[int, str] | None:
+    """Return the level and the text of what is to be said of the precision that a config resolved to: the choice of "auto"
+    and why, or a warning of a demanded type that the device ("CPU" or "GPU") has no instructions for."""
     switches = _switches(config)
-    if True in switches.values() or "auto" not in switches.values():
-        return None
+    if True in switches.values():
+        if chosen in native:
+            return None
+        return logging.WARNING, (
+            f"config: {chosen}.enabled: this {device} has no fast {chosen}, so that matrix products are many times slower than "
+            f'in fp32; write "{chosen}": {{"enabled": "auto"}}, which takes it only where it is fast, or false'
+        )
     asked = " or ".join(name for name, switch in switches.items() if switch == "auto")
     reason = f"has no fast {asked}" if chosen == "fp32" else f"computes {chosen} natively"
-    return f'precision: "auto" takes {chosen}, since this {device} {reason}'
-
-
-def slow_text(config: Config, native: Collection[str], device: str) -> str | None:
-    """Return a warning of the 16-bit precision that `config` demands and the device has no instructions for."""
-    for name, switch in _switches(config).items():
-        if switch is True and name not in native:
-            return (
-                f"config: {name}.enabled: this {device} has no fast {name}, so that matrix products are many times slower than "
-                f'in fp32; write "{name}": {{"enabled": "auto"}}, which takes it only where it is fast, or false'
-            )
-    return None
-
-
-def log_precision(config: Config, chosen: str, native: Collection[str], device: torch.device) -> None:
-    """Log the precision that "auto" resolved to, or warn of a demanded type that this device is slow in."""
-    kind = "GPU" if device.type == "cuda" else "CPU"
-    if (choice := choice_text(config, chosen, kind)) is not None:
-        _log.info("%s", choice)
-    if (warning := slow_text(config, native, kind)) is not None:
-        _log.warning("%s", warning)
+    return (logging.INFO, f'precision: "auto" takes {chosen}, since this {device} {reason}') if asked else None
 
 
 def _switches(config: Config) -> dict[str, bool | str]:

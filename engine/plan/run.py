@@ -23,7 +23,7 @@ from zstore.store import Drives
 from ..config.config import DTYPES, Config
 from ..params.record import named_parameters
 from ..params.units import called_parameters, unit_parameters
-from .activations import Activations
+from .activations import Activations, Width
 from .needs import ParameterShape, find_needs, placement_settings
 from .placement import fill_device, make_plan, without_headroom
 from .plan import Plan, Slots
@@ -110,18 +110,23 @@ def plan_run(  # noqa: PLR0913 - the last two stand in for the memory of this ma
 
 def _activation_bytes(model: nn.Module, config: Config) -> int:
     """Return the bytes on the device of the activations of a micro-batch as long as the model allows."""
-    kept = Activations.of_longest(
-        model,
-        samples=config.batch.micro_batch_size,
-        itemsize=numpy_dtype(DTYPES[config.precision]).itemsize,
-        checkpointing=config.own.gradient_checkpointing,
-    )
-    if kept is None:
+    width = Width.of(model)
+    if width is None or width.longest is None:
         raise UsageError(
             'offload_optimizer.ratio "auto": expected a model whose config has its hidden size, layers, vocabulary and longest '
             "sequence, from which the memory of activations follows: write a number from 0 to 1"
         )
-    return kept.bytes_on_device(config.activations)
+    return activations_of(config, width, width.longest).bytes_on_device(config.activations)
+
+
+def activations_of(config: Config, width: Width, seq_length: int) -> Activations:
+    """Return the estimated activations of a micro-batch of a resolved config."""
+    return Activations(
+        width=width,
+        tokens=config.batch.micro_batch_size * seq_length,
+        itemsize=numpy_dtype(DTYPES[config.precision]).itemsize,
+        checkpointing=config.own.gradient_checkpointing,
+    )
 
 
 def tell_plan(plan: Plan, config: Config, world: World) -> None:
@@ -139,13 +144,12 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
     """
     shared = {memory.machine: memory.total_bytes}
     shared |= {f"{memory.machine} {group.key}": group.limit_bytes for group in memory.groups}
-    needed: Counter[str] = Counter()
-    for theirs, nbytes in world.all_gather_object([list(shared), plan.host_bytes]):
-        needed.update(dict.fromkeys(theirs, nbytes))
+    everyones = world.all_gather_object([list(shared), plan.host_bytes])
     with world.agreeing():
         for name, there_bytes in shared.items():
+            needed_bytes = sum(nbytes for theirs, nbytes in everyones if name in theirs)
             if there_bytes is not None:
-                check_host(plan, needed[name], there_bytes + memory.swap_bytes)
+                check_host(plan, needed_bytes, there_bytes + memory.swap_bytes)
 
 
 def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path, int]) -> None:
@@ -157,27 +161,23 @@ def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path
     drives = Drives(usual or parameters, {"parameter": parameters} if parameters else {})
     for group, nbytes in plan.files:
         drives.choose(group, nbytes)
+    num_ranks = world.local_world_size
     with world.agreeing():
-        _check_room(drives.given_bytes, present, world.local_world_size)
-
-
-def _check_room(given_bytes: Mapping[Path, int], present: Mapping[Path, int], num_ranks: int) -> None:
-    needed: Counter[int] = Counter()
-    folders: dict[int, list[Path]] = {}
-    for folder, nbytes in given_bytes.items():
-        drive = _drive_of(folder)
-        needed[drive] += nbytes * num_ranks
-        folders.setdefault(drive, []).append(folder)
-    for folder, nbytes in present.items():
-        needed[_drive_of(folder)] -= nbytes * num_ranks
-    for drive, found in folders.items():
-        free = shutil.disk_usage(found[0]).free
-        if needed[drive] > free:
-            raise DiskFullError(
-                f"the plan's files take {format_bytes(needed[drive])} in {', '.join(map(str, found))}, where "
-                f"{format_bytes(free)} are free: give another `nvme_path` (each drive gets an equal share), or raise "
-                "`host_budget_bytes`"
-            )
+        needed: Counter[int] = Counter()
+        folders: dict[int, list[Path]] = {}
+        for folder, nbytes in drives.given_bytes.items():
+            needed[_drive_of(folder)] += nbytes * num_ranks
+            folders.setdefault(_drive_of(folder), []).append(folder)
+        for folder, nbytes in present.items():
+            needed[_drive_of(folder)] -= nbytes * num_ranks
+        for drive, found in folders.items():
+            free = shutil.disk_usage(found[0]).free
+            if needed[drive] > free:
+                raise DiskFullError(
+                    f"the plan's files take {format_bytes(needed[drive])} in {', '.join(map(str, found))}, where "
+                    f"{format_bytes(free)} are free: give another `nvme_path` (each drive gets an equal share), or raise "
+                    "`host_budget_bytes`"
+                )
 
 
 def _drive_of(folder: Path) -> int:

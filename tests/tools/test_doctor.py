@@ -45,7 +45,7 @@ def test_memory_and_devices_are_the_systems(report: Diagnosis) -> None:
     assert cpu.memory_bytes == total_bytes
     assert report.available_bytes is not None
     assert 0 < report.available_bytes <= total_bytes
-    assert cpu.num_cores == len(os.sched_getaffinity(0))
+    assert cpu.name.endswith(f", {len(os.sched_getaffinity(0))} cores")
     assert set(cpu.native) == native_types(torch.device("cpu"))
     assert report.huge_pages in {"always", "madvise", "never", None}
 
@@ -69,10 +69,10 @@ def test_json_and_text_are_the_report_and_end_with_what_to_do(
     assert doctor_command(tmp_path, json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == asdict(report).keys()
-    assert found["versions"]["torch"] == report.versions["torch"]
+    assert f"torch {torch.__version__}" in found["system"]
     assert doctor_command(tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
-    for word in ("system", "versions", "device", "memory", "huge pages", "folder", "direct I/O", "hard links", "drive"):
+    for word in ("system", "device", "memory", "huge pages", "folder", "direct I/O", "hard links", "drive"):
         assert any(line.startswith(word) for line in lines)
     assert lines[-1].startswith("- see which config fits here: zstore plan --model M --gpus ")
 

@@ -20,7 +20,7 @@ from tests.engine.runs import make_config, start, step
 from zstore.engine.config.config import load_config
 from zstore.engine.params.record import PRECISIONS
 from zstore.engine.plan import precision
-from zstore.engine.plan.precision import choice_text, find_native, native_types, slow_text
+from zstore.engine.plan.precision import find_native, native_types, precision_note
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
@@ -66,20 +66,17 @@ def test_a_gpu_is_asked_for_its_instructions() -> None:
     ],
 )
 def test_the_line_says_what_auto_took_and_why(config: dict[str, object], chosen: str, line: str | None) -> None:
-    assert choice_text(load_config(config), chosen, "CPU") == line
+    note = precision_note(load_config(config), chosen, ("bf16", "fp16"), "CPU")
+    assert note == (None if line is None else (logging.INFO, line))
 
 
 def test_a_demanded_type_without_instructions_is_warned_of() -> None:
-    assert slow_text(load_config(with_types(True)), (), "CPU") == (
+    warning = (
         "config: bf16.enabled: this CPU has no fast bf16, so that matrix products are many times slower than in fp32; "
         'write "bf16": {"enabled": "auto"}, which takes it only where it is fast, or false'
     )
-    assert "fp16.enabled" in (slow_text(load_config(with_types(False, True)), ("bf16",), "GPU") or "")
-    assert slow_text(load_config(with_types("auto")), (), "CPU") is None
-    assert slow_text(load_config(with_types(True)), ("bf16",), "CPU") is None
-    answered = load_config(with_types("auto")).answered({"bf16.enabled": True})
-    assert slow_text(answered, (), "CPU") is not None
-    assert choice_text(answered, "bf16", "CPU") is None
+    for config in (load_config(with_types(True)), load_config(with_types("auto")).answered({"bf16.enabled": True})):
+        assert precision_note(config, "bf16", (), "CPU") == (logging.WARNING, warning)
 
 
 def test_a_run_takes_what_its_device_computes_natively_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
