@@ -98,7 +98,7 @@ def test_the_commands_take_the_url(bucket: PlainBucket, tmp_path: Path) -> None:
     result = bucket.run("consolidate", bucket.url, str(tmp_path / "weights"), "--dtype", "fp32", "--json")
     done = json.loads(result.stdout)
     assert 1 < done["read_bytes"] / done["asked_bytes"] < 1.2
-    assert re.search(r"read .* of array data in \d+ requests: \d+ % more than needed", result.stderr)
+    assert re.search(r"read .* of array data in \d+ requests: \d+% more than needed", result.stderr)
     weights = load_file(tmp_path / "weights/model.safetensors")
     assert weights["h.0.weight"].tobytes() == ARRAYS["model/h.0.weight"].tobytes()
     assert (tmp_path / "weights/config.json").read_text() == '{"model_type": "none"}'

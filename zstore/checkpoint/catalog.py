@@ -99,35 +99,13 @@ def is_committed(place: FolderLike) -> bool:
     return True
 
 
-_MOST_STAMPED = 16
-_stamps: dict[Folder, dict[tuple[str, int], int]] = {}
-"""Times of commit, by name and inode of a checkpoint's folder, in the folders that this process saved to last: a
-record does not change, so a save reads only those that came since the last one."""
-
-
 def stamped(record: Record, place: FolderLike) -> Record:
-    """Return `record` with the time of its commit, later than that of every checkpoint in the folder `place`."""
-    folder = folder_at(place)
-    if folder.is_local:
-        newest = max(_update_stamps(folder).values(), default=0)
-    else:
-        newest = max((info.record.committed_ns for info in scan(folder).tags), default=0)
+    """Return `record` with the time of its commit, later than that of the checkpoint that the last save in `place` left."""
+    folder, newest = folder_at(place), 0
+    with contextlib.suppress(OSError, ValueError, ZstoreError):
+        last = find_tag(folder, folder.read_small(LATEST_FILE, _MOST_LATEST_BYTES).decode().strip())
+        newest = last.record.committed_ns if last is not None else 0
     return replace(record, committed_ns=max(time.time_ns(), newest + 1))
-
-
-def _update_stamps(folder: Folder) -> dict[tuple[str, int], int]:
-    known = _stamps.pop(folder, {})
-    with os.scandir(folder.path) as entries:
-        there = [(entry.name, entry.inode()) for entry in entries if _may_be_checkpoint(entry.name) and entry.is_dir()]
-    found = {key: known[key] for key in there if key in known}
-    new = [key for key in there if key not in known]
-    for key, data in zip(new, folder.read_records([name for name, _ in new]), strict=True):
-        with contextlib.suppress(ZstoreError, OSError):
-            found[key] = _decoded(data, folder.child(key[0])).committed_ns
-    _stamps[folder] = found
-    while len(_stamps) > _MOST_STAMPED:
-        _stamps.pop(next(iter(_stamps)), None)
-    return found
 
 
 @contextlib.contextmanager

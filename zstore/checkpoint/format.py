@@ -148,7 +148,7 @@ class Record:
     run: str = ""
     """Id of the training run, kept across resumes; retention deletes only checkpoints of its own run."""
     committed_ns: int = 0
-    """Time of the commit, nanoseconds since 1970; more than that of any checkpoint that was in the folder before."""
+    """Time of the commit, nanoseconds since 1970; more than that of the checkpoint that `latest` named before."""
     metadata_sha256: str
     """SHA-256 of the root's `zarr.json`, hex."""
     manifest_sha256: tuple[str, ...]

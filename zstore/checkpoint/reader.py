@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ..errors import CorruptionError, ZstoreError
 from ..format.partition import plan_reads
 from ..io.archives import open_shard_file
 from ..io.queue import Priority
-from ..io.shards import IoResources, ShardReader, ShardSummary
+from ..io.shards import IoResources, ShardReader
 from .catalog import Refusal, TagInfo, list_tags, read_record, resolve, scan
 from .folder import Folder, FolderLike, folder_at
 from .format import COMPLETE, Manifest, parse_json, sha256
@@ -26,22 +24,6 @@ from .names import METADATA_FILE, RECORD_FILE, manifest_file, tag_text
 from .source import NUM_REMOTE_REQUESTS, NUM_THREADS, ArraySource, ReadStatistics, StoredArray
 
 _MOST_OPEN_SHARDS = 4096
-
-
-class _Checksums:
-    """Checksums of one rank's shards of the arrays `numbers`, packed: a reader may need those of thousands of ranks."""
-
-    def __init__(self, numbers: Mapping[str, int], shard: int, entries: Iterable[ShardSummary]) -> None:
-        parts: list[Sequence[int]] = [()] * len(numbers)
-        for entry in entries:
-            if entry.shard == shard and entry.array in numbers:
-                parts[numbers[entry.array]] = entry.crcs
-        self._ends = np.cumsum([0, *map(len, parts)], dtype=np.uint32)
-        self._crcs = np.fromiter(itertools.chain.from_iterable(parts), np.uint32, int(self._ends[-1]))
-
-    def of(self, number: int) -> npt.NDArray[np.uint32]:
-        """Return the checksums of one array, none if the rank stored no shard of it."""
-        return self._crcs[self._ends[number] : self._ends[number + 1]]
 
 
 class CheckpointReader(ArraySource):
@@ -62,12 +44,8 @@ class CheckpointReader(ArraySource):
         self.shard_resources: IoResources = info.folder.resources(self.resources)
         """`resources`, made to read the shard files, wherever they are."""
         self.arrays = parsed
-        self._numbers: dict[str, dict[str, int]] = {}
-        """By group, the number of each of its arrays."""
-        self._checksums: dict[tuple[str, int], _Checksums] = {}
-        """By group and rank, the checksums of the rank's shards."""
-        self._decoded: Manifest | None = None
-        """The last one whose checksums were needed: other groups' are in it."""
+        self._crcs: dict[int, dict[str, tuple[int, ...]]] = {}
+        """By rank, the checksums of its shard of each array."""
         self._decoding = threading.Lock()
         self._shards: OrderedDict[tuple[str, int], ShardReader] = OrderedDict()
         self._lock = threading.Lock()
@@ -195,37 +173,23 @@ class CheckpointReader(ArraySource):
                 self._retired_bytes += self._shards.popitem(last=False)[1].read_bytes
         return kept
 
-    def shard_crcs(self, name: str, shard: int) -> list[int]:
+    def shard_crcs(self, name: str, shard: int) -> Sequence[int]:
         """Return the crc32c of each chunk of a shard that holds values, by the manifest; in an archive of its compressed
         bytes. Raises CorruptionError if it lacks them.
         """
         array = self.array(name)
-        group = name.partition("/")[0]
-        # Rank r stores shard r; arrays of one shard are rank 0's.
-        crcs = self._checksums_of(group, shard).of(self._numbers[group][name])
+        # Rank r stores shard r; arrays of one shard are rank 0's. Decoded once: all threads of a load ask first of all.
+        with self._decoding:
+            if shard not in self._crcs:
+                entries = self.manifest(shard).shards
+                self._crcs[shard] = {entry.array: entry.crcs for entry in entries if entry.shard == shard}
+            crcs = self._crcs[shard].get(name, ())
         if len(crcs) != array.grid.present_chunks(shard):
             raise CorruptionError(
                 f"array {name!r}: {manifest_file(shard)} has no checksums for each of the "
                 f"{array.grid.present_chunks(shard)} chunks of shard {shard}; restore it from another copy"
             )
-        found: list[int] = crcs.tolist()
-        return found
-
-    def _checksums_of(self, group: str, shard: int) -> _Checksums:
-        # Decoded once: all threads of a load ask for them first of all.
-        with self._decoding:
-            if (group, shard) not in self._checksums:
-                if self._decoded is None or self._decoded.rank != shard:
-                    self._decoded = self.manifest(shard)
-                self._checksums[group, shard] = _Checksums(self._numbers_in(group), shard, self._decoded.shards)
-            return self._checksums[group, shard]
-
-    def _numbers_in(self, group: str) -> dict[str, int]:
-        with self._lock:
-            if group not in self._numbers:
-                names = [name for name in self.arrays if name.partition("/")[0] == group]
-                self._numbers[group] = {name: number for number, name in enumerate(names)}
-            return self._numbers[group]
+        return crcs
 
 
 def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, StoredArray]]:

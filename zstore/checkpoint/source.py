@@ -197,13 +197,5 @@ class ReadStatistics:
             text += f" for {format_bytes(self.asked_bytes)} of array data"
         if self.requests:
             text += f" in {format_count(self.requests, 'request')}"
-        if not self.asked_bytes:
-            return text
-        ratio = self.read_bytes / self.asked_bytes
-        percent = round(100 * abs(ratio - 1))
-        if not percent:
-            return text
-        if ratio < 1:
-            return f"{text}: {percent} % less, since chunks are compressed"
-        why = "chunks are read whole, with their checksums and padding" + (", and metadata" if self.requests else "")
-        return f"{text}: {f'{ratio:.1f} times what is' if ratio >= 2 else f'{percent} % more than'} needed, since {why}"
+        more = self.read_bytes / self.asked_bytes - 1 if self.asked_bytes else 0
+        return text + (f": {more:.0%} more than needed, since chunks are read whole" if more > 0.005 else "")
