@@ -8,18 +8,19 @@ from typing import Annotated
 
 import typer
 
-from zstore.checkpoint import Record, new_folder
+from zstore.checkpoint import ArraySource, Record, new_folder
 from zstore.errors import CheckpointError, CheckpointMismatchError
 from zstore.io import user_path
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.choose import frozen_weights
 from zstore.weights.companions import Companions
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
-from zstore.weights.layout import plan_model
-from zstore.weights.writer import lost_text
+from zstore.weights.layout import FileLayout, plan_model
+from zstore.weights.writer import Lost, lost_text
 
 from .opening import DEFAULTS, Common, open_location, reporting, say_left
 from .options import Dtype, Location, Tag, require_choice, size_option
+from .progress import ProgressBar
 
 
 def consolidate_command(
@@ -49,27 +50,47 @@ def consolidate_command(
         weights = [weight for weight in weights if weight.name not in frozen]
         if not weights:
             raise CheckpointMismatchError(f"{source.location} has no weights but frozen ones: omit --exclude-frozen")
-        files = plan_model(weights, max_shard_size, source.record.state)
-        size = f"{format_bytes(sum(file.file_bytes for file in files))} in {format_count(len(files), 'file')}"
         total_bytes = sum(source.arrays[weight.array].spec.nbytes for weight in weights)
         with reporting(f"consolidate {source.location}", common, source, total_bytes=total_bytes) as progress:
-            plan = f"plan: {format_count(len(weights), 'tensor')} as {dtype}, {size}, to {target}"
+            layouts = plan_model(weights, max_shard_size, source.record.state)
+            plan = f"plan: {format_count(len(weights), 'tensor')} as {dtype}, {size_of(layouts)}, to {target}"
             progress.say(plan + _left_out_text(left_out, source.record))
-            beside = Companions.of(source, beside=True)
-            with new_folder(source.resources.files, target) as folder:
-                lost = write_weights(source, files, folder, overflow="error", advance=progress.advance)
-                if lost:
-                    raise CheckpointError(lost_text(lost, dtype, "Choose `--dtype bf16` or `fp32`"))
-                beside.copy(folder, source.resources.files)
-            progress.say(f"wrote {size} to {target}{beside.text}")
-            say_left(progress, beside)
-            progress.document |= {
-                "path": str(target),
-                "files": [file.name for file in files],
-                "left_out": left_out,
-                "not_saved": source.record.absent_parameters,
-            }
+            write_folder(source, target, layouts, dtype, Companions.of(source, beside=True), progress)
+            progress.document |= {"left_out": left_out, "not_saved": source.record.absent_parameters}
     return 0
+
+
+def size_of(layouts: Sequence[FileLayout]) -> str:
+    """Return the size of files of weights for people."""
+    num_bytes = sum(layout.file_bytes for layout in layouts)
+    return f"{format_bytes(num_bytes)} in {format_count(len(layouts), 'file')}"
+
+
+def write_folder(
+    source: ArraySource,
+    target: Path,
+    layouts: Sequence[FileLayout],
+    dtype: str,
+    beside: Companions,
+    progress: ProgressBar,
+) -> None:
+    """Write the files of weights, and what belongs to the model, into the new folder `target`.
+
+    Raises CheckpointError, with the tensors named and nothing published, for values that their type cannot hold.
+    """
+    with new_folder(source.resources.files, target) as folder:
+        lost = write_weights(source, layouts, folder, overflow="error", advance=progress.advance)
+        refuse_lost(lost, dtype)
+        beside.copy(folder, source.resources.files)
+    progress.say(f"wrote {size_of(layouts)} to {target}{beside.text}")
+    progress.document |= {"path": str(target), "files": [layout.name for layout in layouts]}
+    say_left(progress, beside)
+
+
+def refuse_lost(lost: Sequence[Lost], dtype: str) -> None:
+    """Raise CheckpointError if a cast to `dtype` lost values."""
+    if lost:
+        raise CheckpointError(lost_text(lost, dtype, "Choose `--dtype bf16` or `fp32`"))
 
 
 def _left_out_text(left_out: Sequence[str], record: Record) -> str:

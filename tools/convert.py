@@ -14,17 +14,18 @@ from typing import Annotated, Literal
 import numpy as np
 import typer
 
-from zstore.checkpoint import ArraySource, ReadAhead, new_folder, temporary_folder
-from zstore.errors import CheckpointError, CheckpointExistsError, UsageError
+from zstore.checkpoint import ArraySource, ReadAhead, temporary_folder
+from zstore.errors import CheckpointExistsError, UsageError
 from zstore.format import Bytes, numpy_dtype
 from zstore.io import Files, user_path
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.cast import cast_into
 from zstore.weights.companions import Companions
-from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
+from zstore.weights.from_checkpoint import DTYPES, list_weights
 from zstore.weights.layout import MAX_FILE_BYTES, Weight, plan_model
-from zstore.weights.writer import Lost, lost_text
+from zstore.weights.writer import Lost
 
+from .consolidate import refuse_lost, write_folder
 from .opening import DEFAULTS, Common, open_location, reporting, say_left
 from .options import Dtype, Tag, require_choice
 from .progress import ProgressBar
@@ -91,10 +92,11 @@ def convert_command(
                 path = reshard_into(source, out, ranks, progress)
                 progress.say(f"wrote {path}")
                 progress.document |= {"path": str(path), "world_size": ranks}
+            elif to == "torch":
+                _to_torch(source, out, weights, dtype or "", progress)
             else:
-                write = _to_torch if to == "torch" else _to_safetensors
-                write(source, out, weights, dtype or "", progress)
-                progress.document |= {"path": str(out)}
+                layouts = plan_model(weights, MAX_FILE_BYTES, source.record.state)
+                write_folder(source, out, layouts, dtype or "", Companions.of(source, beside=False), progress)
     return 0
 
 
@@ -103,33 +105,18 @@ def _require_new(out: Path) -> None:
         raise CheckpointExistsError(f"{out} exists: remove it, or name another place to write")
 
 
-def _refuse(lost: Sequence[Lost], dtype: str) -> None:
-    if lost:
-        raise CheckpointError(lost_text(lost, dtype, "Choose `--dtype bf16` or `fp32`"))
-
-
 def _to_torch(source: ArraySource, out: Path, weights: list[Weight], dtype: str, progress: ProgressBar) -> None:
     files, parent = source.resources.files, out.absolute().parent
     with temporary_folder(files, parent, out.name) as folder:
         part = folder / "state.pt"
-        _refuse(_write_state_dict(source, part, weights, progress), dtype)
+        refuse_lost(_write_state_dict(source, part, weights, progress), dtype)
         _require_new(out)
         files.rename(part, out)
         files.sync_folder(parent)
     progress.say(f"wrote {out}")
+    progress.document |= {"path": str(out)}
     beside = Companions.of(source, beside=False)
     beside.left = [*beside.files, *beside.left]
-    say_left(progress, beside)
-
-
-def _to_safetensors(source: ArraySource, out: Path, weights: list[Weight], dtype: str, progress: ProgressBar) -> None:
-    layouts = plan_model(weights, MAX_FILE_BYTES, source.record.state)
-    beside = Companions.of(source, beside=False)
-    with new_folder(source.resources.files, out) as folder:
-        _refuse(write_weights(source, layouts, folder, overflow="error", advance=progress.advance), dtype)
-        beside.copy(folder, source.resources.files)
-    progress.say(f"wrote {format_count(len(layouts), 'file')} to {out}{beside.text}")
-    progress.document |= {"files": [layout.name for layout in layouts]}
     say_left(progress, beside)
 
 

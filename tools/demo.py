@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +123,7 @@ class Demo:
         apart = max(abs(losses[row["step"]] - row["loss"]) for row in second)
         self.facts += [
             ("loss, first step and last", f"{first[0]['loss']:.3f} -> {first[-1]['loss']:.3f}"),
-            (
-                f"largest difference of the resumed run's loss, {len(second)} steps",
-                f"{apart:.5f} (at most {MOST_DIFFERENCE})",
-            ),
+            ("largest difference of the resumed run's loss", f"{apart:.5f} (at most {MOST_DIFFERENCE})"),
         ]
         _say(f"The losses of both runs are at most {apart:.5f} apart over {len(second)} steps")
         if not apart <= MOST_DIFFERENCE:
@@ -169,11 +165,7 @@ class Demo:
             raise SystemExit(f"the command failed with exit code {process.returncode}")
 
     def close_with_table(self, elapsed_s: float) -> None:
-        """Print the closing table."""
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title="zstore demo", show_header=False)
+        """Print the results, and what to type next."""
         # A hard link is the same bytes: each inode counts once.
         found = [path.stat() for path in self.folder.rglob("*") if path.is_file()]
         sizes = {(stat.st_dev, stat.st_ino): stat.st_size for stat in found}
@@ -183,9 +175,9 @@ class Demo:
             ("save stall, longest", f"{max(self.stalls_ms):.1f} ms"),
             ("time", f"{elapsed_s:.0f} s"),
         ]
+        _say("Results")
         for name, value in rows:
-            table.add_row(name, value)
-        Console().print(table)
+            print(f"{name:<58} {value}")
         print("\nWhat to type next:")
         for command, what in next_commands(_shown(self.folder), self.model, self.steps):
             print(f"  {command}  # {what}")
@@ -198,11 +190,10 @@ def next_commands(folder: str, model: str, steps: int) -> list[tuple[str, str]]:
     run, config = f"{folder}/run", f"{folder}/zero1-memory.json"
     before, last = f"{run}/step-{steps - SAVE_EVERY:08d}", f"{run}/step-{steps:08d}"
     on = f"--steps {steps + SAVE_EVERY} --save {run}-1 --resume auto"
-    extra = "" if find_spec("fastapi") else f"; first: {shlex.quote(sys.executable)} -m pip install 'zstore[serve]'"
     return [
-        (f"{zstore} serve {folder}", f"a page that shows the runs, their checkpoints and arrays{extra}"),
+        (f"{zstore} serve {folder}", "a page that shows the runs, their checkpoints and arrays (extra `serve`)"),
         (f"{zstore} ls {run}", "the checkpoints, and what they share"),
-        (f"{zstore} inspect {run}", "the arrays: shape, type, bytes"),
+        (f"{zstore} inspect {run}", "the arrays: shape, bytes, shards"),
         (f"{zstore} diff {before} {last}", f"what the last {SAVE_EVERY} steps changed"),
         (f"{zstore} train --config {config} --model {model} {on}", "continue training"),
         (f"{zstore} doctor --path {folder}", "what this machine and its drive can do"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import itertools
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint import ArraySource, CheckpointReader, StoredArray, natural_key, stored_files
@@ -17,8 +15,6 @@ from .printing import cell, make_console, make_table, print_json, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-_LAYER = re.compile(r"([^.]+\.)*?\d+(?=\.)")
 
 
 def inspect_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None) -> int:
@@ -112,47 +108,11 @@ def _archive(source: ArraySource, facts: Mapping[str, Any]) -> str:
 
 
 def _arrays_table(source: ArraySource) -> Table:
-    from rich.text import Text
-
     table = make_table(("array", "shape", "type"), ("array data", "shards"))
-    arrays = [source.arrays[name] for name in sorted(source.arrays, key=natural_key)]
-    for group, members in _grouped(arrays, lambda array: _group(array.spec.name)):
-        table.add_row(Text(cell(group), "bold"), *_totals(members), style="cyan")
-        for layer, parts in _grouped(members, _layer):
-            indent = "  "
-            if layer and len(parts) > 1:
-                table.add_row(f"  {cell(layer)}", *_totals(parts), style="dim")
-                indent = "    "
-            for array in parts:
-                spec = array.spec
-                cells = [cell(list(spec.shape)), spec.dtype, format_bytes(spec.nbytes), str(array.grid.num_shards)]
-                table.add_row(indent + cell(_inside(array)), *cells)
+    for name in sorted(source.arrays, key=natural_key):
+        array = source.arrays[name]
+        spec = array.spec
+        tied = f" = {', '.join(spec.aliases)}" if spec.aliases else ""
+        facts = (cell(list(spec.shape)), spec.dtype, format_bytes(spec.nbytes), str(array.grid.num_shards))
+        table.add_row(cell(name + tied), *facts)
     return table
-
-
-def _grouped(arrays: Sequence[StoredArray], key: Callable[[StoredArray], str]) -> list[tuple[str, list[StoredArray]]]:
-    """Return neighbours with the same key together."""
-    return [(name, list(members)) for name, members in itertools.groupby(arrays, key)]
-
-
-def _group(name: str) -> str:
-    """Return the group of an array's name, with the slot in `optimizer`."""
-    parts = name.split("/")
-    return "/".join(parts[:2]) if parts[0] == "optimizer" and len(parts) > 2 else parts[0]
-
-
-def _inside(array: StoredArray) -> str:
-    """Return the array's name inside its group, with the names that are tied to it."""
-    spec = array.spec
-    tied = f" = {', '.join(spec.aliases)}" if spec.aliases else ""
-    return (spec.name[len(_group(spec.name)) + 1 :] or spec.name) + tied
-
-
-def _layer(array: StoredArray) -> str:
-    """Return the part of an array's name up to its first number, like `transformer.h.0`; empty if there is none."""
-    match = _LAYER.match(_inside(array))
-    return match.group() if match else ""
-
-
-def _totals(arrays: Sequence[StoredArray]) -> tuple[str, str, str, str]:
-    return f"{len(arrays)} arrays", "", format_bytes(sum(array.spec.nbytes for array in arrays)), ""

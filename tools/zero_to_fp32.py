@@ -6,7 +6,6 @@ import argparse
 import filecmp
 import logging
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from zstore.checkpoint import natural_key
 from zstore.engine.access.access import live
 from zstore.engine.access.gather import gather
 from zstore.errors import CheckpointExistsError, ZstoreError
@@ -48,7 +48,7 @@ def get_optim_files(checkpoint_dir: str) -> list[str]:
     found = [os.fspath(path) for path in user_path(checkpoint_dir).glob("*_optim_states.pt")]
     if not found:
         raise FileNotFoundError(f"{checkpoint_dir}: expected DeepSpeed's files *_optim_states.pt, got none")
-    return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+    return sorted(found, key=natural_key)
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:

@@ -1,6 +1,5 @@
 """Text as bytes: order of files, samples by (seed, number) alone, and what is refused."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import warm
 from zstore.errors import ConfigError
-from zstore.tools.sample.corpus import STDLIB_BYTES, Corpus, open_corpus
+from zstore.tools.sample.corpus import Corpus, open_corpus
 
 
 def make_folder(root: Path, sizes: list[int]) -> tuple[Corpus, bytes]:
@@ -96,36 +94,11 @@ def test_the_order_is_fixed_for_all_time(tmp_path: Path) -> None:
     assert starts == [philox((seed % 2**64, number), counter=1) * 255 >> 64 for seed, number in pairs]
 
 
-def test_places_are_spread_evenly(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(bytes(range(256)))
-    corpus = open_corpus(tmp_path / "text")
-    starts = np.array([int(corpus.sample(n, 2, seed=0)[0]) for n in range(4000)])
-    counts = np.bincount(starts // 32, minlength=8)[:8]
-    assert counts.min() > 400
-    assert {int(starts.min()), int(starts.max())} == {0, 254}
-
-
-def test_a_batch_is_its_samples(tmp_path: Path) -> None:
-    corpus, _ = make_folder(tmp_path, [500])
-    ids = corpus.batch([4, 9, 2], 16, seed=0)
-    assert ids.shape == (3, 16)
-    assert torch.equal(ids[1], corpus.sample(9, 16, seed=0))
-
-
 def test_the_standard_library_stands_in() -> None:
     corpus = open_corpus()
-    assert STDLIB_BYTES * 0.5 < corpus.num_bytes <= STDLIB_BYTES
+    assert corpus.num_bytes > 10**6
     assert b"def " in corpus.read(0, 100_000)
-    assert all(file.suffix == ".py" for file in corpus.files)
-    assert not any({"site-packages", "test", "tests"} & set(file.parts) for file in corpus.files)
-    code = "from zstore.tools.sample.corpus import open_corpus; print(open_corpus().sample(17, 64, 5).tolist())"
-    other = warm.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
-    assert other.stdout.strip() == str(corpus.sample(17, 64, 5).tolist())
-
-
-def test_text_as_long_as_one_sample_is_enough(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(b"abcdef")
-    assert open_corpus(tmp_path / "text").sample(3, 6, seed=0).tolist() == list(b"abcdef")
+    assert {file.suffix for file in corpus.files} == {".py"}
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

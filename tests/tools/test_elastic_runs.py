@@ -16,9 +16,6 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.tools.train_runs import rows
-from zstore.checkpoint.folder import LocalFolder
-from zstore.checkpoint.reader import tags
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "elastic.py"
 STEPS = 12
@@ -132,50 +129,6 @@ def test_a_run_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
         assert loss == pytest.approx(expected, rel=1e-4)
     used = [number for _, numbers, _ in steps_of(run)[:10] for number in numbers]
     assert sorted(used) == list(range(40))  # an epoch
-
-
-@pytest.mark.soak
-def test_zstore_train_goes_on_with_one_rank_and_with_two_again(tmp_path: Path) -> None:
-    config = CONFIG | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zstore": {"keep": 3}}
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 1000)
-    train = ["train", "--config", str(tmp_path / "ds.json"), "--model", "gpt-tiny", "--seq-len", "16"]
-    train += ["--data", str(tmp_path / "text.txt")]
-    saved = tmp_path / "saved"
-    words = ["-m", "zstore", *train, "--steps", "1000000", "--save", str(saved), "--save-every", "10"]
-    port = free_port()
-    command = torchrun(tmp_path, port, *words, "--resume", "auto", "--metrics", str(tmp_path / "all.jsonl"))
-
-    def saves(world_size: int, after: int) -> bool:
-        found = [] if not saved.is_dir() else tags(LocalFolder(saved))
-        return any(one.record.training_world_size == world_size and one.record.step > after for one in found)
-
-    def steps() -> int:
-        return max(one.record.step for one in tags(LocalFolder(saved)))
-
-    with agents(command) as starts:
-        first = starts()
-        wait_for(lambda: is_there(port), "the first agent does not listen")
-        second = starts()
-        wait_for(lambda: saves(2, 0), "the run did not begin with two ranks")
-        ranks = [int(pid) for pid in Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split()]
-        second.kill()
-        for rank in ranks:
-            os.kill(rank, signal.SIGKILL)
-        lost_at = steps()
-        wait_for(lambda: saves(1, lost_at), "the run did not go on with one rank")
-        alone_at = steps()
-        third = starts()
-        wait_for(lambda: saves(2, alone_at), "the run did not grow")
-        for agent in (first, third):
-            agent.send_signal(signal.SIGTERM)
-        assert all(agent.wait(100) for agent in (first, third))  # torchrun's, of a signal
-    alone = [sys.executable, "-m", "zstore", *train, "--steps", str(steps()), "--metrics", str(tmp_path / "one.jsonl")]
-    assert warm.run(alone, check=False, env=ENVIRONMENT, timeout=300).returncode == 0
-    found, expected = rows(tmp_path / "all.jsonl"), rows(tmp_path / "one.jsonl")
-    assert [row["step"] for row in found] == [row["step"] for row in expected]
-    for row, other in zip(found, expected, strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], rel=1e-3), row["step"]
 
 
 def is_there(port: int) -> bool:

@@ -16,7 +16,7 @@ import zstore
 from tests.checkpoint.checkpoints import describe, save_arrays
 from zstore.checkpoint.format import Record
 from zstore.checkpoint.source import ArraySource, StoredArray
-from zstore.errors import BudgetError, CheckpointMismatchError, UsageError
+from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.format.partition import make_grid
 from zstore.io.queue import Priority
 from zstore.io.shards import IoResources
@@ -24,7 +24,7 @@ from zstore.tools import opening
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
-from zstore.tools.opening import LEAST_MEMORY_BYTES, Common
+from zstore.tools.opening import Common
 from zstore.tools.reshard import reshard_command
 from zstore.tools.verify import verify_command
 
@@ -132,14 +132,3 @@ def test_it_is_compared_by_values(others: Path, tmp_path: Path, capsys: pytest.C
     save_arrays(tmp_path / "changed", ARRAYS | {"model/frozen": np.zeros(5, np.float16)})
     assert diff_command(others, tmp_path / "changed") == 1
     assert "model/frozen" in capsys.readouterr().out
-
-
-def test_more_metadata_than_memory_is_an_error_that_says_the_least(
-    others: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "_ARRAY_BYTES", 20_000_000)
-    for location in (others, save_arrays(others.parent / "ours", ARRAYS)):
-        with pytest.raises(BudgetError, match=r"has 3 arrays, .* give `--memory 114MiB` or more"):
-            inspect_command(location, Common(memory_bytes=LEAST_MEMORY_BYTES))
-        assert inspect_command(location, Common(memory_bytes=114 * 2**20)) == 0
-        assert inspect_command(location) == 0

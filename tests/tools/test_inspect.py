@@ -84,23 +84,6 @@ def test_names_that_rich_would_replace_are_printed_as_they_are(
     assert name in capsys.readouterr().out
 
 
-def test_arrays_are_a_tree_of_groups_and_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["model/h.2.w", "model/h.2.b", "model/h.10.w", "model/embed", "optimizer/exp_avg/a/b.w"]
-    save_arrays(tmp_path, {name: np.ones((10, 10), np.float32) for name in names})
-    inspect_command(tmp_path)
-    rows = [line.strip("│").split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│ ")]
-    assert [(name.rstrip(), shape.strip(), size.strip()) for name, shape, _, size, *_ in rows if " s" not in name] == [
-        (" model", "4 arrays", "1.60 kB"),
-        ("   embed", "[10, 10]", "400 bytes"),
-        ("   h.2", "2 arrays", "800 bytes"),
-        ("     h.2.b", "[10, 10]", "400 bytes"),
-        ("     h.2.w", "[10, 10]", "400 bytes"),
-        ("   h.10.w", "[10, 10]", "400 bytes"),
-        (" optimizer/exp_avg", "1 arrays", "400 bytes"),
-        ("   a/b.w", "[10, 10]", "400 bytes"),
-    ]
-
-
 def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         inspect_command(tmp_path)

@@ -122,14 +122,6 @@ def test_best_and_every_are_kept(tmp_path: Path, text: Path) -> None:
 # -- the launcher alone -----------------------------------------------------------------------------------------------
 
 
-def test_every_rank_knows_the_others() -> None:
-    code = (
-        "import os, torch, torch.distributed as d; d.init_process_group('gloo'); t = torch.tensor([int(os.environ['RANK'])]);"
-        "d.all_reduce(t); assert t.item() == 3; assert os.environ['LOCAL_WORLD_SIZE'] == '3'; d.destroy_process_group()"
-    )
-    warm.run([*PYTHON, warm.LAUNCH, "3", code], check=True, capture_output=True)
-
-
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -141,20 +133,6 @@ def test_ranks_that_stopped_are_no_failure(code: str, expected: int) -> None:
     with pytest.raises(SystemExit) as caught:
         launch([*PYTHON, code], 2)
     assert caught.value.code == expected
-
-
-def test_a_rank_that_fails_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "import os, sys; sys.exit(3 * (os.environ['RANK'] == '1'))"
-    with pytest.raises(SystemExit, match="3"):
-        launch([*PYTHON, code], 2)
-    assert "zstore: rank 1 failed with exit code 3 first;" in capfd.readouterr().err
-
-
-def test_ranks_that_outlive_a_failed_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zstore.tools.train.command._END_WELL_S", 0.2)
-    code = "import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit(3)\nsignal.pause()"
-    with pytest.raises(SystemExit, match="3"):
-        launch([*PYTHON, code], 2)
 
 
 def test_a_second_signal_reaches_the_ranks_too(tmp_path: Path) -> None:

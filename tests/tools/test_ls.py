@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.checkpoints import save_arrays
-from zstore.checkpoint.reader import tags
 from zstore.errors import CheckpointNotFoundError
-from zstore.tools.ls import list_entries, ls_command
+from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common
 
 ARRAYS = {"model/w": np.ones((1000, 300), np.float32), "model/b": np.zeros(77, np.float32)}
@@ -63,15 +62,6 @@ def test_the_table_marks_the_newest(folder: Path, capsys: pytest.CaptureFixture[
     assert "MB" in newest
 
 
-def test_ages_are_in_units_that_people_use(folder: Path) -> None:
-    from zstore.tools.ls import _age
-
-    assert [_age(seconds) for seconds in (5.4, 119, 120, 7300, 3 * 86400)] == ["5 s", "119 s", "2 min", "2 h", "3 d"]
-    infos = tags(folder)
-    (_, second) = list_entries(infos, infos[1].record.committed_ns + 10**9, infos[0].folder.parent)
-    assert second.age_s == 1.0
-
-
 def test_what_is_no_checkpoint_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = folder / "%5Bbest%5D/zstore.json"
     record.chmod(0o644)
@@ -87,8 +77,3 @@ def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
         ls_command(tmp_path)
     with pytest.raises(CheckpointNotFoundError):
         ls_command(tmp_path / "missing")
-
-
-def test_one_tags_folder_is_listed_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (entry,) = listed(folder / "step-00000001", capsys)
-    assert entry["tag"] == "step-00000001"

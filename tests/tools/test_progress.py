@@ -4,10 +4,7 @@ import contextlib
 import io
 import threading
 
-import pytest
-
-from zstore.sizes import format_bytes
-from zstore.tools.progress import PLAIN_LINE_S, ProgressBar
+from zstore.tools.progress import ProgressBar
 
 
 class Clock:
@@ -27,21 +24,6 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1.00 kB"),
-        (1_304_000_000, "1.30 GB"),
-        (2.5e12, "2.50 TB"),
-        (-5e6, "-5.00 MB"),
-    ],
-)
-def test_bytes_are_written_in_decimal_units(num_bytes: float, text: str) -> None:
-    assert format_bytes(num_bytes) == text
-
-
 def test_plain_lines_come_every_thirty_seconds() -> None:
     stream, clock = io.StringIO(), Clock()
     with ProgressBar("verify", 10**9, stream=stream, clock=clock) as progress:
@@ -55,14 +37,6 @@ def test_plain_lines_come_every_thirty_seconds() -> None:
         "verify: 900.00 MB of 1.00 GB (90 %), 0.01 GB/s",
         "verify: 1.00 GB in 100.0 s, 0.01 GB/s",
     ]
-
-
-def test_an_unknown_total_is_left_out() -> None:
-    stream, clock = io.StringIO(), Clock()
-    with ProgressBar("copy", stream=stream, clock=clock) as progress:
-        clock.now_s += PLAIN_LINE_S
-        progress.advance(3 * 10**9)
-    assert stream.getvalue().splitlines()[0] == "copy: 3.00 GB, 0.10 GB/s"
 
 
 def test_a_failure_ends_without_a_closing_line() -> None:

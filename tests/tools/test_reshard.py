@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoints import save_arrays
 from tests.interop.deepspeed_data import DATA
-from zstore.checkpoint import lookahead as ahead_module
 from zstore.checkpoint.lookahead import ReadAhead, Span, use_spans
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
@@ -185,25 +184,6 @@ def test_reading_ahead_refuses_what_is_in_no_range(saved: Path) -> None:
                 ahead.read(name, first, stop, np.empty((stop - first) * 4, np.uint8))
 
 
-def test_reading_ahead_gives_an_element_once_and_says_so(saved: Path) -> None:
-    with open_checkpoint(saved) as reader, ReadAhead(reader, [("model/w", 0, 1003 * 301)], memory_bytes=1) as ahead:
-        out = np.empty(1003 * 301, np.float32)
-        ahead.read("model/w", 0, out.size, out)
-        for position in (0, 1000, out.size - 1):
-            with pytest.raises(UsageError, match="not in memory"):
-                ahead.read("model/w", position, position + 1, np.empty(1, np.float32))
-
-
-def test_reading_ahead_without_memory_for_a_buffer_is_an_error(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(nbytes: int) -> np.ndarray:
-        raise MemoryError(nbytes)
-
-    with open_checkpoint(saved) as reader:
-        monkeypatch.setattr("zstore.io.buffers.make_slab", no_memory)
-        with ReadAhead(reader, [("model/w", 0, 1003 * 301)]) as ahead, pytest.raises(MemoryError):
-            ahead.take()
-
-
 @pytest.mark.parametrize("last", [1, 2, 5])
 def test_the_error_of_one_use_ends_the_others_and_is_what_is_raised(saved: Path, last: int) -> None:
     ranges = [("model/w", 0, 1003 * 301), ("model/long.rows", 0, 1_200_000)]
@@ -218,71 +198,6 @@ def test_the_error_of_one_use_ends_the_others_and_is_what_is_raised(saved: Path,
 
             with pytest.raises(ArithmeticError):
                 use_spans(reader, ranges, use, "test-use")
-
-
-@pytest.mark.parametrize(
-    ("cores", "remote", "most"), [(1, False, 4), (2, False, 4), (4, False, 8), (64, False, 12), (1, True, 12)]
-)
-def test_uses_have_two_threads_a_core_and_more_over_a_network(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, cores: int, remote: bool, most: int
-) -> None:
-    """A barrier that as many must reach, and that no further one does, holds them until the spans are used."""
-    monkeypatch.setattr(ahead_module, "num_cores", lambda: cores)
-    everyone, names, lock = threading.Barrier(most), set[str](), threading.Lock()
-    with open_resources(pool_bytes=96 * 2**20) as resources, open_checkpoint(saved, resources=resources) as reader:
-        reader.is_remote = remote
-        # Of one chunk each, so that there are more spans than threads.
-        ranges = [("model/long.rows", first, first + 1) for first in range(3 * most)]
-
-        def use(span: Span) -> None:
-            with lock:
-                is_first = threading.current_thread().name not in names
-                names.add(threading.current_thread().name)
-            if is_first:
-                everyone.wait(200)
-
-        use_spans(reader, ranges, use, "test-use")
-    assert len(names) == most
-
-
-def test_reading_ahead_makes_spans_as_it_goes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Span] = []
-
-    class CountedSpan(Span):
-        def __init__(self, *fields: Any) -> None:
-            super().__init__(*fields)
-            made.append(self)
-
-    monkeypatch.setattr(ahead_module, "Span", CountedSpan)
-    ranges = [("model/w", 0, 1003 * 301), ("model/long.rows", 0, 1_200_000)]
-    with open_checkpoint(saved) as reader, ReadAhead(reader, ranges, memory_bytes=1, depth=2) as ahead:
-        span = ahead.take()
-        assert span is not None
-        assert len(made) <= 3  # two begun, and the next
-        ahead.release(span)
-        while (span := ahead.take()) is not None:
-            ahead.release(span)
-    assert len(made) > 10
-    assert sum(span.nbytes for span in made) == 4 * 1003 * 301 + 2 * 1_200_000
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 5])
-def test_file_bytes_of_an_array_are_those_of_its_files(saved: Path, tmp_path: Path, world_size: int) -> None:
-    with open_checkpoint(saved) as reader:
-        path = reshard_checkpoint(reader, tmp_path, world_size)
-    with open_checkpoint(path) as reader:
-        for array in reader.arrays.values():
-            found = sum(file.stat().st_size for file in (path / array.folder).glob("c.*"))
-            assert array.file_bytes == found
-
-
-def test_a_reading_ahead_that_is_given_up_ends_its_threads(saved: Path) -> None:
-    with open_checkpoint(saved) as reader:
-        ahead = ReadAhead(reader, [("model/w", 0, 1003 * 301)], memory_bytes=1, depth=1)
-        assert ahead.take() is not None
-        ahead.close()
-        with pytest.raises(UsageError, match="closed"):
-            ahead.take()
 
 
 def test_a_span_that_is_waited_for_is_the_same_when_others_were_used_up(saved: Path, arrays: dict[str, Array]) -> None:

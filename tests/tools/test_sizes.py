@@ -73,21 +73,6 @@ def test_all_commands_give_one_size(place: str, run: Path, capsys: pytest.Captur
     assert f"{format_bytes(size)} on disk  keep (last)" in capsys.readouterr().out
 
 
-def test_inspect_names_each_of_its_numbers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tag = run / "step-00000002"
-    shards = [path for path in tag.rglob("c.*") if path.is_file()]
-    num_files = sum(path.is_file() for path in tag.rglob("*"))
-    inspect_command(run)
-    lines = capsys.readouterr().out.splitlines()
-    (start,) = [number for number, line in enumerate(lines) if line.startswith(str(tag))]
-    assert lines[start : start + 4] == [
-        f"{tag}: step 2, 2 ranks, 2 arrays",
-        f"  array data   {format_bytes(sum(array.nbytes for array in ARRAYS.values()))}",
-        f"  shard files  {format_bytes(sum(map(os.path.getsize, shards)))} in {len(shards)} files, with checksums and padding",
-        f"  on disk      {format_bytes(bytes_of(tag))} in {num_files} files, metadata included",
-    ]
-
-
 def test_prune_and_ls_say_what_is_freed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     linked = os.path.getsize(run / "step-00000001/model/w/c.0.0")
     freed = bytes_of(run / "step-00000001") - linked

@@ -125,13 +125,6 @@ def test_a_tag_that_is_not_there_is_answered_with_those_that_are(
     assert not (tmp_path / "out").exists()
 
 
-def test_diff_takes_tags_behind_colons(folder: Path, run: Run) -> None:
-    code, told, _ = run("diff", f"{folder}:{TAGS[0]}", f"{folder}:{TAGS[1]}")
-    assert code == 1
-    assert told["arrays"][0]["status"] == "values"
-    assert run("diff", f"{folder}:{TAGS[0]}", folder / TAGS[0])[0] == 0
-
-
 def test_two_tags_are_one_too_many(folder: Path, run: Run) -> None:
     code, _, stderr = run("inspect", f"{folder}:{TAGS[0]}", "--tag", "newest")
     assert code == 2
@@ -139,15 +132,6 @@ def test_two_tags_are_one_too_many(folder: Path, run: Run) -> None:
     code, _, stderr = run("inspect", folder / TAGS[0], "--tag", "newest")
     assert code == 1
     assert "name the folder above it to choose by tag" in stderr
-
-
-def test_verify_of_a_tag_says_nothing_of_others(folder: Path, run: Run) -> None:
-    record = folder / "newest/zstore.json"
-    record.chmod(0o644)
-    record.write_text("{}")
-    assert run("verify", folder)[0] == 1
-    code, told, _ = run("verify", folder, "--tag", TAGS[0])
-    assert (code, told["faults"]) == (0, [])
 
 
 def test_a_folder_with_colons_is_meant_as_it_is(tmp_path: Path) -> None:

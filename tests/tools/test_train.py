@@ -136,14 +136,6 @@ def test_a_second_run_does_not_replace_the_checkpoints_of_the_first(tmp_path: Pa
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000002", "step-00000004"]
 
 
-def test_a_schedule_ends_with_the_steps_that_are_asked_for(tmp_path: Path, text: Path) -> None:
-    metrics = tmp_path / "m.jsonl"
-    params = {"warmup_max_lr": 1e-3, "warmup_num_steps": 2, "total_num_steps": "auto"}
-    config = config_file(tmp_path, scheduler={"type": "WarmupDecayLR", "params": params})
-    train_command(options(tmp_path, text, config, steps=6, metrics=metrics))
-    assert [row["lr"] for row in rows(metrics)] == pytest.approx([0, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
-
-
 def test_a_transformers_config_trains(tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

@@ -13,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 import urllib3
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
 
 from tests.checkpoint.checkpoints import save_arrays
-from tests.engine.runs import make_config, start
 from zstore.errors import CheckpointMismatchError
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
@@ -37,14 +35,6 @@ def reserved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_safetensors_itself_opens_no_such_file(tmp_path: Path) -> None:
-    """If this fails, the name may be written."""
-    header = json.dumps({RESERVED: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(SafetensorError):
-        load_file(tmp_path / "a.safetensors")
-
-
 def test_a_weight_with_the_name_of_the_files_metadata_is_refused(reserved: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     as_files: list[Callable[[], int]] = [
@@ -60,27 +50,6 @@ def test_a_weight_with_the_name_of_the_files_metadata_is_refused(reserved: Path,
     with serving(Settings(roots=(Root.parse(str(reserved.parent)),), port=0)) as url:
         refused = urllib3.request("GET", f"{url}/weights/one/latest/model.safetensors?dtype=fp32")
     assert (refused.status, "called '__metadata__'" in refused.data.decode()) == (422, True)
-
-
-class Reserved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_parameter(RESERVED, nn.Parameter(torch.ones(8, 8)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.get_parameter(RESERVED)).sum()
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_saves_it_in_checkpoints_alone(stage: int, tmp_path: Path) -> None:
-    config = make_config(stage)
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    with start(config, Reserved()) as engine:
-        with pytest.raises(CheckpointMismatchError, match="called '__metadata__'"):
-            engine.save_16bit_model(tmp_path / "weights")
-        assert not (tmp_path / "weights").exists()
-        engine.save_checkpoint(str(tmp_path / "ckpt"))
-        engine.load_checkpoint(str(tmp_path / "ckpt"))
 
 
 @pytest.mark.parametrize("names", [["\udc80"], ["a", "b", "a"]])

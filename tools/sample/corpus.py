@@ -11,7 +11,7 @@ import bisect
 import itertools
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +21,7 @@ from torch import Tensor
 
 from zstore.errors import ConfigError
 
-STDLIB_BYTES = 8_000_000
-"""Size of the part of the standard library's sources: enough for the demo, and the same few hundred files anywhere."""
-
 _ROWS = (".jsonl", ".ndjson", ".parquet", ".arrow")
-_NOT_TEXT = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,23 +74,21 @@ class Corpus:
 
 
 def open_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
-    """The text file at `path`, or all files below the folder `path` in the order of their names, hidden ones left out.
+    """The text file at `path`, or all files below the folder `path` in the order of their paths, hidden ones left out.
 
-    Without a path the sources of Python's own standard library, up to `STDLIB_BYTES`. Raises `ConfigError` for a path
-    that is missing, cannot be read, or holds no text.
+    Without a path the modules of Python's own standard library that are single files. Raises `ConfigError` for a path that
+    is missing, cannot be read, or holds no text.
     """
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files, name = list(_stdlib_files(root)), f"the standard library ({root})"
-    else:
-        root = Path(path).expanduser()
-        files, name = _files_below(root) if root.is_dir() else [root], str(root)
+    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path).expanduser()
+    name = f"the standard library ({root})" if path is None else str(root)
     if not root.exists():
         raise ConfigError(f"expected a text file or a folder of them, but {root} does not exist: check --data")
     if root.suffix in _ROWS:
         raise ConfigError(
             f"{root}: expected plain text, got a file of rows: write the text of its rows to a file of its own"
         )
+    found = sorted(root.glob("*.py" if path is None else "**/*")) if root.is_dir() else [root]
+    files = [file for file in found if file.is_file() and not _is_hidden(file.relative_to(root))]
     try:
         sizes = [file.stat().st_size for file in files]
         for file in files:
@@ -107,22 +101,8 @@ def open_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     return Corpus(files=tuple(files), ends=tuple(itertools.accumulate(sizes)), name=name)
 
 
-def _files_below(root: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
-    """Files in the order of their names; hidden ones and folders named in `skip` are left out."""
-    found = []
-    for folder, names, files in os.walk(root):
-        names[:] = [name for name in names if not name.startswith(".") and name not in skip]
-        found += [Path(folder, name) for name in files if not name.startswith(".")]
-    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
-
-
-def _stdlib_files(root: Path) -> Iterator[Path]:
-    taken = 0
-    for file in _files_below(root, skip=_NOT_TEXT):
-        size = file.stat().st_size
-        if file.suffix == ".py" and taken + size <= STDLIB_BYTES:
-            taken += size
-            yield file
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _read_at(file: Path, offset: int, num_bytes: int) -> bytes:

@@ -247,12 +247,8 @@ def on_meta() -> Iterator[None]:
 class _Unfilled(TorchFunctionMode):
     """Leaves out random values for tensors without memory: torch imports its compiler to draw them."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if getattr(func, "__name__", "") == "normal_":
-            tensor = args[0] if args else given["tensor"]
-            if tensor.is_meta:
-                return tensor
+        if getattr(func, "__name__", "") == "normal_" and (args[0] if args else given["tensor"]).is_meta:
+            return args[0] if args else given["tensor"]
         return func(*args, **given)
