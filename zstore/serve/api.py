@@ -58,11 +58,10 @@ def _run(run: NamedRun, library: Shared) -> RunDetail:
 def _steps(
     run: NamedRun,
     library: Shared,
-    after: Annotated[int | None, Query(ge=-_MOST_STEP, le=_MOST_STEP)] = None,
-    until: Annotated[int | None, Query(ge=-_MOST_STEP, le=_MOST_STEP)] = None,
+    after: Annotated[int, Query(ge=-1, le=_MOST_STEP)] = -1,
     points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> Steps:
-    return library.journals(run).steps(after, until, points)
+    return library.journals(run).steps(after, points)
 
 
 @router.get("/runs/{run}/placement")

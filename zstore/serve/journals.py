@@ -234,24 +234,19 @@ class RunJournals:
             not_finite=sorted(not_finite, key=lambda one: one.at)[-_MOST_EVENTS:],
         )
 
-    def steps(self, after: int | None, until: int | None, points: int) -> models.Steps:
-        """Return the steps after one and up to another, as at most `points` rows."""
+    def steps(self, after: int, points: int) -> models.Steps:
+        """Return the steps after one, as at most `points` rows."""
         with self._read() as found:
             epoch = self._num_replaced + sum(journal.num_sessions for journal in found)
             records = [record for one in found for sample in one.samples.values() for record in sample.records()]
         columns = steps(
             sorted(records, key=lambda record: tuple(number(record.get(key)) or 0.0 for key in ("at", "step")))
         )
-        numbers = [int(step or 0) for step in columns["step"]]
-        chosen = [
-            place
-            for place, step in enumerate(numbers)
-            if (after is None or step > after) and (until is None or step <= until)
-        ]
+        chosen = [place for place, step in enumerate(columns["step"]) if (step or 0) > after]
         if len(chosen) > points:  # the last one is the newest
             chosen = [chosen[-1 - place * len(chosen) // points] for place in reversed(range(points))]
         shown = {name: [column[place] for place in chosen] for name, column in columns.items()}
-        return models.Steps(columns=shown, last_step=numbers[-1] if numbers else None, epoch=epoch)
+        return models.Steps(columns=shown, epoch=epoch)
 
     def placement(self) -> models.Placement:
         """Return the tiers of a run's bytes, by the plan of its newest journal."""

@@ -139,13 +139,12 @@ class RunDetail(Answer):
 
 
 class Steps(Answer):
-    """`GET /api/runs/{run}/steps?after=&until=&points=`: columns over the steps; of more than `points`, every n-th."""
+    """`GET /api/runs/{run}/steps?after=&points=`: columns over the steps; of more than `points`, every n-th."""
 
     columns: dict[str, list[float | None]]
     """step, at, loss, lr, grad_norm, tokens_per_s, step_s, forward_s, backward_s,
     optimizer_s, stall_s, mfu if it is known, and with a `/`: memory/<device|host|disk|buffers|process|cuda>, rate/<link> (bytes
     per second), stall/<cause>, metric/<name>."""
-    last_step: int | None
     epoch: int
     """Changes when rows that were given before may be others now: then ask for all of them again."""
 
