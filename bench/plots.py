@@ -8,16 +8,36 @@ A test says that the file is the one that the results give.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
-
-from bench.chart import Bar, Bars, draw_bars
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench/results"
 PICTURE = ROOT / "docs/pictures/figures.svg"
 _GIB = 2**30
+_BARS_WIDTH, _BAR, _NAMES, _TEXTS = 560, 22, 200, 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A horizontal bar: its name, its length, the text at its end, and whether it is one of ours."""
+
+    name: str
+    value: float
+    text: str
+    ours: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars:
+    """A chart of horizontal bars from zero."""
+
+    title: str
+    subtitle: str
+    bars: Sequence[Bar]
 
 
 def results(name: str) -> Any:
@@ -102,6 +122,36 @@ def figures() -> str:
         checkpoints(saves, "load"),
     ]
     return draw_bars(charts)
+
+
+def draw_bars(charts: Sequence[Bars], columns: int = 2) -> str:
+    """Return an SVG of charts of bars side by side; the charts of a row are as high as the highest of them."""
+    parts, top = [], 0
+    for first in range(0, len(charts), columns):
+        row = charts[first : first + columns]
+        for number, chart in enumerate(row):
+            parts += [f'<g transform="translate({number * _BARS_WIDTH},{top})">', *_bars(chart), "</g>"]
+        top += 60 + _BAR * max(len(chart.bars) for chart in row)
+    return _svg(min(columns, len(charts)) * _BARS_WIDTH, top, parts)
+
+
+def _svg(width: int, height: int, parts: Iterable[str]) -> str:
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""])
+
+
+def _bars(chart: Bars) -> Iterable[str]:
+    longest = max(bar.value for bar in chart.bars)
+    yield f'<text x="16" y="24" font-size="14" font-weight="bold">{escape(chart.title)}</text>'
+    yield f'<text x="16" y="41" fill="#555">{escape(chart.subtitle)}</text>'
+    for number, bar in enumerate(chart.bars):
+        y = 52 + _BAR * number
+        length = (_BARS_WIDTH - _NAMES - _TEXTS) * bar.value / longest
+        colour, weight = ("#3366cc", "bold") if bar.ours else ("#a0a8b4", "normal")
+        yield f'<text x="{_NAMES - 8}" y="{y + 12}" text-anchor="end" font-weight="{weight}">{escape(bar.name)}</text>'
+        yield f'<rect x="{_NAMES}" y="{y}" width="{length:.1f}" height="{_BAR - 6}" fill="{colour}"/>'
+        yield f'<text x="{_NAMES + length + 6:.1f}" y="{y + 12}" font-weight="{weight}">{escape(bar.text)}</text>'
 
 
 _LIBRARIES = {

@@ -9,28 +9,21 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-import torch
 
 from bench import (
-    activations,
     bare_checkpoint,
     bare_step,
     checkpoint,
     children,
-    convergence,
     disk,
     limits,
     links,
-    named_optimizers,
     offload,
     optimizer,
     overhead,
-    scale,
-    scaling,
     small_arrays,
     step,
     store,
@@ -40,13 +33,10 @@ from bench.checkpoint_figures import describe, goals, medians
 from bench.children import Outcome, limited_memory, run_contender
 from bench.offload import Limits, figures_of
 from bench.process import page_cache_bytes
-from bench.scale_model import Trillion
 from tests import warm
 from tests.checkpoint.checkpoints import Array, save_arrays
 from tests.tools.commands import run_here
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.format.partition import grid_in_checkpoint, make_grid
-from zstore.format.shardfile import layout_of
 from zstore.io.buffers import make_slab
 from zstore.tools.sample.models import build_model
 
@@ -143,26 +133,6 @@ def test_the_bare_step_moves_what_a_step_does(tmp_path: Path, monkeypatch: pytes
     assert 20 < json.loads(out.read_text())["moved_bytes"] / num_parameters < 27
 
 
-@pytest.mark.parametrize(
-    ("name", "least_bytes", "most_bytes"),
-    [("Adafactor", 0.001, 0.2), pytest.param("Lion", 4, 4, marks=pytest.mark.soak)],
-)
-def test_named_optimizers_are_compared_with_their_classes(
-    name: str, least_bytes: float, most_bytes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "named.json"
-    arguments = ["--path", str(tmp_path), "--names", name, "--steps", "2", "--batch", "1", "--tokens", "16"]
-    monkeypatch.setattr(sys, "argv", ["named_optimizers", *arguments, "--json", str(out)])
-    threads = torch.get_num_threads()
-    try:
-        named_optimizers.main()
-    finally:
-        torch.set_num_threads(threads)
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["most_apart"] == 0
-    assert least_bytes <= row["slot_bytes_per_parameter"] <= most_bytes
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_optimizer_benchmark_counts_the_bytes_of_steps_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -210,34 +180,6 @@ def test_offload_benchmark_compares_training_from_disk_with_the_computation(
         assert row["read_bytes_per_parameter"] == 0
         assert row["losses"] == ours["losses"]
     assert [path.name for path in tmp_path.iterdir()] == ["offload.json"]
-
-
-def test_scaling_benchmark_gives_exponents_and_draws_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert scaling.exponent([(10, 3), (100, 30), (1000, 300)]) == pytest.approx(1)
-    assert scaling.exponent([(1, 5), (2, 20), (4, 80)]) == pytest.approx(2)
-    out, drawn, rows = tmp_path / "scaling.json", tmp_path / "scaling.svg", []
-    monkeypatch.setattr(scaling, "run_child", run_here)
-    monkeypatch.setattr(scale, "run_child", run_here)
-    arguments = ["--path", str(tmp_path), "--numel", "1000", "--json", str(out), "--svg", str(drawn)]
-    for axis, points in (("arrays", "2,3"), ("checkpoints", "1,3"), ("planned", "8")):
-        monkeypatch.setattr(sys, "argv", ["scaling", "--axes", axis, "--points", points, *arguments])
-        scaling.main()
-        rows += json.loads(out.read_text())["rows"]
-    found = {(row["axis"], row["path"]) for row in rows}
-    model = (
-        "start, in memory",
-        "step in memory",
-        "start, from disk",
-        "step from disk",
-        "save",
-        "load",
-        "verify",
-        "inspect",
-    )
-    assert {("arrays", path) for path in model} <= found
-    assert {("checkpoints", "latest"), ("checkpoints", "prune all but one"), ("planned", "save: plan")} <= found
-    assert len(ElementTree.parse(drawn).getroot().findall("{*}g")) == 1
-    assert {path.name for path in tmp_path.iterdir()} == {out.name, drawn.name}
 
 
 def _outcome() -> Outcome:
@@ -325,32 +267,6 @@ def test_memory_of_a_contender_is_limited_where_the_system_allows_it() -> None:
         assert taken.returncode != 0  # killed
 
 
-def test_scale_benchmark_plans_without_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(scale, "run_child", run_here)
-    shape = ["--layers", "2", "--hidden", "512", "--save-ranks", "8", "--load-ranks", "6", "--manifests", "2"]
-    monkeypatch.setattr(sys, "argv", ["scale", "--path", str(tmp_path), *shape, "--out", str(tmp_path / "scale.json")])
-    scale.main()
-    figures = json.loads((tmp_path / "scale.json").read_text())
-    specs = Trillion(layers=2, hidden=512).specs()
-    assert figures["arrays"] == len(specs)
-    assert figures["parameters"] == sum(spec.numel for spec in specs.values()) // 3
-    grids = [
-        grid_in_checkpoint(spec.stored_shape, spec.itemsize, make_grid(spec.stored_shape, 8)) for spec in specs.values()
-    ]
-    assert any(grid.num_shards == 1 for grid in grids)
-    assert figures["files"] == sum(grid.num_shards for grid in grids)
-    layouts = [layout_of(grid, shard, "float32") for grid in grids for shard in range(grid.num_shards)]
-    assert figures["file_bytes"] == sum(layout.file_bytes for layout in layouts)
-    assert 1 <= figures["over_read"] < 1.2
-    found = {(row["who"], row["event"]): row for row in figures["rows"]}
-    assert found["save", "plan"]["shards"] == sum(grid.num_shards > 4 for grid in grids)
-    assert {who for who, _ in found} == {"save", "lead", "load"}
-    assert "look at 8 manifests" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["scale.json"]
-
-
 def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,45 +341,6 @@ def test_medians_and_goals_of_checkpoints_say_what_failed() -> None:
     assert found[0]["rounds"] == 3
     assert [(goal["reached"], goal["text"]) for goal in goals(found)] == [(True, "91 %"), (False, "1.95 times")]
     assert describe(failed) == "m zero_to_fp32: consolidate to fp32 FAILED: out of words"
-
-
-@pytest.mark.filterwarnings("default")
-def test_trainer_benchmark_sets_steps_and_saves_beside_trainer_alone(tmp_path: Path) -> None:
-    out = tmp_path / "trainer.json"
-    shape = ["--hidden", "64", "--layers", "1", "--tokens", "8", "--steps", "2", "--pairs", "1"]
-    # A process of its own: transformers looks for DeepSpeed as it is imported.
-    command = [sys.executable, "-m", "bench.trainer", "--path", str(tmp_path), *shape, "--json", str(out)]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=250)
-    figures = json.loads(out.read_text())
-    assert figures["step"]["ratio"] > 0
-    assert figures["save_calls"].keys() == {"Trainer alone", "in memory", "from disk"}
-    assert all(seconds > 0 for seconds in figures["save_calls"].values())
-
-
-def test_activations_benchmark_trains_the_same_in_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "activations.json"
-    shape = ["--tokens", "256", "--hidden", "128", "--layers", "1", "--steps", "2"]
-    shape += ["--rows", "computed again, inputs on disk"]
-    monkeypatch.setattr(sys, "argv", ["activations", "--path", str(tmp_path), *shape, "--json", str(out)])
-    activations.main()  # raises where the losses differ
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["written_bytes"] > 0 for row in rows.values()] == [False, True]
-    assert all(row["step_s"] > 0 for row in rows.values())
-
-
-@pytest.mark.soak
-def test_convergence_benchmark_sets_cases_beside_the_exact_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "convergence.json"
-    arguments = ["--groups", "quantized", "--cases", "both", "--ranks", "2", "--steps", "2", "--batch", "1"]
-    arguments += ["--tokens", "16", "--seeds", "0", "1"]
-    monkeypatch.setattr(sys, "argv", ["convergence", *arguments, "--json", str(out)])
-    convergence.main()
-    exact, both = json.loads(out.read_text())["rows"]
-    assert exact["last_ratios"] == [1, 1]
-    assert exact["last_losses"] == [losses[-1] for losses in exact["losses"]]
-    assert exact["last_losses"][0] != exact["last_losses"][1]
-    assert all(0.99 < ratio < 1.01 for ratio in both["last_ratios"])
-    assert all(len(losses) == 2 for row in (exact, both) for losses in row["losses"])
 
 
 def test_benchmark_of_dcp_saves_through_both_writers_in_turn(tmp_path: Path) -> None:

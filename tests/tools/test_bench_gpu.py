@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -15,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from bench import checkpoint, children, contenders, gpu, gpu_wheels, limits, links, offload, waits
+from bench import checkpoint, children, contenders, gpu, limits, links, offload, waits
 from bench.children import run_group
-from bench.gpu_parts import FAULTS, ORDER, Part, Run, Setting, lines_of, make_parts, read_tests, room_for
+from bench.gpu_parts import FAULTS, ORDER, Part, Run, Setting, lines_of, make_parts, read_tests
 from tests.tools.commands import run_here
 
 GB = 10**9
@@ -113,28 +110,6 @@ def test_every_part_runs_small_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert " 0 % of" not in text
 
 
-@pytest.mark.soak
-@pytest.mark.skipif(
-    subprocess.run(["unshare", "--map-root-user", "--net", "true"], capture_output=True, check=False).returncode != 0
-    if shutil.which("unshare")
-    else True,
-    reason="needs unshare, and a network namespace of one's own",
-)
-def test_every_part_passes_without_a_network_on_a_python_that_has_only_torch_and_numpy(tmp_path: Path) -> None:
-    for module, arguments in (
-        ("gpu_wheels", ["--python", f"3.{sys.version_info[1]}", "--into"]),
-        ("gpu_rehearsal", ["--path", str(tmp_path), "--out", str(tmp_path / "out"), "--wheels"]),
-    ):
-        command = [sys.executable, "-m", f"bench.{module}", *arguments, str(tmp_path / "wheels")]
-        done = subprocess.run(
-            command, cwd=Path(gpu.__file__).parent.parent, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    parts = json.loads((tmp_path / "out" / "gpu.json").read_text())["parts"]
-    assert [(part["name"], part["status"]) for part in parts] == [(name, "passed") for name in NAMES]
-    assert "rehearsal: no way out" in done.stdout
-
-
 def canned(label: str, name: str | None = None, **keys: Any) -> Part:
     run = Run(label=label, module="bench.overhead", arguments=(), out="out.json", **keys)
     return Part(name=name or label, title=label.title(), limit_s=60, runs=(run,))
@@ -186,14 +161,6 @@ def test_a_part_that_fails_is_recorded_and_the_others_run(
     assert list(launches.recorded) == ["one", "two", "peer", "three"]
     assert launches("--only", "four") == (2, [])
     assert "--only: expected some of one, two, peer, three, got four" in capsys.readouterr().err
-
-
-def test_what_another_device_or_version_passed_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches(monkeypatch, tmp_path, canned("one"), canned("two"))
-    launches("--only", "one")
-    path = tmp_path / "gpu.json"
-    path.write_text(path.read_text().replace(f'"torch": "{torch.__version__.partition("+")[0]}', '"torch": "1.0'))
-    assert launches() == (0, ["one", "two"])
 
 
 def test_a_run_that_is_cut_off_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,59 +223,6 @@ def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(tmp_pat
     assert run_group(["true"], 60, os.environ) is None
 
 
-def test_without_a_device_it_says_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for arguments in ([], ["--check"]):
-        assert call(monkeypatch, *arguments) == 2
-        told = capsys.readouterr().err
-        assert "sees no CUDA device" in told
-        assert 'make gpu TORCH="torch==' in told
-    assert call(monkeypatch, "--tiny") == 2
-    assert "--tiny needs --out" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(bool(shutil.which("nvidia-smi")) or Path("/dev/nvidiactl").exists(), reason="there is a device")
-def test_make_gpu_installs_nothing_where_there_is_no_driver(tmp_path: Path) -> None:
-    root = Path(gpu.__file__).parent.parent
-    done = subprocess.run(
-        ["make", "gpu", f"VENV={tmp_path}/venv"], cwd=root, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "no NVIDIA driver" in done.stderr
-    assert "TORCH=" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_environment_that_make_did_not_make_is_used_and_stays_as_it_is(tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(Path(gpu.__file__).parent.parent / name, tmp_path)
-    driver, fio = tmp_path / "bin" / "nvidia-smi", tmp_path / "wheels" / "fio" / "fio"
-    python = tmp_path / "venv" / "bin" / "python"
-    for path, text in ((driver, ""), (fio, ""), (python, f'echo "$@" $(command -v fio) >> {tmp_path}/calls')):
-        path.parent.mkdir(parents=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-    before = sorted((tmp_path / "venv").rglob("*"))
-
-    def make(*words: str) -> subprocess.CompletedProcess[str]:
-        # Without what `make test` hands to its children.
-        env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "TORCH"}
-        env["PATH"] = f"{driver.parent}{os.pathsep}{env['PATH']}"
-        command = ["make", *words, "VENV=venv", "GPU_WHEELS=wheels"]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-
-    assert make("gpu", "GPU_ARGS=--only waits").returncode == 0
-    assert (tmp_path / "calls").read_text() == f"-m bench.gpu --only waits {fio}\n"
-    for words in (["gpu", "TORCH=torch==1.0"], ["test"]):
-        done = make(*words)
-        assert done.returncode == 2
-        assert "was not made by make" in done.stderr
-    assert (tmp_path / "calls").read_text() == f"-m bench.gpu --only waits {fio}\n"
-    assert sorted((tmp_path / "venv").rglob("*")) == before
-
-
 def test_parts_take_five_minutes_each_and_say_what_is_left_out(tmp_path: Path) -> None:
     parts = make_parts(Setting(path=tmp_path))
     assert [part.name for part in parts] == NAMES
@@ -322,47 +236,6 @@ def test_parts_take_five_minutes_each_and_say_what_is_left_out(tmp_path: Path) -
     assert all(run.module in FAULTS for part in parts for run in part.runs)
     for run in (run for part in parts for run in part.runs):
         assert [each for each in run.arguments if run.out in each], f"{run.label} does not say where its figures go"
-
-
-def test_wheels_for_another_python_are_those_that_it_lacks(tmp_path: Path) -> None:
-    """As pip lists what is there; what only torch requires is not asked for."""
-    there = tmp_path / "there"
-    there.write_text("Package Version\n------- -------\nnumpy 2.5.2\nPyYAML 6.0\ntorch @ file:///x\n")
-    have = gpu_wheels.read_names(there)
-    assert {"numpy", "pyyaml", "torch"} <= have
-    missing = gpu_wheels.closure(["zarr", "torch"], "3.12", without=have)
-    assert {"zarr", "numcodecs", "donfig"} <= missing
-    assert not missing & {"numpy", "pyyaml", "torch", "sympy", "networkx"}
-    assert "sympy" in gpu_wheels.closure(["torch"], "3.12")
-
-
-def test_fio_is_asked_for_whole_blocks(tmp_path: Path) -> None:
-    """Direct I/O on a part of one fails."""
-    for nbytes in (1, int(0.03 * 2**30), 2**30):
-        job, num_jobs = limits._one_file_job(tmp_path, "read", nbytes)
-        given = dict(option.split("=", 1) for option in job)
-        part = int(given["--size"])
-        assert part == int(given["--offset_increment"]) == max(1, nbytes // num_jobs // 2**20) * 2**20
-        assert int(given["--filesize"]) == num_jobs * part
-
-
-@pytest.mark.skipif(not shutil.which("ldd"), reason="needs ldd")
-def test_fio_is_brought_with_the_libraries_that_it_needs(tmp_path: Path) -> None:
-    program = next(path for path in map(Path, filter(None, map(shutil.which, ("curl", "git", "ls")))))
-    gpu_wheels.bring_program(program, tmp_path / "it")
-    brought = {path.name for path in (tmp_path / "it" / "lib").iterdir()}
-    assert program.name in brought
-    assert "libc.so.6" not in brought
-    linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-    assert all(line.split()[0] in brought for line in linked.splitlines() if "libz.so" in line or "libselinux" in line)
-    shutil.copytree(tmp_path / "it", tmp_path / "elsewhere")
-    done = subprocess.run([tmp_path / "elsewhere" / program.name, "--version"], check=True, capture_output=True, env={})
-    assert done.stdout
-    static = tmp_path / "fio"
-    static.write_text("#!/bin/sh\necho fio-3.42\n")
-    static.chmod(0o755)
-    gpu_wheels.bring_program(static, tmp_path / "static")
-    assert subprocess.run([tmp_path / "static" / "fio"], check=True, capture_output=True).stdout == b"fio-3.42\n"
 
 
 def test_the_least_time_is_that_of_the_slowest_link_or_of_all_in_turn() -> None:
@@ -382,26 +255,6 @@ def test_the_least_time_is_that_of_the_slowest_link_or_of_all_in_turn() -> None:
     assert links.least_seconds(rates, 10**9, 0.5, overlaps=False) == 1.5
     assert contenders.batch_shape(64) == (1, 64)
     assert contenders.batch_shape(16384) == (16, 1024)
-
-
-def test_offload_takes_the_room_that_there_is() -> None:
-    ample = room_for(7 * GB, disk_bytes=1000 * GB, memory_bytes=1000 * GB)
-    assert (ample.tiers, ample.notes) == ({"cpu": None, "nvme": None}, ())
-    # 112 GB are needed: of 64 GB of disk 57.6 may be used, of 128 GB of memory 89.6.
-    some = room_for(7 * GB, disk_bytes=64 * GB, memory_bytes=128 * GB)
-    assert some.tiers == {"nvme": 54_400_000_000}
-    assert [note.split(" ")[0] for note in some.notes] == ["cpu", "nvme"]
-    none = room_for(7 * GB, disk_bytes=30 * GB, memory_bytes=60 * GB)
-    assert (none.tiers, len(none.notes)) == ({}, 2)
-
-
-def test_a_part_without_room_is_left_out_and_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches(
-        monkeypatch, tmp_path, Part(name="none", title="None", limit_s=1, runs=(), notes=("no room",)), canned("one")
-    )
-    assert launches() == (0, ["one"])
-    assert launches.recorded == {"none": "left out", "one": "passed"}
-    assert "- no room" in (tmp_path / "gpu.md").read_text()
 
 
 def test_a_report_of_tests_says_what_failed_and_why_what_was_skipped_was(tmp_path: Path) -> None:
