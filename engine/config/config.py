@@ -403,32 +403,6 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, 
     return Config(settings=settings, source=name, reported=tuple(notices), resolved=False)
 
 
-CONFIG_VARIABLE = "ZSTORE_CONFIG"
-"""Environment variable that names a config for other libraries' loops if no argument does: a path, or the JSON itself."""
-
-
-def read_given(given: Any, name: str) -> tuple[dict[str, Any], str] | None:
-    """Return a config, a dict, a path or JSON text, as a dict whose sections may be changed, and its source: `name`, or its
-    file. If none is given it is the variable's; None if there is none either. Raises ConfigError for anything else, and for a
-    file or text that cannot be read."""
-    if given is None or given == "":
-        given, name = os.environ.get(CONFIG_VARIABLE) or None, f"the variable {CONFIG_VARIABLE}"
-    if given is None:
-        return None
-    if isinstance(given, Mapping):
-        return _copied(given), name
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        return load_jsonc(given, name), name
-    if isinstance(given, str | os.PathLike):
-        return read_config(given), os.fspath(given)
-    raise ConfigError(f"{name}: expected a config as a dict, a path or JSON text, got {type(given).__name__}")
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy whose sections may be changed; leaves are shared."""
-    return {key: _copied(item) for key, item in value.items()} if isinstance(value, Mapping) else value
-
-
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the object in a JSON file with comments. Raises ConfigError if there is none."""
     name = os.fspath(path)

@@ -16,9 +16,7 @@ import zstore
 from tests.layout import Layout
 from zstore.engine.config.config import load_config
 from zstore.engine.config.extra import Extra, register, unregister
-from zstore.engine.config.keys import ConfigProblem, Notice, Section, built
-from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.config.schema import add_section, remove_section
+from zstore.engine.config.keys import Section, built
 from zstore.engine.config.values import Bool, Positive
 from zstore.engine.optim.kernel import TorchKernel
 from zstore.engine.optim.rules import Rule
@@ -189,50 +187,6 @@ def test_the_core_and_the_config_name_no_extra() -> None:
         for name in files
     }
     assert {name: words for name, words in found.items() if words} == {}
-
-
-class RoundBatch(Section):
-    """Gives every rank two samples, and each step two micro-batches."""
-
-    switch = "enabled"
-    gives_batch = True
-
-    enabled: Bool = built(False)
-    """Do so."""
-    most_ranks: Positive = built(8)
-    """More are an error."""
-
-    def notices(self, settings: Any) -> Iterator[Notice]:
-        if settings.train_batch_size is not None:
-            yield Notice("train_batch_size", "no effect: the batch is round")
-
-    def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
-        if settings.zero_optimization.stage == 3:
-            yield ConfigProblem(("round", "zero_optimization.stage"), "take another stage")
-
-    def sizes_at(self, world_size: int) -> tuple[int, int, int]:
-        if world_size > self.most_ranks:
-            raise ValueError(f"round.most_ranks: {world_size} ranks are too many")
-        return 4 * world_size, 2, 2
-
-
-def test_a_section_gives_the_batch_sizes() -> None:
-    add_section("round", RoundBatch)
-    try:
-        config = load_config(_config(round={"enabled": True}))
-        assert config.report() == ["train_batch_size: no effect: the batch is round"]
-        sizes = config.resolve(ResolveContext(world_size=3)).batch
-        assert (sizes.train_batch_size, sizes.micro_batch_size, sizes.accumulation_steps) == (12, 2, 2)
-        with pytest.raises(ConfigError, match=r"round.most_ranks: 9 ranks are too many"):
-            config.resolve(ResolveContext(world_size=9))
-        with pytest.raises(ConfigError, match=r"round and zero_optimization.stage: take another stage"):
-            load_config(_config(round={"enabled": True}, zero_optimization={"stage": 3}))
-        assert (
-            load_config(_config(round={"enabled": False})).resolve(ResolveContext(world_size=1)).batch.micro_batch_size
-            == 4
-        )
-    finally:
-        remove_section("round")
 
 
 def test_without_its_extra_a_section_is_an_unknown_key() -> None:
