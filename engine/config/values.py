@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -158,20 +158,13 @@ _KEEP = "a whole number of at least 1, or an object with any of last, every, bes
 def _keep(value: object) -> Keep:
     """Return the rules that an object with fields of `Keep` names, or a number of the newest."""
     found = dict(value) if isinstance(value, Mapping) else {"last": value}
-    known = [field.name for field in fields(Keep)]
-    for name in found:
-        if name not in known:
-            raise ValueError(f"expected keys {', '.join(known)}, got {show(name)}")
     rules: dict[str, Any] = {name: _whole(item) for name, item in found.items() if item is not None}
     if isinstance(rules.get("tags"), list):
         rules["tags"] = tuple(rules["tags"])
-    for name in {"last", "every"} & set(rules):
-        if type(rules[name]) is not int or rules[name] < 1:
-            raise ValueError(f"expected {_KEEP}, got {show(rules[name])}")
     try:
         return Keep(**rules)
-    except UsageError as error:
-        raise ValueError(str(error)) from error
+    except (TypeError, UsageError) as error:
+        raise ValueError(f"expected {_KEEP}, got {show(value)}: {error}") from error
 
 
 def _names(value: object) -> object:
