@@ -335,13 +335,13 @@ class Config:
     @property
     def io(self) -> IoConfig:
         """Settings of the I/O threads and of their transfer buffers."""
-        aio, threads, section = self.settings.aio, self.own.io_threads, self.zero.offload_optimizer
+        aio, section = self.settings.aio, self.zero.offload_optimizer
         section = OffloadOptimizerSection(device="none") if section.is_off else section
         buffer_bytes = round_up(4 * section.buffer_size, PAGE_BYTES)
         return IoConfig(
             block_bytes=min(aio.block_size, buffer_bytes),
             queue_depth=aio.queue_depth,
-            num_threads=threads or aio.thread_count,
+            num_threads=aio.thread_count,
             pool_bytes=section.buffer_count * buffer_bytes,
         )
 

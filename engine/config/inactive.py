@@ -92,11 +92,6 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
      None, "there is one writer, whose buffers follow from the memory budget"),
     ("DataTypesSection", "param_dtype", DataType | None, None, "it follows from fp16 and bf16"),
     ("ThroughputSection", "synchronized", Bool, True, "a line of progress waits for its loss, and so for the device"),
-    ("ZstoreSection", "versions", Bool, False,
-     "a bucket has whole checkpoints, and ranks share no folder; leave out frozen parameters by exclude_frozen_parameters"),
-    ("ZstoreSection", "keep_local", Bool, False,
-     "nothing is committed here before it is sent; save to a folder too, or zstore reshard FOLDER URL"),
-    ("ZstoreSection", "durability_path", Unread, None, "checkpoints are in the folder of save_checkpoint()"),
     ("ElasticitySection", "min_time", Count, 0,
      "it tells a cluster's scheduler how long to wait before it changes a job's size"),
 ),
@@ -180,12 +175,6 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ConfigSections", "eigenvalue", Unread, None, "it serves quantize_training; remove the section"),
     ("ConfigSections", "progressive_layer_drop", Unread, None,
      "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"),
-    ("ZstoreSection", "durability", Annotated[Literal["checkpoint", "step"], OneOf()], "checkpoint",
-     ("steps are not saved by the config: call engine.save_checkpoint(folder, wait=False) after each step, with "
-      'zstore.keep 1; see docs/saving.md')),
-    ("ZstoreSection", "publish", Unread, None,
-     ("weights are not published step by step: remove the section, and let servers take those of a checkpoint, by "
-      "zstore consolidate or from /weights of zstore serve")),
     ("ZeroSection", "mics_shard_size", Annotated[Position, AfterValidator(lambda ranks: ranks or -1)], -1,
      ("state is sharded over all ranks: remove the key, and write zero_hpz_partition_size at stage 3, which gathers within "
       "a group of so many ranks in the backward")),

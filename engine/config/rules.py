@@ -65,10 +65,6 @@ def contradictions(settings: ConfigSections) -> Iterator[ConfigProblem]:
     for _, section in settings.sections_on():
         yield from section.contradictions(settings)
     yield from _moments(settings)
-    threads, aio = settings.zstore.io_threads, settings.aio
-    if threads is not None and "thread_count" in aio.model_fields_set and threads != aio.thread_count:
-        message = f"these are the same setting, but one is {threads} and one {aio.thread_count}; keep one"
-        yield ConfigProblem(("zstore.io_threads", "aio.thread_count"), message)
 
 
 def _offload(settings: ConfigSections) -> Iterator[ConfigProblem]:

@@ -57,8 +57,6 @@ class ZstoreSection(Section):
     journal: Annotated[Literal["auto", False], Words('"auto" or false')] | Folder = built("auto")
     """Where the run's journal goes: a line of JSON for each step, save and load, written by rank 0. "auto": beside the
     checkpoints, as `journal-<run id>.jsonl`. A path: into that folder. false: there is none. See docs/metrics.md."""
-    io_threads: Positive | None = built(None)
-    """The same as aio.thread_count; unset: that key's value."""
     silent_rank_s: Real = built(45.0)
     """Seconds without a heartbeat after which a rank counts as dead and all ranks stop. A killed rank is noticed at once;
     this is for one that hangs or whose machine is lost. A slow rank still sends heartbeats. 0: wait for the timeout of

@@ -315,7 +315,6 @@ def test_io_and_settings_of_our_own() -> None:
     assert config.io == IoConfig(block_bytes=1 << 20, queue_depth=4, num_threads=2, pool_bytes=128 << 20)
     assert (config.own.host_budget_bytes, config.own.verify_reads, config.settings.seed) == (10**9, False, 5)
     assert config.own.keep == Keep(last=2)
-    assert resolved({"zstore": {"io_threads": 3}}).io.num_threads == 3
     assert resolved({"zstore": {"host_budget_bytes": "auto"}}).own.host_budget_bytes == "auto"
 
 

@@ -343,10 +343,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"aio": {"num_threads": 2, "thread_count": 3}},
         r'"num_threads" and "thread_count" are the same .* 2 and one 3',
     ),
-    (
-        {"aio": {"thread_count": 2}, "zstore": {"io_threads": 3}},
-        r"zstore\.io_threads and aio\.thread_count: .*keep",
-    ),
     ({"zstore": {"host_budget_bytes": "all"}}, r'host_budget_bytes: expected .* or "auto", got "all"'),
     (
         {"zstore": {"step_overlap": "sideways"}},

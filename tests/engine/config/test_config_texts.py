@@ -76,12 +76,6 @@ def test_offload_param_below_stage_3_is_reported_and_ignored(stage: int, device:
     assert (config.notices(), config.offload_param.device, config.pin_memory) == ([], device, True)
 
 
-def test_snapshots_of_steps_are_refused_with_what_does_it_now() -> None:
-    load_config({"zstore": {"durability": "checkpoint"}})
-    with pytest.raises(ConfigError, match=r"save_checkpoint\(folder, wait=False\) after each step, with zstore.keep 1"):
-        load_config({"zstore": {"durability": "step"}})
-
-
 def test_the_old_form_of_pinned_offload_pins() -> None:
     old = {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": True}
     config = load_config({"zero_optimization": old})
