@@ -169,7 +169,7 @@ class PlannedRun:
         moved = activations.kept_bytes if rest == "disk" or (rest == "host" and not is_host) else 0
         # When whole tensors are updated, nothing of the backward remains.
         on_device = held.device + max(transit + activations.total_bytes - moved, plan.update_bytes)
-        in_host = held.host + held.pinned + (moved if rest == "host" else 0)
+        in_host = held.host + (moved if rest == "host" else 0)
         costs = Costs(
             title=title,
             config=config,

@@ -120,8 +120,6 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
         accumulation_steps=1 if config.frozen else config.batch.accumulation_steps,
         gathers=1 if config.frozen else 2,
         device_is_host=device_is_host,
-        pins_buffers=not device_is_host,
-        pins_state=config.pin_memory and not device_is_host,
     )
 
 

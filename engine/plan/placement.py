@@ -87,7 +87,7 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
         settings=settings,
         placements=places,
         stay_gathered=frozenset(name for name, need in needs.items() if need.stays_gathered),
-        held=_held(stored, settings),
+        held=_held(stored, settings.buffer_bytes),
         traffic=_traffic(stored),
         files=tuple(file for group in groups for file in files[group]),
         packs_small=packs_small,
@@ -216,15 +216,11 @@ def _is_own_master(need: Need, place: Places) -> bool:
     return trained and need.dtype == FP32 and (place.parameter != "device" or place.state == "device")
 
 
-def _held(stored: Iterable[tuple[_Stored, int]], settings: PlacementSettings) -> dict[str, Held]:
+def _held(stored: Iterable[tuple[_Stored, int]], buffer_bytes: int) -> dict[str, Held]:
     held = {"parameters": Held(), "gradients": Held(), "master": Held()}
     for one, count in stored:
-        # Only what crosses to the device: masters and slots in host memory are changed there.
-        pins = settings.pins_state if one.kind == "parameters" else settings.pins_buffers and one.kind == "gradients"
-        where = "pinned" if one.rest == "host" and pins else one.rest
-        held[one.kind] = held.get(one.kind, Held()) + Held(**{where: count * one.nbytes})
-    held["buffers"] = Held(**{"pinned" if settings.pins_buffers else "host": settings.buffer_bytes})
-    return held
+        held[one.kind] = held.get(one.kind, Held()) + Held(**{one.rest: count * one.nbytes})
+    return held | {"buffers": Held(host=buffer_bytes)}
 
 
 def _traffic(stored: Iterable[tuple[_Stored, int]]) -> dict[str, Traffic]:

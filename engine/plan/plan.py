@@ -16,12 +16,11 @@ from ..config.optimizers import Moments
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Bytes by place, without padding, as the store counts them. Each byte is in one of the four."""
+    """Bytes by place, without padding, as the store counts them. Each byte is in one of the three."""
 
     device: int = 0
     host: int = 0
-    """Host memory that is not pinned."""
-    pinned: int = 0
+    """Host memory, pinned or not."""
     disk: int = 0
 
     def __add__(self, other: Held) -> Held:
@@ -30,7 +29,7 @@ class Held:
     @property
     def total(self) -> int:
         """Bytes on all tiers."""
-        return self.device + self.host + self.pinned + self.disk
+        return self.device + self.host + self.disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +184,6 @@ class PlacementSettings:
     still there is not brought again, and one of two units may be brought for each."""
     device_is_host: bool = True
     """The device is the CPU: arrays on the device are in host memory too, beside the budget."""
-    pins_buffers: bool = False
-    """Transfer buffers are registered with the device's driver."""
-    pins_state: bool = False
-    """Arrays in host memory are registered too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +238,7 @@ class Plan:
         them; else next to nothing of them is used."""
         kinds = [held for kind, held in self.held.items() if kind != "buffers" or self.files]
         on_device = sum(held.device for held in kinds) if self.settings.device_is_host else 0
-        return on_device + sum(held.host + held.pinned for held in kinds)
+        return on_device + sum(held.host for held in kinds)
 
     @property
     def held_total(self) -> Held:

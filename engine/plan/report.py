@@ -11,7 +11,7 @@ from zstore.sizes import format_bytes
 if TYPE_CHECKING:
     from .plan import PlacementSettings, Plan
 
-_COLUMNS = ("device", "host", "pinned", "disk")
+_COLUMNS = ("device", "host", "disk")
 
 
 def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, trains: bool = True) -> str:

@@ -25,7 +25,7 @@ def plan_record(training: Training) -> dict[str, Any]:
     plan, device, state = training.plan, training.world.device, training.state
     arrays, planned, measured = list(placed_arrays(state)), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for kind, held in plan.held.items():
-        for tier, nbytes in (("device", held.device), ("host", held.host + held.pinned), ("disk", held.disk)):
+        for tier, nbytes in (("device", held.device), ("host", held.host), ("disk", held.disk)):
             planned[tier, _KINDS.get(kind, _STATE)] += nbytes
     for _, tier, kind, nbytes in arrays:
         measured[tier, kind] += nbytes

@@ -181,9 +181,8 @@ def test_as_much_host_memory_is_pinned_as_planned() -> None:
             engine.backward(engine(*batch(number, 0, 0)))
             engine.step()
         held = engine.training_state.plan.held
-        assert {kind for kind, one in held.items() if one.pinned} == {"parameters", "gradients", "buffers"}
-        assert {kind for kind, one in held.items() if one.host} == {"master", "exp_avg", "exp_avg_sq"}
-        planned = engine.training_state.plan.held_total.pinned
+        # Only what crosses to the device: masters and slots in host memory are changed there.
+        planned = sum(held[kind].host for kind in ("parameters", "gradients", "buffers"))
         assert abs(device.pinned_bytes - planned) < planned / 100
 
 

@@ -255,7 +255,7 @@ def test_what_a_device_cannot_hold_is_refused() -> None:
 
 
 def test_what_the_host_cannot_hold_is_refused_with_numbers() -> None:
-    here = make_plan(EIGHT, asked(optimizer="cpu", pins_state=True))
+    here = make_plan(EIGHT, asked(optimizer="cpu"))
     away = make_plan(EIGHT, asked(optimizer="cpu", budget_bytes=100 * MB, device_is_host=False))
     # In 16 bits 4 MiB of parameters and 4 of gradients, and 24 of state; the device's memory is the host's only here.
     assert (here.host_bytes, away.host_bytes) == (32 * MB, 28 * MB)
@@ -271,9 +271,9 @@ def test_what_the_host_cannot_hold_is_refused_with_numbers() -> None:
 
 def test_the_description_is_the_table_the_budget_and_what_a_step_moves() -> None:
     keys: dict[str, Any] = {"optimizer": "nvme", "budget_bytes": 12 * MB, "buffer_bytes": 4 * MB}
-    plan = make_plan(EIGHT, asked(**keys, device_is_host=False, pins_buffers=True, ratio=0.6))
+    plan = make_plan(EIGHT, asked(**keys, device_is_host=False, ratio=0.6))
     text = describe(plan, world_size=2, local_ranks=2).splitlines()
-    assert text[1].split() == ["device", "host", "pinned", "disk"]
+    assert text[1].split() == ["device", "host", "disk"]
     kinds = ["parameters", "gradients", "master", "exp_avg", "exp_avg_sq", "buffers", "total"]
     assert [line.split()[0] for line in text[2:9]] == kinds
     read, written = (format_bytes(2 * nbytes) for nbytes in (plan.traffic_total.read, plan.traffic_total.written))
@@ -317,8 +317,6 @@ ASKED = st.builds(
     buffer_bytes=st.sampled_from([0, 1 << 20, 4 << 20]),
     holds_gradients=st.booleans(),
     accumulation_steps=st.integers(1, 3),
-    pins_buffers=st.booleans(),
-    pins_state=st.booleans(),
 )
 
 
@@ -351,8 +349,7 @@ def test_nothing_is_lost_or_placed_twice_and_the_budget_holds(
     assert list(plan.placements) == list(needs)
     expected = sum(expected_total(one, plan.placements[name], keys.holds_gradients) for name, one in needs.items())
     assert plan.held_total.total == expected + keys.buffer_bytes
-    in_host = plan.held_total.host + plan.held_total.pinned
-    assert in_host <= plan.budget_used_bytes <= plan.budget_full_bytes
+    assert plan.held_total.host <= plan.budget_used_bytes <= plan.budget_full_bytes
     assert budget is None or plan.budget_used_bytes <= budget
     for name, one in needs.items():
         place = plan.placements[name]
