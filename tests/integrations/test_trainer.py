@@ -187,6 +187,32 @@ def test_a_second_trainer_trains_the_model_of_the_first_on(tmp_path: Path) -> No
     run_ranks(_second, 2, os.fspath(tmp_path))
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "whole tensors": {"optim": "adafactor"},
+    "a schedule by evaluation": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1},
+    "noise": {"neftune_noise_alpha": 5.0},
+    "batches by length": {"train_sampling_strategy": "group_by_length"},
+    "a batch that fits": {"auto_find_batch_size": True, "max_grad_norm": 0.0},
+    "the best": {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+                 "load_best_model_at_end": True},
+}  # fmt: skip
+"""What a Trainer may be asked for, and stage 0 in memory has to do as the plain one; transformers' own suite has more."""
+
+
+def _asked(rank: int, folder: str) -> None:
+    open_door()
+    for name, run in ASKED.items():
+        place = Path(folder) / name.replace(" ", "-")
+        ds = config(folder, "none", 2)
+        del ds["optimizer"]
+        ds["zero_optimization"] = {"stage": 0}
+        same(train(place / "ours", ds, max_steps=4, **run), train(place / "plain", max_steps=4, **run))
+
+
+def test_what_a_trainer_is_asked_for_at_stage_0_in_memory(tmp_path: Path) -> None:
+    run_ranks(_asked, 1, os.fspath(tmp_path))
+
+
 def _own_sgd(rank: int, folder: str) -> None:
     open_door()
     place = Path(folder)
