@@ -35,15 +35,14 @@ def run_command(options: RunOptions) -> int:
     """Run the script as `options` say; return the exit code of the run."""
     jobs = make_jobs(options, os.environ, _count_gpus)
     if jobs[0].ssh:
-        from .machines import hint_of, run_machines
+        from .machines import run_machines
 
         ended = run_machines(jobs)
-        ended.say(hint=hint_of(ended))
     else:
         from .ranks import run_ranks
 
         ended = run_ranks(jobs[0])
-        ended.say()
+    ended.say()
     return ended.exit_code
 
 

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,10 +20,8 @@ from pydantic import TypeAdapter
 
 from zstore.errors import UsageError, ZstoreError
 
-from .ranks import RunEnd, RunJob, catching_signals, run_ranks, supervise
+from .ranks import Control, RunEnd, RunJob, catching_signals, run_ranks, supervise
 
-_SSH_FAILED = 255
-"""Exit code of ssh if it failed itself."""
 _SLACK_S = 10.0
 """Time for the way to a machine and back, beyond the time that its ranks have."""
 
@@ -84,38 +81,10 @@ def run_machines(jobs: Sequence[RunJob]) -> RunEnd:
                 machine.close()
 
 
-def hint_of(ended: RunEnd) -> str:
-    """Return where to look for what happened."""
-    lost = ended.first is not None and ended.codes[ended.first] == _SSH_FAILED
-    return "see above: ssh could not connect, or lost the connection" if lost else "see its output above"
-
-
-class _Lines:
-    """The other machine's end: the launcher's words, from a file descriptor."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._rest = b""
-        self.lost = False
-
-    def take(self) -> list[str]:
-        """Return the lines that came, at least a part of one."""
-        got = os.read(self._descriptor, 65536)
-        self.lost = not got
-        *lines, self._rest = (self._rest + got).split(b"\n")
-        return [line.decode() for line in lines]
-
-    def wait(self, timeout_s: float) -> list[int]:
-        if not select.select([self._descriptor], [], [], timeout_s)[0]:
-            return []
-        numbers = [int(line) for line in self.take()]
-        return [*numbers, signal.SIGTERM] if self.lost else numbers
-
-
 def main() -> int:
     """Run the ranks of this machine as the launcher says on stdin; return the exit code."""
     # The ranks' stdin is empty: this process's input is not for them.
-    control = _Lines(os.dup(0))
+    control = Control(os.dup(0))
     first: list[str] = []
     while not first:
         first = control.take()

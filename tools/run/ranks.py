@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from zstore.errors import ZstoreError
 
@@ -77,7 +78,7 @@ class RunEnd:
         code = self.codes[self.first]
         return 128 - code if code < 0 else code
 
-    def say(self, where: str = "", hint: str = "see its output above") -> None:
+    def say(self, where: str = "") -> None:
         """Print on stderr why they failed, if they did, with the machine `where`; ranks that stopped say so themselves."""
         if self.exit_code in (0, STOPPED_EXIT_CODE):
             return
@@ -86,7 +87,7 @@ class RunEnd:
         else:
             code = self.codes[self.first or ""]
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-            order = " first" if len(self.codes) > 1 else ""
+            order, hint = " first" if len(self.codes) > 1 else "", "see its output above"
             if code == -signal.SIGKILL:
                 hint = (
                     "if the kernel killed it for lack of memory (see dmesg), move optimizer state to a drive "
@@ -96,27 +97,28 @@ class RunEnd:
         print(f"zstore: {text}", file=sys.stderr, flush=True)
 
 
-class Member(Protocol):
-    """A process of a run."""
+class Control:
+    """What a launcher on another machine says, as lines in a file descriptor: a job, then numbers of signals."""
 
-    def poll(self) -> int | None:
-        """Return its exit code; None while it runs."""
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._rest = b""
+        self.lost = False
+        """Whether the launcher is gone."""
 
-    def send_signal(self, number: int, /) -> None:
-        """Pass a signal on."""
-
-    def kill(self) -> None:
-        """End it, with all that it started."""
-
-
-class Control(Protocol):
-    """What a launcher on another machine says."""
-
-    lost: bool
-    """Whether the launcher is gone."""
+    def take(self) -> list[str]:
+        """Return the lines that came; wait for a part of one, or for the end."""
+        got = os.read(self._descriptor, 65536)
+        self.lost = not got
+        *lines, self._rest = (self._rest + got).split(b"\n")
+        return [line.decode() for line in lines]
 
     def wait(self, timeout_s: float) -> list[int]:
         """Return the signals that it passed on: SIGKILL to end at once, SIGTERM when the launcher is gone."""
+        if not select.select([self._descriptor], [], [], timeout_s)[0]:
+            return []
+        numbers = [int(line) for line in self.take()]
+        return [*numbers, signal.SIGTERM] if self.lost else numbers
 
 
 @contextlib.contextmanager
@@ -138,7 +140,10 @@ def catching_signals() -> Iterator[list[int]]:
 
 
 def supervise(
-    members: Mapping[str, Member], arrived: list[int], patience_s: float, control: Control | None = None
+    members: Mapping[str, subprocess.Popen[bytes]],
+    arrived: list[int],
+    patience_s: float,
+    control: Control | None = None,
 ) -> RunEnd:
     """Wait until all members ended, pass signals on, and return how they ended. See [Note: how a run ends].
 

@@ -6,7 +6,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,24 +14,13 @@ from zstore.io import is_url
 from zstore.remote.upload import require_uploads
 
 from ..run.ranks import RunJob, run_ranks
-from .config import TrainOptions, answers, load_train_config, offloads
-from .resume import Position, require_own_folder, resume_source, start_position
+from .config import TrainOptions, answers, load_train_config
+from .resume import Position, Source, require_own_folder, resume_source, start_position
 
 if TYPE_CHECKING:
     from zstore.engine.config.config import Config
 
     from ..sample.corpus import Corpus
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Start:
-    """The start of a run."""
-
-    config: Config
-    source: tuple[str, str | None] | None
-    """Folder and tag of the checkpoint to resume from."""
-    position: Position
-    corpus: Corpus
 
 
 OFFLOAD_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
@@ -42,7 +30,8 @@ need the cores; storage that is refilled for every unit is in huge pages, which 
 
 def train_command(options: TrainOptions) -> None:
     """Train as `options` say; with `nproc` over 1 in that many processes started here."""
-    if offloads(load_train_config(options)):
+    config = load_train_config(options)
+    if any(each.device != "none" for each in (config.offload_optimizer, config.offload_param)):
         for name, value in OFFLOAD_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     if options.nproc > 1 and "RANK" not in os.environ:
@@ -52,8 +41,9 @@ def train_command(options: TrainOptions) -> None:
         _train(options)
 
 
-def _prepare(options: TrainOptions) -> _Start:
-    """Return the start of the run. Raises errors that can be found before anything is built, and leaves nothing behind."""
+def _prepare(options: TrainOptions) -> tuple[Config, Source | None, Position, Corpus]:
+    """Return the config, the checkpoint to resume from, the position in the data, and the data. Raises errors that can be
+    found before anything is built, and leaves nothing behind."""
     from ..sample.corpus import open_corpus
 
     config = load_train_config(options)
@@ -66,7 +56,7 @@ def _prepare(options: TrainOptions) -> _Start:
         if source is None:
             require_own_folder(options.save, storage_options=storage)
         _require_place(options.save, storage)
-    return _Start(config=config, source=source, position=position, corpus=corpus)
+    return config, source, position, corpus
 
 
 def _require_place(location: str, storage_options: Mapping[str, Any]) -> None:
@@ -93,18 +83,18 @@ def _train(options: TrainOptions) -> None:
     from ..sample.models import build_model
     from .loop import TrainLoop
 
-    start = _prepare(options)
+    config, source, position, corpus = _prepare(options)
     zstore.init_distributed()
-    torch.manual_seed(start.position.seed)
-    with zstore.Init(config=start.config):
-        model = build_model(options.model, start.position.seq_len)
-    engine, *_ = zstore.initialize(model=model, config=start.config, auto=answers(options, start.config))
+    torch.manual_seed(position.seed)
+    with zstore.Init(config=config):
+        model = build_model(options.model, position.seq_len)
+    engine, *_ = zstore.initialize(model=model, config=config, auto=answers(options, config))
     with engine:
         if options.save is not None:
             engine.note_save_folder(str(options.save))
-        if start.source is not None:
-            engine.load_checkpoint(*start.source)
-        TrainLoop(options, engine, start.corpus, start.position).run()
+        if source is not None:
+            engine.load_checkpoint(*source)
+        TrainLoop(options, engine, corpus, position).run()
 
 
 _END_WELL_S = 20.0

@@ -116,8 +116,3 @@ def answers(options: TrainOptions, config: Config) -> dict[str, Any]:
     if all(size in (None, "auto") for size in sizes) and settings.batch_section is None:
         given[_BATCH] = 1
     return given
-
-
-def offloads(config: Config) -> bool:
-    """Return whether state is moved off the device."""
-    return any(each.device != "none" for each in (config.offload_optimizer, config.offload_param))
