@@ -99,16 +99,6 @@ def by_open_checkpoint() -> Callable[[], Any]:
     return lambda: opened[next(iter(opened))][:]
 
 
-def by_weights() -> Callable[[], Any]:
-    weights = open_checkpoint(Path("run")).consolidated()
-    return lambda: weights["w"]
-
-
-def by_zarr() -> Callable[[], Any]:
-    opened = open_checkpoint("run")
-    return lambda: opened.zarr()["model/w"][:]
-
-
 def by_dcp_reader() -> Callable[[], Any]:
     reader = zstore.dcp.Reader("run")
 
@@ -134,12 +124,9 @@ def by_store() -> Callable[[], Any]:
 
 READERS: dict[str, tuple[Callable[[Path, int], None], Callable[[], Callable[[], Any]]]] = {
     "open_checkpoint": (save_zstore, by_open_checkpoint),
-    "consolidated": (save_zstore, by_weights),
-    "zarr": (save_zstore, by_zarr),
     "dcp.Reader": (save_zstore, by_dcp_reader),
     "Store.load": (save_zstore, by_store),
     "open_checkpoint of DCP": (save_dcp, by_open_checkpoint),
-    "consolidated of DCP": (save_dcp, by_weights),
     "open_checkpoint of safetensors": (save_safetensors, by_open_checkpoint),
 }
 
@@ -175,30 +162,8 @@ def save_by_engine(path: str, then: Callable[[], None]) -> None:
         handle.wait()
 
 
-def save_when_asked(path: str, then: Callable[[], None]) -> None:
-    with trains() as engine:
-        step(engine)
-        engine.save_on_signal(path)
-        then()
-        os.kill(os.getpid(), 10)  # SIGUSR1
-        with pytest.raises(SystemExit):
-            step(engine)
-
-
-def save_weights(path: str, then: Callable[[], None]) -> None:
-    with trains() as engine:
-        engine.save_16bit_model(path)
-        then()
-
-
 def offload(path: str, then: Callable[[], None]) -> None:
     with trains(tier="nvme", nvme=path) as engine:
-        then()
-        step(engine)
-
-
-def monitor(path: str, then: Callable[[], None]) -> None:
-    with trains(csv_monitor={"enabled": True, "output_path": path}) as engine:
         then()
         step(engine)
 
@@ -222,12 +187,6 @@ def save_by_dcp(path: str, then: Callable[[], None]) -> None:
     writer = zstore.dcp.Writer(f"{path}/one")
     then()
     dcp.save({"w": values(1)}, storage_writer=writer, no_dist=True)
-
-
-def save_by_dcp_in_turn(path: str, then: Callable[[], None]) -> None:
-    writer = zstore.dcp.Writer("other/one")
-    dcp.save({"w": values(1)}, storage_writer=writer, checkpoint_id=f"{path}/one", no_dist=True)
-    then()
 
 
 def offloaded(path: str, then: Callable[[], None]) -> None:
@@ -258,19 +217,14 @@ def by_command(*words: str) -> Writer:
 
 WRITERS: dict[str, Writer] = {
     "engine.save_checkpoint": save_by_engine,
-    "engine.save_on_signal": save_when_asked,
-    "engine.save_16bit_model": save_weights,
     "nvme_path": offload,
-    "csv_monitor": monitor,
     "open_store": keep_in_store,
     "Store.checkpoint": save_by_store,
     "dcp.Writer": save_by_dcp,
-    "dcp.Writer.reset": save_by_dcp_in_turn,
     "Offloaded": offloaded,
     "zstore consolidate": by_command("consolidate", "{source}", "{path}"),
     "zstore reshard": by_command("reshard", "{source}", "{path}"),
     "zstore convert": by_command("convert", "{source}", "{path}"),
-    "zstore convert --to safetensors": by_command("convert", "{source}", "{path}", "--to", "safetensors"),
     "zstore convert --to torch": by_command("convert", "{source}", "{path}", "--to", "torch"),
 }
 
