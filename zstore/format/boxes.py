@@ -3,7 +3,7 @@
 [Note: runs]
 A box is one rank's part of a tensor that is cut along one or more dims, or one piece of it in a file. In the whole tensor, in C
 order, it is a series of runs of equal length: a run has all of the dims behind the last one that is cut. Cut along dim 0 it is
-one run. An index selects the same, except for its steps: a dim of which only every n-th index is taken belongs to no run.
+one run.
 
 [Note: tiling]
 Boxes tile a tensor if each element is in exactly one of them. Their sizes do not tell: overlaps may make up for gaps. So each
@@ -43,62 +43,6 @@ class BoxRun(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Axis:
-    """Indices `first`, `first + step`, ..., `count` of them, of an extent of `extent`; ascending."""
-
-    extent: int
-    first: int
-    count: int
-    step: int = 1
-
-
-@dataclass(frozen=True)
-class BoxRuns:
-    """The elements at `axes` of an array, as runs of its flat order. See [Note: runs]."""
-
-    axes: tuple[Axis, ...]
-
-    @cached_property
-    def strides(self) -> list[int]:
-        """Flat elements from one index of each axis to the next."""
-        return [math.prod(axis.extent for axis in self.axes[i + 1 :]) for i in range(len(self.axes))]
-
-    @cached_property
-    def _outer(self) -> tuple[int, int]:
-        for i in reversed(range(len(self.axes))):
-            axis, stride = self.axes[i], self.strides[i]
-            if axis.count != axis.extent:
-                return (i, axis.count * stride) if axis.step == 1 or axis.count == 1 else (i + 1, stride)
-        return 0, math.prod(axis.extent for axis in self.axes)
-
-    @property
-    def depth(self) -> int:
-        """Number of leading axes that count the runs."""
-        return self._outer[0]
-
-    @property
-    def numel(self) -> int:
-        """Elements of a run."""
-        return self._outer[1]
-
-    @property
-    def count(self) -> int:
-        """How many runs there are; 0 if they have no elements."""
-        return math.prod(axis.count for axis in self.axes[: self.depth]) if self.numel else 0
-
-    def starts(self, low_run: int, high_run: int) -> npt.NDArray[np.int64]:
-        """Return the first flat elements of the runs `[low_run, high_run)`, ascending."""
-        axes = list(zip(self.axes, self.strides, strict=True))
-        # Axes inside a run shift all runs alike.
-        starts = np.full(high_run - low_run, sum(axis.first * stride for axis, stride in axes), np.int64)
-        number = np.arange(low_run, high_run, dtype=np.int64)
-        for axis, stride in reversed(axes[: self.depth]):
-            number, index = np.divmod(number, axis.count)
-            starts += index * (axis.step * stride)
-        return starts
-
-
-@dataclass(frozen=True)
 class Box:
     """The block `[offsets, offsets + sizes)` of a tensor of `shape`. See [Note: runs]."""
 
@@ -124,29 +68,43 @@ class Box:
         return math.prod(self.sizes)
 
     @cached_property
-    def _runs(self) -> BoxRuns:
-        return BoxRuns(tuple(map(Axis, self.shape, self.offsets, self.sizes)))
+    def _strides(self) -> list[int]:
+        """Flat elements from one index of each dim to the next."""
+        return [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
 
-    @property
+    @cached_property
+    def _depth(self) -> int:
+        """Number of leading dims that count the runs: those before the last one that is cut."""
+        cut = [i for i, (size, extent) in enumerate(zip(self.sizes, self.shape, strict=True)) if size != extent]
+        return cut[-1] if cut else 0
+
+    @cached_property
     def run_numel(self) -> int:
         """Elements of a run."""
-        return self._runs.numel
+        return math.prod(self.sizes[self._depth :])
 
-    @property
+    @cached_property
     def num_runs(self) -> int:
         """How many runs it is; 0 if it is empty."""
-        return self._runs.count
+        return math.prod(self.sizes[: self._depth]) if self.run_numel else 0
 
     def starts(self, low_run: int, high_run: int) -> npt.NDArray[np.int64]:
         """First flat elements of the runs `[low_run, high_run)` in the whole tensor, ascending."""
-        return self._runs.starts(low_run, high_run)
+        # Dims inside a run shift all runs alike.
+        first = sum(at * stride for at, stride in zip(self.offsets, self._strides, strict=True))
+        starts = np.full(high_run - low_run, first, np.int64)
+        number = np.arange(low_run, high_run, dtype=np.int64)
+        for dim in reversed(range(self._depth)):
+            number, index = np.divmod(number, self.sizes[dim])
+            starts += index * self._strides[dim]
+        return starts
 
     def _num_runs_before(self, at: int) -> int:
         """Return how many runs begin before flat element `at` of the whole tensor."""
         count, each, rest = 0, self.num_runs, at
-        depth = self._runs.depth
+        depth = self._depth
         # The last cut dim counts as one index, the start of its part.
-        for dim, stride in enumerate(self._runs.strides[: depth + 1] if self.numel else ()):
+        for dim, stride in enumerate(self._strides[: depth + 1] if self.numel else ()):
             size = 1 if dim == depth else self.sizes[dim]
             each //= size
             index, rest = divmod(rest, stride)

@@ -132,12 +132,7 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
             raise KeyError(
                 f"{self.location} has no array {name!r}; it has {len(self._names)}, for example {self._names[:3]}"
             ) from None
-        return LazyArray(
-            stored.spec,
-            partial(self._read, name),
-            chunk_numel=stored.grid.chunk_numel,
-            num_readers=self.source.num_readers,
-        )
+        return LazyArray(stored.spec, partial(self._read, name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

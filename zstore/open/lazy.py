@@ -1,19 +1,17 @@
-"""An array that is read when it is indexed, and only the chunks that the index needs. No torch unless a tensor is asked for."""
+"""An array that is read when it is indexed, and only the rows that the index needs. No torch unless a tensor is asked for."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
 from ..format.arrays import Array, ArraySpec, empty_array, numpy_dtype
-from ..format.selection import GROUP_NUMEL, Group, Key, select
-from ..io.pool import Workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,21 +19,22 @@ if TYPE_CHECKING:
 
 Read = Callable[[int, int, Array], None]
 """`read(first, stop, out)` puts flat elements `[first, stop)` into `out`, contiguous and of the array's data type."""
+Index = SupportsIndex | slice | EllipsisType | None
+Key = Index | tuple[Index, ...]
 
-_ITER_BYTES = 8 * 1024 * 1024
-_MOST_TASKS = 1024
-"""Groups of runs that are handed to threads at a time."""
+_BLOCK_BYTES = 8 * 1024 * 1024
+"""About the bytes of rows that are read at a time, to select from them."""
 
 
 class LazyArray:
     """A named tensor of a checkpoint, which is not read yet.
 
-    `array[key]` reads the selected elements and returns them as a numpy array, with numpy's basic indexing: whole numbers,
-    slices with any step, `...` and None. `numpy()`, `np.asarray(array)` and `torch()` read all of it. bfloat16 is
-    `ml_dtypes.bfloat16` in numpy. Nothing is cached: keep a result that is used again. Usable from several threads.
+    `array[key]` reads the rows that the key needs and returns the elements as a numpy array, with numpy's basic indexing:
+    whole numbers, slices with any step, `...` and None. `numpy()`, `np.asarray(array)` and `torch()` read all of it. bfloat16
+    is `ml_dtypes.bfloat16` in numpy. Nothing is cached: keep a result that is used again. Usable from several threads.
     """
 
-    def __init__(self, spec: ArraySpec, read: Read, *, chunk_numel: int = 1, num_readers: int = 1) -> None:
+    def __init__(self, spec: ArraySpec, read: Read) -> None:
         self.name = spec.name
         self.spec = spec
         """The array's spec in its checkpoint."""
@@ -44,8 +43,6 @@ class LazyArray:
         """numpy's data type."""
         self.aliases = spec.aliases
         """Other names of the same tensor, if parameters are tied."""
-        self._chunk_numel = max(1, chunk_numel)
-        self._num_readers = num_readers
         self._read = read
 
     @property
@@ -72,38 +69,41 @@ class LazyArray:
         return f"<LazyArray {self.name!r} {list(self.shape)} {self.dtype.name}>"
 
     def __getitem__(self, key: Key) -> Any:
-        selection = select(key, self.shape)
-        out = empty_array(self.name, selection.counts, self.dtype)
-        num_runs, numel = selection.runs.count, selection.runs.numel
-        rows = out.reshape(num_runs, numel) if out.size else out.reshape(0, 1)
-        if numel >= GROUP_NUMEL or num_runs == 1:
-            for run, start in enumerate(selection.runs.starts(0, rows.shape[0]).tolist()):
-                self._read(start, start + numel, rows[run])
-        elif out.size:
-            self._read_groups(selection.groups(self._chunk_numel), rows)
-        if selection.reversed_axes:
-            out = np.ascontiguousarray(np.flip(out, selection.reversed_axes))
-        return out.reshape(selection.shape)[() if selection.is_scalar else ...]
+        items = _expanded(key, self.ndim)
+        # numpy says what comes of an array that takes no memory, and what is wrong with the key.
+        wanted = np.broadcast_to(np.zeros((), self.dtype), self.shape)[items]
+        index = [item if isinstance(item, slice) else _slice_of(item) for item in items if item is not None]
+        counts = [len(range(*item.indices(extent))) for item, extent in zip(index, self.shape, strict=True)]
+        out = empty_array(self.name, tuple(counts), self.dtype)
+        if out.size:
+            self._fill(0, self.shape, index, out)
+        is_scalar = not wanted.shape and not ((isinstance(key, tuple) and Ellipsis in key) or key is Ellipsis)
+        return out.reshape(wanted.shape)[() if is_scalar else ...]
 
-    def _read_groups(self, groups: Iterator[Group], rows: Array) -> None:
-        """Read the runs of `groups` into `rows` of the same numbers, several groups at a time."""
-
-        def read(group: Group) -> None:
-            block = np.empty(group.stop - group.first, self.dtype)
-            self._read(group.first, group.stop, block)
-            windows = np.lib.stride_tricks.sliding_window_view(block, rows.shape[1])
-            rows[group.low_run : group.high_run] = windows[group.offsets]
-
-        while some := list(itertools.islice(groups, _MOST_TASKS)):
-            if len(some) == 1:
-                read(some[0])
-                continue
-            with Workers(min(self._num_readers, len(some)), "zstore-lazy") as workers:
-                workers.run([partial(read, group) for group in some])
+    def _fill(self, base: int, shape: tuple[int, ...], index: Sequence[slice], out: Array) -> None:
+        """Read into `out` what `index` selects of the block of `shape` that begins at flat element `base`."""
+        if not shape:
+            self._read(base, base + 1, out.reshape(1))
+            return
+        row, rows = math.prod(shape[1:]), range(*index[0].indices(shape[0]))
+        step_bytes = abs(rows.step) * row * out.itemsize
+        if rows.step == 1 and out.shape[1:] == shape[1:] and all(one.step in (None, 1) for one in index[1:]):
+            self._read(base + rows[0] * row, base + (rows[-1] + 1) * row, out.reshape(-1))
+        elif len(rows) == 1 or step_bytes > _BLOCK_BYTES // 8:
+            for place, number in zip(out.reshape(len(rows), -1), rows, strict=True):
+                self._fill(base + number * row, shape[1:], index[1:], place.reshape(out.shape[1:]))
+        else:
+            many = _BLOCK_BYTES // step_bytes
+            for at in range(0, len(rows), many):
+                some = np.asarray(rows[at : at + many])
+                low, high = int(some.min()), int(some.max()) + 1
+                block = np.empty((high - low, *shape[1:]), out.dtype)
+                self._read(base + low * row, base + high * row, block.reshape(-1))
+                out[at : at + many] = block[some - low][(slice(None), *index[1:])]
 
     def __iter__(self) -> Iterator[Any]:
         row_bytes = max(1, self.nbytes // max(1, len(self)))
-        step = max(1, _ITER_BYTES // row_bytes)
+        step = max(1, _BLOCK_BYTES // row_bytes)
         for first in range(0, len(self), step):
             yield from self[first : first + step]
 
@@ -125,3 +125,32 @@ class LazyArray:
         from ..io.tensors import as_torch
 
         return as_torch(self.numpy() if key is Ellipsis else np.asarray(self[key]))
+
+
+def _expanded(key: Key, ndim: int) -> tuple[Any, ...]:
+    """Return the key with a slice for each extent that `...` stands for, or that has none.
+
+    Raises IndexError unless it is of whole numbers, slices, `...` and None.
+    """
+    items = list(key) if isinstance(key, tuple) else [key]
+    given = [item for item in items if item is not None and item is not Ellipsis]
+    for item in given:
+        is_number = (
+            hasattr(item, "__index__") and not isinstance(item, bool | np.bool_) and not getattr(item, "ndim", 0)
+        )
+        if not is_number and not isinstance(item, slice):
+            raise IndexError(
+                f"expected whole numbers, slices, `...` or None as index, got a {type(item).__name__}: read what is around "
+                "it, as `array[first:stop]`, and index the result"
+            )
+    places = [number for number, item in enumerate(items) if item is Ellipsis]
+    if len(places) < 2 and len(given) <= ndim:
+        place = places[0] if places else len(items)
+        items[place : place + len(places)] = [slice(None)] * (ndim - len(given))
+    return tuple(items)
+
+
+def _slice_of(item: SupportsIndex) -> slice:
+    """Return the slice of one element."""
+    at = operator.index(item)
+    return slice(at, at + 1 or None)
