@@ -4,7 +4,7 @@
 On every rank, in one background thread and without collectives:
     1  its shard files come into a folder of its own: links of the run's files, or written from memory; each pin is released
     2  it posts its rows of the arrays that other ranks store (see [Note: pieces]), and its manifest
-    3  once rank 0 has begun the upload, it sends its files, and posts `sent-<rank>`
+    3  once rank 0 has begun the upload, it sends its files, and posts `sent-<rank>`; then `seen-<rank>`, once it sees `end`
 Rank 0 asks first whether the tag is free; it gathers the manifests, writes metadata and record, and posts `begin`. Once all
 have sent it commits, and posts `end`. A rank that fails posts `failed`, with the reason, and all others give up: each posts
 that it sends no more, and rank 0 removes the files that were sent. Whatever happens, each rank removes its folder; those of
@@ -40,7 +40,7 @@ from .upload import UploadPlace, target_for
 from .url import PATIENT, Retries
 
 _END_S = 30.0
-"""How long rank 0 waits for the other ranks to stop sending, once it gave up."""
+"""How long rank 0 waits for the other ranks to stop sending, once it gave up, and to see that it committed."""
 
 
 def save_to_url(
@@ -161,8 +161,9 @@ class _RemoteSave(Save):
         files = {self._request.shard_path(s.array, s.shard): s.file_bytes for s in summaries}
         self._target.join(self._wait_for("begin", "rank 0 did not begin the upload"))
         nbytes = self._send(workers, files)
-        self._post(_sent(self._request.rank), {"bytes": nbytes})
+        self._post(self._own("sent"), {"bytes": nbytes})
         self._wait_for("end", "rank 0 did not commit")
+        self._post(self._own("seen"), {})
         return nbytes
 
     # -- rank 0 -----------------------------------------------------------------------------------------------------
@@ -182,10 +183,12 @@ class _RemoteSave(Save):
             self._post("begin", target.offer(reader))
             nbytes = self._send(workers, files_here(reader))
             for rank in others:
-                self._others_bytes += int(self._wait_for(_sent(rank), f"rank {rank} did not send its part")["bytes"])
+                sent = self._wait_for(f"sent-{rank}", f"rank {rank} did not send its part")
+                self._others_bytes += int(sent["bytes"])
             self._check_alive()  # one that failed has posted that first
             self._messages += target.commit(reader)
         self._post("end", {})
+        self._all_posted("seen")  # the board may end with this process
         return nbytes
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -216,20 +219,20 @@ class _RemoteSave(Save):
             if self._board is not None and self._rendezvous.posted("failed") is None:
                 self._post("failed", {"rank": rank, "reason": f"{type(error).__name__}: {error}"})
             if rank:
-                self._post(_sent(rank), {"bytes": 0})
-        if rank:
-            return
-        deadline = time.monotonic() + (0 if self._cancelled.is_set() else _END_S)
-        while not (ended := self._all_sent()) and time.monotonic() < deadline:
-            time.sleep(MOST_PAUSE_S)
-        self._target.discard(ended=ended, cancelled=self._cancelled.is_set())
+                self._post(self._own("sent"), {"bytes": 0})
+        if rank == 0:
+            self._target.discard(ended=self._all_posted("sent"), cancelled=self._cancelled.is_set())
 
-    def _all_sent(self) -> bool:
-        """Return whether no other rank sends any more (rank 0)."""
+    def _own(self, kind: str) -> str:
+        return f"{kind}-{self._request.rank}"
+
+    def _all_posted(self, kind: str) -> bool:
+        """Wait a while until each other rank posted such a message; return whether they did (rank 0)."""
+        deadline = time.monotonic() + _END_S
+        others = range(1, self._request.world_size)
         with contextlib.suppress(OSError, RuntimeError):
-            return all(self._rendezvous.posted(_sent(rank)) is not None for rank in range(1, self._request.world_size))
+            while not all(self._rendezvous.posted(f"{kind}-{rank}") is not None for rank in others):
+                if self._cancelled.wait(MOST_PAUSE_S) or time.monotonic() > deadline:
+                    return False
+            return True
         return False
-
-
-def _sent(rank: int) -> str:
-    return f"sent-{rank:05d}"
