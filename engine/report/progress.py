@@ -89,7 +89,8 @@ class RunReport:
         """Whether steps are reported at all."""
         self.loss: Loss = None
         """Of the last step, as reported."""
-        if self._every > 0 or monitors or self.journal.enabled:
+        self._writes = bool(monitors)
+        if self._every > 0 or self._writes or self.journal.enabled:
             self.want()
         self._losses = StepLosses()
         self._aside_since_s: float | None = None
@@ -139,9 +140,9 @@ class RunReport:
         loss = sum(told) / len(told) if told else value_of(taken)
         times = replace(self._times)
         spent, self._last_step = times - self._last_step, times
-        if self.monitors or prints:
+        if self._writes or prints:
             loss = number = loss() if callable(loss) else loss
-            if self.monitors:
+            if self._writes:
                 self._write(number, spent)
             if prints:
                 self._print(number)
