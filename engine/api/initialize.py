@@ -20,11 +20,10 @@ from zstore.ranks.world import World
 from ..access.access import live
 from ..build.init import around_block, leave_to_engine
 from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
-from ..config.answers import read_answers
 from ..config.config import Config, load_config
 from ..config.extra import EXTRAS, Extra
 from ..config.keys import Section
-from ..config.resolve import ResolveContext
+from ..config.resolve import ResolveContext, read_answers
 from ..extras import register_parts
 from ..optim.lr_schedules import LRSchedule, named_schedule
 from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config

@@ -11,9 +11,8 @@ from zstore.errors import ConfigError, UsageError
 from zstore.format import round_up
 from zstore.io import PAGE_BYTES, user_path
 
-from .answers import problem_text
 from .jsonc import load_jsonc
-from .keys import Notice
+from .keys import Notice, problem_text
 from .optimizers import OPTIMIZERS, AdamParams, Moments, OptimizerParams
 from .parse import parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings

@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -55,6 +55,13 @@ class ConfigProblem:
         """The message, after the names of the keys."""
         named = " and ".join(filter(None, self.keys))
         return f"{named}: {self.what}" if named else self.what
+
+
+def problem_text(source: str, problems: Sequence[str]) -> str:
+    """Return the message of an error about `problems` in `source`."""
+    if len(problems) == 1:
+        return f"{source}: {problems[0]}"
+    return f"{source}: {len(problems)} problems:" + "".join(f"\n  - {problem}" for problem in problems)
 
 
 def built(default: Any, *, stages: tuple[int, ...] = (), text: str | None = None) -> Any:

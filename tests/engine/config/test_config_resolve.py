@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.checkpoint.retention import Keep
-from zstore.engine.config.answers import read_answers
 from zstore.engine.config.config import Config, IoConfig, OptimizerConfig, load_config
 from zstore.engine.config.keys import answer_type, known_keys
-from zstore.engine.config.resolve import BatchSizes, ResolveContext, open_keys, solve_batch
+from zstore.engine.config.resolve import BatchSizes, ResolveContext, open_keys, read_answers, solve_batch
 from zstore.engine.config.scheduler import WarmupLRParams
 from zstore.engine.config.schema import ConfigSections
 from zstore.errors import ConfigError, UsageError
