@@ -22,7 +22,7 @@ import typer
 from zstore._version import __version__
 from zstore.errors import ConfigError, StorageError
 from zstore.format import Bytes
-from zstore.io import HUGE_PAGE_BYTES, PAGE_BYTES, Files, PinnedSlabs, make_slab, num_cores, read_host_memory
+from zstore.io import PAGE_BYTES, Files, make_slab, num_cores, read_host_memory
 from zstore.sizes import format_bytes
 
 from .options import Json
@@ -43,8 +43,6 @@ class Device:
     memory_bytes: int
     native: tuple[str, ...]
     """The 16-bit types that it computes natively: what "auto" in a config chooses from."""
-    pinning: bool | None = None
-    """Whether host memory can be registered for it; None on the CPU, which needs none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +135,8 @@ def _devices(memory_bytes: int) -> Iterator[Device]:
     )
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        with contextlib.closing(PinnedSlabs()) as slabs:
-            pinning = slabs.make(HUGE_PAGE_BYTES).size > 0 and not slabs.messages
         native = tuple(sorted(native_types(torch.device("cuda", index))))
-        yield Device(name=properties.name, memory_bytes=properties.total_memory, native=native, pinning=pinning)
+        yield Device(name=properties.name, memory_bytes=properties.total_memory, native=native)
 
 
 def _read(path: str) -> str:
@@ -159,8 +155,6 @@ def _advice(
         yield "no hard links here: checkpoints are copied in the background instead of linked"
     if huge_pages == "never":
         yield "no huge pages, half the direct I/O: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-    if any(device.pinning is False for device in devices):
-        yield "host memory cannot be pinned: raise the locked-memory limit (ulimit -l unlimited)"
     if not devices[-1].native:
         yield 'no fast bf16 or fp16: train in fp32, which "bf16": {"enabled": "auto"} selects here'
     memory = "" if available_bytes is None else f" --memory {available_bytes // 10**9}GB"

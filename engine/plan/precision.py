@@ -31,7 +31,7 @@ def native_types(device: torch.device) -> frozenset[str]:
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     # oneDNN emulates bf16 on any x86 CPU with AVX-512, but asks an Arm CPU for its instructions.
     if not (has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()) or (
-        found["architecture"] == "x86_64" and not (found["avx512_bf16"] or found["amx_bf16"])
+        found.get("architecture") == "x86_64" and not (found["avx512_bf16"] or found["amx_bf16"])
     ):
         return frozenset()
     has_fp16 = found.get("avx512_fp16") or found.get("amx_fp16")

@@ -78,10 +78,9 @@ def test_json_and_text_are_the_report_and_end_with_what_to_do(
 
 
 @pytest.mark.cuda
-def test_a_gpu_is_listed_and_pins_our_buffers(report: Diagnosis) -> None:
+def test_a_gpu_is_listed(report: Diagnosis) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     gpus = report.devices[1:]
     assert len(gpus) == torch.cuda.device_count()
     assert gpus[0].name == torch.cuda.get_device_name(0)
-    assert gpus[0].pinning is True
