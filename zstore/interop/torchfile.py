@@ -65,20 +65,6 @@ def brief(value: Any) -> str:
     return repr(value)[:80] if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
-class Walk:
-    """Counts the steps of code that walks through the objects of a pickle: they may be endless."""
-
-    def __init__(self, where: str, most: int = 1_000_000) -> None:
-        self._where = where
-        self._left = most
-
-    def step(self) -> None:
-        """Count a step. Raises CorruptionError if there were too many."""
-        self._left -= 1
-        if self._left < 0:
-            raise CorruptionError(f"{self._where}: the pickle has too many parts for a checkpoint")
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TorchTensor(Shaped):
     """A tensor in a file. Its elements are inside the file: that was checked."""

@@ -206,11 +206,6 @@ class Completions:
             self._under_way[key] = title, wait
         return key
 
-    def fail(self, title: str, error: BaseException) -> None:
-        """Note that `title` failed, when the program has ended; otherwise callers get the error when they ask."""
-        if program_ended():
-            self.end(self.begin(title, lambda: None), error)
-
     def end(self, key: object, error: BaseException | None) -> None:
         """Note that it ended; `error` is one that somebody has to be told of. Its frames are not held."""
         with self._lock:

@@ -14,11 +14,11 @@ from ...checkpoint.metadata import MAX_NUMEL
 from ...errors import CorruptionError
 from ...format.arrays import client_array
 from ...io.files import Files
-from ..torchfile import Inert, TorchTensor, Walk, brief, load_torch_file
+from ..torchfile import Inert, TorchTensor, brief, load_torch_file
 
 _MAX_DEPTH = 60
 _MAX_DIMS = 64
-_MOST_TEXT = 16 * 1024 * 1024
+_MOST_STEPS, _MOST_TEXT = 1_000_000, 16 * 1024 * 1024
 _MOST_NAMED = 100
 """Of entries that are left out; there may be a million."""
 _MOST_BITS = 1000
@@ -165,16 +165,18 @@ class Plain:
     """Turns the content of a pickle into JSON data. Tensors are put aside, other values without such a form left out."""
 
     def __init__(self, where: str) -> None:
-        self._walk = Walk(where)
-        self._text_left = _MOST_TEXT
+        self._where = where
+        self._steps_left, self._text_left = _MOST_STEPS, _MOST_TEXT
         self.tensors: dict[str, Any] = {}
         """Tensors and numpy arrays by place; their places hold `{"$tensor": "client/<where>"}`."""
         self.left_out: list[str] = []
 
     def of(self, value: Any, where: str, depth: int = 0) -> Any:
         """Return the JSON form of `value`; None in place of values that are left out."""
-        self._walk.step()
-        if isinstance(value, str):  # one text may be there a million times
+        self._steps_left -= 1
+        if self._steps_left < 0:  # one object may be there a million times
+            raise CorruptionError(f"{self._where}: the pickle has too many parts for a checkpoint")
+        if isinstance(value, str):
             self._text_left -= len(value)
             return value if self._text_left >= 0 else self._leave(where, "more text than a record has room for")
         if value is None or isinstance(value, bool | int | float):
