@@ -20,7 +20,7 @@ from zstore.io import UserPath, is_url, user_path
 
 from . import saves
 from .names import missing_of_engine
-from .peft import adapter_names, is_peft
+from .saves import adapter_names, is_peft
 from .zero import ZeroParamStatus, mark
 
 _TO_FP32 = "zero_to_fp32.py"

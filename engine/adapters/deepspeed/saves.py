@@ -1,4 +1,5 @@
-"""Saves behind training, as libraries see them that call `save_checkpoint` and look at its folder at once.
+"""Saves behind training, as libraries see them that call `save_checkpoint` and look at its folder at once; and what of a PEFT
+model's frozen parameters is saved with its adapters.
 
 [Note: what waits for a commit]
 With `checkpoint.writer.decoupled` a save is committed while training goes on. Loops of libraries do not know that: they
@@ -16,13 +17,21 @@ import os
 import shutil
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from zstore.checkpoint import SaveHandle
+from zstore.engine.access.module_state import state_entries
 from zstore.io import Ticket, run_in_thread
+
+if TYPE_CHECKING:
+    from zstore.engine.api.engine import Engine
 
 _log = logging.getLogger("zstore")
 
@@ -110,3 +119,36 @@ def _remove_after(handle: SaveHandle, folder: Path) -> None:
         return
     for left in folder.parent.glob(f".*{_REMOVED}"):  # also those of a process that was killed
         _rmtree(left, ignore_errors=True)
+
+
+# -- adapters of peft -----------------------------------------------------------------------------------------------------
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Return whether a model has adapters of peft, its own class or transformers' own loading of them."""
+    peft: Any = sys.modules.get("peft")
+    wrapped = peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
+    return wrapped or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def adapter_names(engine: Engine) -> list[str]:
+    """Return the names in the state dict of what peft saves of a model's adapters, frozen parameters and buffers among them
+    (all ranks)."""
+    from peft import get_peft_model_state_dict
+
+    chosen: list[str] = []
+    with engine.world.agreeing():
+        if engine.global_rank == 0:
+            entries = dict(state_entries(engine.access))
+            # peft hands out what it was given: each entry is known by a tensor of its own.
+            views = {name: torch.empty(0) for name, value in entries.items() if isinstance(value, torch.Tensor)}
+            ids = {id(views[name]) for name, value in entries.items() if getattr(value, "requires_grad", False)}
+            model: Any = engine.module
+            for adapter, config in model.peft_config.items():
+                if not config.is_prompt_learning:
+                    with warnings.catch_warnings(action="ignore"):  # the save itself gives them
+                        taken = get_peft_model_state_dict(model, state_dict=views, adapter_name=adapter)
+                    ids |= {id(value) for value in taken.values()}
+            chosen = [name for name, view in views.items() if id(view) in ids]
+    names: list[str] = engine.world.broadcast_object(chosen)
+    return names
