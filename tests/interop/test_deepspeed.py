@@ -24,6 +24,7 @@ from zstore.open.sources import open_source
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.opening import Common
+from zstore.tools.verify import verify_command
 
 CLIENT = {"client/tensor", "client/numpy.state"}
 
@@ -120,6 +121,8 @@ def test_inspect_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert {array["name"] for array in found["arrays"]} == set(expected(case))
     inspect_command(str(root), Common())
     assert f"DeepSpeed {version}" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="which has no checksums"):
+        verify_command(str(root))
 
 
 # -- which checkpoint is meant ----------------------------------------------------------------------------------------

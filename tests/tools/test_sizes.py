@@ -73,27 +73,6 @@ def test_all_commands_give_one_size(place: str, run: Path, capsys: pytest.Captur
     assert f"{format_bytes(size)} on disk  keep (last)" in capsys.readouterr().out
 
 
-def test_prune_and_ls_say_what_is_freed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    linked = os.path.getsize(run / "step-00000001/model/w/c.0.0")
-    freed = bytes_of(run / "step-00000001") - linked
-    ls_command(run, JSON)
-    assert told(capsys)["checkpoints"][0]["freed_bytes"] == freed
-    prune_folder(run, Keep(last=1), dry_run=True, common=JSON)
-    assert told(capsys)["freed_bytes"] == freed
-    prune_folder(run, Keep(last=1))
-    plan = capsys.readouterr().out.splitlines()[0]
-    assert plan == (
-        f"plan: remove 1 of 2 checkpoints ({format_bytes(freed + linked)} on disk), which frees {format_bytes(freed)}: files "
-        "that other checkpoints or a run share stay"
-    )
-    assert "frees" not in _first_line_of_a_plan_that_removes_nothing(run, capsys)
-
-
-def _first_line_of_a_plan_that_removes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    prune_folder(run, Keep(last=1), dry_run=True)
-    return capsys.readouterr().out.splitlines()[0]
-
-
 def test_reshard_says_the_size_that_inspect_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reshard_command(run, tmp_path / "out", 3) == 0
     lines = capsys.readouterr().err.splitlines()
