@@ -54,18 +54,20 @@ def test_torch_and_numpy_come_back_as_what_they_were(store: Store) -> None:
     assert {store.tier_of(name).wait() for name in given} == {"disk", "host"}
 
 
-@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a"), ("optimizer/m/w", "optimizer/m")])
-def test_a_name_that_is_a_group_of_another_is_refused_by_a_checkpoint(
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a"), ("optimizer/m/w", "optimizer/m"), ("a", "a/b/c")])
+def test_a_name_that_would_be_a_group_of_another_is_refused_when_it_is_put(
     names: tuple[str, str], store: Store, tmp_path: Path
 ) -> None:
+    first, second = names
     store.put("a.b", 1)  # no group
-    for name in names:
-        store.put(name, np.arange(3))
-    with pytest.raises(UsageError, match=f"{min(names)!r} has the name of a group of other arrays: rename it"):
-        store.checkpoint(tmp_path / "ckpt" / "t").wait()
-    store.delete(names[0])
+    store.put(first, np.arange(3))
+    with pytest.raises(UsageError, match=f"{second!r} cannot be stored beside {first!r}: .*rename one of them"):
+        store.put(second, np.arange(4))
+    store.put(first, np.arange(5))
     path = store.checkpoint(tmp_path / "ckpt" / "t").wait().path
-    assert zarr.open_array(path / names[1])[:].tolist() == [0, 1, 2]
+    assert zarr.open_array(path / first)[:].tolist() == [0, 1, 2, 3, 4]
+    store.delete(first).wait()
+    store.put(second, np.arange(4)).wait()
     with pytest.raises(UsageError, match="belongs to the format"):
         store.put("manifest/w", 1)
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..checkpoint.names import array_path
 from ..checkpoint.source import ArraySource
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
@@ -115,6 +117,54 @@ class StoreArray:
 
 
 # -- values ---------------------------------------------------------------------------------------------------------
+
+
+class ArraysByName(MutableMapping[str, StoreArray]):
+    """Arrays whose names a checkpoint can have side by side: none is in another's folder."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, StoreArray] = {}
+        self._names: dict[str, str] = {}
+        """By folder in a checkpoint."""
+        self._groups: Counter[str] = Counter()
+        """How many arrays are in a group's folder, or in one below it."""
+
+    def __setitem__(self, name: str, array: StoreArray) -> None:
+        """Add or replace an array. Raises UsageError for a name that no checkpoint can have beside those that are there."""
+        if name not in self._arrays:
+            path = array_path(name)
+            outer = next((self._names[group] for group in _groups_of(path) if group in self._names), None)
+            if outer is not None or path in self._groups:
+                inside = (other for folder, other in self._names.items() if folder.startswith(f"{path}/"))
+                raise UsageError(
+                    f"array {name!r} cannot be stored beside {outer or next(inside)!r}: in a checkpoint one would be in the "
+                    "folder of the other; rename one of them"
+                )
+            self._names[path] = name
+            self._groups.update(_groups_of(path))
+        self._arrays[name] = array
+
+    def __delitem__(self, name: str) -> None:
+        del self._arrays[name]
+        path = array_path(name)
+        del self._names[path]
+        for group in _groups_of(path):
+            self._groups[group] -= 1
+            if not self._groups[group]:
+                del self._groups[group]
+
+    def __getitem__(self, name: str) -> StoreArray:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+def _groups_of(path: str) -> list[str]:
+    return [path[:at] for at, letter in enumerate(path) if letter == "/"]
 
 
 def is_dtensor(value: Value) -> bool:

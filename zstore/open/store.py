@@ -31,7 +31,7 @@ from ..store.order import ArrayOrder
 from ..store.snapshot import Snapshot
 from ..store.statistics import StoreStatistics
 from ..store.store import TierName
-from .arrays import ArrayWork, StoreArray, Value, flat_target, flatten, local_of, shaped
+from .arrays import ArraysByName, ArrayWork, StoreArray, Value, flat_target, flatten, local_of, shaped
 from .checkpoint import Checkpoint, open_checkpoint
 from .lazy import LazyArray
 from .ranks import ALONE, Ranks
@@ -57,7 +57,7 @@ class Store(Closing):
         """This process among those that share the arrays."""
         self._shards = shards
         self._work = ArrayWork(shards)
-        self._arrays: dict[str, StoreArray] = {}
+        self._arrays = ArraysByName()
         self._lock = threading.RLock()
         """Guards the table of arrays: held shortly, so that no coroutine waits for it."""
         self._order = ArrayOrder(_NUM_OPERATIONS)
