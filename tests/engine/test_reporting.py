@@ -18,7 +18,6 @@ import torch
 from tests import warm
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, step
-from zstore.engine.report.statistics import MemoryStatistics
 from zstore.engine.runtime.garbage import CollectorPause, FrozenObjects
 from zstore.engine.runtime.messages import show_messages
 from zstore.testing.ranks import run_ranks
@@ -210,16 +209,6 @@ def test_memory_breakdown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert found is not None
     assert memory.disk_bytes > memory.host_bytes > 0
     assert line.removeprefix("step 2: ") == memory.line()
-
-
-def test_sizes_are_short() -> None:
-    sizes = dict.fromkeys(MemoryStatistics.__dataclass_fields__, 0) | {"host_bytes": 999, "disk_bytes": 1_234_567}
-    assert (
-        MemoryStatistics(**sizes)
-        .line()
-        .startswith("state on device 0 bytes, host 999 bytes, disk 1.23 MB; buffers 0 bytes,")
-    )
-    assert "of CUDA 2.00 TB" in MemoryStatistics(**sizes | {"cuda_peak_bytes": 2 * 10**12}).line()
 
 
 def test_dump_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

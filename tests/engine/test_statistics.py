@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.fake_device import FakeDevice
 from tests.engine.models import batch
 from tests.engine.runs import make_config, start, step
 from zstore.engine import Engine
-from zstore.engine.runtime.device import Transfers
-from zstore.io.links import LinkCounters, LinkStatistics
+from zstore.io.links import LinkStatistics
 from zstore.testing.ranks import run_ranks
 
 
@@ -129,27 +127,6 @@ def test_what_others_count_with_the_worlds_counters_stands_there_too() -> None:
     with start(make_config(1)) as engine:
         engine.world.links.begin("somewhere", 12)
         assert engine.statistics().links["somewhere"] == LinkStatistics(operations=1, bytes=12)
-
-
-def test_copies_are_counted_where_the_two_memories_differ() -> None:
-    device, links = FakeDevice(), LinkCounters()
-    transfers = Transfers(device, links)
-    here = device.empty_host(6, torch.float32)
-    there = torch.ones(6, dtype=torch.bfloat16)
-    assert transfers.link(here, there) == "host_to_device"
-    assert transfers.link(there, here) == "device_to_host"
-    assert transfers.link(here, here) is None
-    assert transfers.link(there, there) is None
-    transfers.copy_into(there.float(), there)
-    assert links.statistics() == {}
-    transfers.copy_into(here, there)
-    assert here.tolist() == [1.0] * 6
-    transfers.copy_into(torch.empty(6, dtype=torch.float16), here)
-    transfers.finish(transfers.begin(device.empty_host(6, torch.bfloat16), there))
-    found = links.statistics()
-    # In the type of the device's side.
-    assert (found["host_to_device"].operations, found["host_to_device"].bytes) == (1, 12)
-    assert (found["device_to_host"].operations, found["device_to_host"].bytes) == (2, 24)
 
 
 @pytest.mark.cuda
