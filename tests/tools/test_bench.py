@@ -8,7 +8,10 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from bench import (
     offload,
     optimizer,
     overhead,
+    serve,
     small_arrays,
     step,
     store,
@@ -32,7 +36,6 @@ from bench import (
 from bench.checkpoint_figures import describe, goals, medians
 from bench.children import Outcome, limited_memory, run_contender
 from bench.offload import Limits, figures_of
-from bench.process import page_cache_bytes
 from tests import warm
 from tests.checkpoint.checkpoints import Array, save_arrays
 from tests.tools.commands import run_here
@@ -43,31 +46,37 @@ from zstore.tools.sample.models import build_model
 ROOT = Path(__file__).parents[2]
 
 
-def test_disk_benchmark_compares_every_pattern_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "disk.json"
-    monkeypatch.setattr(limits.shutil, "which", lambda _: None)  # fio needs seconds to start its jobs
-    monkeypatch.setattr(
-        sys, "argv", ["disk", "--path", str(tmp_path), "--gib", "0.03", "--rounds", "1", "--json", str(out)]
-    )
-    disk.main()
-    figures = json.loads(out.read_text())
+Bench = Callable[..., Any]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Run a benchmark in this process, which leaves its figures alone; return them."""
+    monkeypatch.setattr(limits.shutil, "which", lambda *_, **_more: None)  # fio needs seconds to start its jobs
+
+    def run(module: ModuleType, *arguments: str, out: str = "--json", path: bool = True) -> Any:
+        figures = tmp_path / "figures.json"
+        where = ["--path", str(tmp_path)] if path else []
+        monkeypatch.setattr(sys, "argv", [module.__name__, *where, *arguments, out, str(figures)])
+        module.main()
+        assert [left.name for left in tmp_path.iterdir() if left.suffix != ".zip"] == [figures.name]
+        return json.loads(figures.read_text())
+
+    return run
+
+
+def test_disk_benchmark_compares_every_pattern_with_the_limit(bench: Bench) -> None:
+    figures = bench(disk, "--gib", "0.03", "--rounds", "1")
     assert set(figures) == {"write", "read", "mixed"}
     for row in figures.values():
         assert row["percent"] == pytest.approx(100 * row["store"] / row["limit"])
         assert row["front_percent"] == pytest.approx(100 * row["front"] / row["store"])
 
 
-def test_store_benchmark_compares_every_store_within_its_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "store.json"
-    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
+def test_store_benchmark_compares_every_store_within_its_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "BUDGET_BYTES", 32 * 2**20)
     monkeypatch.setattr(store, "WIDTH", 4)
-    arguments = ["--path", str(tmp_path), "--cases", "5x64,24x8192", "--rounds", "1", "--json", str(out)]
-    monkeypatch.setattr(sys, "argv", ["store", *arguments])
-    store.main()
-    small, large = json.loads(out.read_text())["cases"].values()
+    small, large = bench(store, "--cases", "5x64,24x8192", "--rounds", "1")["cases"].values()
     assert set(large) - set(small) == {limits.limit_name()}
     assert {"zstore", "tensorstore", "torch.save", "aiofiles"} <= set(small)
     assert large["zstore"]["write_ratio"] == large["zstore"]["read_ratio"] == 1
@@ -76,13 +85,8 @@ def test_store_benchmark_compares_every_store_within_its_memory(
     assert large["zstore"]["read_growth_bytes"] < 36 * 2**20 + 4 * 8 * 2**20  # and what Python itself takes
 
 
-def test_step_benchmark_counts_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "step.json"
-    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
-    arguments = ["--model", "gpt-tiny", "--steps", "2", "--tokens", "16", "--gib", "0.03"]
-    monkeypatch.setattr(sys, "argv", ["step", "--path", str(tmp_path), *arguments, "--json", str(out)])
-    step.main()
-    figures = json.loads(out.read_text())
+def test_step_benchmark_counts_the_bytes_of_a_step(bench: Bench) -> None:
+    figures = bench(step, "--model", "gpt-tiny", "--steps", "2", "--tokens", "16", "--gib", "0.03")
     # Master and two moments, read and written; small parameters rest in memory, padding and checksums add to the others.
     assert 20 < figures["bytes_per_parameter"] < 27
     assert 0 < figures["save_least_s"] < figures["save_s"]
@@ -99,69 +103,48 @@ def test_the_benchmark_of_small_arrays_saves_beside_torch(
     assert "15 arrays in" in capsys.readouterr().out
 
 
-def test_links_benchmark_measures_a_machine_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "links.json"
-    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
-    monkeypatch.setattr(sys, "argv", ["links", "--path", str(tmp_path), "--gib", "0.06", "--json", str(out)])
-    links.main()
-    rates = json.loads(out.read_text())["rates"]
+def test_links_benchmark_measures_a_machine_without_a_device(bench: Bench) -> None:
+    rates = bench(links, "--gib", "0.06")["rates"]
     products = [f"matrix products in {precision}" for precision in ("fp32", "bf16", "fp16")]
     expected = [links.HOST, links.ADAMW, *products, "disk read", "disk write", "disk mixed"]
     assert list(rates) == expected
     assert all(rate > 0 for rate in rates.values())
 
 
-def test_waits_benchmark_counts_none_without_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, archive = tmp_path / "waits.json", tmp_path / "traces.zip"
+def test_waits_benchmark_counts_none_without_a_device(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "traces.zip"
     monkeypatch.setattr(waits, "MODES", {"on the device": ("none", "none", "none")})
-    arguments = ["--path", str(tmp_path), "--model", "gpt-tiny", "--tokens", "8", "--trace", str(archive)]
-    monkeypatch.setattr(sys, "argv", ["waits", *arguments, "--json", str(out)])
-    waits.main()
-    (row,) = json.loads(out.read_text())["rows"]
+    (row,) = bench(waits, "--model", "gpt-tiny", "--tokens", "8", "--trace", str(archive))["rows"]
     assert (row["waits"], row["iteration_s"] > row["least_s"] > 0) == ({}, True)
     with zipfile.ZipFile(archive) as traces:
         assert "aten::" in traces.read("on-the-device.json").decode()
 
 
-def test_the_bare_step_moves_what_a_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "bare.json"
-    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
-    arguments = ["--model", "gpt-tiny", "--steps", "1", "--gib", "0.03", "--consumers", "2"]
-    monkeypatch.setattr(sys, "argv", ["bare_step", "--path", str(tmp_path), *arguments, "--json", str(out)])
-    bare_step.main()
+def test_the_bare_step_moves_what_a_step_does(bench: Bench) -> None:
+    figures = bench(bare_step, "--model", "gpt-tiny", "--steps", "1", "--gib", "0.03", "--consumers", "2")
     num_parameters = sum(parameter.numel() for parameter in build_model("gpt-tiny", 64).parameters())
-    assert 20 < json.loads(out.read_text())["moved_bytes"] / num_parameters < 27
+    assert 20 < figures["moved_bytes"] / num_parameters < 27
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-def test_optimizer_benchmark_counts_the_bytes_of_steps_and_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "optimizer.json"
-    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
-    arguments = ["--layers", "4", "--width", "256", "--steps", "1", "--gib", "0.03"]
-    monkeypatch.setattr(sys, "argv", ["optimizer", "--path", str(tmp_path), *arguments, "--json", str(out)])
-    optimizer.main()
-    figures = json.loads(out.read_text())
+def test_optimizer_benchmark_counts_the_bytes_of_steps_and_saves(bench: Bench) -> None:
+    figures = bench(optimizer, "--layers", "4", "--width", "256", "--steps", "1", "--gib", "0.03")
     assert 15 < figures["bytes_per_parameter"] < 18  # two moments, read and written
     assert figures["checkpoints"]["save by zstore.dcp.Writer"]["new_blocks_bytes"] > 0
 
 
 @pytest.mark.parametrize("budgets", ["none", pytest.param("none,peer", marks=pytest.mark.soak)])
 def test_offload_benchmark_compares_training_from_disk_with_the_computation(
-    budgets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    budgets: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "offload.json"
-    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
     arguments = ["--models", "tiny", "--steps", "1", "--no-peer", "--overlap", "none", "--clip", "on"]
     arguments += ["--budget", budgets, "--peer-memory", "2GB"]
     monkeypatch.setattr(children, "subprocess", warm)
     monkeypatch.setattr(offload.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(
-        sys, "argv", ["offload", "--path", str(tmp_path), *arguments, "--gib", "0.03", "--out", str(out)]
-    )
-    offload.main()
-    compute, ours, *within_budget = json.loads(out.read_text())["models"][0]["rows"]
+    found = bench(offload, *arguments, "--gib", "0.03", out="--out")
+    compute, ours, *within_budget = found["models"][0]["rows"]
     assert compute["error"] is None
     assert ours["error"] is None
     assert compute["parameters"] == ours["parameters"]
@@ -179,7 +162,6 @@ def test_offload_benchmark_compares_training_from_disk_with_the_computation(
         assert row["host_budget_bytes"] == 2 * 10**9 - ours["steps_peak_bytes"]
         assert row["read_bytes_per_parameter"] == 0
         assert row["losses"] == ours["losses"]
-    assert [path.name for path in tmp_path.iterdir()] == ["offload.json"]
 
 
 def _outcome() -> Outcome:
@@ -221,25 +203,9 @@ def test_a_contender_that_fails_is_reported_with_its_words(tmp_path: Path) -> No
     assert "FAILED" in offload.describe({**row, "contender": "deepspeed", "tier": "nvme"})
 
 
-def test_a_memory_limit_holds_or_is_said_not_to_be(tmp_path: Path) -> None:
-    outcome = run_contender({"contender": "nobody"}, memory_limit_bytes=2**32)
-    assert outcome.memory_limit in {"systemd-run --scope", "control group"} or "not limited" in outcome.memory_limit
-
-
-def test_the_page_cache_of_files_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(2**20))
-    nbytes = page_cache_bytes(tmp_path)
-    assert nbytes in {None, 2**20}
-
-
-def test_overhead_benchmark_sets_the_engine_beside_the_plain_loop_and_fsdp2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "overhead.json"
+def test_overhead_benchmark_sets_the_engine_beside_the_plain_loop_and_fsdp2(bench: Bench) -> None:
     shape = ["--hidden", "64", "--layers", "1", "--vocab", "64", "--batch", "1", "--tokens", "8", "--pairs", "1"]
-    monkeypatch.setattr(sys, "argv", ["overhead", *shape, "--stages", "3", "--json", str(out)])
-    overhead.main()
-    figures = json.loads(out.read_text())
+    figures = bench(overhead, *shape, "--stages", "3", path=False)
     assert [(row["processes"], row["precision"], row["other"]) for row in figures["rows"]] == [
         (1, "fp32", "plain"),
         (1, "bf16", "plain"),
@@ -268,16 +234,12 @@ def test_memory_of_a_contender_is_limited_where_the_system_allows_it() -> None:
 
 
 def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "checkpoint.json"
-    monkeypatch.setattr(limits.shutil, "which", lambda _: None)
     monkeypatch.setattr(checkpoint, "run_child", run_here)
     monkeypatch.setattr(checkpoint.signal, "signal", lambda *_: None)
     arguments = ["--models", "tiny", "--peers", "torch.save,safetensors", "--rounds", "1", "--gib", "0.03"]
-    monkeypatch.setattr(sys, "argv", ["checkpoint", "--path", str(tmp_path), *arguments, "--out", str(out)])
-    checkpoint.main()
-    figures = json.loads(out.read_text())
+    figures = bench(checkpoint, *arguments, out="--out")
     assert [row["error"] for row in figures["medians"]] == [None] * 17
     rows = {(row["who"], row["what"]): row for row in figures["rows"]}
     saved, loaded = rows["zstore, from memory", "save"], rows["torch.save", "load"]
@@ -302,7 +264,6 @@ def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
     for goal in ("stall under 100 ms", "save at 90 %", "consolidate to fp16 at 85 %", "completes in that limit"):
         assert goal in judged
     assert "median  tiny torch.save: load: " in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
 
 
 def test_the_plain_program_of_checkpoints_makes_the_same_files(tmp_path: Path) -> None:
@@ -349,3 +310,9 @@ def test_benchmark_of_dcp_saves_through_both_writers_in_turn(tmp_path: Path) -> 
     line = r"1 MB, 1 ranks: zstore \d+ ms, torch \d+ ms, ratio [\d.]+ \([\d.]+ to [\d.]+, 2 pairs\)\n"
     assert re.fullmatch(line, done.stdout)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_serve_benchmark_sets_the_service_beside_other_servers(bench: Bench) -> None:
+    figures = bench(serve, "--gib", "0.001", "--rounds", "1")
+    assert set(figures) == {pattern.name for pattern in serve.PATTERNS}
+    assert all(row["requests_per_s"] > 0 for rows in figures.values() for row in rows.values())

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from bench import checkpoint, children, contenders, gpu, limits, links, offload, waits
+from bench import checkpoint, children, contenders, gpu, limits, links, waits
 from bench.children import run_group
-from bench.gpu_parts import FAULTS, ORDER, Part, Run, Setting, lines_of, make_parts, read_tests
+from bench.gpu_parts import FAULTS, ORDER, Part, Run, Setting, lines_of, make_parts
 from tests.tools.commands import run_here
 
 GB = 10**9
@@ -65,49 +65,29 @@ def test_every_part_runs_small_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert list((tmp_path / "drive").iterdir()) == []
 
     parts = json.loads((tmp_path / "out" / "gpu.json").read_text())["parts"]
-    assert [part["name"] for part in parts] == NAMES
-    for part in parts:
-        assert part["status"] == "passed"
-        assert {"cpu", "torch", "python", "zstore"} <= set(part["machine"])
+    assert [(part["name"], part["status"]) for part in parts] == [(name, "passed") for name in NAMES]
     figures = {part["name"]: {run["label"]: run["figures"] for run in part["runs"]} for part in parts}
-    tests = {label: found["passed"] for label, found in figures["ceilings"].items() if label != "links"}
-    assert tests == {"cuda": 2, "nccl": 1, "late copies": 2}
     assert figures["ceilings"]["links"]["rates"]["disk read"] > 0
     assert [row["mode"] for row in figures["waits"]["waits"]["rows"]] == list(waits.MODES)
     for tier in ("none", "cpu", "nvme"):
         found = figures["speed"][tier]
-        assert (found["tier"], found["device"], found["step_s"] > 0) == (tier, "cpu", True)
         assert ("times_plain" in found, "percent" in found) == (tier != "nvme", tier == "nvme")
-    trained = {"1.2b, cpu, 1024 tokens", "1.2b, cpu, 16384 tokens", "1.2b, nvme, 1024 tokens"}
-    for label in trained:
+    for label, beside in (("1.2b, cpu, 1024 tokens", ["compute", "FSDP2"]), ("1.2b, nvme, 1024 tokens", [])):
         rows = (figures["speed"] | figures["fits"])[label]["models"][0]["rows"]
-        beside = [] if "nvme" in label else ["compute", "FSDP2"]
         assert [row["contender"] for row in rows] == [*beside, "zstore"]
-        assert rows[-1]["iteration_s"] > 0
         # torch's own optimizer and sharding take the same steps.
         for row in rows[1:]:
             assert row["losses"] == pytest.approx(rows[1]["losses"], rel=1e-3)
-    overhead = figures["speed"]["plain and FSDP2"]["rows"]
-    assert [(row["stage"], row["other"]) for row in overhead] == [(3, "plain"), (3, "FSDP2")]
-    for row in overhead:
-        assert row["engine_loss"] == pytest.approx(row["other_loss"], rel=2e-2)
-    assert [row["contender"] for row in figures["fits"]["2.7b, cpu, 1024 tokens"]["models"][0]["rows"]] == ["zstore"]
     saved = {(row["who"], row["what"]) for row in figures["checkpoint"]["checkpoint"]["rows"]}
     for who in ("zstore, from memory", "zstore, from the device", "DCP 4 threads"):
         assert {(who, "save"), (who, "load")} <= saved
-    assert ("zstore", "consolidate to fp16") in saved
-
     text = (tmp_path / "out" / "gpu.md").read_text()
     assert [line for line in text.splitlines() if line.startswith("## ")] == [f"## {part['title']}" for part in parts]
     # Every time stands beside the least that it could be, or a rate beside the limit.
-    for part in parts[1:]:
-        for run in part["runs"]:
-            for line in lines_of(run["module"], run["figures"]):
-                if re.search(r"\d m?s\b", line):
-                    assert "machine allows" in line or "% of " in line or "rate of its memory" in line, line
-    for expected in ("2 of 2 tests passed", "times a plain loop's", "ratio ", "waits a step of", "GB/s"):
-        assert expected in text
-    assert " 0 % of" not in text
+    for run in (run for part in parts[1:] for run in part["runs"]):
+        for line in lines_of(run["module"], run["figures"]):
+            if re.search(r"\d m?s\b", line):
+                assert "machine allows" in line or "% of " in line or "rate of its memory" in line, line
 
 
 def canned(label: str, name: str | None = None, **keys: Any) -> Part:
@@ -257,16 +237,6 @@ def test_the_least_time_is_that_of_the_slowest_link_or_of_all_in_turn() -> None:
     assert contenders.batch_shape(16384) == (16, 1024)
 
 
-def test_a_report_of_tests_says_what_failed_and_why_what_was_skipped_was(tmp_path: Path) -> None:
-    cases = '<testcase classname="c" name="a"/><testcase classname="c" name="b"><failure message="not 2"/></testcase>'
-    cases += '<testcase classname="c" name="d"><skipped message="needs two"/></testcase>'
-    (tmp_path / "a.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
-    figures = read_tests(tmp_path / "a.xml")
-    assert figures == {"tests": 3, "passed": 1, "failures": {"c.b": "not 2"}, "skipped": {"needs two": 1}}
-    assert FAULTS["pytest"](figures) == ["c.b: not 2"]
-    assert FAULTS["pytest"]({**figures, "passed": 0, "failures": {}}) == ["no test was run"]
-
-
 def test_a_row_of_ours_that_failed_is_a_fault_and_a_peers_is_none() -> None:
     def figures(*rows: tuple[str, str | None]) -> dict[str, Any]:
         return {"models": [{"rows": [{"contender": who, "error": error} for who, error in rows]}]}
@@ -280,9 +250,3 @@ def test_a_row_of_ours_that_failed_is_a_fault_and_a_peers_is_none() -> None:
         {"who": "zstore, from disk", "what": "load", "error": "y"},
     ]
     assert FAULTS["bench.checkpoint"]({"rows": rows}) == ["zstore, from disk, load: y"]
-
-
-def test_a_contender_that_takes_too_long_keeps_what_it_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = offload.run_contender({"contender": "nobody", "limit_s": 0.01})
-    assert outcome.error is not None
-    assert outcome.error.startswith("not done within 0.01 s")
