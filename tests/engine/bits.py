@@ -58,6 +58,21 @@ class Case:
         """Return a new model, alike each time."""
         return make_net(self.seed or 0, **self.shape)
 
+    def reference(self, world_size: int) -> Reference:
+        """Return the plain loop of so many ranks."""
+        return Reference(
+            self.make(),
+            world_size,
+            stage=self.stage,
+            precision=self.precision,
+            accumulation=self.accumulation,
+            clip=self.clip,
+            scale=STATIC_SCALE if self.precision == "fp16" else 1.0,
+            accumulate=self.types[0],
+            reduce=self.types[1],
+            adam=ADAM,
+        )
+
     def config(self, world_size: int, nvme_path: str) -> dict[str, Any]:
         zero: dict[str, Any] = {
             "stage": self.stage,
@@ -154,18 +169,7 @@ def compare(
     with tempfile.TemporaryDirectory() as folder:
         engine, *_ = zstore.initialize(model=case.make(), config=case.config(world_size, folder), **given)
         with engine:
-            reference = Reference(
-                case.make(),
-                world_size,
-                stage=case.stage,
-                precision=case.precision,
-                accumulation=case.accumulation,
-                clip=case.clip,
-                scale=STATIC_SCALE if case.precision == "fp16" else 1.0,
-                accumulate=case.types[0],
-                reduce=case.types[1],
-                adam=ADAM,
-            )
+            reference = case.reference(world_size)
             assert bool(engine.training_state.state.spilled) == (case.budget is not None)
             rows = {record.name: record.owned_range for record in engine.training_state.state.records}
             for step in range(steps):

@@ -52,6 +52,12 @@ def step(engine: Engine, factor: float = 1.0) -> None:
         engine.step()
 
 
+def take_steps(engine: Engine, count: int) -> None:
+    """Take steps; of an update behind a step, the next one tells."""
+    for _ in range(count):
+        step(engine)
+
+
 def state_of(engine: Engine) -> dict[str, Any]:
     """Every array's and parameter's bits, and what is beside them."""
     training = engine.training_state

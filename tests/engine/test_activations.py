@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.engine.bits import engine_digests
 from tests.engine.deep import BLOCKS, INPUT_BYTES, SAMPLES, WIDTH, data, deep
 from tests.engine.fake_device import FakeDevice
 from tests.engine.runs import make_config, start, state_of
+from tests.engine.transformers_models import checkpoint_layers
 from tests.waiting import until
+from zstore import checkpointing
 from zstore.engine import Engine
+from zstore.engine.activations.checkpointing import _Process
 from zstore.errors import BudgetError, ConfigError, DiskFullError, StorageError, UsageError
 from zstore.io.buffers import PAGE_BYTES
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
@@ -270,3 +275,66 @@ def test_a_change_in_place_is_noticed_while_a_tensor_leaves(tmp_path: Path) -> N
 def test_keys_that_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match=r"zstore\.activations_path"):
         start(config(activations="disk"), deep())
+
+
+# -- other people's models, and checkpointing without an engine --------------------------------------------------------
+
+LAYERS, HIDDEN, LENGTH = 3, 64, 160
+
+
+def _llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    return LlamaForCausalLM(
+        LlamaConfig(hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=LAYERS, **shape)
+    ).train()
+
+
+def _trained(engine: Engine) -> dict[str, Any]:
+    for number in range(2):
+        ids = torch.randint(64, (4, LENGTH), generator=torch.Generator().manual_seed(number))
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    return engine_digests(engine)
+
+
+def _on_disk(path: Path, **own: Any) -> dict[str, Any]:
+    chosen = make_config(3, zstore={"journal": False, **own}, gradient_accumulation_steps=1)
+    chosen["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(path)}
+    return chosen
+
+
+def test_layers_of_transformers_that_are_checkpointed_by_the_switch_or_by_themselves(tmp_path: Path) -> None:
+    with start(_on_disk(tmp_path), _llama()) as engine:
+        expected = _trained(engine)
+    own = _llama()
+    checkpoint_layers(own, reentrant=False)
+    for model, keys in ((_llama(), {"gradient_checkpointing": True}), (own, {})):
+        with start(_on_disk(tmp_path, activations="disk", **keys), model) as engine:
+            assert _trained(engine) == expected
+            found = engine.statistics().activations
+            assert found is not None
+            # The input of each layer, in bf16, and little else before them.
+            least = 2 * LAYERS * 4 * LENGTH * HIDDEN * 2
+            assert least <= found.kept_bytes < 2 * least
+
+
+def test_inputs_of_blocks_are_kept_in_host_memory_if_configure_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_Process, "in_cpu", None)
+    assert not checkpointing.is_configured()
+    config = {"train_batch_size": "unread", "activation_checkpointing": {"cpu_checkpointing": True}}
+    checkpointing.configure(None, config, partition_activations=True, profile=True)
+    assert checkpointing.is_configured()
+    assert "partition_activations: not built: there is no model parallelism" in caplog.text
+    assert "profile: not built: blocks are not timed one by one" in caplog.text
+    kept: list[int] = []
+    monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__enter__", lambda _: kept.append(1))
+    monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__exit__", lambda *_: None)
+    x = torch.ones(2, 64, requires_grad=True)
+    checkpointing.checkpoint(torch.sin, x).sum().backward()
+    assert kept == [1]
+    assert torch.equal(x.grad, torch.ones(2, 64).cos())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"checkpointing\.configure.*cpu_checkpointing: expected true or false"):
+        checkpointing.configure(checkpoint_in_cpu="yes")  # type: ignore[arg-type]

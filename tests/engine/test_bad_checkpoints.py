@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from tests.checkpoint.forging import Forge
-from tests.engine.models import batch, make_net
+from tests.engine.models import make_net
 from tests.engine.runs import make_config, start, state_of, step, unchanged, whole
 from zstore.engine import Engine
 from zstore.errors import (
-    CheckpointExistsError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CorruptionError,
@@ -84,41 +83,6 @@ def test_client_state_that_cannot_be_stored_is_named_and_nothing_is_written(engi
             engine.save_checkpoint(str(folder), tag)
     assert sorted(folder.iterdir()) == left
     assert engine.load_checkpoint(str(folder)) == (str(folder / "good"), {"epoch": 1})
-
-
-def test_a_committed_tag_is_replaced_only_when_asked(engine: Engine, folder: Path) -> None:
-    engine.save_checkpoint(str(folder), 0.25, {"epoch": 1})
-    first = state_of(engine)
-    step(engine)
-    second = state_of(engine)
-    engine.training_state.run_id, own = "f" * 32, engine.training_state.run_id
-    with pytest.raises(CheckpointExistsError, match=r"'0.25' is committed .*by another run.*overwrite=True"):
-        engine.save_checkpoint(str(folder), 0.25, {"epoch": 2})
-    engine.training_state.run_id = own
-    assert state_of(engine) == second
-    assert engine.load_checkpoint(str(folder), 0.25)[1] == {"epoch": 1}
-    assert state_of(engine) == first
-    step(engine)
-    engine.save_checkpoint(str(folder), 0.25, {"epoch": 2}, overwrite=True)
-    step(engine)
-    assert engine.load_checkpoint(str(folder), "0.25")[1] == {"epoch": 2}
-    assert state_of(engine) == second
-    assert whole(folder) == ["0.25"]
-
-
-def test_a_save_between_a_backward_and_its_step_has_the_state_of_the_last_step(engine: Engine, folder: Path) -> None:
-    before, number = state_of(engine), engine.global_steps
-    engine.backward(engine(*batch(number, 0, 0)))
-    engine.save_checkpoint(str(folder))
-    assert whole(folder) == ["step-00000001"]
-    engine.step()
-    engine.backward(engine(*batch(number, 1, 0)))
-    engine.step()
-    with start() as other:
-        other.load_checkpoint(str(folder))
-        assert state_of(other) == before
-        step(other)
-        assert state_of(engine) == state_of(other)
 
 
 @pytest.mark.usefixtures("goes_on")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -142,10 +141,12 @@ def train(engine: Engine, after_first: Callable[[], None] = lambda: None) -> lis
     return [*losses, loss.item()]
 
 
-def compare(folder: Path, rest: str) -> tuple[list[str], int, int]:
+def compare(rank: int, base: str) -> tuple[list[str], int, int]:
     """Train plainly and compiled; return the units that were compiled, and how many graphs there were after the first
     step and at the end."""
-    graphs = Graphs()
+    warnings.filterwarnings("ignore", message=HIDDEN)
+    warnings.filterwarnings("ignore", message="Guards may run slower on Python 3.13.0")
+    folder, rest, graphs = Path(base), "cpu", Graphs()
     counts: list[int] = []
     (folder / "nvme").mkdir(exist_ok=True)
     with start(Net(), rest, folder / "nvme") as plain:
@@ -170,14 +171,8 @@ def compare(folder: Path, rest: str) -> tuple[list[str], int, int]:
     return [] if compiled is None else compiled.names, counts[0], graphs.count
 
 
-def compare_rank(rank: int, folder: str) -> tuple[list[str], int, int]:
-    warnings.filterwarnings("ignore", message=HIDDEN)
-    warnings.filterwarnings("ignore", message="Guards may run slower on Python 3.13.0")
-    return compare(Path(folder), "cpu")
-
-
 def test_compiled_units_train_as_eager_ones_and_share_their_graphs(tmp_path: Path) -> None:
-    for names, first, last in run_ranks(compare_rank, 2, str(tmp_path)):
+    for names, first, last in run_ranks(compare, 2, str(tmp_path)):
         assert names == ["blocks.0", "blocks.1", "blocks.2", "outer.feed"]
         # A block as it is trained, recomputed and evaluated, and the unit within the other: less than one a call.
         assert first == last <= 5
@@ -229,16 +224,6 @@ def test_a_model_that_torch_compiled_trains_from_disk_unit_by_unit(nvme: Path) -
         step(engine)
         assert (graphs.count, again.count) == (10, 10)
     assert all("forward" not in module.__dict__ for module in model.modules())
-
-
-def test_copies_of_compiled_modules_are_plain() -> None:
-    with start(Net(), "cpu") as engine:
-        engine.compile("eager")
-        block = cast("Any", engine.module).blocks[0]
-        forward = block.__dict__["forward"]
-        copied = copy.deepcopy(forward, {id(block): (other := Block(WIDTH))})
-        assert copied == other.forward
-        assert forward.__reduce__() == (getattr, (block, "forward"))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Regression(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         loss = (self.head(self.body(x)) - y).square().mean()
-        return {"alone": loss, "dict": {"loss": loss}, "tuple": (loss, x), "wrong": x}[self.way]
+        return {"alone": loss, "dict": {"loss": loss}, "tuple": (loss, x)}[self.way]
 
 
 class Points(Dataset[Any]):
@@ -126,11 +126,6 @@ def test_what_train_batch_cannot_do_changes_nothing() -> None:
         engine.step()
         with pytest.raises(UsageError, match="middle of an accumulation"):
             engine.train_batch(batches())
-    with (
-        start(Regression("wrong")) as engine,
-        pytest.raises(UsageError, match=r"loss of one element, got shape \(2, 6\)"),
-    ):
-        engine.train_batch(batches())
 
 
 @pytest.mark.parametrize("way", ["dict", "tuple"])
@@ -219,13 +214,6 @@ def test_destroy_closes() -> None:
     engine.destroy()
     engine.destroy()
     assert engine.module.half().head.weight.dtype == torch.float16
-
-
-def test_compile_compiles_the_model() -> None:
-    with start() as plain, start() as engine:
-        engine.compile(backend="eager")
-        assert engine.is_compiled
-        assert engine.train_batch(batches()).item() == pytest.approx(plain.train_batch(batches()).item())
 
 
 # -- saves ----------------------------------------------------------------------------------------------------------

@@ -20,13 +20,13 @@ from zstore.testing.ranks import run_ranks
 from zstore.tools import zero_to_fp32
 
 
-def _frozen_later(rank: int, stage: int, precision: str) -> list[float]:
+def _frozen_later(rank: int, stage: int) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     frozen = model[0].weight.detach().clone()
     zero_section = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config = settings(
-        zero_optimization=zero_section, gradient_accumulation_steps=2, **{precision: {"enabled": True}}, optimizer=SGD
+        zero_optimization=zero_section, gradient_accumulation_steps=2, bf16={"enabled": True}, optimizer=SGD
     )
     with zstore.initialize(model=model, config=config)[0] as engine:
         model[0].weight.requires_grad_(False)
@@ -48,7 +48,7 @@ SGD = {"type": "SGD", "params": {"lr": 0.25}}
 def test_a_parameter_is_frozen_before_the_first_backward(world_size: int, stage: int) -> None:
     torch.manual_seed(0)
     bias = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))[1].bias.detach()
-    for found in run_ranks(_frozen_later, world_size, stage, "bf16"):
+    for found in run_ranks(_frozen_later, world_size, stage):
         # Two steps of the mean of equal gradients, each 2, one for each row.
         assert found == pytest.approx((bias.bfloat16().float() - 2 * 0.25 * 2).tolist(), abs=0.01)
 

@@ -74,11 +74,6 @@ def check_elastic(folder: Path, saved: Iterable[Layout], loaded: Iterable[Layout
                 assert different == [], (tag, layout)
 
 
-@pytest.mark.soak
-def test_a_sample_of_layouts_loads_at_others(tmp_path: Path) -> None:
-    check_elastic(tmp_path, [(4, 3), (1, 0)], [(3, 2)])
-
-
 def _read_bytes(rank: int, folder: str, stage: int) -> int:
     """Return the bytes that this rank's load reads, of state in memory, so that nothing is linked."""
     settings = config(stage, "none" if stage == 1 else "cpu", folder) | {"train_micro_batch_size_per_gpu": 1}
@@ -109,16 +104,10 @@ def test_each_rank_reads_only_its_own_rows(tmp_path: Path, saved: int, loaded: i
     assert max(found) < 1.2 * state_bytes / loaded
 
 
-def _load_archive(rank: int, folder: str, tag: str) -> Any:
+def _load_from(rank: int, folder: str, source: str) -> Any:
     with start(3, folder, seed=1) as engine:
-        engine.load_checkpoint(f"{folder}/archive", tag)
-        engine.save_checkpoint(f"{folder}/again", tag)
-        return train(engine, 1)
-
-
-def _load_plain(rank: int, folder: str, tag: str) -> Any:
-    with start(3, folder, seed=1) as engine:
-        engine.load_checkpoint(f"{folder}/saved", tag)
+        engine.load_checkpoint(f"{folder}/{source}", "one")
+        engine.save_checkpoint(f"{folder}/again", source)
         return train(engine, 1)
 
 
@@ -127,8 +116,8 @@ def test_an_archive_goes_on_as_what_it_was_made_of(tmp_path: Path) -> None:
     run_ranks(_save, 1, str(tmp_path), 3, "one")
     with open_checkpoint(tmp_path / "saved") as reader:
         reshard_checkpoint(reader, tmp_path / "archive", codec="blosc")
-    assert run_ranks(_load_archive, 1, str(tmp_path), "one") == run_ranks(_load_plain, 1, str(tmp_path), "one")
-    with open_checkpoint(tmp_path / "saved") as one, open_checkpoint(tmp_path / "again") as other:
+    assert run_ranks(_load_from, 1, str(tmp_path), "archive") == run_ranks(_load_from, 1, str(tmp_path), "saved")
+    with open_checkpoint(tmp_path / "saved") as one, open_checkpoint(tmp_path / "again", "archive") as other:
         assert verify_checkpoint(other) == []
         assert {array.codec for array in other.arrays.values()} == {None}
         assert all(one.read_array(name).tobytes() == other.read_array(name).tobytes() for name in one.arrays)

@@ -189,11 +189,6 @@ def test_the_core_and_the_config_name_no_extra() -> None:
     assert {name: words for name, words in found.items() if words} == {}
 
 
-def test_without_its_extra_a_section_is_an_unknown_key() -> None:
-    with pytest.raises(ConfigError, match="toy: unknown key"):
-        zstore.initialize(model=torch.nn.Linear(1, 1), config=_config(toy={"enabled": True}))
-
-
 @pytest.mark.parametrize("device", ["none", "cpu"])
 def test_a_rule_brings_an_optimizer(device: str) -> None:
     register_rule(Rule(kinds=(HalfSGD,), kernel=TorchKernel))

@@ -10,17 +10,17 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from tests import warm
-from tests.engine.runs import make_config, start, step, unchanged
+from tests.engine.runs import make_config, start, step, take_steps, unchanged
+from tests.engine.step_modes import say
 from zstore.checkpoint.reader import tags
 from zstore.engine import Engine
 from zstore.engine.checkpoint import save as checkpointing
-from zstore.engine.checkpoint.pending import PendingSave
 from zstore.errors import RankError, UsageError
 from zstore.ranks import incident
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
@@ -54,16 +54,6 @@ def _arrange(engine: Engine, where: str, happen: Any, files: FaultyFiles) -> Non
         engine.training_state.gradients.reduce = happen  # type: ignore[method-assign]
 
 
-def _message(error: BaseException) -> str:
-    return "\n".join([str(error), *getattr(error, "__notes__", [])])
-
-
-def _steps(engine: Engine, count: int) -> None:
-    """Take steps; of an update behind a step, the next one tells."""
-    for _ in range(count):
-        step(engine)
-
-
 def _run(rank: int, folder: str, stage: int, where: str, what: str, mode: str) -> dict[str, Any]:
     """Train until a rank fails; with a step mode beside "none" everything rests on disk."""
     files = FaultyFiles()
@@ -79,9 +69,9 @@ def _run(rank: int, folder: str, stage: int, where: str, what: str, mode: str) -
         _arrange(engine, where, {"kill": _kill, "raise": _raise, "stop": _stop}[what], files)
     found: dict[str, Any] = {}
     try:
-        _steps(engine, 1 if mode == "none" else 2)
+        take_steps(engine, 1 if mode == "none" else 2)
     except Exception as error:
-        found |= {"type": type(error).__name__, "text": _message(error)}
+        found |= {"type": type(error).__name__, "text": say(error)}
     try:
         step(engine)
     except UsageError as error:
@@ -157,7 +147,8 @@ def test_a_failure_of_one_rank_ends_the_others_soon(
 LOOP = """
 import os, signal, sys
 import zstore
-from tests.engine.runs import make_config, start, step
+from tests.engine.step_modes import say
+from tests.engine.runs import take_steps, make_config, start, step
 
 zstore.init_distributed()
 engine = start(make_config(3))
@@ -246,7 +237,7 @@ def _all_raise(rank: int) -> list[str]:
             try:
                 step(engine)
             except ValueError as error:
-                seen.append(_message(error))
+                seen.append(say(error))
             handle.remove()
         with unchanged(engine):
             pass
@@ -284,25 +275,6 @@ def test_a_save_is_given_up_when_a_rank_fails_after_this_ones_last_line() -> Non
     """From Python 3.12 on no thread starts then that could wait."""
     ended = subprocess.run([sys.executable, "-c", _ENDING], check=False, capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up: True\n", "")
-
-
-def test_a_save_that_another_rank_could_not_begin_has_ended_when_its_error_is_raised() -> None:
-    """A save that is still giving up counts as alive for the next one, which then leaves its folder there."""
-    calls: list[str] = []
-
-    class Save:
-        cancel = staticmethod(lambda: calls.append("cancelled"))
-        wait_for_end = staticmethod(lambda timeout_s: calls.append("ended") or True)
-
-    class Ranks:
-        when_broken: ClassVar[list[Any]] = []
-
-        def raise_together(self, error: BaseException | None) -> None:
-            raise RankError("rank 1 could not begin", {})
-
-    with pytest.raises(RankError):
-        PendingSave(Ranks()).begin(Save)  # type: ignore[arg-type]
-    assert calls == ["cancelled", "ended"]
 
 
 def test_what_all_ranks_raise_leaves_the_run_as_it_was() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -217,29 +216,11 @@ def test_a_model_alone_makes_an_engine_that_saves_it(
         assert torch.equal(trains.get_full_parameter("norm.weight"), plain["norm.weight"])
 
 
-def test_the_config_of_a_training_run_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        frozen(make_net(**BIG), config_of(tmp_path, "nvme")).close()
-    first_lines = [record.getMessage().splitlines()[0] for record in caplog.records]
-    # A CPU without 16-bit instructions is told of in any run.
-    assert [line for line in first_lines if "slower than in fp32" not in line] == ["where the parameters are kept:"]
-    assert "each forward reads" in caplog.text
-
-
 def test_batch_sizes_that_are_known_are_used(tmp_path: Path) -> None:
     sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}
     for given, found in (({}, (1, 1, 1)), (sizes, (12, 4, 3)), (sizes | {"train_batch_size": 9}, (4, 4, 1))):
         with frozen(make_net(), config_of(tmp_path, "none", 0) | given) as engine:
             assert engine.get_batch_info() == found
-
-
-def test_two_engines_of_a_process_have_a_run_folder_each(nvme: Path) -> None:
-    with start(make_config(1, "nvme", nvme)) as first, start(make_config(1, "nvme", nvme)) as second:
-        step(first)
-        step(second)
-        assert state_of(first) == state_of(second)
-        kept = sorted(path.name for path in (nvme / RUN_FOLDER).glob("rank-*"))
-        assert kept == ["rank-00000", "rank-00000-2"]
 
 
 def try_to_start(rank: int, world_size: int, nvme: str) -> str:

@@ -9,18 +9,11 @@ from typing import Any
 import pytest
 
 from tests.engine.bits import engine_digests
-from tests.engine.runs import make_config, start, state_of, step
-from zstore.engine import Engine
+from tests.engine.runs import make_config, start, state_of, step, take_steps
+from tests.engine.step_modes import say
 from zstore.errors import DiskFullError, RankError
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
-
-
-def _steps(engine: Engine, count: int) -> None:
-    """Take steps; of an update behind a step, the next one tells."""
-    for _ in range(count):
-        step(engine)
-
 
 # Parameters are on disk too: their files, or those of the state.
 FULL = [
@@ -34,10 +27,6 @@ MORE_FULL = [
 ]
 
 
-def _message(error: BaseException) -> str:
-    return "\n".join([str(error), *getattr(error, "__notes__", [])])
-
-
 def _full_in_mid_step(rank: int, folder: str, kind: str, mode: str, pattern: str) -> tuple[list[Any], list[Any], str]:
     config = make_config(3, "nvme", f"{folder}/nvme", zstore={"step_overlap": mode})
     if pattern != "*.shard":
@@ -46,18 +35,18 @@ def _full_in_mid_step(rank: int, folder: str, kind: str, mode: str, pattern: str
         whole = [engine_digests(engine) for _ in range(4) if step(engine) is None]
     files = FaultyFiles()
     with start(config, _files=files) as engine:
-        _steps(engine, 2)
+        take_steps(engine, 2)
         engine.save_checkpoint(f"{folder}/ckpt")
         if rank == 1:
             full = {"first": int(pattern == "*.shard"), "times": None, "error_number": errno.ENOSPC}
             files.inject(Fault(kind=kind, pattern=pattern, **full))  # type: ignore[arg-type]
         with pytest.raises(DiskFullError if rank == 1 else RankError) as caught:
-            _steps(engine, 1 if mode == "none" else 2)
+            take_steps(engine, 1 if mode == "none" else 2)
         files.heal()
     with start(config) as engine:
         engine.load_checkpoint(f"{folder}/ckpt")
         again = [engine_digests(engine)] + [engine_digests(engine) for _ in range(2) if step(engine) is None]
-    return whole[1:], again, _message(caught.value)
+    return whole[1:], again, say(caught.value)
 
 
 @pytest.mark.parametrize(

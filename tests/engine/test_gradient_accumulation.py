@@ -69,22 +69,6 @@ def test_the_mean_of_1024_equal_gradients_is_that_gradient(precision: str, zero:
     assert norm_of(precision, zero, 1024) == pytest.approx(2 * SLOPES[precision], rel=1e-6)
 
 
-def test_in_16_bits_it_is_less_where_that_is_asked_for() -> None:
-    types = {"bf16": 0.5, "fp16": 2.2}
-    for precision, wrong in types.items():
-        narrow = {"data_types": {"grad_accum_dtype": precision}}
-        assert norm_of(precision, {"stage": 0}, 1024, **narrow) == pytest.approx(wrong, rel=0.01)
-
-
-def _norms(rank: int, count: int) -> list[float]:
-    return [norm_of("bf16", {"stage": stage}, count) for stage in (0, 2)]
-
-
-def test_the_mean_of_many_equal_gradients_is_that_gradient_on_two_ranks() -> None:
-    for norms in run_ranks(_norms, 2, 512):
-        assert norms == [2.0] * 2
-
-
 # -- types, in every place --------------------------------------------------------------------------------------------
 
 SPILLS_ALONE = 1_600_000
@@ -265,53 +249,3 @@ def test_few_gradients_are_there_in_the_parameters_type_at_a_time() -> None:
         step(engine)
     assert max(seen) == 1
     assert len(seen) > 20
-
-
-# -- order of sums over ranks and micro-batches -----------------------------------------------------------------------
-
-
-def _gradient(rank: int, micro: int) -> torch.Tensor:
-    """Values whose sums depend on the order."""
-    return torch.randn(1000, generator=torch.Generator().manual_seed(10 * rank + micro)) / 3
-
-
-class _Given(nn.Module):
-    """Has the gradient that it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1000))
-
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return (self.weight * gradient).sum()
-
-
-def _descended(rank: int, stage: int, count: int) -> list[float]:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": count,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    with zstore.initialize(model=_Given(), config=config)[0] as engine:
-        for micro in range(count):
-            engine.backward(engine(_gradient(rank, micro)))
-            engine.step()
-        with zstore.gather(engine.module):
-            return [-value for value in engine.module.weight.tolist()]
-
-
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.soak), 1, pytest.param(2, marks=pytest.mark.soak), 3]
-)
-def test_ranks_are_averaged_in_each_micro_batch_or_once_by_stage(stage: int) -> None:
-    given = [[_gradient(rank, micro) / 4 for micro in range(4)] for rank in range(2)]
-    if stage < 2:
-        one, other = (grads[0] + grads[1] + grads[2] + grads[3] for grads in given)
-        wanted = (one + other) / 2
-    else:
-        means = [(one + other) / 2 for one, other in zip(*given, strict=True)]
-        wanted = means[0] + means[1] + means[2] + means[3]
-    for found in run_ranks(_descended, 2, stage, 4):
-        assert found == wanted.tolist()

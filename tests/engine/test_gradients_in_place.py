@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
+import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -221,20 +221,71 @@ def test_two_ranks_act_on_the_mean(act: Act, tmp_path: Path) -> None:
         _assert_close(found, _plain(_edit, 2))
 
 
-def test_a_step_makes_no_tensor_to_stand_for_gradients(tmp_path: Path) -> None:
-    with _engine(SHARDED["stage 3, memory"], tmp_path) as engine:
-        shown: list[list[int]] = []
-        for step in range(3):
-            engine.backward(engine(_batch(step, 0)).sum())
-            shown.append([id(parameter.grad) for parameter in engine.module.parameters()])
-            assert all(p.grad.data_ptr() == 0 for p in _with_gradients(engine.module.parameters()))
+# -- clipping that the loop asks for ----------------------------------------------------------------------------------
+
+
+def _backward(engine: Engine, value: float) -> None:
+    engine.backward(engine(torch.full((1, 4), value)).square().mean() * 10)
+
+
+def test_clipping_by_the_loop_has_the_bits_of_clipping_by_the_config(tmp_path: Path) -> None:
+    zero = SHARDED["stage 3, memory"]
+    by_config, by_loop = (_engine(zero, tmp_path, gradient_clipping=clip) for clip in (0.1, 0.0))
+    with by_config, by_loop:
+        for value in (1.0, 2.0):
+            _backward(by_config, value)
+            by_config.step()
+            _backward(by_loop, value)
+            norm = by_loop.clip_grad_norm_(0.1)
+            assert norm == by_loop.clip_grad_norm_(0.1)  # taken once
+            by_loop.step()
+            assert norm == by_config.get_global_grad_norm() == by_loop.get_global_grad_norm()
+        found, wanted = by_loop.module_state_dict(), by_config.module_state_dict()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        assert by_loop.gradient_clipping() == 0.1
+        _backward(by_loop, 1.0)
+        by_loop.clip_grad_norm_(math.inf)
+        assert by_loop.gradient_clipping() == 0.0
+
+
+def test_clipping_out_of_place_is_refused(tmp_path: Path) -> None:
+    with _engine({"stage": 3}, tmp_path) as engine:
+        with pytest.raises(UsageError, match="without a backward"):
+            engine.clip_grad_norm_(1.0)
+        _backward(engine, 1.0)
+        with pytest.raises(UsageError, match="at least 0"):
+            engine.clip_grad_norm_(-1.0)
+        engine.step()
+    with _engine({"stage": 3}, tmp_path, zstore={"step_overlap": "backward"}) as engine:
+        _backward(engine, 1.0)
+        with pytest.raises(UsageError, match='"gradient_clipping"'):
+            engine.clip_grad_norm_(1.0)
+        assert engine.clip_grad_norm_(math.inf) > 0
+        engine.step()
+
+
+def test_a_config_that_says_nothing_clips_to_1_as_deepspeed_does(caplog: pytest.LogCaptureFixture) -> None:
+    plain = _net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with caplog.at_level(logging.INFO, "zstore"):
+        engine, *_ = zstore.initialize(model=_net(), config=config)
+    assert (
+        caplog.text.count("gradient_clipping is not set: gradients are clipped to a norm of 1, DeepSpeed's default")
+        == 1
+    )
+    with engine:
+        for value in (4.0, 5.0):
+            _backward(engine, value)
             engine.step()
-        assert shown[0] == shown[1] == shown[2]
-    gc.collect()
-
-
-def _with_gradients(parameters: Iterable[nn.Parameter]) -> list[Any]:
-    return [parameter for parameter in parameters if parameter.grad is not None]
+            (plain(torch.full((1, 4), value)).square().mean() * 10).backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
+            assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
+            assert norm > 1.0
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(engine.module_state_dict().values(), plain.state_dict().values(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 # -- hooks of the script's own, registered after initialize ------------------------------------------------------------
@@ -284,18 +335,6 @@ def test_hooks_see_gradients_before_they_are_taken_and_may_change_them(where: st
     assert seen.keys() == wanted.keys()
     assert all(torch.equal(one, other) for name in wanted for one, other in zip(seen[name], wanted[name], strict=True))
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
-
-
-def test_hooks_see_what_a_plain_loop_has_accumulated(tmp_path: Path) -> None:
-    plain, (engine) = _net(), _engine({"stage": 0}, tmp_path, gradient_accumulation_steps=2)
-    with engine:
-        wanted, seen = _hook(plain), _hook(engine.module)
-        for micro in range(2):
-            (plain(_batch(micro, 0)).sum() / 2).backward()
-            engine.backward(engine(_batch(micro, 0)).sum())
-        assert all(
-            torch.equal(one, other) for name in wanted for one, other in zip(seen[name], wanted[name], strict=True)
-        )
 
 
 def test_hooks_of_before_and_after_initialize_are_called_in_order_and_can_be_removed(tmp_path: Path) -> None:

@@ -95,12 +95,6 @@ def test_a_resumed_scale_goes_on_as_the_first_would_have(
     assert first + scales(other, trace[at:]) == scales(whole, trace)
 
 
-def test_a_fixed_scale_and_none_never_change() -> None:
-    for chosen, scale in ((rules(loss_scale=8.0), 8.0), (None, 1.0)):
-        scaler = LossScaler(settings=chosen, non_finite="skip")
-        assert scales(scaler, "X.XX..") == [f"{scale:g}"] * 6
-
-
 # -- skipped steps ----------------------------------------------------------------------------------------------------
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -166,17 +160,6 @@ def test_a_skipped_step_leaves_every_bit(world_size: int) -> None:
     cases = [(*place, list(PRECISIONS)[number % 3]) for number, place in enumerate(places)]
     for failed in run_ranks(_skips, world_size, cases):
         assert failed == []
-
-
-def test_bf16_without_the_check_ends_with_an_error_that_changes_nothing() -> None:
-    with start(make_config(gradient_accumulation_steps=1)) as engine:
-        train(engine, 0)
-        before = state_of(engine)
-        with pytest.raises(NonFiniteError, match="no parameter and no optimizer state was changed"):
-            train(engine, 1, bad=True)
-        assert {k: v for k, v in state_of(engine).items() if k != "counters"} == {
-            k: v for k, v in before.items() if k != "counters"
-        }
 
 
 def test_an_overflow_at_the_least_scale_is_an_error_or_skipped() -> None:
@@ -264,11 +247,6 @@ def test_inputs_are_left_alone_otherwise(keys: dict[str, Any]) -> None:
         double = torch.ones(1, dtype=torch.double)
         engine(x, double)
         assert engine.module.seen[1][0] is double
-
-
-def test_without_auto_cast_a_float_input_is_the_models_error() -> None:
-    with reader(fp16={"enabled": True}) as engine, pytest.raises(RuntimeError, match="dtype"):
-        engine(torch.ones(2, 4))
 
 
 # -- without a loss scale ---------------------------------------------------------------------------------------------

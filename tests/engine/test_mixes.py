@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +11,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import zstore
-from tests.engine.bits import ADAM, differing_arrays, digest, engine_digests, reference_losses
-from tests.engine.bits import Case as BitsCase
-from tests.engine.block_models import Base, ids_of, loss_of
+from tests.engine.bits import digest, engine_digests
+from tests.engine.block_models import VOCAB, WIDTH, Base, Mix, ids_of, loss_of, settings, train, trainable
 from tests.engine.models import Block
-from tests.engine.runs import all_released
 from tests.engine.transformers_models import build as build_transformers
 from tests.engine.transformers_models import checkpoint_layers
-from tests.reference import Reference
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 
-WIDTH, VOCAB, WORLD_SIZE, STEPS = 24, 50, 2, 2
+WORLD_SIZE = 2
 
 
 class LoRA(nn.Module):
@@ -135,16 +129,6 @@ class Recurrent(nn.Module):
         return loss_of(self.head(self.layer(self.lstm(self.embed(ids))[0])), ids)
 
 
-class Told(Base):
-    """Blocks return dictionaries, nested."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        state: dict[str, Any] = {"x": [self.embed(ids)]}
-        for block in self.blocks:
-            state = block(state)
-        return loss_of(self.head(self.norm(state["x"][0])), ids)
-
-
 class Encoder(nn.Module):
     """Reads the weight of a module that it does not call."""
 
@@ -184,11 +168,6 @@ class Routed(nn.Module):
         return routed
 
 
-class Telling(Block):
-    def forward(self, state: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        return {"x": [super().forward(state["x"][0])], "before": state}
-
-
 def _blocks(count: int = 2) -> list[nn.Module]:
     return [Block(WIDTH) for _ in range(count)]
 
@@ -205,19 +184,6 @@ def _decay_and_none(named: dict[str, nn.Parameter]) -> list[Any]:
     ]
 
 
-def _all(named: dict[str, nn.Parameter]) -> list[Any]:
-    return list(named.values())
-
-
-@dataclass(frozen=True)
-class Mix:
-    make: Callable[[], nn.Module]
-    groups: Callable[[dict[str, nn.Parameter]], list[Any]] = _all
-    precision: str = "bf16"
-    accumulation: int = 1
-    call: Callable[[Any, torch.Tensor], torch.Tensor] = lambda model, ids: model(ids)
-
-
 MIXES = {
     "adapters": Mix(lambda: adapted(Base(_blocks(3)))),
     "adapters, accumulated without sync": Mix(lambda: adapted(Base(_blocks(3))), accumulation=2),
@@ -231,98 +197,7 @@ MIXES = {
     "recurrent": Mix(Recurrent, precision="fp32"),
     "experts": Mix(lambda: Base([Routed(), Routed()])),
     "a part is called": Mix(InParts, call=lambda model, ids: model.loss(ids)),
-    "dictionaries": Mix(lambda: Told([Telling(WIDTH), Telling(WIDTH)])),
 }
-
-
-def build(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MIXES[name].make()
-
-
-def settings(mix: Mix, stage: int, **zero: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": mix.accumulation,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": {"stage": stage}
-        | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
-        | zero,
-        "steps_per_print": 0,
-    }
-    return config | ({mix.precision: {"enabled": True}} if mix.precision != "fp32" else {})
-
-
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def train(name: str, rank: int, world_size: int, stage: int, **zero: Any) -> list[str]:
-    """Return what differs from the plain loop: bits of state, parameters and buffers; losses in training and in eval."""
-    mix = MIXES[name]
-    model = build(name)
-    engine, *_ = zstore.initialize(
-        model=model, model_parameters=mix.groups(trainable(model)), config=settings(mix, stage, **zero)
-    )
-    reference = Reference(
-        build(name),
-        world_size,
-        stage=stage,
-        precision=mix.precision,
-        accumulation=mix.accumulation,
-        clip=0.5,
-        adam=ADAM,
-        loss=lambda model, batch: mix.call(model, *batch),
-        groups=mix.groups,
-    )
-    case = BitsCase(stage, "none", mix.precision, mix.accumulation, 0.5)
-    found: list[str] = []
-    with engine:
-        rows = {record.name: record.owned_range for record in engine.training_state.state.records}
-        for step in range(STEPS):
-            numbers = [[10 * step + 3 * micro + r for r in range(world_size)] for micro in range(mix.accumulation)]
-            batches = [[(ids_of(number, 0),) for number in row] for row in numbers]
-            reference.model.train()
-            reference.step(batches)
-            losses = []
-            for number, micro in enumerate(batches):
-                last = number == mix.accumulation - 1
-                with contextlib.nullcontext() if last else engine.no_sync():
-                    loss = mix.call(engine, *micro[rank])
-                    losses.append(float(loss.detach()))
-                    engine.backward(loss)
-                if stage == 3 and not all_released(engine):
-                    found.append(f"step {step}: still gathered after the backward")
-                engine.step()
-            found += [f"step {step}: {array}" for array in differing_arrays(engine, reference, rows)]
-            if losses != reference_losses(reference, rank, case, world_size):
-                found.append(f"step {step}: losses {losses}")
-            buffers = dict(reference.at_rank(rank).named_buffers(remove_duplicate=False))
-            for buffer, value in engine.module.named_buffers(remove_duplicate=False):
-                if value.dtype != buffers[buffer].dtype or digest(value.reshape(-1)) != digest(
-                    buffers[buffer].reshape(-1)
-                ):
-                    found.append(f"step {step}: buffer {buffer}")
-            found += evaluated(mix, engine, reference, rank, step)
-    return found
-
-
-def evaluated(mix: Mix, engine: Any, reference: Reference, rank: int, step: int) -> list[str]:
-    """Compare losses in eval, without gradients and in inference mode."""
-    found = []
-    model = reference.at_rank(rank)
-    engine.eval()
-    model.eval()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            mine, expected = (float(mix.call(one, ids_of(90, rank))) for one in (engine, model))
-        if mine != expected:
-            found.append(f"step {step}: {mode.__name__} gives {mine} != {expected}")
-        if not all_released(engine):
-            found.append(f"step {step}: still gathered after {mode.__name__}")
-    engine.train()
-    return found
 
 
 Found = dict[str, list[str]]
@@ -330,11 +205,9 @@ Found = dict[str, list[str]]
 
 def _on_two_ranks(rank: int) -> Found:
     # At stage 2 what differs is the way of gradients alone.
-    found = {name: train(name, rank, WORLD_SIZE, 3) for name in MIXES}
-    found |= {f"{name}, stage 2": train(name, rank, WORLD_SIZE, 2) for name in MIXES if "adapters" in name}
-    found |= {f"strictly, stage {stage}": strictly(rank, WORLD_SIZE, stage) for stage in (1, 2)}
-    # Last: ranks that part end the process group's use.
-    return found | {"read outside": read_outside(), "parted": parted(rank)}
+    found = {name: train(MIXES[name], rank, WORLD_SIZE, 3) for name in MIXES}
+    found |= {f"{name}, stage 2": train(MIXES[name], rank, WORLD_SIZE, 2) for name in MIXES if "adapters" in name}
+    return found | {f"strictly, stage {stage}": strictly(rank, WORLD_SIZE, stage) for stage in (1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -351,12 +224,12 @@ def test_mixes_train_sharded_to_the_bit(name: str, on_two_ranks: list[Found]) ->
 @pytest.mark.parametrize("name", MIXES)
 def test_mixes_train_from_disk_to_the_bit(name: str, nvme: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(nvme)}
-    assert train(name, 0, 1, 3, offload_optimizer=disk) == []
-    assert train(name, 0, 1, 3, offload_optimizer=disk, offload_param=disk) == []
+    assert train(MIXES[name], 0, 1, 3, offload_optimizer=disk) == []
+    assert train(MIXES[name], 0, 1, 3, offload_optimizer=disk, offload_param=disk) == []
 
 
 def test_state_is_kept_of_adapters_alone(nvme: Path) -> None:
-    model = build("adapters")
+    model = MIXES["adapters"].build()
     trained = trainable(model)
     frozen = {name: digest(p.detach().reshape(-1)) for name, p in model.named_parameters() if not p.requires_grad}
     mix = MIXES["adapters"]
@@ -424,39 +297,3 @@ def test_unused_parameters_are_an_error_on_every_rank_where_the_config_says_so(
             "optimizer state was changed"
         )
         assert "set zero_optimization.ignore_unused_parameters to true" in found[0]
-
-
-def read_outside() -> list[str]:
-    """Return the error of a sharded weight that is read outside of every forward."""
-    engine, *_ = zstore.initialize(model=build("groups"), config=settings(MIXES["groups"], 3))
-    with engine:
-        engine(ids_of(0, 0))
-        try:
-            engine.module.get_parameter("embed.weight").square()
-        except UsageError as error:
-            return [str(error)]
-    return []
-
-
-def test_a_sharded_weight_that_is_read_outside_of_every_forward_is_named(on_two_ranks: list[Found]) -> None:
-    for found in on_two_ranks:
-        assert len(found["read outside"]) == 1
-        assert "square of parameter 'embed.weight' outside of a forward" in found["read outside"][0]
-
-
-def parted(rank: int) -> list[str]:
-    """Return the error of a forward in which each rank calls another layer, both of one shape."""
-    engine, *_ = zstore.initialize(model=Partly(), config=settings(Mix(Partly, precision="fp32"), 3))
-    with engine:
-        try:
-            engine(rank)
-        except UsageError as error:
-            return [str(error)]
-    return []
-
-
-def test_ranks_that_call_other_modules_are_told_so_and_get_no_mixture(on_two_ranks: list[Found]) -> None:
-    for rank, found in enumerate(on_two_ranks):
-        assert len(found["parted"]) == 1
-        assert f"rank {rank} needs unit 'layers.{rank}'" in found["parted"][0]
-        assert "every rank must run the same modules in the same order" in found["parted"][0]
