@@ -113,12 +113,6 @@ def test_the_command_answers_what_its_options_say(alone: Path) -> None:
     assert rows(metrics)[0]["tokens_per_s"] * rows(metrics)[0]["step_s"] == pytest.approx(3 * 2 * 4)
 
 
-def test_a_loop_without_a_batch_size_is_told_how_to_answer(alone: Path) -> None:
-    Path("ds.json").write_text(json.dumps(everything(alone, 1, "none")))
-    with pytest.raises(ConfigError, match=r'^ds\.json: .*initialize\(\.\.\., auto=\{"train_micro_batch_size_per_gpu"'):
-        start("ds.json")
-
-
 def test_wrong_answers_change_nothing(alone: Path) -> None:
     model = make_net()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -15,7 +15,7 @@ from tests.engine.bits import engine_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine import Engine
-from zstore.errors import CheckpointMismatchError, RunFolderError, UsageError
+from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.store.runfolder import RUN_FOLDER
 from zstore.testing.ranks import run_ranks
 
@@ -221,16 +221,3 @@ def test_batch_sizes_that_are_known_are_used(tmp_path: Path) -> None:
     for given, found in (({}, (1, 1, 1)), (sizes, (12, 4, 3)), (sizes | {"train_batch_size": 9}, (4, 4, 1))):
         with frozen(make_net(), config_of(tmp_path, "none", 0) | given) as engine:
             assert engine.get_batch_info() == found
-
-
-def try_to_start(rank: int, world_size: int, nvme: str) -> str:
-    try:
-        frozen(make_net(**BIG), config_of(Path(nvme), "nvme"))
-    except RunFolderError as error:
-        return str(error)
-    return ""
-
-
-def test_a_run_folder_of_another_process_is_still_refused(nvme: Path) -> None:
-    with frozen(make_net(**BIG), config_of(nvme, "nvme")):
-        assert "another run holds this folder" in run_ranks(try_to_start, 1, 1, str(nvme))[0]
