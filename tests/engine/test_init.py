@@ -299,16 +299,6 @@ def test_a_parameter_that_is_copied_from_has_its_values(tmp_path: Path) -> None:
     assert torch.equal(third, plain.layers[3].weight)
 
 
-def test_what_is_touched_in_turn_is_read_again(tmp_path: Path) -> None:
-    with zstore.Init(config=config_of(tmp_path), live_bytes=0) as init:
-        model = seeded(Stack)
-        before = init.statistics().unsharded
-        for _ in range(2):
-            for layer in model.layers[:3]:
-                layer.weight.data.mul_(2.0)
-    assert init.statistics().unsharded == before + 6
-
-
 _RSS = """
 import sys, torch, zstore
 from torch import nn
@@ -410,20 +400,6 @@ def test_gather_works_before_there_is_an_engine(tmp_path: Path) -> None:
         weight = engine.get_full_parameter("layers.0.weight")
         assert weight is not None
         assert weight.eq(2.0).all()
-
-
-def _gather_on_ranks(rank: int, folder: str) -> list[bool]:
-    with zstore.Init(config=config_of(folder)):
-        model = seeded(Stack)
-    weight = model.layers[0].weight
-    with zstore.gather(weight, modifier_rank=1), torch.no_grad():
-        weight.fill_(float(rank + 5))
-    with zstore.gather(model):
-        return [bool(weight.eq(6.0).all()), torch.equal(model.layers[1].weight, seeded(Stack).layers[1].weight)]
-
-
-def test_gather_takes_one_ranks_values(tmp_path: Path) -> None:
-    assert run_ranks(_gather_on_ranks, 2, str(tmp_path)) == [[True, True]] * 2
 
 
 def _changed_by_rank_1(rank: int, stage: int) -> list[list[float]]:
@@ -538,15 +514,6 @@ def test_an_engine_made_within_the_block_trains_as_from_a_plain_model(
     assert files_in(tmp_path) == []
 
 
-def _train_within_on_ranks(rank: int, folder: str) -> bool:
-    first, second, plain = _train_within(folder, 3, "none", "none")
-    return bool(first == plain == second)
-
-
-def test_an_engine_made_within_the_block_trains_on_every_rank(tmp_path: Path) -> None:
-    assert run_ranks(_train_within_on_ranks, 2, str(tmp_path)) == [True, True]
-
-
 def test_initialize_that_fails_within_the_block_leaves_nothing_of_it(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     models = []
@@ -577,14 +544,6 @@ def test_parameters_on_the_meta_device_are_refused(tmp_path: Path) -> None:
     assert files_in(tmp_path) == []
 
 
-def test_what_was_on_meta_and_got_values_is_taken(tmp_path: Path) -> None:
-    with zstore.Init(config=config_of(tmp_path)):
-        layer = nn.Linear(32, 32, device="meta")
-        layer.weight = nn.Parameter(torch.ones(32, 32))
-        layer.bias = nn.Parameter(torch.ones(32))
-    assert num_released(layer) == 1
-
-
 def test_an_error_in_the_block_leaves_nothing_behind(tmp_path: Path) -> None:
     models = []
 
@@ -603,22 +562,6 @@ def test_an_error_in_the_block_leaves_nothing_behind(tmp_path: Path) -> None:
     assert plain(torch.ones(2, 128)).item() > 0
     with pytest.raises(UsageError, match="build it again"):
         zstore.initialize(model=models[0], config=config_of(tmp_path))
-
-
-def test_an_error_in_a_block_that_was_entered_again_keeps_the_model(tmp_path: Path) -> None:
-    with zstore.Init(config=config_of(tmp_path)) as init:
-        model = seeded(Stack)
-
-    def change() -> None:
-        with init:
-            model.layers[0].weight.data.zero_()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        change()
-    with init:
-        assert not model.layers[0].weight.any()
-        assert torch.equal(model.layers[1].weight, seeded(Stack).layers[1].weight)
 
 
 @pytest.mark.parametrize(
@@ -641,21 +584,6 @@ def test_another_use_of_the_same_run_folder_is_refused(tmp_path: Path) -> None:
         zstore.initialize(model=model, config=other)
     with zstore.initialize(model=model, config=config_of(tmp_path))[0] as engine:
         step(engine)
-
-
-def test_a_model_may_move_to_another_run_folder(tmp_path: Path) -> None:
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        folder.mkdir()
-    with zstore.Init(config=config_of(folders[0])):
-        model = make_net()
-    with zstore.initialize(model=model, config=config_of(folders[1]))[0] as engine:
-        assert files_in(folders[0]) == []
-        step(engine)
-        found = state_of(engine)
-    with zstore.initialize(model=make_net(), config=config_of(folders[1]))[0] as engine:
-        step(engine)
-        assert found == state_of(engine)
 
 
 def test_two_configs_are_refused(tmp_path: Path) -> None:
@@ -731,12 +659,3 @@ def test_a_copy_made_in_the_block_is_a_model_of_its_own(tmp_path: Path) -> None:
     assert num_released(other) == 32
     with init:
         assert differences(values_of(other[0]), values_of(seeded(Stack))) == []
-
-
-def test_parameters_that_share_memory_are_refused_as_ever(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    with zstore.Init(config=config):
-        model = make_net()
-        model.frozen.weight = nn.Parameter(model.blocks[0].up.weight.data[:56])
-    with pytest.raises(UsageError, match="share memory but are two objects"):
-        zstore.initialize(model=model, config=config)

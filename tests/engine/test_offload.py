@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import errno
 import resource
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import zstore
 import zstore.store.store
@@ -484,69 +481,6 @@ def test_a_forward_that_fails_leaves_nothing_old(kind: type[BaseException], nvme
         engine.step()
         step_modes.step(engine)
         assert state_of(engine) == step_modes.expected(3)
-
-
-class Tied(nn.Module):
-    """Reads the embedding from elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.body = nn.Embedding(50, 24), nn.Sequential(nn.Linear(24, 24), nn.Tanh())
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(self.body(self.embed(ids)), self.embed.weight)
-        return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
-
-
-def test_a_forward_that_fails_ahead_of_the_engines_hooks_leaves_nothing(nvme: Path) -> None:
-    """torch calls the hooks at the end of a module all the same."""
-
-    def fail(*_: Any) -> None:
-        raise ValueError("ahead")
-
-    def losses(*, fails: bool) -> list[float]:
-        torch.manual_seed(0)
-        config = offloaded(nvme, "cpu") | {"gradient_accumulation_steps": 1}
-        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
-        found = []
-        with start(config, Tied()) as engine:
-            for step in range(4):
-                if fails and step == 2:
-                    handle = engine.module.register_forward_pre_hook(fail, prepend=True)
-                    with pytest.raises(ValueError, match="ahead"):
-                        engine(torch.ones(2, 6, dtype=torch.long))
-                    handle.remove()
-                loss = engine(torch.arange(12).view(2, 6) + step)
-                engine.backward(loss)
-                engine.step()
-                found.append(float(loss.detach()))
-        return found
-
-    assert losses(fails=True) == losses(fails=False)
-
-
-def _torn(rank: int, steps_before: int, order: list[int]) -> str:
-    torch.manual_seed(0)
-    model = Fickle()
-    with tempfile.TemporaryDirectory() as folder:
-        config = offloaded(folder, "cpu") | {"gradient_accumulation_steps": 1}
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        with start(config, model) as engine:
-            for number in range(steps_before + 1):
-                model.order = order if rank == 1 and number == steps_before else [0, 1, 2, 3]
-                try:
-                    engine.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)))
-                except zstore.errors.UsageError as error:
-                    return str(error)
-                engine.step()
-    return "no error"
-
-
-@pytest.mark.parametrize("steps_before", [pytest.param(0, marks=pytest.mark.soak), 2])
-def test_ranks_that_run_other_modules_are_told(steps_before: int) -> None:
-    for message in run_ranks(_torn, 2, steps_before, [0, 2, 1, 3]):
-        assert "every rank must run the same modules in the same order" in message
-        assert "layers." in message
 
 
 # -- drives -----------------------------------------------------------------------------------------------------------

@@ -379,26 +379,6 @@ def test_moments_are_used_as_they_are_without_bias_correction(tmp_path: Path) ->
                 p.copy_(found)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.AdamW])
-def test_a_group_may_be_empty(kind: Any) -> None:
-    """As a Trainer's group without decay is where a model has no biases."""
-    net, plain = nn.Linear(6, 3, bias=False), nn.Linear(6, 3, bias=False)
-    plain.load_state_dict(net.state_dict())
-    ours, theirs = (
-        kind([{"params": list(one.parameters())}, {"params": [], "weight_decay": 0.0}], lr=0.1) for one in (net, plain)
-    )
-    settings = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 0, "gradient_clipping": 0.0}
-    with zstore.initialize(model=net, optimizer=ours, config=settings)[0] as engine:
-        for number in range(3):
-            x = torch.randn(2, 6, generator=torch.Generator().manual_seed(number))
-            engine.backward(engine(x).square().mean())
-            engine.step()
-            theirs.zero_grad()
-            plain(x).square().mean().backward()
-            theirs.step()
-        torch.testing.assert_close(net.weight, plain.weight)
-
-
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

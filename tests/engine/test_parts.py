@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import zstore
 from tests.engine.models import make_net
 from zstore.engine.checkpoint.client_state import join, split
 from zstore.engine.checkpoint.record import plain, restored
@@ -26,15 +23,13 @@ from zstore.engine.optim.update import _admitted
 from zstore.engine.params.record import ParameterRecord, make_record, named_parameters
 from zstore.engine.params.sharding import Sharding
 from zstore.engine.params.units import find_units
-from zstore.engine.runtime.device import Streams, Transfers
+from zstore.engine.runtime.device import GradientTiles, Scratch, Streams, Transfers
 from zstore.engine.training.loader import TrainingLoader
-from zstore.engine.zero import norm
 from zstore.engine.zero.collectives import bucket_limit, mean_of_rows, pack, plan_buckets, unpack
 from zstore.engine.zero.hooks import tensors_in
-from zstore.engine.zero.norm import SumOfSquares, device_norms, norm_of_sums, scale_factor, sum_of_squares
+from zstore.engine.zero.norm import device_norms, norm_of_sums, scale_factor, sum_of_squares
 from zstore.errors import UsageError
-from zstore.io import LinkCounters
-from zstore.io.files import Files
+from zstore.io.links import LinkCounters
 from zstore.io.tensors import as_numpy, as_torch, dtype_name
 from zstore.ranks.world import World
 
@@ -222,21 +217,6 @@ def test_the_norms_on_a_device_are_those_of_each_shard_alone() -> None:
     assert math.isinf(device_norms([torch.tensor([1.0, -math.inf], dtype=torch.float16)])[0])
 
 
-def test_sums_on_a_device_come_to_the_host_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    norms = iter([3.0, 4.0, 5.0])
-    monkeypatch.setattr(norm, "device_norms", lambda shards: [torch.tensor(next(norms)) for _ in shards])
-    there: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))  # values of a device that is not the host
-    transfers = Transfers(Streams(), LinkCounters())
-    sums = [SumOfSquares(there, transfers, one_by_one=False) for _ in range(2)]
-    alone = SumOfSquares(there, transfers, one_by_one=True)
-    looks: list[int] = []
-    stack = torch.stack
-    monkeypatch.setattr(torch, "stack", lambda values: looks.append(len(values)) or stack(values))
-    assert [one.value([*sums, alone]) for one in (*sums, alone)] == [9.0, 16.0, 25.0]
-    assert looks == [2]
-    assert SumOfSquares(torch.tensor([3.0, 4.0]), transfers, one_by_one=False).value() == 25.0
-
-
 def test_the_scale_factor() -> None:
     assert scale_factor(0.5, 1.0, 4.0) == 0.25
     assert scale_factor(2.0, 0.0, 4.0) == 0.25
@@ -295,13 +275,16 @@ def test_the_mean_is_summed_in_order_in_fp32_and_rounded_once(dtype: torch.dtype
 # -- units ------------------------------------------------------------------------------------------------------------
 
 
-def test_units_of_a_model() -> None:
-    model = make_net()
-    sharding = Sharding.of_stage(3, 2)
-    records = {
-        p: make_record(name, aliases, p, group=0, sharding=sharding, rank=0)
+def records_by_parameter(model: nn.Module) -> dict[nn.Parameter, ParameterRecord]:
+    return {
+        p: make_record(name, aliases, p, group=0, sharding=Sharding.of_stage(3, 2), rank=0)
         for name, aliases, p in named_parameters(model)
     }
+
+
+def test_units_of_a_model() -> None:
+    model = make_net()
+    records = records_by_parameter(model)
     units = find_units(model, records)
     assert [unit.name for unit in units] == ["", "embed", "unused", "frozen", "blocks.0", "blocks.1", "norm", "head"]
     owned = [record for unit in units for record in unit.owned]
@@ -321,11 +304,7 @@ def test_units_of_a_model_whose_lists_hold_half_of_it() -> None:
         vocab_size=40, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=2
     )
     model = transformers.T5ForConditionalGeneration(config)
-    sharding = Sharding.of_stage(3, 2)
-    records = {
-        p: make_record(name, aliases, p, group=0, sharding=sharding, rank=0)
-        for name, aliases, p in named_parameters(model)
-    }
+    records = records_by_parameter(model)
     blocks = [f"{side}.block.{number}" for side in ("encoder", "decoder") for number in range(2)]
     names = [unit.name for unit in find_units(model, records)]
     norms = ["encoder.final_layer_norm", "decoder.final_layer_norm"]
@@ -349,10 +328,7 @@ def test_parameters_that_no_module_reads_make_a_last_unit() -> None:
             self.inner = nn.Linear(2, 2)
 
     model = Holder()
-    records = {
-        p: make_record(name, aliases, p, group=0, sharding=Sharding.of_stage(3, 2), rank=0)
-        for name, aliases, p in named_parameters(model)
-    }
+    records = records_by_parameter(model)
     units = find_units(model, records)
     assert [(unit.name, len(unit.modules), len(unit.owned)) for unit in units] == [
         ("inner", 1, 2),
@@ -387,6 +363,22 @@ def test_a_released_parameter_can_be_neither_read_nor_written() -> None:
     record.point_at_full()
     assert torch.equal(record.parameter.data.view(-1), whole)
     assert record.parameter._version == version
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_each_tile_of_a_narrow_gradient_is_cast_in_the_memory_of_the_one_before(dtype: torch.dtype) -> None:
+    rows = torch.linspace(-3, 3, 160).to(dtype)
+    whole, kept = rows.float(), rows.clone()
+    tiles, beside = GradientTiles(Transfers(Streams(), LinkCounters()), rows, Scratch()), torch.zeros(64)
+    places = set()
+    for first in (0, 64, 128):
+        tile = tiles.tile(first, min(first + 64, 160), beside)
+        assert tile.dtype == torch.float32
+        assert torch.equal(tile, whole[first : first + 64])
+        tile.mul_(2)
+        places.add(tile.data_ptr())
+    assert len(places) == 1
+    assert torch.equal(rows, kept)
 
 
 # -- records ----------------------------------------------------------------------------------------------------------
@@ -427,22 +419,3 @@ def test_tensors_and_arrays_share_memory(dtype: torch.dtype) -> None:
     assert torch.equal(as_torch(array), tensor)
     tensor[0] = 1
     assert torch.equal(as_torch(array), tensor)
-
-
-def test_the_world_alone_needs_no_process_group() -> None:
-    assert Sharding.of_stage(3, World.current().world_size) == Sharding.of_stage(0, 1)
-
-
-class _Refusing(Files):
-    """Files of a file system without direct I/O."""
-
-    def _make_direct(self, fd: int) -> None:
-        raise OSError(errno.EINVAL, "refused")
-
-
-def test_a_refused_o_direct_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": zero}
-    engine, *_ = zstore.initialize(model=nn.Linear(300, 300), config=config, _files=_Refusing())
-    engine.close()
-    assert "refuses O_DIRECT; transfers are buffered" in caplog.text

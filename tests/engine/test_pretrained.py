@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
@@ -78,32 +77,9 @@ def test_the_model_is_transformers_own(name: str, dtype: torch.dtype | None, tmp
         assert model.generation_config.to_dict() == expected.generation_config.to_dict()
 
 
-def test_it_trains_as_transformers_own(tmp_path: Path) -> None:
-    folder = saved("Llama", tmp_path / "model")
-    config = config_of(tmp_path, gradient_accumulation_steps=1)
-    losses = []
-    for shards in (True, False):
-        if shards:
-            model = zstore.from_pretrained(transformers.LlamaForCausalLM, folder, config=config)
-        else:
-            model = transformers.LlamaForCausalLM.from_pretrained(folder)
-        with zstore.initialize(model=model.train(), config=config)[0] as engine:
-            found = []
-            for number in range(2):
-                loss = loss_of(engine, batch_for("Llama", number, 0, torch.bfloat16))
-                engine.backward(loss)
-                engine.step()
-                found.append(loss.item())
-            weight = engine.get_full_parameter("model.layers.1.mlp.up_proj.weight")
-            assert weight is not None
-            losses.append((found, weight.sum().item()))
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("automatic", [True, False])
-def test_classes_of_transformers(automatic: bool, tmp_path: Path) -> None:
+def test_an_automatic_class_of_transformers(tmp_path: Path) -> None:
     folder = saved("GPT-Neo", tmp_path / "model")
-    cls = transformers.AutoModelForCausalLM if automatic else transformers.GPTNeoForCausalLM
+    cls = transformers.AutoModelForCausalLM
     model = zstore.from_pretrained(cls, folder)
     assert num_released(model) == 0, "alone and without a config there is nowhere to put it"
     assert differences(everything(model), everything(cls.from_pretrained(folder))) == []
@@ -253,14 +229,11 @@ def test_keys_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     assert files_in(tmp_path) == []
 
 
-def test_pickles_are_refused(tmp_path: Path) -> None:
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UsageError, match=r"pytorch_model.bin, a pickle.*save_pretrained"):
-        zstore.from_pretrained(transformers.LlamaForCausalLM, tmp_path)
-
-
 def test_folders_without_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no safetensors files"):
+        zstore.from_pretrained(transformers.LlamaForCausalLM, tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"pytorch_model.bin, a pickle.*save_pretrained"):
         zstore.from_pretrained(transformers.LlamaForCausalLM, tmp_path)
     with pytest.raises(FileNotFoundError, match="expected a folder"):
         zstore.from_pretrained(transformers.LlamaForCausalLM, tmp_path / "nowhere")
@@ -324,20 +297,6 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         zstore.from_pretrained(list, tmp_path)
     with pytest.raises(UsageError, match=r"from_pretrained\(\) within"), zstore.Init(config=config_of(tmp_path)):
         zstore.from_pretrained(list, tmp_path)
-
-
-def test_a_failed_load_leaves_no_hook(tmp_path: Path) -> None:
-    save_file({"weight": torch.ones(16)}, tmp_path / "model.safetensors")
-
-    def fail() -> nn.Module:
-        nn.Linear(3, 3)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        zstore.from_pretrained(fail, tmp_path)
-    assert not nn.Linear(3, 3).weight.is_meta
-    gc.collect()
-    assert files_in(tmp_path) == []
 
 
 def test_a_buffer_without_values_is_an_error(tmp_path: Path) -> None:

@@ -17,10 +17,8 @@ import torch
 from bench.process import forget_peak, peak_bytes, resident_bytes
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step, whole
-from zstore.checkpoint.lookahead import ReadAhead
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.engine import Engine
-from zstore.engine.checkpoint import load as restoring
 from zstore.errors import CheckpointError, RankError, StorageError
 from zstore.testing.faults import CallingFiles, Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks
@@ -71,20 +69,6 @@ def test_an_updater_waits_only_for_what_is_not_written_yet(
         assert state_of(engine) == after
 
 
-def test_a_save_takes_no_more_than_the_pool(tmp_path: Path) -> None:
-    config = make_config(1, "cpu", zstore={"host_budget_bytes": 40 * 2**20})
-    with start(config, make_net(vocab=6000)) as engine:
-        step(engine)
-        held = engine.statistics().store
-        engine.save_checkpoint(str(tmp_path))
-        after = engine.statistics().store
-        state_bytes = sum(array.spec.nbytes for array in open_checkpoint(tmp_path).arrays.values())
-        assert after.pool_peak_bytes <= after.pool_bytes == held.pool_bytes
-        assert after.host_bytes == held.host_bytes
-        assert after.pool_bytes + after.host_bytes <= 40 * 2**20
-        assert state_bytes > 4 * 2**20
-
-
 @dataclass(frozen=True, kw_only=True)
 class Growth:
     """Bytes; a growth is what a process had resident at its peak beyond what it had before."""
@@ -133,36 +117,6 @@ def test_a_process_grows_by_what_the_budget_leaves_and_not_by_copies(
     assert found.save <= found.pool + 12 * MIB, found
     assert found.load <= found.unused + 8 * MIB, found
     assert found.state > 3 * found.largest > 72 * MIB
-
-
-@pytest.mark.parametrize(("budget_mib", "most_mib"), [(None, 48), (40, 12)])
-def test_a_load_reads_ahead_in_what_the_budget_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_mib: int | None, most_mib: int
-) -> None:
-    taken = []
-
-    class Noting(ReadAhead):
-        def __init__(self, *args: Any, memory_bytes: int, **kwargs: Any) -> None:
-            taken.append(memory_bytes)
-            super().__init__(*args, memory_bytes=memory_bytes, **kwargs)
-
-    monkeypatch.setattr(restoring, "ReadAhead", Noting)
-    budget = {} if budget_mib is None else {"host_budget_bytes": budget_mib * 2**20}
-    with start(make_config(1, "cpu", zstore=budget), make_net(vocab=6000)) as engine:
-        step(engine)
-        engine.save_checkpoint(str(tmp_path))
-        expected = state_of(engine)
-        step(engine)
-        engine.load_checkpoint(str(tmp_path))
-        assert state_of(engine) == expected
-        store = engine.training_state.state.store
-        unused = store.budget.free_bytes
-        assert (unused is None) == (budget_mib is None)
-        if unused is not None:
-            held = engine.statistics().store
-            assert 0 <= budget_mib * 2**20 - held.pool_bytes - held.host_bytes - unused < 64 * len(store.names())  # type: ignore[operator]
-            assert taken == [max(6 * 2**20, min(unused, held.pool_bytes // 2))]
-    assert 0 < taken[0] <= most_mib * 2**20
 
 
 # -- frozen parameters ------------------------------------------------------------------------------------------------

@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import zstore
 from tests.engine.bits import engine_digests
-from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.optim import state
 from zstore.format.arrays import Bytes
 from zstore.io.files import Files, OpenFile, ScatteredMemory
 
@@ -73,39 +69,3 @@ def test_no_request_of_a_step_is_under_256_kib_and_bits_are_those_of_memory(tmp_
         assert min(files.requests) >= 256 * 1024
         take_steps(other, 3)
         assert engine_digests(engine) == engine_digests(other)
-
-
-def test_saves_hold_the_step_they_were_made_at(tmp_path: Path) -> None:
-    ckpt = tmp_path / "ckpt"
-    with start("nvme", tmp_path) as engine:
-        take_steps(engine, 2)
-        before = engine_digests(engine)
-        handle = engine.save_checkpoint(str(ckpt), "two", wait=False)
-        take_steps(engine, 2)
-        handle.wait()
-        after = engine_digests(engine)
-        engine.save_checkpoint(str(ckpt), "four")
-    for tag, expected in (("two", before), ("four", after)):
-        with open_checkpoint(ckpt, tag) as reader:
-            assert verify_checkpoint(reader) == []
-        with start("nvme", tmp_path) as engine:
-            engine.load_checkpoint(str(ckpt), tag)
-            assert engine_digests(engine) == expected
-            if tag == "two":
-                take_steps(engine, 2)
-                assert engine_digests(engine) == after
-
-
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_a_step_makes_no_name_of_an_array_and_lists_no_slots(
-    moments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with start("nvme", tmp_path, moments=moments) as engine:
-        take_steps(engine, 1)
-        calls: list[str] = []
-        for name in ("model_array", "optimizer_array"):
-            monkeypatch.setattr(state, name, lambda *args, name=name: calls.append(name))
-        for kernel in engine.training_state.state.kernels:
-            monkeypatch.setattr(kernel, "arrays", lambda *args: calls.append("arrays"))
-        take_steps(engine, 2)
-    assert calls == []

@@ -106,18 +106,6 @@ def test_a_sum_in_a_wider_type_gets_a_wider_array_for_good(nvme: Path) -> None:
         assert torch.equal(kept(spill, other), (rows(7).float() * 1.001).to(torch.bfloat16))
 
 
-def test_the_next_step_begins_anew(nvme: Path) -> None:
-    with opened(nvme, count=2) as (spill, (one, other)):
-        for record in (one, other):
-            spill.add(record, rows(1), torch.bfloat16)
-        spill.drop()
-        assert spill.owned(one) is None
-        assert spill.squares(one) is None
-        spill.add(one, rows(2), torch.bfloat16)
-        assert torch.equal(kept(spill, one), rows(2))
-        assert spill.owned(other) is None
-
-
 @pytest.mark.parametrize("call", ["drain", "owned", "add again"])
 def test_the_error_of_a_write_is_raised_by_the_next_call(call: str, nvme: Path) -> None:
     files = FaultyFiles()
@@ -133,17 +121,6 @@ def test_the_error_of_a_write_is_raised_by_the_next_call(call: str, nvme: Path) 
         spill.add(other, rows(4), torch.bfloat16)
         assert torch.equal(kept(spill, one), rows(3))
         assert torch.equal(kept(spill, other), rows(4))
-
-
-def test_drop_forgets_errors_too(nvme: Path) -> None:
-    files = FaultyFiles()
-    with opened(nvme, files) as (spill, (one, *_)):
-        files.inject(Fault(kind="write", pattern="*gradient*", error_number=errno.EIO))
-        spill.add(one, rows(1), torch.bfloat16)
-        spill.drop()
-        spill.drain()
-        spill.add(one, rows(2), torch.bfloat16)
-        assert torch.equal(kept(spill, one), rows(2))
 
 
 def test_what_is_on_its_way_is_bounded(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
@@ -189,15 +166,6 @@ def test_sums_and_their_squares_are_taken_behind_the_backward(monkeypatch: pytes
         assert spill.squares(one) == sum_of_squares(rows(1).add_(rows(2)))
     assert threads
     assert threading.current_thread() not in threads
-
-
-def test_close_ends_what_is_under_way(nvme: Path) -> None:
-    with opened(nvme) as (spill, (one, *_)):
-        spill.add(one, rows(1), torch.bfloat16)
-        spill.close()
-        assert torch.equal(kept(spill, one), rows(1))
-        with pytest.raises(RuntimeError, match="shutdown"):
-            spill.add(one, rows(1), torch.bfloat16)
 
 
 def test_an_error_within_the_backward_waits_for_the_step(nvme: Path) -> None:

@@ -123,12 +123,6 @@ def test_collectives_are_counted_and_timed() -> None:
     assert ranks[0]["broadcast"][:2] == [0, 0]
 
 
-def test_what_others_count_with_the_worlds_counters_stands_there_too() -> None:
-    with start(make_config(1)) as engine:
-        engine.world.links.begin("somewhere", 12)
-        assert engine.statistics().links["somewhere"] == LinkStatistics(operations=1, bytes=12)
-
-
 @pytest.mark.cuda
 def test_offloaded_state_crosses_to_the_device_and_back() -> None:
     if not torch.cuda.is_available():

@@ -30,7 +30,6 @@ from tests.engine.step_modes import (
 )
 from zstore.checkpoint.reader import tags
 from zstore.engine import Engine
-from zstore.engine.optim.updater import LatePin
 from zstore.errors import CheckpointError, RankError, StorageError, UsageError
 from zstore.io.files import OpenFile
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
@@ -297,20 +296,6 @@ def test_a_save_given_up_leaves_no_pin(nvme: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="cancelled"):
             engine.wait_for_checkpoint()
         engine.training_state.pending.complete()
-        assert _pins(engine) == 0
-        store = engine.training_state.state.store
-        name = "model/blocks.0.up.weight"
-        for error in (None, OSError("no")):
-            late = LatePin(store, name)
-            late.release()
-            late.resolve(store, error)
-            late.release()
-            assert _pins(engine) == 0
-        early = LatePin(store, name)
-        early.resolve(store, None)
-        assert _pins(engine) == 1
-        early.release()
-        early.release()
         assert _pins(engine) == 0
 
 

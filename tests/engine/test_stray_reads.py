@@ -332,26 +332,3 @@ def test_a_closed_engines_weights_say_so(tmp_path: Path) -> None:
         engine.step()
     with pytest.raises(UsageError, match=r"parameter 'embed\.weight', which has no values: its engine was closed"):
         model(batch(0, 0))
-
-
-class Own(nn.Parameter):
-    """A class of parameters of a script's own."""
-
-    def doubled(self) -> torch.Tensor:
-        return self * 2
-
-
-def test_a_class_of_parameters_of_ones_own_stays(tmp_path: Path) -> None:
-    def make_own() -> nn.Module:
-        net = make("list")
-        net.shift = Own(net.shift.detach())
-        net.way = lambda net, x: (x * net._parameters["shift"].doubled()).mean()
-        return net
-
-    with start(make_own(), ZEROS["nvme, no room"], str(tmp_path)) as engine:
-        assert isinstance(engine.module.shift, Own)
-        assert engine(batch(0, 0)).item() == make_own()(batch(0, 0)).item()
-        with pytest.raises(UsageError, match="'shift' outside of a forward"):
-            engine.module.shift.doubled()
-        with zstore.gather(engine.module.shift):
-            assert type(engine.module.shift) is Own

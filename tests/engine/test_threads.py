@@ -49,11 +49,6 @@ def test_only_the_calling_thread_works_alone_and_only_within() -> None:
     assert inside == [1, 2]
 
 
-def test_nothing_changes_where_it_is_not_wanted() -> None:
-    with one_thread(False):
-        assert torch.get_num_threads() == 2
-
-
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_an_update_from_disk_leaves_the_threads_of_all_others(overlap: str, tmp_path: Path) -> None:
     config = {
@@ -102,21 +97,6 @@ def test_an_error_side_by_side_stops_what_has_not_begun() -> None:
     with pytest.raises(ValueError, match="item"):
         side_by_side(work, iter(range(1000)), 2)
     assert len(begun) <= 2
-
-
-def test_threads_side_by_side_never_wait_for_an_item_to_be_made() -> None:
-    makers, makes_while_others_work = set[int](), list[bool]()
-    at_work = threading.Event()
-
-    def make() -> Iterator[int]:
-        for item in range(100):
-            makers.add(threading.get_ident())
-            makes_while_others_work.append(at_work.is_set())
-            yield item
-
-    side_by_side(lambda item: at_work.set(), make(), 2)
-    assert makers == {threading.get_ident()}
-    assert not any(makes_while_others_work)
 
 
 def test_threads_take_the_norm_beside_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

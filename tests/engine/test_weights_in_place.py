@@ -191,14 +191,6 @@ def test_averages_of_weights_are_those_of_a_plain_loop(tmp_path: Path) -> None:
             assert torch.equal(one, other)
 
 
-def test_other_memory_is_refused(tmp_path: Path) -> None:
-    with _engine({"stage": 0}, tmp_path) as engine:
-        vector = nn.utils.parameters_to_vector(engine.module.parameters())
-        nn.utils.vector_to_parameters(vector * 2, engine.module.parameters())
-        with pytest.raises(UsageError, match="got other memory"):
-            engine(_batch(0, 0))
-
-
 @pytest.mark.parametrize("zero", APART)
 def test_writes_through_data_are_told_at_the_step(zero: dict[str, Any], tmp_path: Path) -> None:
     def step(engine: Engine) -> None:

@@ -70,15 +70,6 @@ def test_the_line_says_what_auto_took_and_why(config: dict[str, object], chosen:
     assert note == (None if line is None else (logging.INFO, line))
 
 
-def test_a_demanded_type_without_instructions_is_warned_of() -> None:
-    warning = (
-        "config: bf16.enabled: this CPU has no fast bf16, so that matrix products are many times slower than in fp32; "
-        'write "bf16": {"enabled": "auto"}, which takes it only where it is fast, or false'
-    )
-    for config in (load_config(with_types(True)), load_config(with_types("auto")).answered({"bf16.enabled": True})):
-        assert precision_note(config, "bf16", (), "CPU") == (logging.WARNING, warning)
-
-
 def test_a_run_takes_what_its_device_computes_natively_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "zstore"), start(make_config(bf16={"enabled": "auto"})) as engine:
         chosen = engine.training_state.config.precision
