@@ -40,6 +40,14 @@ def make_config(stage: int = 1, tier: str = "none", nvme: str | Path = "", **key
     } | keys
 
 
+def placed(zero: dict[str, Any], folder: str | Path) -> dict[str, Any]:
+    """The section `zero`, each of whose drives is at `folder`."""
+    return {
+        key: {**value, "nvme_path": str(folder)} if isinstance(value, dict) and value["device"] == "nvme" else value
+        for key, value in zero.items()
+    }
+
+
 def start(config: dict[str, Any] | None = None, model: nn.Module | None = None, **kwargs: Any) -> Engine:
     return zstore.initialize(model=model or make_net(), config=config or make_config(), **kwargs)[0]
 

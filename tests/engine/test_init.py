@@ -232,24 +232,15 @@ def test_a_model_may_be_release_after_it_was_built(tmp_path: Path) -> None:
         assert found == state_of(engine)
 
 
-def test_a_model_built_without_a_config_moves_into_the_run_folder(tmp_path: Path) -> None:
-    """As on several ranks; alone there is nothing to gain, so the block does nothing."""
-    with zstore.Init() as init:
-        model = make_net()
-    assert num_released(model) == 0
-    assert init.statistics().released == 0
-    with zstore.initialize(model=model, config=config_of(tmp_path))[0] as engine:
-        step(engine)
-
-
 @pytest.mark.parametrize("place", [(0, "none", "none"), (3, "none", "none"), (1, "none", "none")])
 def test_where_nothing_is_gained_nothing_is_done(place: tuple[int, str, str], tmp_path: Path) -> None:
-    with zstore.Init(config=config_of(tmp_path, *place)):
-        model = make_net()
-    assert num_released(model) == 0
-    with zstore.Init(config=config_of(tmp_path), enabled=False):
-        model = make_net()
-    assert num_released(model) == 0
+    blocks = zstore.Init(config=config_of(tmp_path, *place)), zstore.Init(config=config_of(tmp_path), enabled=False)
+    for init in (*blocks, zstore.Init()):
+        with init:
+            model = make_net()
+        assert num_released(model) == 0
+    with zstore.initialize(model=model, config=config_of(tmp_path))[0] as engine:
+        step(engine)
 
 
 def test_dtype_is_the_default_of_the_block(tmp_path: Path) -> None:
@@ -601,55 +592,42 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         pass
 
 
-def _differ(rank: int, folder: str) -> str:
-    try:
-        with zstore.Init(config=config_of(folder), live_bytes=0):
-            model = seeded(Handmade, seed=rank)
-    except UsageError as error:
-        return str(error)
-    return f"nothing, and {num_released(model)} parameters"
+def _parted(rank: int, folder: str) -> list[str]:
+    """What is raised where ranks have seeds of their own, where one fails, and where they run other code."""
+
+    def seeds() -> nn.Module:
+        return seeded(Handmade, seed=rank)
+
+    def failure() -> nn.Module:
+        model = seeded(Stack)
+        if rank == 1:
+            raise DiskFullError("no room", path="x")
+        model.layers[0].weight.data.mul_(2)
+        return model
+
+    def code() -> nn.Module:
+        model = seeded(Stack)
+        model.layers[rank].weight.data.mul_(2)
+        return model
+
+    messages, models = [], []
+    for build in (seeds, failure, code):
+        try:
+            with zstore.Init(config=config_of(folder), live_bytes=0):
+                models.append(build())
+        except (UsageError, RankError, DiskFullError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
-def test_ranks_with_other_seeds_are_told_so(tmp_path: Path) -> None:
-    for message in run_ranks(_differ, 2, str(tmp_path)):
-        assert re.search(
-            r"rank 1 built different values from rank 0's, first 'weight' of a Embedding.*same seed", message
-        )
+def test_ranks_that_build_otherwise_or_fail_are_told_so(tmp_path: Path) -> None:
+    first, second = run_ranks(_parted, 2, str(tmp_path))
+    for seeds, _, code in (first, second):
+        assert re.search("rank 1 built different values from rank 0's, first 'weight' of a Embedding.*same seed", seeds)
+        assert "the ranks build the model differently" in code
+    assert first[1].startswith("RankError: rank 1 of 2 failed to build the model")
+    assert second[1].startswith("DiskFullError")
     assert files_in(tmp_path) == []
-
-
-def _fail_on_one(rank: int, folder: str) -> str:
-    try:
-        with zstore.Init(config=config_of(folder), live_bytes=0):
-            model = seeded(Stack)
-            if rank == 1:
-                raise DiskFullError("no room", path="x")
-            model.layers[0].weight.data.mul_(2)
-    except (RankError, DiskFullError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_an_error_on_one_rank_ends_the_block_on_all(tmp_path: Path) -> None:
-    first, second = run_ranks(_fail_on_one, 2, str(tmp_path))
-    assert re.match("RankError: rank 1 of 2 failed to build the model", first)
-    assert second.startswith("DiskFullError")
-    assert files_in(tmp_path) == []
-
-
-def _other_code(rank: int, folder: str) -> str:
-    try:
-        with zstore.Init(config=config_of(folder), live_bytes=0):
-            model = seeded(Stack)
-            model.layers[rank].weight.data.mul_(2)
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_that_run_other_code_are_told_so(tmp_path: Path) -> None:
-    for message in run_ranks(_other_code, 2, str(tmp_path)):
-        assert "the ranks build the model differently" in message
 
 
 def test_a_copy_made_in_the_block_is_a_model_of_its_own(tmp_path: Path) -> None:

@@ -123,13 +123,6 @@ def test_momentum_of_an_optimizer_without_betas(caplog: pytest.LogCaptureFixture
 LISTS: list[tuple[str, dict[str, Any], str, list[list[Any]]]] = [
     ("WarmupLR", {"warmup_min_lr": [0, 1], "warmup_max_lr": [2, 3], "warmup_num_steps": 1}, "lr", [[0, 1], [2, 3]]),
     ("WarmupLR", {"warmup_num_steps": 1}, "lr", [[0, 0], [0.5, 1.0]]),
-    ("WarmupLR", {"warmup_max_lr": 7, "warmup_num_steps": 1}, "lr", [[0, 0], [7, 7]]),
-    (
-        "WarmupDecayLR",
-        {"total_num_steps": 9, "warmup_min_lr": [0, 1], "warmup_max_lr": 4, "warmup_num_steps": 1},
-        "lr",
-        [[0, 1], [4, 4]],
-    ),
     (
         "WarmupCosineLR",
         {"total_num_steps": 2, "warmup_num_steps": 2, "cos_min_ratio": 0.5},
@@ -216,14 +209,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step": 1}},
         r"cycle_first_step: unknown key; did you mean scheduler\.params\.cycle_first_step_size\?",
     ),
-    ({"type": "LRRangeTest", "params": {"staircase": True}}, r"unknown key; .*lr_range_test_staircase"),
     ({"type": "WarmupLR", "params": {"lr": 1}}, r"params\.lr: unknown key; it belongs in optimizer\.params"),
-    (
-        {"type": "OneCycle", "params": {"cycle_min_lr": 0, "last_batch_iteratio": 1, "cycle_max_lr": 1}},
-        r"last_batch_iteratio: unknown key; did you mean scheduler\.params\.last_batch_iteration",
-    ),
     ({"type": "WarmupDecayLR"}, r"scheduler\.params\.total_num_steps: the key is missing; expected a whole number"),
-    ({"type": "OneCycle", "params": {"cycle_max_lr": 1}}, r"scheduler\.params\.cycle_min_lr: the key is missing"),
     ({"type": "LRRangeTest", "params": {"lr_range_test_min_lr": []}}, r"or a list with one for each .*got \[\]"),
     ({"type": "WarmupLR", "params": {"warmup_min_lr": [0, "auto"]}}, r"warmup_min_lr: expected a number of at least 0"),
     (
@@ -236,7 +223,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"type": "Cosine", "params": {"anything": 3}},
         r'choose one of "WarmupLR", "WarmupDecayLR", .*"LRRangeTest"; got "Cosine"; or pass',
     ),
-    ({"params": {"anything": 3}}, r"scheduler\.type: the key is missing"),
 ]
 
 
@@ -245,21 +231,6 @@ def test_a_wrong_key_is_named_with_what_is_near(scheduler: dict[str, Any], messa
     with pytest.raises(ConfigError, match=message) as caught:
         load_config({"scheduler": scheduler})
     assert "problems" not in str(caught.value)
-
-
-def test_several_wrong_keys_are_told_at_once() -> None:
-    params: dict[str, Any] = {"warmup_type": "cubic", "warmup_num_step": 3, "cycle_min_lr": 1}
-    with pytest.raises(ConfigError) as caught:
-        load_config({"scheduler": {"type": "WarmupDecayLR", "params": params}, "train_batch_size": 0})
-    for part in (
-        "5 problems",
-        "warmup_type",
-        "warmup_num_step:",
-        "(OneCycle has it)",
-        "total_num_steps",
-        "train_batch",
-    ):
-        assert part in str(caught.value), part
 
 
 def test_the_defaults_are_deepspeeds() -> None:

@@ -16,7 +16,7 @@ from tests.engine.runs import make_config
 from tests.engine.schedule_cases import KNOWN, made
 from zstore.engine import Engine
 from zstore.engine.optim.lr_schedules import NamedSchedule
-from zstore.errors import ConfigError, UsageError
+from zstore.errors import UsageError
 
 
 def engine_with(scheduler: Any = None, **kwargs: Any) -> Engine:
@@ -119,6 +119,3 @@ def test_the_rates_of_the_engine_follow_a_list() -> None:
     with zstore.initialize(model=model, model_parameters=groups, config=config)[0] as engine:
         train(engine, 3)
         assert engine.get_lr() == [0.1, 0.2]
-    section["params"]["warmup_max_lr"] = [0.1]
-    with pytest.raises(ConfigError, match=r"warmup_max_lr: .*a list of 2, one for each parameter group"):
-        zstore.initialize(model=nn.Linear(4, 3), model_parameters=groups, config=config)

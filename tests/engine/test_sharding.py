@@ -38,21 +38,24 @@ def gathered_numel(engine: Any) -> int:
     return sum(record.numel for record in records if record.residency is Residency.GATHERED)
 
 
+def config_of(stage: int, threshold: int) -> dict[str, Any]:
+    zero = {"stage": stage} | ({"stage3_param_persistence_threshold": threshold} if stage == 3 else {})
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": zero,
+        "steps_per_print": 0,
+    }
+
+
 def _count(rank: int, stages: list[int], threshold: int) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for stage in stages:
         torch.manual_seed(0)
         seen: list[int] = []
         model = Base([Peak(seen) for _ in range(4)])
-        zero = {"stage": stage} | ({"stage3_param_persistence_threshold": threshold} if stage == 3 else {})
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW"},
-            "zero_optimization": zero,
-            "steps_per_print": 0,
-        }
-        engine, *_ = zstore.initialize(model=model, config=config)
+        engine, *_ = zstore.initialize(model=model, config=config_of(stage, threshold))
         for block in model.blocks:
             block.engine = lambda engine=engine: engine
         with engine:
@@ -97,15 +100,7 @@ def _accumulated(rank: int) -> list[list[int]]:
     found = []
     for stage in range(4):
         torch.manual_seed(0)
-        zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 50} if stage == 3 else {})
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 3,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW"},
-            "zero_optimization": zero,
-            "steps_per_print": 0,
-        }
+        config = config_of(stage, 50) | {"gradient_accumulation_steps": 3}
         model = Base([Peak([]) for _ in range(4)])
         with zstore.initialize(model=model, config=config)[0] as engine:
             records = engine.training_state.state.records

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zstore
+from tests.engine.runs import placed
 from zstore.engine import Engine
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
@@ -159,16 +160,12 @@ def plain(way: str, world_size: int = 1) -> Found:
 
 
 def start(model: nn.Module, zero: dict[str, Any], folder: str) -> Engine:
-    placed = {
-        key: {**value, "nvme_path": folder} if isinstance(value, dict) and value["device"] == "nvme" else value
-        for key, value in zero.items()
-    }
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **placed},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **placed(zero, folder)},
     }
     return zstore.initialize(model=model, config=config)[0]
 
@@ -279,18 +276,10 @@ def test_outside_of_a_forward_the_first_operation_names_the_weight(way: str, res
 def test_whatever_needs_no_values_is_that_of_the_weight(resting: Engine) -> None:
     for (name, ours), theirs in zip(resting.module.named_parameters(), make("list").parameters(), strict=True):
         assert isinstance(ours, nn.Parameter)
-        assert (ours.shape, ours.dtype, ours.device, ours.layout) == (
-            theirs.shape,
-            theirs.dtype,
-            theirs.device,
-            theirs.layout,
-        )
-        assert (ours.size(), ours.numel(), ours.dim(), ours.element_size()) == (
-            theirs.size(),
-            theirs.numel(),
-            theirs.dim(),
-            4,
-        )
+        for fact in ("shape", "dtype", "device", "layout"):
+            assert getattr(ours, fact) == getattr(theirs, fact)
+        for call in ("size", "numel", "dim", "element_size"):
+            assert getattr(ours, call)() == getattr(theirs, call)()
         assert (ours.is_leaf, ours.requires_grad, ours.grad, ours.grad_fn) == (True, True, None, None)
         assert ours.is_floating_point()
         assert hash(ours) == id(ours)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zstore
+from tests.engine.runs import placed
 from zstore.engine import Engine
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
@@ -65,16 +66,12 @@ def _plain(act: Act, world_size: int = 1) -> tuple[list[float], dict[str, torch.
 
 
 def _engine(zero: dict[str, Any], folder: Path | str, **more: Any) -> Engine:
-    named = {
-        key: {**value, "nvme_path": str(folder)} if isinstance(value, dict) and value["device"] == "nvme" else value
-        for key, value in zero.items()
-    }
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_clipping": 0.0,
         "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}},
-        "zero_optimization": named,
+        "zero_optimization": placed(zero, folder),
         **more,
     }
     return zstore.initialize(model=_net(), config=config)[0]

@@ -12,12 +12,10 @@ import torch
 from torch import nn
 
 import zstore
+from tests.engine.runs import placed
 from zstore.engine import Engine
 from zstore.errors import RankError, UsageError
 from zstore.testing.ranks import run_ranks
-
-# Small tensors on a busy machine: threads would wait for each other.
-torch.set_num_threads(1)
 
 WIDTH = 384
 WAYS: dict[str, Callable[[Engine, torch.optim.Optimizer], Any]] = {
@@ -100,10 +98,6 @@ def _plain(world_size: int, accumulation: int, *, each: bool = False) -> dict[st
 
 
 def _config(place: str, folder: str, accumulation: int = 1, **own: Any) -> dict[str, Any]:
-    zero = {
-        key: {**value, "nvme_path": folder} if isinstance(value, dict) and value["device"] == "nvme" else value
-        for key, value in PLACES[place].items()
-    }
     if place == SPILLED:
         own["host_budget_bytes"] = (1_100_000, 1_600_000)[torch.distributed.is_initialized()]
     return {
@@ -111,7 +105,7 @@ def _config(place: str, folder: str, accumulation: int = 1, **own: Any) -> dict[
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0,
         "steps_per_print": 0,
-        "zero_optimization": zero,
+        "zero_optimization": placed(PLACES[place], folder),
         "zstore": own,
     }
 

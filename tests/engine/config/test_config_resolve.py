@@ -74,11 +74,15 @@ def test_the_largest_config_in_full() -> None:
     assert config.persistence_threshold_numel == 1_000_000
 
 
-def test_sizes_from_the_hidden_size() -> None:
+def test_sizes_are_from_the_hidden_size_or_those_of_keys_that_are_not_set() -> None:
     names = ["reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"]
     names.append("stage3_param_persistence_threshold")
-    config = resolved({"zero_optimization": {"stage": 3} | dict.fromkeys(names, "auto")}, hidden_size=100)
+    sections = {"zero_optimization": {"stage": 3} | dict.fromkeys(names, "auto")}
+    config = resolved(sections, hidden_size=100)
     assert [getattr(config.settings.zero_optimization, name) for name in names] == [10_000, 10_000, 9_000, 1_000]
+    auto, plain = resolved(sections), resolved({"zero_optimization": {"stage": 3}})
+    assert auto.settings.zero_optimization == plain.settings.zero_optimization
+    assert [notice.key for notice in auto.notices()] == ['"auto"']
 
 
 def test_what_has_no_default_is_named_all_at_once_with_how_to_answer() -> None:
@@ -131,15 +135,6 @@ def test_defaults_are_those_of_the_key(config: dict[str, Any], expected: str) ->
     assert expected in line
 
 
-def test_buckets_without_a_hidden_size_have_the_sizes_of_keys_that_are_not_set() -> None:
-    names = ["reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"]
-    names.append("stage3_param_persistence_threshold")
-    auto = resolved({"zero_optimization": {"stage": 3} | dict.fromkeys(names, "auto")})
-    plain = resolved({"zero_optimization": {"stage": 3}})
-    assert auto.settings.zero_optimization == plain.settings.zero_optimization
-    assert [notice.key for notice in auto.notices()] == ['"auto"']
-
-
 def test_answers_may_be_dotted_or_nested_in_any_spelling() -> None:
     nested = {
         "optimizer": {"params": {"lr": 1, "betas": [0.5, 0.6], "eps": None}},
@@ -174,9 +169,7 @@ def test_every_key_that_may_be_auto_can_be_answered() -> None:
     ("auto", "message"),
     [
         ({"optimizer.params.lrr": 1}, r"optimizer\.params\.lrr: unknown key; did you mean optimizer\.params\.lr\?"),
-        ({"optimizer": {"params": {"lrr": 1}}}, r"optimizer\.params\.lrr: unknown key; did you mean"),
         ({"seed": 1}, r'seed: a config cannot leave this key "auto"'),
-        ({"zstore.host_budget_bytes": 1}, r"zstore\.host_budget_bytes: a config cannot leave"),
         ({"optimizer.params.lr": "fast"}, r'optimizer\.params\.lr: expected a number of at least 0, got "fast"'),
         ({"bf16.enabled": "auto"}, r'bf16\.enabled: expected true or false, got "auto"'),
         ({"train_batch_size": 0}, r"train_batch_size: expected a whole number of at least 1, got 0"),
@@ -192,12 +185,6 @@ def test_every_key_that_may_be_auto_can_be_answered() -> None:
 def test_wrong_answers_to_auto_are_refused(auto: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=r"^initialize\(auto=\.\.\.\): " + message):
         read_answers(auto)
-
-
-def test_bad_answers_are_told_together() -> None:
-    with pytest.raises(ConfigError, match="3 problems") as caught:
-        read_answers({"seed": 1, "nope": 2, "optimizer.params.eps": "x"})
-    assert len(str(caught.value).splitlines()) == 4
 
 
 def test_an_answer_that_is_not_asked_for_is_not_used() -> None:
@@ -221,17 +208,14 @@ def test_answers_that_contradict_are_refused() -> None:
 @pytest.mark.parametrize(
     ("fp16", "bf16", "native", "precision"),
     [
-        (None, None, "bf16 fp16", "fp32"),
         (True, None, "", "fp16"),
         (None, True, "", "bf16"),
         ("auto", "auto", "bf16 fp16", "bf16"),
         ("auto", "auto", "fp16", "fp16"),
         ("auto", "auto", "", "fp32"),
         (True, "auto", "bf16 fp16", "fp16"),
-        ("auto", True, "bf16 fp16", "bf16"),
         ("auto", False, "bf16 fp16", "fp16"),
         ("auto", None, "bf16", "fp32"),
-        (False, "auto", "", "fp32"),
         (None, "auto", "bf16", "bf16"),
     ],
 )
@@ -278,17 +262,11 @@ def test_the_warm_up_ends_at_the_optimizers_lr() -> None:
     schedule = {"scheduler": {"type": "WarmupLR"}}
     adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.25}}}
     auto = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
-    for config, highest in ((schedule, None), (schedule | adam, None), (auto | adam, 0.25)):
-        scheduler = resolved(config).scheduler
+    cases = ((schedule, False, None), (schedule | adam, False, None), (auto | adam, False, 0.25), (auto, True, None))
+    for config, passed, highest in cases:
+        scheduler = resolved(config, client_optimizer=passed).scheduler
         assert scheduler is not None
         assert dict(scheduler.params)["warmup_max_lr"] == highest
-
-
-def test_the_warm_up_of_an_optimizer_that_is_passed_ends_at_its_groups_lr() -> None:
-    config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
-    scheduler = resolved(config, client_optimizer=True).scheduler
-    assert scheduler is not None
-    assert dict(scheduler.params)["warmup_max_lr"] is None
 
 
 def test_what_the_caller_passes_replaces_the_sections() -> None:
@@ -381,9 +359,7 @@ def test_bad_batch_sizes(config: dict[str, Any], message: str) -> None:
     ("config", "expected"),
     [
         ({}, (12, 3, 2)),
-        ({"gradient_accumulation_steps": "auto"}, (12, 3, 2)),
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, (6, 3, 1)),
-        ({"train_batch_size": "auto"}, (6, 3, 1)),
         ({"train_batch_size": "auto", "gradient_accumulation_steps": 4}, (24, 3, 4)),
         ({"train_batch_size": 24, "gradient_accumulation_steps": "auto"}, (24, 6, 2)),
         ({"train_micro_batch_size_per_gpu": 5}, (10, 5, 1)),

@@ -1,5 +1,4 @@
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,31 +105,10 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
     """Sets each such key to another value than its default, alone in its section."""
     switches: dict[str, dict[str, Any]] = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
     switches |= {key: {"device": "cpu"} for key in ("offload_param", "offload_optimizer")}
-    sections = (
-        "fp16",
-        "bf16",
-        "tensorboard",
-        "csv_monitor",
-        "wandb",
-        "throughput",
-    )
+    sections = ("fp16", "bf16", "tensorboard", "csv_monitor", "wandb", "throughput")
     switches |= {key: {"enabled": True} for key in sections}
     switches["elasticity"] = {"enabled": True, "max_train_batch_size": 4, "micro_batch_sizes": [1]}
-    values: list[Any] = [
-        True,
-        False,
-        7,
-        0.5,
-        "fp32",
-        "x",
-        "Ignore",
-        "/x",
-        {"enabled": True},
-        "cpu",
-        "step",
-        "forward",
-        "random",
-    ]
+    values: list[Any] = [True, False, 7, 0.5, "fp32", "x", "Ignore", "/x", {"enabled": True}, "cpu", "step", "random"]
     for path, field in known_keys(ConfigSections):
         status, _ = about(field)
         if section_of(field) is not None or status not in (Status.NOT_BUILT, Status.NO_EFFECT):
@@ -229,14 +207,11 @@ def test_the_zero_section_may_be_a_switch_or_a_stage(value: object, stage: int) 
     assert load_config({"zero_optimization": value}).stage == stage
 
 
-def test_whole_floats_are_whole_numbers() -> None:
+def test_whole_floats_are_whole_numbers_and_endless_steps_never() -> None:
     config = load_config({"zero_optimization": {"reduce_bucket_size": 2e8, "sub_group_size": 1e12}, "seed": 3.0})
     assert config.settings.zero_optimization.reduce_bucket_size == 200_000_000
     assert type(config.settings.zero_optimization.reduce_bucket_size) is int
     assert config.settings.seed == 3
-
-
-def test_an_endless_steps_per_print_is_never() -> None:
     assert load_config({"steps_per_print": float("inf")}).settings.steps_per_print == 0
 
 
@@ -272,8 +247,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"zero_optimization\.seed: unknown key; it belongs at the top of the config$",
     ),
     ({"qqqq": 2}, r"qqqq: unknown key$"),
-    ({"enabled": True}, r"enabled: unknown key$"),
-    ({"zero_optimization": {"qqq": 2}}, r"zero_optimization\.qqq: unknown key$"),
     ({"nvme_path": "/x"}, r"belongs in zero_optimization\.offload_optimizer or in zero_optimization\.offload_param$"),
     ({"micro_batch_size": 1}, r"did you mean train_micro_batch_size_per_gpu\?"),
     ({"zero_optimization": {"prefetch": 1}}, r"did you mean zero_optimization\.stage3_prefetch_bucket_size\?"),
@@ -281,7 +254,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "Adam", "params": {"weight_decy": 0}}}, r"did you mean optimizer\.params\.weight_decay\?"),
     ({"zero_optimization": {"stage": 4}}, r"zero_optimization\.stage: choose one of 0, 1, 2, 3; got 4"),
     ({"zero_optimization": {"stage": "[0|1|2|3]"}}, r"zero_optimization\.stage: .* choose one of 0, 1, 2, 3"),
-    ({"zero_optimization": {"overlap_comm": "[true|false]"}}, r"overlap_comm: .* choose one of true, false"),
     ({"zero_optimization": {"stage": True}}, r"stage: choose one of 0, 1, 2, 3; got true"),
     ({"zero_optimization": 3}, r"zero_optimization: expected an object .* got 3"),
     (
@@ -298,41 +270,25 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"offload_optimizer\.nvme_path .* give the path",
     ),
     (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-        r"offload_param\.nvme_path .* give the path",
-    ),
-    (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": ["/a", "/a"]}}},
         r"expected different paths, one for each drive",
     ),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, r"fp16\.enabled and bf16\.enabled: both are true"),
     ({"fp16": {"enabled": 1}}, r"fp16\.enabled: expected true or false or \"auto\", got 1"),
     ({"fp16": True}, r"fp16: expected an object with keys as enabled, loss_scale"),
-    ({"fp16": {"enabled": True, "loss_scale": -1}}, r"loss_scale: expected a number of at least 0, got -1"),
     ({"fp16": {"enabled": True, "loss_scale": float("nan")}}, r"loss_scale: expected a number of at least 0, got NaN"),
     ({"train_batch_size": 0}, r"train_batch_size: expected a whole number of at least 1 or \"auto\", got 0"),
     ({"train_batch_size": True}, r"train_batch_size: .*got true"),
     ({"train_batch_size": "8"}, r'train_batch_size: .*got "8"'),
-    ({"train_batch_size": 1.5}, r"train_batch_size: .*got 1\.5"),
     ({"gradient_clipping": -1}, r"gradient_clipping: expected a number of at least 0"),
-    (
-        {"optimizer": {"type": "Prodigy", "params": {"max_coeff": 1}}},
-        r'choose one of "Adam", "AdamW", .*; got "Prodigy"; .*stage 0 without offload only',
-    ),
     ({"optimizer": {"params": {}}}, r"optimizer\.type: the key is missing"),
     (
         {"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}},
         r"betas: expected two numbers, each from 0 to below",
     ),
-    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}}, r"betas: expected two numbers"),
     ({"optimizer": {"type": "FusedLamb", "params": {"amsgrad": True}}}, r"amsgrad: true is not supported: LAMB has no"),
     ({"optimizer": {"type": "fusedlion", "params": {"momentum": 1}}}, r"params\.momentum: unknown key here \(Adam and"),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, r"set gradient_clipping at the top"),
-    ({"scheduler": {"type": "Cosine", "params": {}}}, r'choose one of "WarmupLR", .*or pass any other scheduler'),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}},
-        r"warmup_num_steps: expected a whole",
-    ),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}, r'choose one of "log", "linear"'),
     ({"aio": {"block_size": 1_000_000}}, r"aio\.block_size: expected a positive multiple of 4096, got 1000000"),
     (
@@ -350,10 +306,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"zstore": {"upload_folder": "~nobody-here/nvme"}},
         r"there is no home folder for ~nobody-here: write an absolute path",
-    ),
-    (
-        {"sparse_attention": {"mode": "strided"}},
-        r'sparse_attention.mode: choose one of "dense", "fixed", .* got "strided"',
     ),
     (
         {"zero_optimization": {"stage": 1, "cpu_offload": True, "cpu_offload_use_pin_memory": "x"}},
@@ -393,15 +345,7 @@ def test_all_problems_are_reported_together() -> None:
         load_config(config)
     lines = str(caught.value).splitlines()
     assert lines[0] == "config: 7 problems:"
-    for part in (
-        "ovelap_comm",
-        "offload_optimizer.device",
-        "fp16.hysteresis",
-        "bf16.enabled",
-        "Tiger",
-        "amp",
-        "train_batch_",
-    ):
+    for part in ("ovelap", "offload_optimizer.device", "hysteresis", "bf16.enabled", "Tiger", "amp", "train_batch_"):
         assert sum(part in line for line in lines[1:]) == 1, part
 
 
@@ -451,21 +395,13 @@ def test_a_file_with_comments(tmp_path: Path) -> None:
     assert load_config(path).stage == 3
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config file .*nothing\.json does not exist"):
-        load_config(tmp_path / "nothing.json")
-
-
-def test_a_folder_is_not_a_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read: .*directory"):
-        load_config(tmp_path)
-
-
-def test_json_text_is_not_a_path() -> None:
-    with pytest.raises(ConfigError, match="expected the path of a config file, got JSON text"):
-        load_config(json.dumps({"train_batch_size": 1}))
-
-
-def test_other_types_are_named() -> None:
-    with pytest.raises(ConfigError, match="got list"):
-        load_config([1])  # type: ignore[arg-type]
+def test_what_is_no_config_is_named(tmp_path: Path) -> None:
+    sources: list[tuple[Any, str]] = [
+        (tmp_path / "nothing.json", r"config file .*nothing\.json does not exist"),
+        (tmp_path, r"cannot be read: .*directory"),
+        ('{"train_batch_size": 1}', "expected the path of a config file, got JSON text"),
+        ([1], "got list"),
+    ]
+    for source, message in sources:
+        with pytest.raises(ConfigError, match=message):
+            load_config(source)

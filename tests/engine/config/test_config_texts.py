@@ -18,7 +18,6 @@ from zstore.engine.plan.needs import placement_settings
 from zstore.errors import ConfigError
 
 EVERYTHING = Path(__file__).parents[2] / "configs" / "zero3_nvme_everything.json"
-NVME = {"device": "nvme", "nvme_path": "/local_nvme"}
 
 
 def keys_of(config: Config) -> list[str]:
@@ -86,10 +85,7 @@ def test_the_old_form_of_pinned_offload_pins() -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [
-        ("LBFGS", "it calls the model again within its step"),
-        ("Prodigy", "stage 0 without offload only"),
-    ],
+    [("LBFGS", "it calls the model again within its step"), ("Prodigy", "stage 0 without offload only")],
 )
 def test_an_optimizer_that_cannot_be_named_is_answered_with_what_is_true_of_it(name: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:

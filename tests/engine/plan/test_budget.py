@@ -215,20 +215,6 @@ def test_what_the_hosts_memory_cannot_hold_is_refused_on_every_rank() -> None:
     assert run_ranks(_refused, 2, 2 * needed, False) == ["", ""]
 
 
-def test_a_budget_that_cannot_hold_the_state_is_refused_with_numbers(tmp_path: Path) -> None:
-    config = make_config(
-        str(tmp_path),
-        zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}},
-        zstore={"host_budget_bytes": 2 * MIB},
-    )
-    model = build_model("gpt-tiny", 16)
-    before = {name: digest(p.detach().view(-1)) for name, p in model.named_parameters()}
-    with pytest.raises(BudgetError, match=r"host_budget_bytes|budget") as raised:
-        zstore.initialize(model=model, config=config)
-    assert any(character.isdigit() for character in str(raised.value))
-    assert {name: digest(p.detach().view(-1)) for name, p in model.named_parameters()} == before
-
-
 @pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
 def test_the_budget_that_an_error_names_is_enough(optimizer: str, tmp_path: Path) -> None:
     """Buffers grow with the budget."""

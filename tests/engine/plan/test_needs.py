@@ -17,9 +17,6 @@ from zstore.engine.plan.run import shapes_of_model, units_of_model
 from zstore.testing.ranks import run_ranks
 from zstore.tools.sample.models import SHIPPED, Gpt, build_model
 
-# The shard of the smallest one is under 64 KiB, those of the embedding and of the blocks are not.
-MODELS = ("net", "gpt-tiny")
-
 
 def _config(stage: int, tier: str, precision: str, nvme: str, own: str = "none", **keys: Any) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage} | ({"stage3_param_persistence_threshold": 5000} if stage == 3 else {})
