@@ -36,7 +36,6 @@ from ..access.optimizer_state import StateByParameter
 from ..checkpoint.client_state import ClientState, ClientValues, check, present
 from ..checkpoint.load_plan import LoadOptions, LoadReport
 from ..checkpoint.save import Checkpoints, SaveOptions
-from ..config.extra import Extra
 from ..report.monitors import Monitors
 from ..report.progress import RunReport
 from ..report.statistics import EngineStatistics, engine_statistics
@@ -99,8 +98,6 @@ class Engine(nn.Module):
         self.training_state = training
         self.times = PhaseTimes()
         self.report = RunReport(training, self.times, monitors)
-        self.extras: dict[str, Extra] = {}
-        """By the key of their section. See [Note: an extra] in `config.extra`."""
         self.journal = self.report.journal
         """The run's journal, which a loop tells things unknown to the engine, with `note(tokens=..., total_steps=...)`."""
         self.checkpoints = Checkpoints(training, self.journal)
@@ -149,15 +146,10 @@ class Engine(nn.Module):
             self.signals.close,
             self.parameter_guard.remove,
             self.journal.close,
-            functools.partial(_end_extras, self.extras),
         )
         self._finalizer: weakref.finalize[..., Any] = closing_with(
             self, _close, training, self.checkpoints, self.report, self.access, last
         )
-
-    def plug_in(self, extras: Mapping[str, Extra]) -> None:
-        """Take the extras, which were made for this engine."""
-        self.extras.update(extras)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
@@ -264,8 +256,6 @@ class Engine(nn.Module):
         if boundary:
             if self.report.enabled:
                 self.report.step_ended()
-            for extra in self.extras.values():
-                extra.step_ended()
             while self._unchecked:
                 # Before hours of training, and not at a save that must not fail.
                 check(present(self._unchecked.pop()))
@@ -921,12 +911,6 @@ class Engine(nn.Module):
                 ) from error
         gathers = self.world_size > 1 and self.training_state.hooks is not None
         return in_step(value) if name == "generate" and gathers else value
-
-
-def _end_extras(extras: Mapping[str, Extra]) -> None:
-    with contextlib.ExitStack() as first_to_last:  # all of them, whichever fails
-        for extra in reversed([*extras.values()]):
-            first_to_last.callback(extra.close)
 
 
 def _saves_s(checkpoints: Checkpoints) -> dict[str, float]:

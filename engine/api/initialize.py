@@ -21,8 +21,6 @@ from ..access.access import live
 from ..build.init import around_block, leave_to_engine
 from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
 from ..config.config import Config, load_config
-from ..config.extra import EXTRAS, Extra
-from ..config.keys import Section
 from ..config.resolve import ResolveContext, read_answers
 from ..extras import register_parts
 from ..optim.lr_schedules import LRSchedule, named_schedule
@@ -43,8 +41,6 @@ _log = logging.getLogger("zstore")
 
 _opened: list[weakref.ref[Engine]] = []
 """All engines of the process, in the order in which they were made."""
-Chosen = tuple[str, type[Extra], Any]
-"""Key, class and section of an extra, or the value of a key that is no section."""
 
 
 @around_block()
@@ -126,9 +122,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         if (note := precision_note(loaded, resolved.precision, native, device)) is not None:
             _log.log(*note)
         _say(loaded, resolved)
-    chosen = list(_extras(resolved))
-    for _, extra, section in chosen:
-        extra.prepare(model, section)
+    for _, section in resolved.settings.sections_on():
+        section.prepare(model)
     warn_of_doubles(model, resolved)
     if resolved.stage == 3:
         mark_leaves_of(resolved, model)
@@ -146,8 +141,6 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             _opened.append(weakref.ref(engine))
             if compiler is not None:
                 training.compile(compiler)
-            for key, extra, section in chosen:  # each at once: if a later one fails the engine closes it
-                engine.plug_in({key: extra(engine, section)})
         except BaseException:
             monitors.close()
             raise
@@ -185,19 +178,6 @@ def _say(loaded: Config, resolved: Config) -> None:
             resolved.source,
             resolved.gradient_clipping,
         )
-
-
-def _extras(config: Config) -> Iterator[Chosen]:
-    """Yield the extras that a config turns on."""
-    for key, load in EXTRAS.items():
-        section: Any = config.settings
-        for name in key.split("."):
-            section = getattr(section, name)
-        if section is None or (isinstance(section, Section) and section.is_off):
-            continue
-        extra = load()
-        if extra.acts_frozen or not config.frozen:
-            yield key, extra, section
 
 
 def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any) -> bool:

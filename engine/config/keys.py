@@ -162,6 +162,9 @@ class Section(BaseModel):
         """Yield the errors of the section, which is on, by itself and beside other keys of the config."""
         return iter(())
 
+    def prepare(self, model: Any) -> None:
+        """Change a model as the section, which is on, says, before an engine takes it."""
+
     def sizes_at(self, world_size: int) -> tuple[int, int, int]:
         """Return (train batch, micro-batch, accumulation steps) at a world size. Raises ValueError, with advice, if there are
         none."""

@@ -10,8 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from zstore.errors import UsageError
-
 from .keys import Section, built
 from .optimizers import OptimizerSection
 from .scheduler import SchedulerSection
@@ -170,31 +168,9 @@ class ConfigSections(Section):
         return data
 
 
-def add_section(key: str, section: type[Section]) -> None:
-    """Let configs have a section of an extra, at the top or, with "zstore." before its key, in that section; one without a
-    switch is on if it is there. Raises UsageError for a key that is taken."""
-    holder, name = _home(key)
-    if name in holder.model_fields:
-        raise UsageError(f"the config has a key {key!r} already: give the section another name")
+def add_section(name: str, section: type[Section]) -> None:
+    """Let configs have a section of an extra; one without a switch is on if it is there."""
     kind: Any = section if section.switch is not None else section | None
-    holder.model_fields[name] = FieldInfo(annotation=kind, default=section() if kind is section else None)
-    _rebuild(holder)
-
-
-def remove_section(key: str) -> None:
-    """Undo `add_section`."""
-    holder, name = _home(key)
-    del holder.model_fields[name]
-    _rebuild(holder)
-
-
-def _home(key: str) -> tuple[type[Section], str]:
-    outer, _, name = key.rpartition(".")
-    return (ZstoreSection if outer else ConfigSections), name
-
-
-def _rebuild(holder: type[Section]) -> None:
-    kinds: dict[type[Section], None] = dict.fromkeys((holder, ConfigSections))
-    for kind in kinds:
-        if kind.__pydantic_complete__:
-            kind.model_rebuild(force=True)
+    ConfigSections.model_fields[name] = FieldInfo(annotation=kind, default=section() if kind is section else None)
+    if ConfigSections.__pydantic_complete__:
+        ConfigSections.model_rebuild(force=True)

@@ -1,14 +1,10 @@
 """Plug-ins of the engine. `zstore.engine` imports this, so that every config knows the sections of the extras, without torch.
 
-An extra is imported only if its section is on, and the rules, codecs and exchanges of all before a model is laid out.
+A section changes a model by `prepare`; the rules, codecs and exchanges of all extras are registered before a model is laid out.
 """
 
-from functools import partial
 from importlib import import_module
-from pkgutil import resolve_name
 
-from ..config.extra import register
-from ..config.keys import Section
 from ..config.optimizers import OPTIMIZERS
 from ..config.schema import add_section
 from .elasticity import ElasticitySection
@@ -16,12 +12,7 @@ from .one_bit.section import OneBitAdamParams, OneBitLambParams, ZeroOneAdamPara
 from .sparse_attention.section import Pattern
 from .whole_tensors.section import AdafactorParams, LambParams, MuonParams
 
-_EXTRAS: dict[str, tuple[str, type[Section] | None]] = {
-    "sparse_attention": ("sparse_attention.attend:SparseAttention", Pattern),
-}
-
-for _key, (_home, _section) in _EXTRAS.items():
-    register(_key, partial(resolve_name, f"{__name__}.{_home}"), _section)
+add_section("sparse_attention", Pattern)
 add_section("elasticity", ElasticitySection)
 OPTIMIZERS.update(
     {

@@ -21,7 +21,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from zstore.errors import UsageError
 
 from ...config.config import load_config
-from ...config.extra import Extra
 from .section import Pattern
 
 _UNSUPPORTED = ("softcap", "position_bias", "s_aux")
@@ -244,14 +243,3 @@ def _transformers_attention(pattern: Pattern) -> Callable[..., tuple[torch.Tenso
         return mixed.transpose(1, 2).contiguous(), None
 
     return forward
-
-
-class SparseAttention(Extra):
-    """Gives the config's pattern to a model."""
-
-    acts_frozen = True
-
-    @classmethod
-    def prepare(cls, model: nn.Module, section: Pattern) -> None:
-        """Let the model's attention follow the pattern. Raises UsageError for a model of another kind."""
-        apply(model, section)

@@ -1,6 +1,7 @@
 """The section `sparse_attention`, which is a pattern too. Loads no torch."""
 
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import model_validator
@@ -81,6 +82,10 @@ class Pattern(Section):
         """Return an argument of the mode: as given, or its default."""
         given = getattr(self, name)
         return ARGUMENTS[self.mode][name] if given is None else given
+
+    def prepare(self, model: Any) -> None:
+        """Let the model's attention follow the pattern. Raises UsageError for a model of another kind."""
+        resolve_name(f"{__package__}.attend:apply")(model, self)  # by name: it loads torch, and knows patterns
 
     @model_validator(mode="after")
     def _is_sound(self) -> Self:
