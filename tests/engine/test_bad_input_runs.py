@@ -119,8 +119,6 @@ def test_a_resume_that_cannot_be_is_named_and_changes_nothing(train: Any, tmp_pa
             [],
             "nvme_path: expected a folder, or one that can be made",
         ),
-        ({}, ["--data", "/nowhere"], "/nowhere"),
-        ({}, ["--model", "gpt-none"], "unknown model 'gpt-none'"),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e30}}},
             ["--steps", "3"],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import operator
 import pkgutil
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -85,11 +83,3 @@ def test_what_the_page_names_in_their_place_is_there() -> None:
                 continue
             checked += 1
     assert checked > 15
-
-
-def test_the_command_writes_them(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    for name in ("config.md", "deepspeed.md"):
-        (tmp_path / "docs" / name).write_text(f"before\n{BEGIN}old\n{END}after\n")
-    subprocess.run([sys.executable, "-m", "zstore.tools.config_docs"], check=True, cwd=tmp_path)
-    assert (tmp_path / "docs" / "deepspeed.md").read_text() == f"before\n{BEGIN}{missing_keys()}{END}after\n"

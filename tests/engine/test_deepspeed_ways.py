@@ -70,13 +70,6 @@ def test_backward_returns_the_micro_batchs_part_as_deepspeeds_does() -> None:
         assert engine.backward(loss, scale_wrt_gas=False).item() == loss.item()
 
 
-def test_a_relative_folder_for_state_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    offload = {"device": "nvme", "nvme_path": "drive/state"}
-    with start(nn.Linear(200, 200), zero_optimization={"stage": 1, "offload_optimizer": offload}):
-        assert (tmp_path / "drive/state/zstore-run").is_dir()
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_engines_own_module_is_loaded_from_a_checkpoint(stage: int, tmp_path: Path) -> None:
     zero_section = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
@@ -107,14 +100,6 @@ def test_all_ranks_convert_a_checkpoint(tmp_path: Path) -> None:
     assert one == ["model.safetensors"]
     loaded = load_file(tmp_path / "out/model.safetensors")
     assert all(torch.equal(loaded[name], value) for name, value in linear().state_dict().items())
-
-
-def test_an_empty_folder_name_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with start() as engine:
-        engine.save_checkpoint("")
-        assert (tmp_path / "latest").read_text().strip() == "step-00000000"
-        assert engine.load_checkpoint("")[0] is not None
 
 
 def test_init_under_a_16_bit_config_makes_16_bit_parameters(tmp_path: Path) -> None:
