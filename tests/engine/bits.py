@@ -147,6 +147,24 @@ def reference_digests(reference: Reference, rows: dict[str, tuple[int, int]]) ->
     return found
 
 
+def slot_digests(engine: Engine, reference: Reference) -> dict[str, str]:
+    """Return the hashes of this rank's rows of what is trained in the plain loop, with all that its optimizer keeps of what it
+    updated."""
+    state = engine.training_state.state
+    found: dict[str, str] = {}
+    for record in state.records:
+        if record.name not in reference.masters:
+            continue
+        master = reference.masters[record.name]
+        wholes = {record.name: reference.trained[record.name], f"model/{record.name}": master}
+        found |= {name: digest(whole.reshape(-1)[slice(*record.owned_range)].clone()) for name, whole in wholes.items()}
+        for array in state.arrays_of(record)[1:] if master.grad is not None else ():
+            slot = reference.optimizer.state[master][array.split("/")[1]]
+            assert tuple(state.store.spec(array).shape) == tuple(slot.shape)
+            found[array] = digest(slot.reshape(-1)[slice(*state.owned_range(record, array))].clone())
+    return found
+
+
 def differing_arrays(engine: Engine, reference: Reference, rows: dict[str, tuple[int, int]]) -> list[str]:
     """Return the names of the reference's arrays of which the engine's rows have other bits."""
     expected, mine = reference_digests(reference, rows), engine_digests(engine)

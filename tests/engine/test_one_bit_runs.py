@@ -145,40 +145,7 @@ def runs(rank: int, world_size: int, folder: str) -> list[str]:
                     wrong.append(f"{stage}: resumed otherwise")
     wrong += resumes("ZeroOneAdam", f"{folder}/ZeroOneAdam", (4, 5))
     wrong += resumes("OneBitLamb", f"{folder}/OneBitLamb", (4,))
-    return wrong + closeness(rank)
-
-
-def closeness(rank: int) -> list[str]:
-    """A small model that is trained far enough for the variance to settle reaches about Adam's loss."""
-
-    def trained(kind: str, **params: Any) -> float:
-        torch.manual_seed(5)
-        net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
-        truth = torch.randn(16, 4)
-        section = {"type": kind, "params": {"lr": 1e-2, **params}}
-        keys: dict[str, Any] = {
-            "optimizer": section,
-            "scheduler": None,
-            "bf16": {"enabled": False},
-            "gradient_accumulation_steps": 1,
-        }
-        config = make_config(1, **keys)
-        with start(config, net) as engine:
-            for number in range(61):
-                x = torch.randn(
-                    32, 16, generator=torch.Generator().manual_seed(2 * number + rank if number < 60 else 0)
-                )
-                loss = (engine(x) - torch.tanh(x @ truth)).square().mean()
-                engine.backward(loss)
-                engine.step()
-            return float(loss.detach())
-
-    exact = trained("AdamW")
-    found = {
-        "OneBitAdam": trained("OneBitAdam", freeze_step=20),
-        "ZeroOneAdam": trained("ZeroOneAdam", var_freeze_step=20, local_step_scaler=10, local_step_clipper=2),
-    }
-    return [f"{kind}: loss {loss}, Adam's {exact}" for kind, loss in found.items() if not loss < 1.3 * exact]
+    return wrong
 
 
 def resumes(kind: str, folder: str, tags: tuple[int, ...]) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zstore
-from tests.engine.bits import digest, engine_digests, reference_digests
+from tests.engine.bits import engine_digests, reference_digests, slot_digests
 from tests.engine.fake_device import FakeDevice
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config
@@ -160,19 +160,6 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def expected_of(reference: Reference, rows: dict[str, tuple[int, int]]) -> dict[str, str]:
-    """Return hashes of a rank's rows: parameters, masters, and whatever the optimizer keeps of those that it updated."""
-    parameters = {name: p.detach() for name, p in reference.model.named_parameters()}
-    found = {name: digest(value.reshape(-1)[slice(*rows[name])]) for name, value in parameters.items()}
-    for name, master in reference.masters.items():
-        arrays = {f"model/{name}": master.detach()}
-        if master.grad is not None:
-            slots = {slot: v for slot, v in reference.optimizer.state[master].items() if isinstance(v, torch.Tensor)}
-            arrays |= {f"optimizer/{slot}/{name}": v for slot, v in slots.items() if slot not in SCALARS}
-        found |= {array: digest(value.reshape(-1)[slice(*rows[name])]) for array, value in arrays.items()}
-    return found
-
-
 SCALARS = ("step", "mu_product", "eta", "mu")
 
 
@@ -219,10 +206,13 @@ def stepped(rank: int, name: str, precision: str, mode: str, clip: float, accumu
                 differences += [f"step {number}: {scalar}" for scalar in scalars_that_differ(engine, reference)]
                 if number == 1:
                     continue  # reading the state would wait for the update: let it run into the next forward
-                expected, found = expected_of(reference, rows), engine_digests(engine)
+                expected, found = slot_digests(engine, reference), engine_digests(engine)
                 differences += [f"step {number}: {key}" for key in expected if found.get(key) != expected[key]]
             slots = {array.split("/")[1] for record in state.records for array in state.arrays_of(record)[1:]}
-            assert slots == {key.split("/")[1] for key in expected if key.startswith("optimizer/")}
+            kept = {
+                slot for state in reference.optimizer.state.values() for slot, v in state.items() if torch.is_tensor(v)
+            }
+            assert slots == kept - set(SCALARS)
     return differences
 
 
@@ -244,25 +234,12 @@ def test_on_two_ranks_each_does_what_torch_does_bit_for_bit(everything: bool) ->
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
-class RowMuon(torch.optim.Optimizer):
-    """Steps by the direction of each row: an element's step depends on its neighbours."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data -= group["lr"] * nn.functional.normalize(parameter.grad, dim=-1)
-
-
 class TrustedAdam(torch.optim.Adam):
     """As LAMB: Adam's step, as long as the whole weight. A class that derives from an element-wise one is none."""
 
 
 NOT_ELEMENT_WISE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "LBFGS": lambda net: torch.optim.LBFGS(net.parameters()),
-    "RowMuon": lambda net: RowMuon(net.parameters()),
     "TrustedAdam": lambda net: TrustedAdam(net.parameters()),
 }
 

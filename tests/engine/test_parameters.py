@@ -100,14 +100,6 @@ def test_a_conversion_that_changes_nothing_passes(place: str) -> None:
         assert engine_digests(engine) == engine_digests(other)
 
 
-def test_memory_format_of_images_is_a_change_of_memory() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
-    with start(model=net) as engine:
-        with pytest.raises(UsageError, match="move to other memory"):
-            engine.to(memory_format=torch.channels_last)
-        engine.to(memory_format=torch.contiguous_format)
-
-
 def test_after_close_the_model_may_be_converted() -> None:
     engine = start()
     model = engine.module

@@ -238,18 +238,3 @@ def _in_two_parts(rank: int, folder: str, spills: bool) -> None:
 @pytest.mark.parametrize("spills", [True, False])
 def test_a_late_part_is_added_to_one_that_is_still_being_reduced(spills: bool, tmp_path: Path) -> None:
     run_ranks(_in_two_parts, 2, str(tmp_path), spills)
-
-
-def test_a_gradient_that_another_hook_took_before_it_was_complete_is_none(nvme: Path) -> None:
-    with opened(nvme, count=1) as (_, (record,)):
-        unit = Unit("all", (torch.nn.Module(),), (record,), (record,))
-        rules = GradientRules(bucket_numel=10**9, exchanges=Exchanges(world=World()))
-        gradients = UnitGradients([unit], [], World(), rules, Transfers(Streams(), LinkCounters()))
-        for parts in (2, 1):
-            gradients.start_backward(last=True)
-            for _ in range(parts):
-                record.parameter.sum().backward()  # type: ignore[no-untyped-call]
-            gradients.end_backward()
-            assert gradients.has(record) == (parts == 2)
-            gradients.drop()
-            record.parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))

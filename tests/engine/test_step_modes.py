@@ -32,7 +32,7 @@ from zstore.checkpoint.reader import tags
 from zstore.engine import Engine
 from zstore.errors import CheckpointError, RankError, StorageError, UsageError
 from zstore.io.files import OpenFile
-from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
+from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 
 # -- forward: step() fixes everything ---------------------------------------------------------------------------------
@@ -222,23 +222,6 @@ def test_a_save_takes_what_the_update_finishes(nvme: Path, tmp_path: Path) -> No
         assert _pins(engine) == 0
         engine.load_checkpoint(folder)
         assert state_of(engine) == expected(2)
-
-
-def test_steps_go_on_while_a_save_is_linked(nvme: Path, tmp_path: Path) -> None:
-    folder = str(tmp_path / "ckpt")
-    files = GatedFiles("link")
-    with start(config("forward", nvme), make_model(), _files=files) as engine, files.holding():
-        step(engine)
-        ticket = engine.save_checkpoint(folder, wait=False)
-        step(engine)
-        step(engine)
-        files.arrived(1)
-        assert not ticket.done()
-        files.open_gate()
-        ticket.wait()
-        assert state_of(engine) == expected(3)
-        engine.load_checkpoint(folder)
-        assert state_of(engine) == expected(1)
 
 
 class HeldFaults(FaultyFiles):

@@ -102,9 +102,7 @@ def functional(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 WAYS: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
     "parameters": lambda net, x: magnitudes(net.parameters()),
-    "named_parameters": lambda net, x: magnitudes(p for _, p in net.named_parameters()),
     "_parameters": lambda net, x: magnitudes(held(net)),
-    "vector": lambda net, x: magnitudes([nn.utils.parameters_to_vector(net.parameters())]),
     "list": lambda net, x: magnitudes(net.kept[0]),
     "closure": lambda net, x: magnitudes(net.closure()),
     "param_groups": lambda net, x: magnitudes(p for group in net.groups for p in group["params"]),
@@ -245,22 +243,18 @@ def resting(tmp_path: Path) -> Iterator[Engine]:
 
 OUTSIDE: dict[str, Callable[[nn.Parameter], object]] = {
     "sum": lambda p: p.sum(),
-    "abs": torch.abs,
     "list": lambda p: torch._foreach_norm([p]),
     "cat": lambda p: torch.cat([torch.zeros(1), p.view(-1)]),
     "linear": lambda p: F.linear(torch.zeros(1, 24), p),
     "operator": lambda p: torch.ops.aten.mul.Scalar(p, 2.0),
     "item": lambda p: p[0, 0].item(),
-    "tolist": lambda p: p.tolist(),
     "numpy": lambda p: p.detach().numpy(),
     "bool": bool,
     "in place": lambda p: p.data.zero_(),
     "init": nn.init.zeros_,
-    "copy": lambda p: torch.zeros(96, 24).copy_(p),
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
     "iteration": list,
     "comparison": lambda p: p == 0,
-    "pointer": lambda p: p.cpu().numpy(),
 }
 
 

@@ -25,7 +25,6 @@ from tests.engine.transformers_models import (
     loss_of,
 )
 from tests.reference import DTYPES, Reference
-from zstore.engine.access.generation import in_step
 from zstore.testing.ranks import run_ranks
 from zstore.tools.consolidate import consolidate_command
 
@@ -141,22 +140,6 @@ def test_ranks_write_what_the_plain_model_does(name: str, on_two_ranks: list[dic
     assert [found[f"{name} writes"] for found in on_two_ranks] == [[], []]
     assert write(name, 0, 1) == []
     assert write(name, 0, 1, offload_param={"device": "nvme", "nvme_path": str(nvme)}) == []
-
-
-def test_generate_is_told_to_keep_step_unless_the_call_says_otherwise() -> None:
-    def generate(inputs: int, config: Any = None, synced_gpus: bool | None = None, **others: Any) -> Any:
-        return inputs, config, synced_gpus, others
-
-    together = in_step(generate)
-    assert together(1, top_k=5) == (1, None, True, {"top_k": 5})
-    assert together(inputs=1, synced_gpus=False) == (1, None, False, {})
-    assert together(1, 2, None) == (1, 2, True, {})
-    assert together(1, 2, False) == (1, 2, False, {})
-
-    def own(inputs: int, tokens: int) -> int:
-        return inputs + tokens
-
-    assert in_step(own) is own
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zstore
-from tests.engine.bits import digest, engine_digests
+from tests.engine.bits import digest, engine_digests, slot_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config
 from tests.reference import Reference
@@ -63,30 +63,6 @@ def config_of(name: str, folder: str, stage: int, tier: str, **keys: Any) -> dic
     return make_config(stage, tier, folder, **(plain | keys))
 
 
-def rows_of(whole: torch.Tensor, state: Any, record: Any, name: str) -> str:
-    first, stop = state.owned_range(record, name)
-    return digest(whole.detach().reshape(-1)[first:stop].clone())
-
-
-def expected_of(engine: Engine, reference: Reference) -> dict[str, str]:
-    """Return the hashes of this rank's rows of what the plain loop has."""
-    state = engine.training_state.state
-    found: dict[str, str] = {}
-    for record in state.records:
-        if record.name not in reference.masters:
-            continue
-        master = reference.masters[record.name]
-        first, stop = record.owned_range
-        found[record.name] = digest(reference.trained[record.name].detach().reshape(-1)[first:stop].clone())
-        found[f"model/{record.name}"] = digest(master.detach().reshape(-1)[first:stop].clone())
-        if master.grad is not None:
-            for array in state.arrays_of(record)[1:]:
-                slot = reference.optimizer.state[master][array.split("/")[1]]
-                assert tuple(state.store.spec(array).shape) == tuple(slot.shape)
-                found[array] = rows_of(slot, state, record, array)
-    return found
-
-
 def misplanned(engine: Engine) -> list[str]:
     """Return the slots whose planned bytes are not those that there are."""
     training = engine.training_state
@@ -134,7 +110,7 @@ def trained(
                         engine.step()
                     if engine.get_global_grad_norm() != reference.norm:
                         differences.append(f"step {number}: norm")
-                    expected, found = expected_of(engine, reference), engine_digests(engine)
+                    expected, found = slot_digests(engine, reference), engine_digests(engine)
                     differences += [f"step {number}: {key}" for key in expected if found.get(key) != expected[key]]
                 if not steps.start:
                     engine.save_checkpoint(saves)
