@@ -223,32 +223,6 @@ def test_a_deepspeed_folder_becomes_all_others(kind: str, tmp_path: Path) -> Non
 # -- Hugging Face -----------------------------------------------------------------------------------------------------
 
 
-def test_a_hugging_face_folder_there_and_back(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=101, n_positions=16)
-    model = transformers.GPT2LMHeadModel(config)
-    model.save_pretrained(tmp_path / "hf", max_shard_size="30KB")
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
-    convert(tmp_path / "hf", tmp_path / "ours", world_size=2)
-    with open_checkpoint(tmp_path / "ours") as reader:
-        assert (reader.tag, verify_checkpoint(reader)) == ("hf", [])
-    (tmp_path / "tokenizer.json").write_text("another model's")
-    (tmp_path / "ours/hf/generation_config.json").write_text('{"max_length": 7}')
-    convert(tmp_path / "hf", tmp_path / "ours2")
-    assert not list((tmp_path / "ours2").rglob("tokenizer.json")), "what lies beside the source is not the model's"
-    assert (tmp_path / "ours2/hf/config.json").read_bytes() == (tmp_path / "hf/config.json").read_bytes()
-    convert(tmp_path / "ours", tmp_path / "back", "safetensors")
-    assert "7" in (tmp_path / "back/generation_config.json").read_text()
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "back")
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
-    convert(tmp_path / "hf", tmp_path / "model.pt", "torch")
-    weights = torch.load(tmp_path / "model.pt", weights_only=True)
-    fresh = transformers.GPT2LMHeadModel(config)
-    missing, unexpected = fresh.load_state_dict(weights, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])
-    assert torch.equal(fresh.lm_head.weight, model.lm_head.weight)
-
-
 def test_values_that_a_type_cannot_hold_are_named(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     save_file({"w": torch.tensor([1e6, 1.0])}, tmp_path / "hf/model.safetensors")

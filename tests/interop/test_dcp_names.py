@@ -22,48 +22,34 @@ def there_and_back(paths: list[Path]) -> dict[str, str]:
     return names.arrays
 
 
-def test_get_state_dict_nested_and_flattened() -> None:
-    nested = [
-        ("app", "model", "h.0.weight"),
-        ("app", "optim", "state", "h.0.weight", "exp_avg"),
-        ("app", "optim", "state", "h.0.weight", "step"),
-    ]
-    assert there_and_back(nested) == {
-        "app.model.h.0.weight": "model/h.0.weight",
-        "app.optim.state.h.0.weight.exp_avg": "optimizer/exp_avg/h.0.weight",
-        "app.optim.state.h.0.weight.step": "optimizer/step/h.0.weight",
-    }
-    flat = [("model", "h.0.weight"), ("optimizer", "state.h.0.weight.exp_avg")]
-    assert list(there_and_back(flat).values()) == ["model/h.0.weight", "optimizer/exp_avg/h.0.weight"]
-
-
-def test_torchtitan_has_its_weights_at_the_top() -> None:
-    paths: list[Path] = [
-        ("layers.0.wq.weight",),
-        ("optimizer", "state.layers.0.wq.weight.exp_avg"),
-        ("train_state", "step"),
-    ]
-    assert list(there_and_back(paths).values()) == [
-        "model/layers.0.wq.weight",
-        "optimizer/exp_avg/layers.0.wq.weight",
-        "client/train_state.step",
-    ]
-
-
-def test_a_weight_of_a_hugging_face_model_keeps_its_name() -> None:
-    assert list(there_and_back([("model", "model.embed_tokens.weight")]).values()) == [
-        "model/model.embed_tokens.weight"
-    ]
-    assert list(there_and_back([("model.embed_tokens.weight",)]).values()) == ["model/model.embed_tokens.weight"]
-
-
-def test_several_models_keep_apart() -> None:
-    paths: list[Path] = [("gen", "model", "w"), ("disc", "model", "w"), ("gen", "optim", "state", "w", "exp_avg")]
-    assert list(there_and_back(paths).values()) == [
-        "model/gen.model.w",
-        "model/disc.model.w",
-        "optimizer/exp_avg/w",
-    ]
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {
+            ("app", "model", "h.0.weight"): "model/h.0.weight",
+            ("app", "optim", "state", "h.0.weight", "exp_avg"): "optimizer/exp_avg/h.0.weight",
+            ("app", "optim", "state", "h.0.weight", "step"): "optimizer/step/h.0.weight",
+        },
+        {
+            ("model", "h.0.weight"): "model/h.0.weight",
+            ("optimizer", "state.h.0.weight.exp_avg"): "optimizer/exp_avg/h.0.weight",
+        },
+        {  # weights at the top, as torchtitan has them
+            ("layers.0.wq.weight",): "model/layers.0.wq.weight",
+            ("optimizer", "state.layers.0.wq.weight.exp_avg"): "optimizer/exp_avg/layers.0.wq.weight",
+            ("train_state", "step"): "client/train_state.step",
+        },
+        {("model", "model.embed_tokens.weight"): "model/model.embed_tokens.weight"},
+        {("model.embed_tokens.weight",): "model/model.embed_tokens.weight"},
+        {  # several models keep apart
+            ("gen", "model", "w"): "model/gen.model.w",
+            ("disc", "model", "w"): "model/disc.model.w",
+            ("gen", "optim", "state", "w", "exp_avg"): "optimizer/exp_avg/w",
+        },
+    ],
+)
+def test_names_of_models_and_optimizers(arrays: dict[Path, str]) -> None:
+    assert list(there_and_back(list(arrays)).values()) == list(arrays.values())
 
 
 @given(

@@ -11,31 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.interop.deepspeed_data import CASES, NUMBERS, expected, facts, model_states, root_of, states, write
+from tests.interop.deepspeed_data import CASES, NUMBERS, expected, facts, root_of, states, write
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
-from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError, ZstoreError
-from zstore.interop.deepspeed import open_deepspeed
 from zstore.io.tensors import as_torch
 from zstore.open.sources import open_source
-from zstore.tools.consolidate import consolidate_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.opening import Common
 from zstore.tools.verify import verify_command
 
 CLIENT = {"client/tensor", "client/numpy.state"}
-
-
-def test_there_are_cases_of_every_kind() -> None:
-    kinds = [facts(case)["case"] for case in CASES]
-    assert {kind["stage"] for kind in kinds} == {0, 1, 2, 3}
-    assert {kind["world_size"] for kind in kinds} >= {1, 2, 3}
-    assert {kind.get("precision", "fp32") for kind in kinds} == {"fp32", "bf16", "fp16"}
-    for special in ("groups", "nvme", "universal", "folder", "client"):
-        assert any(kind.get(special) for kind in kinds), special
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,34 +68,6 @@ def test_ranges_are_parts_of_the_whole(case: str) -> None:
             source.read(name, 0, array.spec.numel + 1, part)
         with pytest.raises(UsageError):
             source.read(name, 0, 1, np.empty(2, np.float64))
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if "nvme" in case or "trainer" in case or "universal" in case])
-def test_consolidated_weights_are_the_masters(case: str, tmp_path: Path) -> None:
-    assert consolidate_command(str(root_of(case)), tmp_path / "out", "fp32", 10**9) == 0
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    wanted = {
-        name.split("/", 1)[1]: value for name, value in expected(case).items() if not name.startswith("optimizer/")
-    }
-    assert set(found) == set(wanted)
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value.float() if value.is_floating_point() else value), name
-
-
-@pytest.mark.parametrize("case", ["stage2-fp16-1", "stage3-bf16-groups-2"])
-def test_reshard_writes_a_checkpoint_of_ours(case: str, tmp_path: Path) -> None:
-    with open_source(root_of(case)) as source:
-        path = reshard_checkpoint(source, tmp_path / "ours", 4)
-        with open_checkpoint(tmp_path / "ours") as ours:
-            assert not verify_checkpoint(ours)
-            assert ours.record.world_size == 4
-            assert ours.record.training_world_size == source.record.training_world_size
-            assert ours.record.state == source.record.state
-            assert set(ours.arrays) == set(source.arrays)
-            for name in source.arrays:
-                assert ours.arrays[name].spec == source.arrays[name].spec
-                assert ours.read_array(name).tobytes() == source.read_array(name).tobytes(), name
-    assert path.name == "global_step3"
 
 
 def test_inspect_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,13 +120,6 @@ def test_a_checkpoint_of_ours_in_the_same_folder_is_the_newest(tmp_path: Path) -
     assert step_of(tmp_path, "global_step9")[0] == "global_step9"
 
 
-def test_other_folders_are_none_of_deepspeeds(tmp_path: Path) -> None:
-    assert open_deepspeed(tmp_path) is None
-    assert open_deepspeed(tmp_path / "missing") is None
-    with pytest.raises(CheckpointNotFoundError):
-        open_source(tmp_path)
-
-
 # -- what is in it ----------------------------------------------------------------------------------------------------
 
 
@@ -208,13 +160,6 @@ def test_what_is_not_carried_over_is_named(tmp_path: Path) -> None:
         text = "; ".join(source.notes)
     for named in ("client_state: loop", "client_state: raw (bytes)", "'data_sampler'", "random number generators"):
         assert named in text
-
-
-def test_the_loss_scale_goes_on() -> None:
-    with open_source(root_of("stage2-fp16-1")) as source:
-        scale = source.record.state["engine"]["loss_scale"]
-    assert scale["iteration"] == 3
-    assert scale["scale"] >= 256
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -365,15 +310,6 @@ def test_names_are_no_paths(tmp_path: Path) -> None:
         assert ours.read_array(f"model/{evil}").tolist() == NUMBERS[:20].reshape(4, 5).tolist()
 
 
-def test_links_and_pipes_in_place_of_files_do_not_hang(tmp_path: Path) -> None:
-    folder = write(tmp_path)
-    path = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(CorruptionError, match="is not a regular file"):
-        open_source(tmp_path)
-
-
 class Caller:
     """Has a function called as it is unpickled."""
 
@@ -392,12 +328,3 @@ def test_calls_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointMismatchError, match=r"posix\.system"):
             open_source(root)
     assert not flag.exists()
-
-
-def test_opening_reads_no_tensor(tmp_path: Path) -> None:
-    write(tmp_path)
-    with open_source(tmp_path) as source:
-        assert source.read_bytes == 0
-        source.read("model/w", 3, 5, np.empty(2, np.float32))
-        assert source.read_bytes == 8
-    assert model_states()["global_steps"] == 9

@@ -105,31 +105,6 @@ def test_they_do_at_any_world_size(case: str, world_size: int, zero: dict[str, A
         check(case, losses)
 
 
-def test_what_was_resharded_goes_on_alike(tmp_path: Path) -> None:
-    from zstore.checkpoint.reshard import reshard_checkpoint
-    from zstore.open.sources import open_source
-
-    case = "stage3-fp32-3"
-    with open_source(root_of(case)) as source:
-        reshard_checkpoint(source, tmp_path, 2)
-    losses, _ = go_on(0, case, str(tmp_path), 1, {})
-    check(case, losses)
-
-
-def test_what_is_loaded_is_what_deepspeed_held() -> None:
-    case = "stage2-fp32-3"
-    with start(case, config_for(case, 1)) as engine:
-        engine.load_checkpoint(str(root_of(case)))
-        wanted = expected(case)
-        for name, parameter in engine.module.named_parameters():
-            assert torch.equal(parameter.detach(), wanted[f"model/{name}"]), name
-        assert torch.equal(engine.module.get_buffer("numbers"), wanted["buffer/numbers"])
-        state = engine.training_state.state
-        assert {scalars["step"] for scalars in state.scalars.values()} == {3.0}
-        assert engine.get_lr() == pytest.approx([0.013652123889719708] * 2)
-        assert engine.lr_scheduler.state_dict() == {"last_batch_iteration": 2}
-
-
 @pytest.mark.parametrize("case", NVME)
 def test_offloaded_state_is_loaded_and_trained(case: str) -> None:
     wanted = expected(case)

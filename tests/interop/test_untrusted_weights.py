@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from safetensors.numpy import save_file
 
 from zstore.errors import CorruptionError, ZstoreError
 from zstore.open.sources import open_source
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 W = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 

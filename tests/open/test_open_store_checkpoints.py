@@ -128,20 +128,6 @@ def test_a_load_that_fails_tells_of_it_once(tmp_path: Path) -> None:
             store.flush().wait()
 
 
-def test_a_put_that_fails_makes_no_array(tmp_path: Path) -> None:
-    files = FaultyFiles()
-    tmp_path.joinpath("run").mkdir()
-    with Store(TensorStore(StoreOptions(run_path=tmp_path / "run"), files=files)) as store:
-        files.inject(Fault(kind="write", error_number=errno.EIO))
-        failed, read = store.put("a/w", values(LARGE)), store.get("a/w")
-        assert isinstance(failed.error(), StorageError)
-        with pytest.raises(UsageError, match="not what was put last, for that failed"):
-            read.wait()
-        assert "a/w" not in store
-        with pytest.raises(StorageError):
-            store.flush().wait()
-
-
 ENDLESS = """
 import sys
 import numpy as np

@@ -105,26 +105,6 @@ def test_numbers_that_are_not_finite_are_events(tmp_path: Path, serve: Serve) ->
     assert get(base, "/api/runs/run/steps")["columns"]["loss"] == [1.0, None, None, 1.0]
 
 
-def test_evaluations_and_metrics_of_ones_own_are_columns(tmp_path: Path, serve: Serve) -> None:
-    lines = [
-        start(),
-        {"kind": "metrics", "step": 0, "metric/eval_loss": 9.0},
-        step(1),
-        step(2),
-        {"kind": "metrics", "step": 2, "metric/eval_loss": 2.5, "metric/perplexity": 12.0},
-        {"kind": "metrics", "step": 2, "metric/accuracy": 0.25, "metric/text": "x"},
-        step(3),
-    ]
-    write(tmp_path / "run", *({"at": 1000.0 + at, **line} for at, line in enumerate(lines)))
-    columns = get(serve(tmp_path), "/api/runs/run/steps")["columns"]
-    assert columns["step"] == [0, 1, 2, 3]
-    assert columns["loss"] == [None, 1.0, 1.0, 1.0]
-    assert columns["metric/eval_loss"] == [9.0, None, 2.5, None]
-    assert columns["metric/perplexity"] == [None, None, 12.0, None]
-    assert columns["metric/accuracy"] == [None, None, 0.25, None]
-    assert "metric/text" not in columns
-
-
 def test_two_journals_of_a_folder_are_sessions_of_one_run(tmp_path: Path, serve: Serve) -> None:
     for number, (first, last) in enumerate(((1, 5), (4, 7))):
         lines = [step(n, at=1000.0 * number + n, loss=10.0 * number + n) for n in range(first, last + 1)]

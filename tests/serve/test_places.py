@@ -60,16 +60,6 @@ def test_a_checkpoint_that_a_link_replaces_is_not_followed(runs: Path, serve: Se
         assert http.request("GET", f"{base}/zarr/one/{name}/zarr.json").status == 404, name
 
 
-def test_a_url_that_means_nothing_is_answered_with_what_does(
-    runs: Path, serve: Serve, http: urllib3.PoolManager
-) -> None:
-    base = serve(runs)
-    for path in ("/one/latest", "/api/nothing"):
-        answer = http.request("GET", base + path)
-        assert answer.status == 404
-        assert answer.json()["error"].startswith(f"Not Found: the service has nothing for GET '{path}'; see /api/docs")
-
-
 def test_https_to_a_service_without_a_certificate_says_so(runs: Path, serve: Serve) -> None:
     url = serve(runs).replace("http://", "https://")
     with pytest.raises(UsageError, match=r"does not speak TLS.*write http://"):

@@ -69,8 +69,10 @@ def save(world: World, local: Path, url: str, **fields: Any) -> list[Any]:
     )
 
 
-def content_of(world: World) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in world.arrays.items()}
+def assert_same(folder: Path, world: World) -> None:
+    with open_checkpoint(folder) as reader:
+        for name, array in world.arrays.items():
+            assert reader.read_array(name).tobytes() == array.tobytes(), name
 
 
 def whole(folder: Path) -> list[str]:
@@ -91,10 +93,7 @@ def test_a_save_arrives_with_the_same_bytes(tmp_path: Path, url: str, world: Wor
     summary = save(world, tmp_path / "local", f"{url}/one")[0]
     assert summary.url == f"{url}/one/step-00000001"
     arrived = tmp_path / "runs" / "one" / "step-00000001"
-    with open_checkpoint(arrived) as reader:
-        assert {name: reader.read_array(name).tobytes() for name in world.arrays} == {
-            name: array.tobytes() for name, array in world.arrays.items()
-        }
+    assert_same(arrived, world)
     assert whole(arrived.parent) == ["step-00000001"]
     assert {path.name for path in arrived.parent.iterdir()} == {"latest", "step-00000001"}
 
@@ -118,10 +117,7 @@ def test_only_what_changed_is_sent_again(tmp_path: Path, url: str, world: World)
     second = save(world, local, f"{url}/one", step=2)
     changed = sum(size for path, size in shards.items() if path.parent == arrived / "step-00000001/model/h.0.weight")
     assert sent_bytes(second) == changed
-    with open_checkpoint(arrived) as reader:
-        assert {name: reader.read_array(name).tobytes() for name in world.arrays} == {
-            name: array.tobytes() for name, array in world.arrays.items()
-        }
+    assert_same(arrived, world)
     assert whole(arrived) == ["step-00000001", "step-00000002"]
     frozen = "model/frozen/c.0.0"
     assert (arrived / "step-00000001" / frozen).samefile(arrived / "step-00000002" / frozen)
@@ -202,8 +198,7 @@ def test_a_tag_is_replaced_by_its_own_run_and_else_only_where_that_is_asked_for(
     with open_world(make_arrays()) as world:
         (summary,) = save(world, tmp_path / "b", f"{url}/one")
         assert any("was replaced" in message for message in summary.messages)
-        with open_checkpoint(runs / "one/step-00000001") as reader:
-            assert {name: reader.read_array(name).tobytes() for name in world.arrays} == content_of(world)
+        assert_same(runs / "one/step-00000001", world)
     again = save_arrays(tmp_path / "c", make_arrays(), run_id="run")
     with pytest.raises(CheckpointExistsError, match="pass overwrite=True"):
         upload_checkpoint(again, f"{url}/one", OPTIONS)
@@ -239,17 +234,14 @@ def test_retention_is_the_client_s(tmp_path: Path, url: str) -> None:
     assert [info.record.step for info in tags(tmp_path / "runs/one")] == [3, 4]
 
 
-def test_what_lies_beside_the_arrays_arrives_too(tmp_path: Path, url: str) -> None:
+@pytest.mark.parametrize("codec", [None, "zstd"])
+def test_what_lies_beside_the_arrays_arrives_too(codec: str | None, tmp_path: Path, url: str) -> None:
     path = save_arrays(tmp_path / "a", make_arrays(), world_size=3, small={"buffer/n": np.array(7)})
+    if codec:  # an archive
+        with open_checkpoint(path) as reader:
+            path = reshard_checkpoint(reader, tmp_path / "b", 2, lambda _: None, codec=codec)
     (path / "config.json").write_text("{}")
     (path / "empty").write_text("")
-    upload_checkpoint(path, f"{url}/one", OPTIONS)
-    assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
-
-
-def test_an_archive_arrives(tmp_path: Path, url: str) -> None:
-    with open_checkpoint(save_arrays(tmp_path / "a", make_arrays(), world_size=2)) as reader:
-        path = reshard_checkpoint(reader, tmp_path / "b", 2, lambda _: None, codec="zstd")
     upload_checkpoint(path, f"{url}/one", OPTIONS)
     assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
 
