@@ -20,20 +20,14 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.engine.schedule_cases import OWN_LR, adam
-from tests.integrations.tokens import texts, tokenizer
-from tests.integrations.trainers import llama
 from zstore.engine.adapters.deepspeed.given import cleaned, raw_config
 from zstore.engine.adapters.deepspeed.modules import KNOWN as KNOWN_MODULES
 from zstore.engine.adapters.deepspeed.names import (
-    ENGINE_INSTEAD,
-    INSTEAD,
     LEAVES,
     MODULES,
     SAFE,
     SCHEDULES,
     TORCH_COMM,
-    missing,
-    missing_of_engine,
 )
 from zstore.errors import ConfigError, UsageError
 from zstore.journal import run_of
@@ -205,48 +199,6 @@ print(engine.global_steps)
 
 def test_a_notebook_is_one_rank() -> None:
     assert run("-c", NOTEBOOK)[0] == ["1 0", "1"]
-
-
-@pytest.mark.soak
-def test_programs_that_start_python_pass_it_on(tmp_path: Path) -> None:
-    """trl's and accelerate's launchers, each with a subprocess; the losses are those of the programs without DeepSpeed."""
-    llama().save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "data").mkdir()
-    texts(8).to_json(tmp_path / "data" / "train.jsonl")
-    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    config = tmp_path / "ds.json"
-    config.write_text(json.dumps({**dict.fromkeys(sizes, "auto"), "zero_optimization": {"stage": 2}}))
-    words = [
-        "--model_name_or_path",
-        "model",
-        "--dataset_name",
-        "data",
-        "--max_steps",
-        3,
-        "--use_cpu",
-        "--report_to",
-        "none",
-    ]
-    words += ["--per_device_train_batch_size", 2, "--bf16", "False", "--max_length", 16, "--logging_steps", 1]
-    sft = ["sft", *words, "--save_strategy", "no", "--seed", 3]
-    told = []
-    bin_folder = Path(sys.executable).parent
-    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
-    for how in ([bin_folder / "trl", *sft], [*AS_DEEPSPEED, "trl", *sft, "--deepspeed", config]):
-        lines, _ = run(*how, "--output_dir", tmp_path / "out", anew=True, cwd=tmp_path, PATH=path)
-        told.append([float(one) for one in re.findall(r"'loss': '([\d.]+)'", "\n".join(lines))])
-    assert len(told[0]) == 3
-    assert told[1] == pytest.approx(told[0], rel=1e-3)
-    config.write_text(
-        json.dumps({**json.loads(config.read_text()), "gradient_clipping": 0.0})
-    )  # "auto" is 1.0 to accelerate
-    launch = ["-m", "accelerate.commands.launch", "--num_processes", 1]
-    script = SCRIPTS / "deepspeed" / "launched.py"
-    plain, _ = run(*launch, "--cpu", script, anew=True)
-    ours, _ = run(*AS_DEEPSPEED, *launch, "--use_deepspeed", "--deepspeed_config_file", config, script, anew=True)
-    assert [one.split()[0] for one in (plain[-1], ours[-1])] == ["NO", "DEEPSPEED"]
-    assert float(ours[-1].split()[1]) == pytest.approx(float(plain[-1].split()[1]), rel=1e-4)
 
 
 def test_a_deepspeed_that_is_installed_is_not_used_and_one_line_says_so(tmp_path: Path) -> None:
@@ -431,21 +383,6 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
     assert [next(batches) for _ in range(5)] == [1, 2, 1, 2, 1]
 
 
-def test_an_engine_without_an_optimizer_evaluates() -> None:
-    from zstore.engine.adapters.deepspeed import initialize
-
-    config = {"scheduler": {"type": "WarmupLR", "params": {}}, "zero_optimization": {"stage": 0}}
-    engine, *others = initialize.initialize(model=torch.nn.Linear(2, 1), config=config)
-    with engine:
-        assert (engine.optimizer, engine.client_optimizer, engine.optimizer_name(), others) == (
-            None,
-            None,
-            None,
-            [None] * 3,
-        )
-        assert engine(torch.ones(1, 2)).shape == (1, 1)
-
-
 def test_a_reference_model_is_built_by_the_config_of_training_and_initialized_by_another(tmp_path: Path) -> None:
     from zstore.engine.adapters.deepspeed import initialize, zero
 
@@ -472,14 +409,3 @@ def test_the_page_lists_the_names_that_are_there() -> None:
     plain = there - set(f"{TORCH_COMM} {SCHEDULES} {LEAVES} {SAFE}".split())
     unlisted = plain - {name.rpartition(".")[2] for name in listed}
     assert unlisted == {"zero_wrapper_for_fp_tensor_constructor"}
-
-
-def test_hints_name_nothing_that_is_there() -> None:
-    for name in INSTEAD:
-        dotted = f"deepspeed.{name}"
-        holder, _, last = dotted.rpartition(".")
-        there = {each for names in MODULES.get(holder, {}).values() for each in names}
-        assert last not in there
-        assert INSTEAD[name] in missing(f"{dotted}.inner")
-    assert all(missing_of_engine(name) for name in ENGINE_INSTEAD)
-    assert missing_of_engine("backward") is None

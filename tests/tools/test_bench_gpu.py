@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from bench import checkpoint, children, contenders, gpu, limits, links, waits
+from bench import checkpoint, children, gpu, limits, waits
 from bench.children import run_group
-from bench.gpu_parts import FAULTS, ORDER, Part, Run, Setting, lines_of, make_parts
+from bench.gpu_parts import FAULTS, ORDER, Part, Run, lines_of
 from tests.tools.commands import run_here
 
-GB = 10**9
 *NAMES, _ = ORDER
 
 
@@ -157,30 +156,6 @@ def test_a_run_that_is_cut_off_keeps_what_it_has(tmp_path: Path, monkeypatch: py
     assert launches() == (0, ["two", "three"])
 
 
-def test_results_that_came_back_from_another_machine_are_merged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    parts = [canned("more", name=name) for name in ("waits", "ceilings", "speed")]
-    for folder, failing in ((here, {"waits", "speed"}), (there, {"ceilings"})):
-        for part in parts[:2] if folder == there else parts:
-            entry = {
-                "name": part.name,
-                "title": f"{part.title} {folder.name}",
-                "limit_s": 60,
-                "machine": {},
-                "notes": [],
-            }
-            status = "failed" if part.name in failing else "passed"
-            gpu.Record(folder).put(entry | {"status": status, "runs": [], "seconds": 1, "ended": "now"})
-    monkeypatch.setattr(sys, "argv", ["gpu", "--merge", str(there), "--out", str(here)])
-    gpu.main()
-    assert capsys.readouterr().out == "ceilings: failed; the one that passed before is kept\nwaits: passed\n"
-    found = {part["name"]: part["title"] for part in json.loads((here / "gpu.json").read_text())["parts"]}
-    assert list(found.items()) == [("ceilings", "More here"), ("waits", "More there"), ("speed", "More here")]
-    assert "## More there" in (here / "gpu.md").read_text()
-
-
 def test_the_docs_count_the_tests_that_passed_on_a_device() -> None:
     root = Path(gpu.__file__).parent.parent
     (runs,) = [
@@ -201,40 +176,6 @@ def test_a_process_that_takes_too_long_is_ended_with_all_that_it_started(tmp_pat
     assert run_group(["sh", "-c", script], 0.5, os.environ, folder=tmp_path) == "not done within 0.5 s: begun"
     assert run_group(["sh", "-c", "echo words; exit 3"], 60, os.environ) == "exit status 3: words"
     assert run_group(["true"], 60, os.environ) is None
-
-
-def test_parts_take_five_minutes_each_and_say_what_is_left_out(tmp_path: Path) -> None:
-    parts = make_parts(Setting(path=tmp_path))
-    assert [part.name for part in parts] == NAMES
-    assert {part.limit_s for part in parts} == {300}
-    notes = {part.name: " ".join(part.notes) for part in parts}
-    assert "NCCL refuses two ranks on one device" in notes["ceilings"]
-    parts = make_parts(Setting(path=tmp_path, has_deepspeed=True, num_devices=2))
-    assert [part.name for part in parts] == [*NAMES, "deepspeed"]
-    assert not [note for part in parts for note in part.notes if "NCCL" in note]
-    assert all(run.is_peer for run in parts[-1].runs)
-    assert all(run.module in FAULTS for part in parts for run in part.runs)
-    for run in (run for part in parts for run in part.runs):
-        assert [each for each in run.arguments if run.out in each], f"{run.label} does not say where its figures go"
-
-
-def test_the_least_time_is_that_of_the_slowest_link_or_of_all_in_turn() -> None:
-    rates = {"host to device, 64 MiB": 4e9, "device to host, 64 MiB": 2e9, links.ADAMW: 28e9}
-    # Parameters come in 1 s, gradients leave in 1 s, and the update takes 1 s.
-    assert links.least_seconds(rates, 10**9, 0.5, overlaps=True) == 1
-    assert links.least_seconds(rates, 10**9, 0.5, overlaps=False) == 2
-    assert links.least_seconds(rates, 10**9, 3, overlaps=False) == 4
-    rates |= {links.HOST: 1e9, links.WITHIN: 14e9, f"{links.PRODUCTS}bf16": 4e9, f"{links.PRODUCTS}fp32": 1e9}
-    # Few tokens: reading 2 GB of parameters, and writing as many gradients, takes longer than the operations.
-    rows = [(1, "bf16", 0.5, 1), (8, "bf16", 4, 8), (8, "fp32", 16, 32)]
-    for tokens, precision, forward, backward in rows:
-        least = links.least_phases(rates, 10**9, tokens, precision)
-        assert least == {"forward": forward, "backward": backward, "update": 2}
-    del rates[links.WITHIN], rates["host to device, 64 MiB"], rates["device to host, 64 MiB"]
-    assert links.least_phases(rates, 10**9, 1)["forward"] == 2
-    assert links.least_seconds(rates, 10**9, 0.5, overlaps=False) == 1.5
-    assert contenders.batch_shape(64) == (1, 64)
-    assert contenders.batch_shape(16384) == (16, 1024)
 
 
 def test_a_row_of_ours_that_failed_is_a_fault_and_a_peers_is_none() -> None:

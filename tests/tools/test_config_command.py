@@ -97,14 +97,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "2 keys: 1 error, 1 acts" in done.stdout
     assert "problem: seeds: unknown key; did you mean seed?" in done.stderr
-
-
-def test_groups_of_more_ranks_than_one_are_checked_for_the_ranks_that_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, {"train_batch_size": 16, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}})
-    assert config_command(path) == 1
-    problem, note = capsys.readouterr().err.splitlines()
-    assert "zero_hpz_partition_size 8 does not divide the world size 1" in problem
-    assert "--world-size N" in note
-    assert config_command(path, world_size=16) == 0

@@ -42,13 +42,6 @@ def test_frozen_parameters_are_left_out(tmp_path: Path, capsys: pytest.CaptureFi
         consolidate_command(tmp_path / "none", tmp_path / "empty", exclude_frozen=True)
 
 
-def test_frozen_parameters_are_known_by_the_record_too(tmp_path: Path) -> None:
-    record = {"engine": {"scalars": {"h.0.w": {"step": 3.0}}}}
-    save_arrays(tmp_path / "sgd", WEIGHTS, record=record)
-    with open_checkpoint(tmp_path / "sgd") as source:
-        assert frozen_weights(source) == {name.partition("/")[2] for name in WEIGHTS} - {"h.0.w"}
-
-
 def test_without_any_state_it_cannot_be_known_which_are_frozen(tmp_path: Path) -> None:
     save_arrays(tmp_path, WEIGHTS, record={"engine": {"scalars": "odd"}})
     with open_checkpoint(tmp_path) as source, pytest.raises(CheckpointMismatchError, match="does not say which"):

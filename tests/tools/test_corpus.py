@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,26 +30,6 @@ def test_any_range_is_read_across_files(tmp_path_factory: pytest.TempPathFactory
     start = data.draw(st.integers(0, len(whole) - 1))
     count = data.draw(st.integers(0, len(whole) - start))
     assert corpus.read(start, count) == whole[start : start + count]
-
-
-def test_samples_are_windows_of_the_text(tmp_path: Path) -> None:
-    corpus, whole = make_folder(tmp_path, [50, 40, 60])
-    for number in range(50):
-        ids = corpus.sample(number, 20, seed=1)
-        assert ids.dtype == torch.int64
-        assert ids.shape == (20,)
-        assert bytes(ids.tolist()) in whole
-
-
-def test_a_sample_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(np.random.default_rng(0).bytes(100_000))
-    corpus = open_corpus(tmp_path / "text")
-    forwards = [corpus.sample(n, 16, seed=3) for n in range(64)]
-    backwards = [open_corpus(tmp_path / "text").sample(n, 16, seed=3) for n in reversed(range(64))][::-1]
-    assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
-    assert len({bytes(ids.tolist()) for ids in forwards}) == 64
-    other = [corpus.sample(n, 16, seed=4) for n in range(64)]
-    assert not any(torch.equal(a, b) for a, b in zip(forwards, other, strict=True))
 
 
 def philox(key: tuple[int, int], counter: int) -> int:
@@ -103,12 +82,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
     with pytest.raises(ConfigError, match=r"rows.jsonl: expected plain text, got a file of rows"):
         open_corpus(tmp_path / "rows.jsonl")
-
-
-def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
-    file = tmp_path / "text"
-    file.write_bytes(b"x" * 100)
-    corpus = open_corpus(file)
-    file.write_bytes(b"x" * 10)
-    with pytest.raises(ConfigError, match="was changed"):
-        corpus.sample(0, 100, seed=0)

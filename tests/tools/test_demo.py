@@ -41,17 +41,6 @@ def test_the_demo_begins_without_what_takes_long_to_load() -> None:
         assert f"'{name}'" not in done.stdout
 
 
-def test_what_a_former_demo_left_goes_while_the_next_one_trains(tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
-    (folder / "run/step-00000020").mkdir(parents=True)
-    (folder / "run/step-00000020/zstore.json").write_text("{}")
-    sweeper = Demo(folder, "gpt-tiny", 2 * SAVE_EVERY)._make_folder()
-    assert not (folder / "run").exists()
-    sweeper.join(200)
-    assert [path.name for path in folder.iterdir()] == ["nvme"]
-    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
-
-
 def test_what_the_demo_says_to_type_next_works(tmp_path: Path) -> None:
     demo = Demo(tmp_path, "gpt-tiny", 2 * SAVE_EVERY)
     with start(make_config()) as engine:
@@ -120,44 +109,3 @@ def test_make_says_a_line_for_each_step_and_does_each_once(tree: Path) -> None:
     (tree / "log").unlink()
     assert make(tree, "demo") == ["== Train"]
     assert (tree / "log").read_text() == "-m zstore.tools.demo\n"
-
-
-# -- .ci/pythons --------------------------------------------------------------------------------------------------------
-
-PYTHON_OF_CI = """#!/bin/sh
-case "$*" in
-  *"{fails}"*) echo "ERROR: {fails} went wrong"; exit 1 ;;
-  *version_info*) echo {version} ;;
-  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-  "-m pytest "*) echo "$@" >> "{log}"; echo "3 passed in 0.1s" ;;
-esac
-"""
-
-
-@pytest.mark.skipif(not shutil.which("bash") or not shutil.which("timeout"), reason="needs bash and coreutils")
-@pytest.mark.parametrize(("fails", "code"), [("-m pytest", 1), ("--editable", 1), ("ensurepip", 0), ("nothing", 0)])
-def test_pythons_of_ci_are_forgiven_a_failed_download_alone(tmp_path: Path, fails: str, code: int) -> None:
-    for name in (".ci/pythons", "pyproject.toml", "constraints.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("test_ends.py", "test_ends_with_torch.py"):
-        (tmp_path / "tests").mkdir(exist_ok=True)
-        (tmp_path / "tests" / name).write_text("import torch\n" * ("torch" in name) + "@pytest.mark.endings\n")
-    for version, failing in {"3.11": fails, "3.12": "nothing", "3.13": "check download", "3.14": "nothing"}.items():
-        python = tmp_path / f"python{version}"
-        python.write_text(PYTHON_OF_CI.format(fails=failing, version=version, log=tmp_path / "log"))
-        python.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYENV_ROOT": str(tmp_path), "PYTHON": "python3.12"}
-    command = [tmp_path / ".ci/pythons", "endings"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == code, done.stderr
-    first, main, broken, last = done.stdout.splitlines()
-    expected = {"ensurepip": "not run: not found", "nothing": "3 passed"}.get(
-        fails, f"failed: ERROR: {fails} went wrong"
-    )
-    assert first.startswith(f"Python 3.11: {expected}")
-    assert main == "Python 3.12: not run: the whole suite runs on it"
-    assert broken.startswith("Python 3.13: not run: what the tests need could not be downloaded: ERROR: ")
-    assert last == "Python 3.14: 3 passed in 0.1s"
-    assert "tests/test_ends.py" in (tmp_path / "log").read_text()
-    assert "tests/test_ends_with_torch.py" not in (tmp_path / "log").read_text()

@@ -62,13 +62,6 @@ def test_json_tells_everything(saved: Path, capsys: pytest.CaptureFixture[str]) 
     assert (weight["shape"], weight["dtype"], weight["bytes"], weight["shards"]) == ([100, 30], "float32", 12_000, 2)
 
 
-def test_a_table_names_arrays(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect_command(saved) == 0
-    printed = capsys.readouterr().out
-    for text in ("2 ranks", "h.10.weight", "[100, 30]", "float32", "[red]odd[/]"):
-        assert text in printed
-
-
 def test_names_that_rich_would_replace_are_printed_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

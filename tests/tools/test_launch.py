@@ -14,7 +14,7 @@ import pytest
 
 from tests import warm
 from tests.tools.train_runs import config_file, options, rows
-from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.tools.train.command import launch, train_command
 
@@ -69,7 +69,6 @@ ZSTORE = [sys.executable, "-m", "zstore"]
     [
         pytest.param((), signal.SIGTERM, marks=pytest.mark.soak),
         (("--nproc", 2), signal.SIGTERM),
-        pytest.param(("--nproc", 2), signal.SIGUSR1, marks=pytest.mark.soak),
     ],
 )
 def test_a_signal_saves_and_ends_with_75(
@@ -110,29 +109,13 @@ def test_torchrun_passes_a_signal_on_and_its_ranks_end_with_75(tmp_path: Path, t
     assert saved_step(tmp_path) > 0
 
 
-def test_best_and_every_are_kept(tmp_path: Path, text: Path) -> None:
-    config = config_file(tmp_path, zstore={"keep": {"last": 1, "every": 3, "best": "loss:min"}})
-    metrics = tmp_path / "m.jsonl"
-    more = {"save": tmp_path / "run", "save_every": 1, "steps": 5}
-    train_command(options(tmp_path, text, config, metrics=metrics, **more))
-    best = min(rows(metrics), key=lambda row: float(row["loss"]))["step"]
-    assert [info.record.step for info in tags(tmp_path / "run")] == sorted({3, 5, best})
-
-
 # -- the launcher alone -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("import sys; sys.exit(75)", 75),
-        ("import os, sys; sys.exit(75 * int(os.environ['RANK']))", 75),
-    ],
-)
-def test_ranks_that_stopped_are_no_failure(code: str, expected: int) -> None:
+def test_ranks_that_stopped_are_no_failure() -> None:
     with pytest.raises(SystemExit) as caught:
-        launch([*PYTHON, code], 2)
-    assert caught.value.code == expected
+        launch([*PYTHON, "import os, sys; sys.exit(75 * int(os.environ['RANK']))"], 2)
+    assert caught.value.code == 75
 
 
 def test_a_second_signal_reaches_the_ranks_too(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.checkpoints import save_arrays
-from zstore.errors import CheckpointNotFoundError
 from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common
 
@@ -70,10 +69,3 @@ def test_what_is_no_checkpoint_is_named(folder: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     assert "%5Bbest%5D is not a checkpoint" in printed.err
     assert "step-00000001" in printed.out
-
-
-def test_an_empty_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError):
-        ls_command(tmp_path)
-    with pytest.raises(CheckpointNotFoundError):
-        ls_command(tmp_path / "missing")

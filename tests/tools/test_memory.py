@@ -200,12 +200,10 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 NUM_MANY = 1500
 MANY = {
     "inspect": ["inspect", "{many}", "--json"],
-    "inspect-text": ["inspect", "{many}"],
     "verify": ["verify", "{many}"],
     "diff": ["diff", "{many}", "{many}"],
     "consolidate": ["consolidate", "{many}", "{out}"],
     "reshard": ["reshard", "{many}", "{out}", "--world-size", "2"],
-    "convert": ["convert", "{many}", "{out}", "--to", "torch"],
 }
 
 
@@ -216,10 +214,7 @@ def refusal(words: list[str]) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.soak] if name in ("inspect-text", "convert") else []) for name in MANY],
-)
+@pytest.mark.parametrize("name", MANY)
 def test_the_metadata_of_many_arrays_is_counted_in(name: str, many: Path, base: Path, tmp_path: Path) -> None:
     def words(size: str) -> list[str]:
         places = {"many": many if size == "large" else base / "small", "out": tmp_path / size}

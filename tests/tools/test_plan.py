@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import zstore
 from tests.engine.plan.budgets import kept_by_autograd
@@ -22,7 +21,6 @@ from zstore.errors import ConfigError, UsageError
 from zstore.ranks.world import World
 from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
-from zstore.tools import cli
 from zstore.tools.plan import PlanOptions, headline, make_run, model_of_numbers, plan_command, slots_of_module
 from zstore.tools.sample.models import build_model, loss_of
 
@@ -199,24 +197,6 @@ def test_the_plan_counts_what_lion_lamb_and_muon_keep(tmp_path: Path) -> None:
 # -- the ladder ---------------------------------------------------------------------------------------------------------
 
 
-def test_less_memory_climbs_higher_and_ends_with_nothing() -> None:
-    found = []
-    for gpu, memory in (
-        (80 * GB, 64),
-        (19 * GB // 10, 64),
-        (GB, 64),
-        (4 * GB // 10, 64),
-        (4 * GB // 10, 2),
-        (10**8, 1),
-    ):
-        rows = ladder(options(gpus=4, model="gpt-base", gpu_memory=gpu, memory=memory * GB, micro_batch=4))
-        found.append(next((number for number, one in enumerate(rows) if one.fits), len(rows)))
-    assert found == sorted(found)
-    assert found[0] == 0
-    assert len(set(found)) >= 4
-    assert found[-1] == len(rows)
-
-
 def test_what_lacks_is_named_with_both_numbers() -> None:
     first = ladder(options(gpu_memory=10**7))[0]
     assert first.lacking == (f"device: {format_bytes(first.device_bytes)} needed, 9.00 MB usable",)
@@ -236,13 +216,6 @@ def test_with_state_on_disk_memory_is_used_as_far_as_a_budget_goes(tmp_path: Pat
     assert run.weigh(config).lacking[0].startswith("host budget: ")
 
 
-def test_on_a_cpu_the_device_is_the_host() -> None:
-    first = ladder(options(gpus=0, precision="bf16"))[0]
-    held = first.plan.held_total
-    assert first.device_bytes == 0
-    assert first.host_bytes == held.device + held.host + first.transit_bytes + first.activations_bytes
-
-
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_each_rung_that_is_told_takes_less_host_memory(tmp_path: Path, gpus: int) -> None:
     config = BASE | {"train_batch_size": None, "gradient_accumulation_steps": 2}
@@ -256,18 +229,6 @@ def test_each_rung_that_is_told_takes_less_host_memory(tmp_path: Path, gpus: int
     assert sizes == sorted(set(sizes), reverse=True)
     expected = ["micro-batch 1", "activation checkpointing", "optimizer to NVMe", "parameters to NVMe"]
     assert titles == (expected[2:3] if gpus else expected)
-
-
-def test_changes_keep_the_rest_of_a_config() -> None:
-    older = BASE | {"zero_optimization": {"stage": 2, "cpu_offload": True, "reduce_bucket_size": 5}}
-    found = changed(
-        older, {"zero_optimization.offload_optimizer.device": "nvme", "zstore.gradient_checkpointing": True}
-    )
-    assert found == BASE | {
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5, "offload_optimizer": {"device": "nvme"}},
-        "zstore": {"gradient_checkpointing": True},
-    }
-    assert changed({"zero_optimization": True}, {"zero_optimization.stage": 3}) == {"zero_optimization": {"stage": 3}}
 
 
 # -- models -------------------------------------------------------------------------------------------------------------
@@ -353,25 +314,6 @@ def test_auto_is_what_the_engine_takes_here(capsys: pytest.CaptureFixture[str]) 
     assert f'"auto" takes {precision}, since this CPU' in capsys.readouterr().err
     elsewhere, config = make_run(options(gpus=2))
     assert elsewhere.resolved(config).precision == "bf16"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [],
-        ["--model", "gpt-tiny", "--params", "7e9"],
-        ["--params", "7e9", "--hidden", "4096"],
-        ["--params", "seven", "--hidden", "4096", "--layers", "32"],
-        ["--model", "gpt-tiny", "--gpus", "-1"],
-        ["--model", "gpt-tiny", "--memory", "huge"],
-        ["--model", "gpt-tiny", "--precision", "fp8"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_usage_ends_with_2(words: list[str]) -> None:
-    done = CliRunner().invoke(cli.app, ["plan", *words])
-    assert done.exit_code == 2, done.output
-    assert "Error" in done.output
 
 
 def test_what_cannot_be_planned_is_one_message(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Progress on stderr: plain lines at most every 30 s, a bar in a terminal."""
 
-import contextlib
 import io
 import threading
 
@@ -37,13 +36,6 @@ def test_plain_lines_come_every_thirty_seconds() -> None:
         "verify: 900.00 MB of 1.00 GB (90 %), 0.01 GB/s",
         "verify: 1.00 GB in 100.0 s, 0.01 GB/s",
     ]
-
-
-def test_a_failure_ends_without_a_closing_line() -> None:
-    stream = io.StringIO()
-    with contextlib.suppress(ZeroDivisionError), ProgressBar("copy", 10, stream=stream) as progress:
-        progress.advance(5 // 0)
-    assert stream.getvalue() == ""
 
 
 def test_threads_lose_no_bytes() -> None:

@@ -58,21 +58,6 @@ def test_importing_the_package_imports_little() -> None:
     assert not {"torch", "numpy", "zarr", "pydantic", "typer", "rich"} & imported_after("import zstore")
 
 
-HELPED = ("train", "consolidate", "reshard", "inspect", "verify", "ls", "diff", "doctor")
-
-
-def test_help_needs_no_torch() -> None:
-    """All commands in one process: what one of them loaded would be there at the end."""
-    words = [["zstore", "--help"], *(["zstore", name, "--help"] for name in HELPED)]
-    code = f"import sys; from zstore.tools.cli import main\n for sys.argv in {words!r}:\n  try:\n   main()"
-    code += "\n  except SystemExit as end:\n   assert not end.code, sys.argv"
-    assert not {"torch", "zarr"} & imported_after(code)
-
-
-def test_zarrs_plugin_needs_no_torch() -> None:
-    assert "torch" not in imported_after("import zstore.format.zarr_dtypes")
-
-
 @pytest.mark.parametrize("module", ["store", "checkpoint", "open.checkpoint", "format.zarr_dtypes"])
 def test_reading_needs_no_torch(module: str) -> None:
     assert "torch" not in imported_after(f"import zstore.{module}")

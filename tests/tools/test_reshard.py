@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from zstore.errors import CheckpointExistsError, CorruptionError, DiskFullError,
 from zstore.format.partition import WHOLE_BYTES, make_grid
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
-from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
+from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.reshard import reshard_command
 
 Array = npt.NDArray[Any]
@@ -177,13 +176,6 @@ def test_reading_ahead_gives_every_piece(saved: Path, arrays: dict[str, Array], 
                 assert out.tobytes() == arrays[name].reshape(-1)[low:high].tobytes()
 
 
-def test_reading_ahead_refuses_what_is_in_no_range(saved: Path) -> None:
-    with open_checkpoint(saved) as reader, ReadAhead(reader, [("model/w", 10, 20)]) as ahead:
-        for name, first, stop in (("model/w", 0, 5), ("model/w", 15, 25), ("model/b", 0, 1)):
-            with pytest.raises(UsageError, match="in none of the ranges"):
-                ahead.read(name, first, stop, np.empty((stop - first) * 4, np.uint8))
-
-
 @pytest.mark.parametrize("last", [1, 2, 5])
 def test_the_error_of_one_use_ends_the_others_and_is_what_is_raised(saved: Path, last: int) -> None:
     ranges = [("model/w", 0, 1003 * 301), ("model/long.rows", 0, 1_200_000)]
@@ -198,47 +190,3 @@ def test_the_error_of_one_use_ends_the_others_and_is_what_is_raised(saved: Path,
 
             with pytest.raises(ArithmeticError):
                 use_spans(reader, ranges, use, "test-use")
-
-
-def test_a_span_that_is_waited_for_is_the_same_when_others_were_used_up(saved: Path, arrays: dict[str, Array]) -> None:
-    waiting, may_read = threading.Event(), threading.Event()
-
-    class Ahead(ReadAhead):
-        def _wait_for(self, span: Any) -> None:
-            if span.first:
-                waiting.set()
-            super()._wait_for(span)
-
-    with open_checkpoint(saved) as reader:
-        read, first = reader.read, reader.arrays["model/w"].grid.chunk_numel
-
-        def read_late(name: str, low: int, high: int, out: Array) -> None:
-            if low:
-                may_read.wait()
-            read(name, low, high, out)
-
-        reader.read = read_late  # type: ignore[method-assign,assignment]
-        out, second = np.empty(first, np.float32), np.empty(5, np.float32)
-        with Ahead(reader, [("model/w", 0, 2 * first)], memory_bytes=1, depth=2) as ahead:
-            thread = threading.Thread(target=ahead.read, args=("model/w", first, first + 5, second))
-            thread.start()
-            waiting.wait()
-            ahead.read("model/w", 0, first, out)
-            may_read.set()
-            thread.join()
-    flat = arrays["model/w"].reshape(-1)
-    assert np.array_equal(out, flat[:first])
-    assert np.array_equal(second, flat[first : first + 5])
-
-
-def test_files_are_written_behind_those_that_are_filled(saved: Path, arrays: dict[str, Array], tmp_path: Path) -> None:
-    files = GatedFiles("write", "write_small", pattern=f"{tmp_path}/*/c.*")
-    with open_resources(files=files) as resources, open_checkpoint(saved, resources=resources) as reader:
-        thread = threading.Thread(target=lambda: reshard_checkpoint(reader, tmp_path / "out", 1))
-        thread.start()
-        assert len(set(files.arrived(3))) >= 3  # none was written, and others are filled
-        files.open_gate()
-        thread.join(30)
-    with open_checkpoint(tmp_path / "out") as written:
-        assert verify_checkpoint(written) == []
-        assert all(written.read_array(name).tobytes() == array.tobytes() for name, array in arrays.items())

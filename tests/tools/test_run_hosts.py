@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,11 +73,8 @@ TWO = [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 1, 2, 3))]
     ("include", "exclude", "message"),
     [
         ("c", "", "unknown host 'c'; expected one of a, b"),
-        ("", "c:1", "unknown host 'c'"),
         ("a:2", "", "host 'a' has no slot 2; it has 0, 1"),
-        ("b:4", "", "it has 0, 1, 2, 3"),
         ("a:0@a:1", "", "host 'a' is named twice"),
-        ("a:", "", "expected HOST"),
         ("a:x", "", "expected HOST"),
         ("@a", "", "expected HOST"),
         ("", "a@b", "leaves no slot"),
@@ -93,7 +89,6 @@ def test_a_wrong_filter_is_wrong_usage(include: str, exclude: str, message: str)
     ("text", "message"),
     [
         ("", "no host in the file"),
-        ("# a\n", "no host in the file"),
         ("a", "hosts, line 1: expected HOST slots=N, got 'a'"),
         ("a slots=1\nb slots=x", "line 2: expected HOST slots=N"),
         ("a slots=1\na slots=2", "line 2: host 'a' stands there twice"),
@@ -145,10 +140,6 @@ def test_slots_of_this_machine_are_its_gpus_or_what_is_named() -> None:
     assert planned(gpus=4, exclude="localhost:1,3")[0].slots == (0, 2)
     assert planned(gpus=4, include="localhost", nproc=2)[0].slots == (0, 1)
     assert planned(include="localhost:0,5")[0].slots == (0, 5)
-    with pytest.raises(UsageError, match="no slot 4"):
-        planned(gpus=4, include="localhost:4")
-    with pytest.raises(UsageError, match="has 2 slots"):
-        planned(gpus=4, include="localhost:0,1", nproc=3)
 
 
 def test_hosts_are_reached_by_ssh(hostfile: Path) -> None:
@@ -165,21 +156,6 @@ def test_hosts_are_reached_by_ssh(hostfile: Path) -> None:
         planned(hostfile=hostfile, max_restarts=1)
 
 
-def test_the_shell_of_another_machine_finds_folder_and_program(
-    hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "it's a $HOME"
-    folder.mkdir()
-    program = folder / "my python"
-    program.write_text('#!/bin/sh\npwd\nprintf "%s|" "$PYTHONPATH" "$@"\n')
-    program.chmod(0o700)
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.executable", str(program))
-    shell = planned({"PYTHONPATH": "/a b;c"}, hostfile=hostfile)[0].ssh[-1]
-    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{folder}\n/a b;c|-u|-c|{planning._FAR_END}|"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -188,7 +164,6 @@ def test_the_shell_of_another_machine_finds_folder_and_program(
         ({"nnodes": 2}, "which machines"),
         ({"include": "a", "exclude": "b"}, "cannot both be given"),
         ({"module": True, "no_python": True}, "cannot both be given"),
-        ({"as_deepspeed": True, "no_python": True}, "cannot both be given"),
         ({"export": ["NOT_SET"]}, "--export NOT_SET: the variable is not set"),
         ({"export": ["1=2"]}, "expected NAME or NAME=VALUE"),
     ],

@@ -43,13 +43,6 @@ else:
 """
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog\n" * 300)
-    return path
-
-
 def jobset() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The set, its job and its container."""
     found = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())["spec"]

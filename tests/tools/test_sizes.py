@@ -19,7 +19,6 @@ from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common
 from zstore.tools.prune import prune_folder
-from zstore.tools.reshard import reshard_command
 
 URL = "memory://bucket/run"
 JSON = Common(json=True)
@@ -71,16 +70,3 @@ def test_all_commands_give_one_size(place: str, run: Path, capsys: pytest.Captur
     assert format_bytes(size) in printed
     prune_folder(location, Keep(last=2), dry_run=True)
     assert f"{format_bytes(size)} on disk  keep (last)" in capsys.readouterr().out
-
-
-def test_reshard_says_the_size_that_inspect_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert reshard_command(run, tmp_path / "out", 3) == 0
-    lines = capsys.readouterr().err.splitlines()
-    written = tmp_path / "out/step-00000002"
-    size, files = bytes_of(written), sum(path.is_file() for path in written.rglob("*"))
-    assert f"wrote step-00000002 for 3 ranks: {format_bytes(size)} on disk in {files} files" in lines
-    array_data = sum(array.nbytes for array in ARRAYS.values())
-    assert (
-        lines[0]
-        == f"plan: 2 arrays, {format_bytes(array_data)} of array data, from 2 to 3 ranks, into {tmp_path / 'out'}"
-    )

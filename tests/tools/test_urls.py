@@ -10,7 +10,6 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
@@ -22,7 +21,6 @@ from zstore.tools.consolidate import consolidate_command
 from zstore.tools.convert import convert_command
 from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
-from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common
 from zstore.tools.prune import prune_folder
 from zstore.tools.reshard import reshard_command
@@ -51,20 +49,6 @@ def url(run: Path) -> Iterator[str]:
 def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
-
-
-def test_ls_lists_sizes(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    ls_command(run, JSON)
-    here = told(capsys)["checkpoints"]
-    assert ls_command(url, JSON) == 0
-    there = told(capsys)["checkpoints"]
-    assert [entry["path"] for entry in there] == [f"{url}/step-00000001", f"{url}/step-00000002"]
-    for ours, theirs in zip(here, there, strict=True):
-        same = ("tag", "step", "world_size", "committed_ns", "size_bytes", "newest")
-        assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
-        assert (theirs["shared_bytes"], theirs["freed_bytes"]) == (0, theirs["size_bytes"])
-    with pytest.raises(CheckpointNotFoundError):
-        ls_command("memory://bucket/other")
 
 
 def test_inspect_and_verify_are_the_same(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,8 +99,3 @@ def test_a_resharded_checkpoint_that_is_uploaded_is_found_where_json_says(
         assert reader.record.world_size == (world_size or 2)
     # Where it was in between is of no use to anybody.
     assert "zstore-reshard-" not in printed.err + printed.out
-
-
-def test_consolidate_reads_from_there(url: str, tmp_path: Path) -> None:
-    assert consolidate_command(url, tmp_path / "out", "fp32", 10**9) == 0
-    assert np.array_equal(load_file(tmp_path / "out/model.safetensors")["w"], ARRAYS["model/w"])
