@@ -50,16 +50,14 @@ class Block(nn.Module):
 
 
 def width_of(kind: str) -> int:
-    return 42 if kind.startswith("uneven") else 40
+    return 42 if kind == "uneven" else 40
 
 
 def build(kind: str, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(7)
     width = width_of(kind)
     model = nn.Sequential(Block(width), nn.Linear(7, 24), Block(width))
-    if kind in ("plain", "uneven plain"):
-        data = None
-    elif kind in ("tp", "uneven"):
+    if kind in ("tp", "uneven"):
         mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
         for block in (model[0], model[2]):
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -68,10 +66,8 @@ def build(kind: str, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]
         data = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     else:
         data = init_device_mesh("cpu", (world_size,))
-    if data is not None:
-        for part in model:
-            fully_shard(part, mesh=data)
-        fully_shard(model, mesh=data)
+    for part in (*model, model):
+        fully_shard(part, mesh=data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, steps=1)
     return model, optimizer
@@ -102,13 +98,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, flat: bool) 
     return {"model": weights, "optim": states, "progress": {"step": 2, "seen": (3, 4.5), "loader": b"\x00raw"}}
 
 
-def check_close(weights: dict[str, Any], width: int) -> None:
-    """The weights are those of a model that was never cut, but for the order of sums."""
-    model, _ = build("plain" if width == 40 else "uneven plain", 4)
-    for name, weight in model.named_parameters():
-        assert torch.allclose(torch.tensor(weights[name]), weight, atol=1e-3), name
-
-
 KINDS = {"fsdp": False, "tp": True, "uneven": False, "hsdp": True}
 """How a model is sharded -> whether its optimizer's state dict is flattened."""
 
@@ -119,7 +108,6 @@ def save(rank: int, folder: str) -> Any:
         model, optimizer = build(kind, 4)
         state = state_of(model, optimizer, flat=flat)
         saved[kind] = whole(state)
-        check_close(saved[kind]["model"], width_of(kind))
         dcp.save(state, checkpoint_id=f"{folder}/theirs/{kind}")
         # Behind training, and in front of it.
         writer = zstore.dcp.Writer(f"{folder}/{kind}/step-2")

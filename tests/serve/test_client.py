@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import json
@@ -213,30 +214,30 @@ def test_a_checkpoint_that_is_replaced_or_removed_is_never_mixed(tmp_path: Path,
                 again["model/a"].numpy()
 
 
-def test_other_servers_are_read_through_fsspec(run: Path) -> None:
-    handler = functools.partial(_Silent, directory=str(run.parent))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{server.server_port}/a run/second"
-            folder = open_folder(url)
-            assert isinstance(folder, BucketFolder)
-            assert folder.read_small("zstore.json") == (run / "second/zstore.json").read_bytes()
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 class _Silent(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
 
 
-def _rows(url: str, options: dict[str, Any]) -> np.ndarray:
-    """Read in a frame of its own: with the checkpoint its connections end, which the service waits for."""
-    with zstore.open_checkpoint(url, storage_options=options) as checkpoint:
-        return checkpoint["model/h.0.weight"][:3]
+@contextlib.contextmanager
+def serving_by(handler: Any) -> Iterator[str]:
+    """A server of other software's, by its URL."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_other_servers_are_read_through_fsspec(run: Path) -> None:
+    handler = functools.partial(_Silent, directory=str(run.parent))
+    with serving_by(handler) as url:
+        folder = open_folder(f"{url}/a run/second")
+        assert isinstance(folder, BucketFolder)
+        assert folder.read_small("zstore.json") == (run / "second/zstore.json").read_bytes()
 
 
 def test_a_redirect_does_not_get_the_token(base: str) -> None:
@@ -250,15 +251,8 @@ def test_a_redirect_does_not_get_the_token(base: str) -> None:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            with pytest.raises(UsageError, match=rf"leads to {base}: name that"):
-                open_folder(f"http://127.0.0.1:{server.server_port}/a run", OPTIONS)
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving_by(Redirects) as url, pytest.raises(UsageError, match=rf"leads to {base}: name that"):
+        open_folder(f"{url}/a run", OPTIONS)
 
 
 def test_a_server_that_falls_silent_or_cuts_the_answer_is_asked_again(base: str) -> None:
