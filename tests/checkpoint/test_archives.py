@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import shutil
 import struct
@@ -29,16 +28,14 @@ from tests.checkpoint.forging import Forge, data_start, index_of
 from zstore.checkpoint.metadata import array_document, parse_array
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.errors import CheckpointMismatchError, CorruptionError, DiskFullError
+from zstore.errors import CheckpointMismatchError, CorruptionError
 from zstore.format.archive import decode_packed_index, encode_packed_index
 from zstore.format.arrays import ArraySpec
 from zstore.format.codecs import CODECS, Codec, CodecError, parse_codec
 from zstore.format.partition import make_grid
 from zstore.format.shardfile import ShardLayout
 from zstore.io.shards import open_resources
-from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
@@ -179,21 +176,6 @@ def test_the_commands_take_an_archive(
     assert line.rstrip().endswith("times)")
 
 
-@pytest.mark.parametrize("kind", ["open", "write", "fsync", "sync_folder", "write_small", "make_folder"])
-@pytest.mark.parametrize("first", [0, 3])
-def test_a_failure_leaves_nothing_and_is_told(kind: Any, first: int, saved: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    files = FaultyFiles(faults=(Fault(kind=kind, first=first, pattern=f"{folder}/*", error_number=errno.ENOSPC),))
-    with (
-        open_resources(files=files, pool_bytes=2**22) as resources,
-        open_checkpoint(saved, resources=resources) as reader,
-        pytest.raises(DiskFullError, match="No space left"),
-    ):
-        reshard_checkpoint(reader, folder, 2, codec="zstd")
-    assert list(folder.iterdir()) == []
-
-
 # -- what is not believed -------------------------------------------------------------------------------------------
 
 W = "model/h.0.weight/c.0.0"
@@ -237,13 +219,6 @@ def _codec_of(path: Path) -> Any:
 def _compress(module: Any, data: bytes | Array) -> bytes:
     found = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
     return bytes(zstd.compress(found, 1)) if module is zstd else bytes(blosc.compress(found, b"zstd", 5, 1))
-
-
-def test_the_forger_of_archives_does_what_it_says(copied: Path) -> None:
-    _forge(copied, lambda chunks: chunks)
-    with open_checkpoint(copied) as reader:
-        assert verify_checkpoint(reader) == []
-        assert reader.read_array("model/h.0.weight").tobytes() == ALL["model/h.0.weight"].tobytes()
 
 
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(copied: Path) -> None:

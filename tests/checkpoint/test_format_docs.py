@@ -14,7 +14,6 @@ import zstore
 from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.printed_reader import FORMAT, Array, printed_reader
 from zstore.checkpoint.names import METADATA_FILE, encode_name
-from zstore.tools.reshard import reshard_command
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +38,6 @@ def arrays() -> dict[str, Array]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_printed_reader_reads_every_array(
-    world_size: int, read_array: Callable[[Path, str], Array], arrays: dict[str, Array], tmp_path: Path
-) -> None:
-    path = save_arrays(tmp_path, arrays, world_size=world_size)
-    for name, expected in arrays.items():
-        found = read_array(path, name)
-        assert (found.shape, found.dtype, found.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
-
-
 def test_the_printed_reader_reads_arrays_that_keep_their_shape(
     read_array: Callable[[Path, str], Array], arrays: dict[str, Array], tmp_path: Path
 ) -> None:
@@ -61,16 +50,6 @@ def test_the_printed_reader_reads_arrays_that_keep_their_shape(
             expected = np.asarray(store.get(name).wait())
             found = read_array(path, name)
             assert (found.shape, found.dtype, found.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
-
-
-@pytest.mark.parametrize("codec", ["zstd", "blosc"])
-def test_the_printed_reader_reads_an_archive(
-    codec: str, read_array: Callable[[Path, str], Array], arrays: dict[str, Array], tmp_path: Path
-) -> None:
-    path = save_arrays(tmp_path / "plain", arrays, world_size=2)
-    reshard_command(path, tmp_path / "packed", codec=codec)
-    for name, expected in arrays.items():
-        assert read_array(tmp_path / "packed" / path.name, name).tobytes() == expected.tobytes()
 
 
 def test_the_printed_reader_refuses_a_flipped_byte(

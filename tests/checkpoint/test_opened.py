@@ -17,7 +17,7 @@ import torch
 
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
-from zstore.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
+from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 
 Array = npt.NDArray[Any]
 RECORD = {"engine": {"counters": {"global_steps": 60}}, "client_state": {"best": float("inf")}}
@@ -77,35 +77,13 @@ def test_it_is_a_mapping_of_names_to_arrays(saved: Path, arrays: dict[str, Array
         assert repr(ckpt) == f"<Checkpoint 'step-00000060' of {saved}/step-00000060: step 60, 9 arrays>"
 
 
-KEYS = [
-    np.s_[10:20],
-    np.s_[-1],
-    np.s_[::-1],
-    np.s_[5, 7],
-    np.s_[..., 0],
-    np.s_[::7, 100:50:-3],
-    np.s_[2:2],
-    np.s_[None, 3],
-    np.s_[-300:-290, ::250],
-]
-
-
-@pytest.mark.parametrize("key", KEYS, ids=str)
+@pytest.mark.parametrize("key", [np.s_[::-1], np.s_[::7, 100:50:-3], np.s_[None, 3]], ids=str)
 @pytest.mark.parametrize("name", ["model/h.2.weight", "model/h.10.weight"])
 def test_slices_are_numpys(saved: Path, arrays: dict[str, Array], name: str, key: Any) -> None:
     with zstore.open_checkpoint(saved) as ckpt:
         found, wanted = ckpt[name][key], arrays[name][key]
         assert (found.shape, found.dtype, found.tobytes()) == (wanted.shape, wanted.dtype, wanted.tobytes())
         assert torch.equal(ckpt[name].torch(key), as_torch(np.ascontiguousarray(wanted).reshape(wanted.shape)))
-
-
-def test_slices_of_more_extents_and_of_cut_rows(saved: Path, arrays: dict[str, Array]) -> None:
-    with zstore.open_checkpoint(saved) as ckpt:
-        experts = arrays["model/experts"]
-        assert np.array_equal(ckpt["model/experts"][1:, -3:, ::2], experts[1:, -3:, ::2])
-        long = arrays["model/long.rows"]
-        assert np.array_equal(ckpt["model/long.rows"][1:, 400_000:400_010], long[1:, 400_000:400_010])
-        assert ckpt["model/scalar"][()] == 3.5
 
 
 def test_a_slice_reads_only_its_chunks(saved: Path, arrays: dict[str, Array]) -> None:
@@ -120,31 +98,6 @@ def test_a_slice_reads_only_its_chunks(saved: Path, arrays: dict[str, Array]) ->
         assert ckpt.source.read_bytes - before <= stored
 
 
-def test_what_is_damaged_is_refused_where_it_is_read(arrays: dict[str, Array], tmp_path: Path) -> None:
-    path = save_arrays(tmp_path / "ckpt", {"model/w": arrays["model/h.2.weight"]}, world_size=2)
-    shard = path / "model/w/c.1.0"
-    shard.chmod(0o644)
-    with shard.open("r+b") as file:
-        file.seek(8000)
-        file.write(b"x")
-    with zstore.open_checkpoint(path) as ckpt:
-        assert np.array_equal(ckpt["model/w"][:10], arrays["model/h.2.weight"][:10])
-        with pytest.raises(CorruptionError, match="'model/w'"):
-            ckpt["model/w"][500:]
-        (fault,) = ckpt.verify()
-        assert fault.file == "model/w/c.1.0"
-
-
-def test_tags_are_found_as_everywhere(arrays: dict[str, Array], tmp_path: Path) -> None:
-    for step in (1, 2):
-        save_arrays(tmp_path, {"model/x": np.full(3, step, np.float32)}, step=step)
-    with zstore.open_checkpoint(str(tmp_path)) as newest, zstore.open_checkpoint(tmp_path, "step-00000001") as first:
-        assert (newest["model/x"][0], first["model/x"][0]) == (2, 1)
-        assert newest.verify() == []
-    with pytest.raises(CheckpointNotFoundError):
-        zstore.open_checkpoint(tmp_path, "other")
-
-
 def test_a_closed_checkpoint_says_so(saved: Path) -> None:
     with zstore.open_checkpoint(saved) as ckpt:
         lazy = ckpt["model/h.2.weight"]
@@ -152,16 +105,6 @@ def test_a_closed_checkpoint_says_so(saved: Path) -> None:
         with pytest.raises(UsageError, match="was closed"):
             use()
     ckpt.close()
-
-
-def test_zarr_opens_it_read_only(saved: Path, arrays: dict[str, Array]) -> None:
-    with zstore.open_checkpoint(saved) as ckpt:
-        group = ckpt.zarr()
-        assert group.read_only
-        assert group["model/h.10.weight"].dtype == ml_dtypes.bfloat16
-        assert group["model/h.10.weight"][:5].tobytes() == arrays["model/h.10.weight"][:5].tobytes()
-        assert np.array_equal(group["model/experts"][:].reshape(3, 40, 50), arrays["model/experts"])
-        assert sorted(group["optimizer"].group_keys()) == ["exp_avg"]
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from zstore.errors import CorruptionError, RankError, StorageError, UsageError
 from zstore.format.partition import WHOLE_BYTES, grid_in_checkpoint, make_grid
 from zstore.io.files import OpenFile
 from zstore.testing.faults import Fault, FaultyFiles
-from zstore.tools.inspect import inspect_command
 
 NOISE = np.random.default_rng(0)
 ARRAYS = {
@@ -171,10 +170,3 @@ def test_a_damaged_piece_is_refused(damage: str, tmp_path: Path) -> None:
 def test_pieces_are_of_arrays_that_are_stored_as_one_shard(tmp_path: Path) -> None:
     with open_world(ARRAYS, world_size=2) as world, pytest.raises(UsageError, match="expected one shard"):
         world.save(tmp_path, pieces=dict(world.grids))
-
-
-def test_inspect_counts_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tag = save(tmp_path, 5)
-    inspect_command(tmp_path)
-    shard_files = len(list(tag.rglob("c.*")))
-    assert f" in {shard_files} files, with checksums" in capsys.readouterr().out

@@ -67,17 +67,6 @@ def remote(tmp_path: Path) -> Iterator[Remote]:
     ObjectFileSystem.clear_instance_cache()
 
 
-def test_every_array_reads_as_from_the_folder(remote: Remote) -> None:
-    with open_source(URL, storage_options=remote.options) as reader:
-        assert (reader.location, reader.tag) == (f"{URL}/step-00000002", "step-00000002")
-        for name, expected in ARRAYS.items():
-            assert reader.read_array(name).tobytes() == expected.tobytes()
-        rows = np.empty((10, 300), np.float32)
-        reader.read("model/h.0.weight", 495 * 300, 505 * 300, rows)  # across both shards
-        assert (rows == ARRAYS["model/h.0.weight"][495:505]).all()
-        assert dict(reader.rank_state(1)) == {"rank": 1}
-
-
 def test_tags_are_listed_found_by_name_and_by_their_own_url(remote: Remote) -> None:
     folder = folder_of(URL, remote.options)
     assert [info.tag for info in tags(folder)] == ["step-00000001", "step-00000002"]
@@ -178,12 +167,6 @@ def test_a_read_that_keeps_failing_is_an_error_that_says_where(error: Any, tries
         with pytest.raises(StorageError, match=f"cannot read .tried {tries}") as raised:
             reader.read_array("model/h.0.weight")
     assert raised.value.path == f"{URL}/step-00000002/model/h.0.weight/c.0.0"
-
-
-def test_a_file_url_works_as_well(tmp_path: Path) -> None:
-    save_arrays(tmp_path / "local", ARRAYS)
-    with open_source(f"file://{tmp_path}/local") as reader:
-        assert reader.read_array("model/experts").tobytes() == ARRAYS["model/experts"].tobytes()
 
 
 def test_what_is_a_url() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from safetensors.numpy import load_file
 
 import zstore
 from tests.checkpoint.buckets import Bucket
@@ -79,29 +76,6 @@ def test_a_file_of_several_parts_arrives_whole(bucket: PlainBucket) -> None:
     with zstore.open_checkpoint(bucket.url, storage_options=bucket.options) as checkpoint:
         assert (checkpoint["model/w"][100:200] == array[100:200]).all()
         assert (checkpoint["model/w"][:] == array).all()
-
-
-def test_the_commands_take_the_url(bucket: PlainBucket, tmp_path: Path) -> None:
-    path = save_arrays(bucket.local, ARRAYS, world_size=2)
-    (path / "config.json").write_text('{"model_type": "none"}')
-    bucket.run("reshard", str(bucket.local), bucket.url)
-    bucket.run("reshard", bucket.url, str(tmp_path / "four"), "--world-size", "4")
-    with open_checkpoint(tmp_path / "four") as reader:
-        assert reader.record.world_size == 4
-        assert reader.read_array("model/h.0.weight").tobytes() == ARRAYS["model/h.0.weight"].tobytes()
-    bucket.run("reshard", bucket.url, f"{bucket.url}/three", "--world-size", "3")
-    shown = json.loads(bucket.run("inspect", f"{bucket.url}/three", "--json").stdout)
-    assert shown["checkpoint"]["path"] == f"{bucket.url}/three/step-00000001"
-    assert shown["checkpoint"]["world_size"] == 3
-    assert "step-00000001" in bucket.run("ls", bucket.url).stdout
-    assert json.loads(bucket.run("verify", bucket.url, "--json").stdout)["faults"] == []
-    result = bucket.run("consolidate", bucket.url, str(tmp_path / "weights"), "--dtype", "fp32", "--json")
-    done = json.loads(result.stdout)
-    assert 1 < done["read_bytes"] / done["asked_bytes"] < 1.2
-    assert re.search(r"read .* of array data in \d+ requests: \d+% more than needed", result.stderr)
-    weights = load_file(tmp_path / "weights/model.safetensors")
-    assert weights["h.0.weight"].tobytes() == ARRAYS["model/h.0.weight"].tobytes()
-    assert (tmp_path / "weights/config.json").read_text() == '{"model_type": "none"}'
 
 
 def test_an_engine_saves_to_s3_and_goes_on_from_it(bucket: PlainBucket, tmp_path: Path) -> None:

@@ -66,19 +66,6 @@ class FailingFiles(FaultyFiles):
         super().happen(kind, path)
 
 
-class ShorteningFiles(FailingFiles):
-    """Files of which one write moves a part of what it should; and where `then_full`, the disk is full from then on."""
-
-    then_full = False
-
-    def rearm(self, fail_at: int | None, error_number: int = 0, *, lasting: bool = False) -> None:
-        super().rearm(None)
-        if fail_at is not None:
-            self.inject(Fault(kind="write", first=fail_at, most_bytes=4096))
-            if self.then_full:
-                self.inject(Fault(kind="write", first=fail_at + 1, times=None, error_number=error_number))
-
-
 class FlushedFiles(FailingFiles):
     """Files of which a save flushes the whole file system, whatever else is in the page cache."""
 
@@ -164,13 +151,6 @@ def flushing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[S
         yield made, double
 
 
-@pytest.fixture(params=["disk", "host"])
-def shortening(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sweep, ShorteningFiles]]:
-    double = ShorteningFiles()
-    for made in _sweep(request.param, tmp_path, double):
-        yield made, double
-
-
 def _sweep(tier: TierName, tmp_path: Path, double: FailingFiles) -> Iterator[Sweep]:
     (tmp_path / "nvme").mkdir()
     with open_world(make_arrays(2), tier=tier, run_path=tmp_path / "nvme", files=[double]) as world:
@@ -226,41 +206,6 @@ def test_a_full_disk_is_called_so(sweep: Sweep, error_number: int) -> None:
         assert isinstance(sweep.error, DiskFullError), (kind, sweep.error)
         assert sweep.error.errno == error_number
         assert str(sweep.folder.parent) in str(sweep.error)
-
-
-@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
-def test_short_writes_are_resumed(shortening: tuple[Sweep, ShorteningFiles], overwrite: bool) -> None:
-    sweep, _ = shortening
-    writes = sweep.kinds[0].count("write")
-    assert writes > 3
-    for number in range(writes):
-        assert sweep.run(0, number, 0, lasting=False, overwrite=overwrite)
-
-
-def test_a_short_write_on_a_full_disk_fails_the_save(shortening: tuple[Sweep, ShorteningFiles]) -> None:
-    sweep, double = shortening
-    double.then_full = True
-    writes = range(sweep.kinds[0].count("write"))
-    outcomes = [sweep.run(0, number, errno.ENOSPC, lasting=False, overwrite=False) for number in writes]
-    # The last writes may be of a page, and whole; and the hint may be missing.
-    assert outcomes.count(False) >= len(outcomes) // 4
-    assert isinstance(sweep.error, DiskFullError)
-    double.then_full = False
-    assert sweep.run(0, 10**6, 0, lasting=False, overwrite=False)
-    assert leavings(sweep.folder) == []
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
-@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
-@pytest.mark.parametrize("error_number", [*ERRORS, errno.EACCES, errno.EROFS])
-def test_every_operation_may_fail_with_every_error(
-    sweep: Sweep, lasting: bool, overwrite: bool, error_number: int
-) -> None:
-    for operation in range(sweep.num_operations[0]):
-        sweep.run(0, operation, error_number, lasting=lasting, overwrite=overwrite)
-    assert sweep.run(0, 10**6, errno.EIO, lasting=False, overwrite=overwrite)
-    assert leavings(sweep.folder) == []
 
 
 def test_any_operation_of_any_rank_may_fail(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Paths of users: `~` is the home folder, and a relative path means the folder in which the call was made."""
+"""Paths of users: `~` is the home folder, a relative path means where the call was made, and modes follow the umask."""
 
 from __future__ import annotations
 
@@ -158,6 +158,7 @@ def save_by_engine(path: str, then: Callable[[], None]) -> None:
     with trains() as engine:
         step(engine)
         handle = engine.save_checkpoint(path, wait=False)
+        engine.save_16bit_model(f"{path}/weights")
         then()
         handle.wait()
 
@@ -224,6 +225,7 @@ WRITERS: dict[str, Writer] = {
     "Offloaded": offloaded,
     "zstore consolidate": by_command("consolidate", "{source}", "{path}"),
     "zstore reshard": by_command("reshard", "{source}", "{path}"),
+    "zstore reshard --codec": by_command("reshard", "{source}", "{path}", "--codec", "zstd"),
     "zstore convert": by_command("convert", "{source}", "{path}"),
     "zstore convert --to torch": by_command("convert", "{source}", "{path}", "--to", "torch"),
 }
@@ -251,3 +253,19 @@ def test_a_tilde_is_the_home_folder(writer: str, places: SimpleNamespace) -> Non
     WRITERS[writer]("~/run", lambda: None)
     assert (places.home / "run").exists()
     assert not list(places.here.glob("~*"))
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002, 0o077], ids=oct)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_modes_are_those_of_open_and_mkdir(writer: str, mask: int, places: SimpleNamespace) -> None:
+    before = os.umask(mask)
+    try:
+        Path("file").touch()
+        Path("folder").mkdir()
+        WRITERS[writer]("run", lambda: None)
+    finally:
+        os.umask(before)
+    expected = {path.is_dir(): path.stat().st_mode for path in (Path("file"), Path("folder"))}
+    found = {path: path.stat().st_mode for path in [Path("run"), *Path("run").rglob("*")]}
+    for path, mode in found.items():
+        assert mode in (expected[path.is_dir()], expected[path.is_dir()] & ~0o222), path

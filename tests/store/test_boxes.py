@@ -96,16 +96,6 @@ def test_boxes_tile_where_numpy_counts_each_element_once(shape: list[int], data:
     assert tiles(shape, pieces) == bool((held == 1).all())
 
 
-def test_overlaps_that_make_up_for_gaps_are_no_tiling() -> None:
-    shape = (4, 6)
-    left, middle, right = (Box(shape, (0, at), (4, 2)) for at in (0, 2, 4))
-    assert tiles(shape, [left, middle, right])
-    assert not tiles(shape, [left, middle, middle])
-    assert not tiles(shape, [left, left, right])
-    # Rows and columns that cross, with as many elements as the whole.
-    assert not tiles(shape, [Box(shape, (0, 0), (2, 6)), Box(shape, (0, 0), (4, 3))])
-
-
 def test_many_boxes_are_looked_at_once() -> None:
     shape = (30_000, 2)
     rows = [Box(shape, (row, 0), (1, 2)) for row in range(30_000)]

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.waiting import until
 from zstore.errors import BudgetError, UsageError
-from zstore.io import buffers
 from zstore.io.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Budget, Buffer, Pool, make_slab
 
 KIB = 1024
@@ -37,10 +36,6 @@ def test_a_slab_is_zeroed_aligned_and_writable(nbytes: int) -> None:
     assert slab.ctypes.data % (HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else PAGE_BYTES) == 0
     assert not slab.any()
     slab[:] = 7
-
-
-def test_an_empty_slab() -> None:
-    assert make_slab(0).size == 0
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no transparent huge pages here")
@@ -167,21 +162,6 @@ def test_slab_and_oversized_request_stay_within_the_limit_together() -> None:
     small = Pool(64 * KIB, budget=Budget(PAGE_BYTES))
     with small.acquire(64 * KIB):
         pass
-
-
-def test_memory_that_cannot_be_had_leaves_the_pool_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool(PAGE_BYTES)
-
-    def no_memory(nbytes: int) -> buffers.Bytes:
-        raise MemoryError(nbytes)
-
-    monkeypatch.setattr(buffers, "make_slab", no_memory)
-    with pytest.raises(MemoryError):
-        pool.acquire(1 * MIB)
-    monkeypatch.undo()
-    assert pool.held_bytes == 0
-    with pool.acquire(1 * MIB):
-        assert pool.held_bytes == MIB
 
 
 # -- the pool, several threads --------------------------------------------------------------------------------------

@@ -2,10 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +11,8 @@ from zstore.errors import DiskFullError, StorageError
 from zstore.format.arrays import Bytes
 from zstore.io.buffers import make_slab
 from zstore.io.files import Files, OpenFile
-from zstore.testing.faults import Fault, FaultyFiles, GatedFiles, short_files
+from zstore.testing.faults import Fault, FaultyFiles
 
-SHM = Path("/dev/shm")
 SIZE = 64 * 1024
 
 
@@ -52,17 +47,6 @@ def test_what_is_written_is_read(path: Path, direct: bool) -> None:
     assert out.tobytes() == data[4096:-4096].tobytes()
     assert files.size(path) == SIZE
     assert path.read_bytes() == data.tobytes()
-
-
-@pytest.mark.parametrize("most_bytes", [512, 4096, 12288])
-def test_short_transfers_are_resumed(path: Path, most_bytes: int) -> None:
-    files, data = short_files(most_bytes), pages(SIZE)
-    write_new(files, path, data)
-    assert path.read_bytes() == data.tobytes()
-    out = make_slab(SIZE)
-    with files.opened(path) as file:
-        files.read_into(file, out, 0)
-    assert out.tobytes() == data.tobytes()
 
 
 @pytest.mark.parametrize("most_bytes", [1, 511, 700, 5000])
@@ -221,58 +205,6 @@ def test_a_file_system_that_refuses_direct_io_is_served_buffered_and_reported_on
     assert "refuses O_DIRECT" in files.fallbacks[0]
 
 
-def test_threads_that_find_the_refusal_together_report_it_once(tmp_path: Path) -> None:
-    class Slow(RefusingFiles):
-        gate = threading.Barrier(4)
-
-        def _make_direct(self, fd: int) -> None:
-            self.gate.wait(200)
-            super()._make_direct(fd)
-
-    files = Slow()
-
-    def use(number: int) -> None:
-        with files.opened(tmp_path / str(number), write=True, create=True):
-            pass
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(files.fallbacks) == 1
-
-
-@pytest.fixture
-def shm(request: pytest.FixtureRequest) -> Iterator[Path]:
-    if not SHM.is_dir() or not os.access(SHM, os.W_OK):
-        pytest.skip("no /dev/shm here")
-    path = SHM / f"zstore-test-{os.getpid()}"
-    path.mkdir()
-    yield path
-    for left in path.iterdir():
-        left.unlink()
-    path.rmdir()
-
-
-def test_memory_file_systems_serve_either_way(shm: Path) -> None:
-    files, data = Files(), pages(SIZE)
-    write_new(files, shm / "a", data)
-    out = make_slab(SIZE)
-    with files.opened(shm / "a") as file:
-        direct = file.direct
-        files.read_into(file, out, 0)
-    assert out.tobytes() == data.tobytes()
-    assert len(files.fallbacks) == (0 if direct else 1)
-
-
-def test_direct_can_be_switched_off(path: Path) -> None:
-    files = Files(direct=False)
-    with files.opened(path, write=True, create=True) as file:
-        assert not file.direct
-    assert files.fallbacks == []
-
-
 # -- names ----------------------------------------------------------------------------------------------------------
 
 
@@ -324,86 +256,3 @@ def test_an_error_that_is_a_storage_error_has_python_s_fields() -> None:
     error = StorageError("cannot read", path="/x", offset=3, nbytes=4, errno=errno.EIO, rank=2)
     assert str(error) == "cannot read: Input/output error [EIO] (path=/x, offset=3, bytes=4, rank=2)"
     assert error.errno == errno.EIO
-
-
-# -- the doubles ----------------------------------------------------------------------------------------------------
-
-
-def test_a_lost_write_says_that_it_is_done(path: Path) -> None:
-    files = FaultyFiles()
-    write_new(files, path, pages(4096, seed=1))
-    files.inject(Fault(kind="write", pattern="*.shard", lost=True))
-    with files.opened(path, write=True) as file:
-        files.write_from(file, pages(4096, seed=2), 0)
-    assert path.read_bytes() == pages(4096, seed=1).tobytes()
-
-
-def test_faults_choose_by_kind_path_and_count(tmp_path: Path) -> None:
-    files = FaultyFiles(
-        faults=(Fault(kind="write", pattern=f"{tmp_path}/b*", first=1, times=2, error_number=errno.EIO),)
-    )
-    results = []
-    for name in ("a1", "b1", "a2", "b2", "b3", "b4"):
-        try:
-            files.write_small(tmp_path / name, b"x")
-            results.append("ok")
-        except StorageError:
-            results.append("failed")
-    assert results == ["ok", "ok", "ok", "failed", "failed", "ok"]
-
-
-def test_the_nth_operation_of_all_fails(tmp_path: Path) -> None:
-    def work(files: Files) -> None:
-        files.make_folder(tmp_path / "x")
-        files.write_small(tmp_path / "x" / "a", b"1")
-        files.rename(tmp_path / "x" / "a", tmp_path / "x" / "b")
-        files.sync_folder(tmp_path / "x")
-        files.remove_tree(tmp_path / "x")
-
-    watched = FaultyFiles()
-    work(watched)
-    assert watched.operations == [
-        "make_folder",
-        "write_small",
-        "write",
-        "fsync",
-        "rename",
-        "sync_folder",
-        "remove_tree",
-    ]
-    for number, kind in enumerate(watched.operations):
-        files = FaultyFiles(number, errno.EIO)
-        with pytest.raises(StorageError):
-            work(files)
-        assert files.failed == kind
-        Files().remove_tree(tmp_path / "x")
-
-
-def test_a_gate_lets_operations_finish_in_another_order(tmp_path: Path) -> None:
-    files = GatedFiles("write")
-    finished: list[str] = []
-
-    def work(name: str) -> None:
-        files.write_small(tmp_path / name, b"x", sync=False)
-        finished.append(name)
-
-    with files.holding():
-        threads = []
-        for name in ("a", "b", "c"):
-            threads.append(threading.Thread(target=work, args=(name,)))
-            threads[-1].start()
-            files.arrived(len(threads))
-        for number in (2, 0, 1):
-            files.release(number)
-            threads[number].join(200)
-    assert finished == ["c", "a", "b"]
-
-
-def test_a_deadly_operation_kills_the_process(tmp_path: Path) -> None:
-    code = (
-        "import sys; from zstore.testing.faults import DeadlyFiles; files = DeadlyFiles(2)\n"
-        "for name in 'abc': files.write_small(sys.argv[1] + '/' + name, b'x', sync=False)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert done.returncode == -9
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]

@@ -4,7 +4,6 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import pytest
 
@@ -43,12 +42,6 @@ def finished(value: int) -> Ticket[int]:
     ticket, carry_out = promise(lambda: value)
     carry_out()
     return ticket
-
-
-def test_results_come_with_the_tickets(queue: IoQueue) -> None:
-    tickets = [queue.submit(lambda n=n: n * n, Priority.READ) for n in range(50)]
-    assert wait_all(tickets) == [n * n for n in range(50)]
-    assert all(ticket.done() and ticket.error() is None for ticket in tickets)
 
 
 def test_lower_priority_values_go_first_and_equals_in_order(queue: IoQueue) -> None:
@@ -246,34 +239,7 @@ def test_an_operation_that_ends_after_its_loop_closed_disturbs_nobody(
     assert caplog.records == []
 
 
-def test_await_of_a_ticket_that_is_done() -> None:
-    async def main() -> int:
-        return await finished(5)
-
-    assert asyncio.run(main()) == 5
-    failed: Future[int] = Future()
-    failed.set_exception(KeyError("x"))
-
-    async def raising() -> int:
-        return await Ticket(failed)
-
-    with pytest.raises(KeyError):
-        asyncio.run(raising())
-
-
 # -- statistics and the end -----------------------------------------------------------------------------------------
-
-
-def test_statistics_count_by_priority() -> None:
-    queue = IoQueue(3)
-    wait_all([queue.submit(lambda: None, Priority.PREFETCH, 100) for _ in range(4)])
-    queue.submit(lambda: 1 // 0, Priority.WRITE_BACK, 7).error()
-    found = queue.statistics()
-    assert found.operations == {"read": 0, "prefetch": 4, "write_back": 1, "checkpoint": 0}
-    assert found.bytes == {"read": 0, "prefetch": 400, "write_back": 7, "checkpoint": 0}
-    assert found.busy_s["prefetch"] > 0
-    assert found.waiting == 0
-    queue.close()
 
 
 def test_statistics_count_by_subject() -> None:
@@ -344,24 +310,3 @@ def test_a_queue_has_threads_and_room(threads: int, depth: int) -> None:
     with pytest.raises(UsageError, match="at least one thread"):
         IoQueue(threads, depth)
     assert threading.active_count() == before
-
-
-def test_many_producers_and_threads() -> None:
-    queue = IoQueue(4, depth=3)
-    total = [0]
-    lock = threading.Lock()
-
-    def add() -> None:
-        with lock:
-            total[0] += 1
-
-    def produce() -> None:
-        wait_all([queue.submit(add, Priority.WRITE_BACK) for _ in range(200)])
-
-    producers = [threading.Thread(target=produce, daemon=True) for _ in range(4)]
-    for producer in producers:
-        producer.start()
-    for producer in producers:
-        producer.join(200)
-    assert total == [800]
-    queue.close()

@@ -80,14 +80,6 @@ def test_a_collective_is_busy_from_its_start_and_stalls_while_it_is_waited_for(c
     assert (found.busy_s, found.stall_s) == (5.0, {"begun earlier": 4.0})
 
 
-def test_what_was_handed_out_does_not_change() -> None:
-    links = LinkCounters()
-    links.stalled("a", "x", 1.0)
-    before = links.statistics()
-    links.stalled("a", "x", 1.0)
-    assert before["a"].stall_s == {"x": 1.0}
-
-
 def test_threads_lose_no_count() -> None:
     links = LinkCounters()
     start = threading.Barrier(4)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
 import os
-import platform
 import threading
 from functools import partial
 from pathlib import Path
@@ -18,7 +15,7 @@ from tests.engine.runs import make_config, start
 from zstore.engine.runtime.device import Streams
 from zstore.format.arrays import ArraySpec, Bytes
 from zstore.format.partition import make_grid
-from zstore.io import Rooms, Workers, make_slab, pinning
+from zstore.io import Rooms, Workers, make_slab
 from zstore.io.pinning import PinnedSlabs
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.ranks import run_ranks
@@ -96,13 +93,6 @@ class Meeting(Runtime):
         return super().cudaHostRegister(address, nbytes, flags)
 
 
-def test_slabs_are_registered_side_by_side() -> None:
-    slabs = PinnedSlabs(Meeting())
-    with Workers(2, "test") as workers:
-        workers.run([partial(slabs.make, MIB)] * 2)
-    assert slabs.messages == []
-
-
 def test_threads_that_create_arrays_register_them_side_by_side() -> None:
     with TensorStore(StoreOptions(pin_state=True), cuda=Meeting()) as store, Workers(2, "test") as workers:
 
@@ -112,35 +102,6 @@ def test_threads_that_create_arrays_register_them_side_by_side() -> None:
 
         workers.run([partial(create, "model/a"), partial(create, "model/b")])
         assert store.statistics().pinned_bytes == 8 * MIB
-
-
-def test_the_pages_of_a_large_slab_are_made_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registering makes them one after another."""
-    resident: list[int] = []
-    threads: set[threading.Thread] = set()
-    barrier, populate = threading.Barrier(2, timeout=60), pinning._populate
-
-    class Watching(Runtime):
-        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-            pages = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
-            assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages) == 0
-            resident.append(sum(page & 1 for page in pages) * mmap.PAGESIZE)
-            return super().cudaHostRegister(address, nbytes, flags)
-
-    def populate_together(address: int, nbytes: int) -> None:
-        barrier.wait()
-        threads.add(threading.current_thread())
-        populate(address, nbytes)
-
-    monkeypatch.setattr(pinning, "_populate", populate_together)
-    monkeypatch.setattr(pinning, "_LEAST_PART_BYTES", 4 * MIB)
-    monkeypatch.setattr(pinning, "num_cores", lambda: 2)
-    slab = PinnedSlabs(Watching()).make(9 * MIB)
-    kernel = tuple(map(int, platform.release().split(".")[:2]))
-    if kernel >= (5, 14):  # earlier ones do not make pages when they are asked
-        assert resident == [9 * MIB]
-    assert len(threads) == 2
-    assert not slab.any()
 
 
 def test_memory_is_used_again_once_nobody_has_a_view_of_it() -> None:

@@ -79,12 +79,6 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path, number: int
     assert (info.value.path, info.value.errno, info.value.rank) == (str(tmp_path), number, 3)
 
 
-def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "zstore-run").write_bytes(b"")
-    with pytest.raises(RunFolderError, match="the folder cannot be written"):
-        RunFolder(tmp_path, 0, Files())
-
-
 def test_a_second_run_is_told_who_holds_the_folder(tmp_path: Path) -> None:
     process = hold(tmp_path)
     try:
@@ -145,17 +139,6 @@ def test_close_gives_the_lock_back_even_where_sweeping_fails(tmp_path: Path) -> 
     files.inject(Fault(kind="unlink", error_number=errno.EIO))
     with pytest.raises(StorageError, match="EIO"):
         folder.close()
-    RunFolder(tmp_path, 0, Files()).close()
-
-
-def test_a_sweep_that_fails_leaves_no_lock(tmp_path: Path) -> None:
-    path = tmp_path / "zstore-run" / "rank-00000"
-    path.mkdir(parents=True)
-    (path / "a.0.shard").write_bytes(b"")
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(StorageError, match="EIO"):
-        RunFolder(tmp_path, 0, FaultyFiles(faults=(Fault(kind="unlink", error_number=errno.EIO),)))
-    assert len(os.listdir("/proc/self/fd")) == before
     RunFolder(tmp_path, 0, Files()).close()
 
 

@@ -1,7 +1,6 @@
 """The byte layout of a shard file, held against zarr-python and tensorstore."""
 
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError
-from zstore.format.arrays import ArraySpec, Bytes
-from zstore.format.partition import Grid, make_grid, round_up
+from zstore.format.arrays import Bytes
 from zstore.format.shardfile import (
     BLOCK_BYTES,
     MISSING,
@@ -20,22 +18,10 @@ from zstore.format.shardfile import (
     checksum,
     encode_index,
     finish_slots,
-    layout_of,
     slot_views,
     stored_crcs,
     verify_slots,
 )
-from zstore.testing.oracle import (
-    random_values,
-    read_with_tensorstore,
-    read_with_zarr,
-    same_bits,
-    shard_name,
-    write_zarr_json,
-)
-
-DTYPES = ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
-DTYPES += ["float16", "bfloat16", "float32", "float64"]
 
 
 def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
@@ -43,26 +29,6 @@ def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
     payloads = slot_views(slots, layout)[:, : layout.payload_bytes]
     stored_crcs(slots, layout)[:] = [checksum(payload) for payload in payloads]
     return finish_slots(slots, layout)
-
-
-def encode(values: np.ndarray, spec: ArraySpec, grid: Grid, shard: int) -> bytes:
-    """The shard file of the array `values`, put together from the pure functions."""
-    layout = layout_of(grid, shard, spec.dtype)
-    first, stop = grid.shard_range(shard)
-    padded = np.zeros(grid.shard_numel, values.dtype)
-    padded[: (stop - first) * grid.row_numel] = values.reshape(grid.rows, -1)[first:stop].reshape(-1)
-    slots = np.full(layout.num_present * layout.slot_bytes, 0xEE, np.uint8)
-    for chunk, slot in enumerate(slot_views(slots, layout)):
-        part = padded[chunk * grid.chunk_numel : (chunk + 1) * grid.chunk_numel]
-        slot[: layout.payload_bytes] = part.view(np.uint8)
-    seal_slots(slots, layout)
-    return encode_index(layout) + slots.tobytes()
-
-
-def write_array(folder: Path, values: np.ndarray, spec: ArraySpec, grid: Grid) -> None:
-    write_zarr_json(folder, spec, grid)
-    for shard in range(grid.num_shards):
-        (folder / shard_name(spec, shard)).write_bytes(encode(values, spec, grid, shard))
 
 
 layouts = st.builds(
@@ -150,98 +116,3 @@ def test_no_slots_is_no_error() -> None:
     layout = ShardLayout(num_chunks=3, num_present=0, payload_bytes=64)
     empty = np.empty(0, np.uint8)
     assert seal_slots(empty, layout) == verify_slots(empty, layout, 0, path="p", array="a/b") == []
-
-
-def test_round_up() -> None:
-    assert [round_up(n, 4096) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
-
-
-# -- other readers --------------------------------------------------------------------------------------------------
-
-SHAPES = {
-    "scalar": (),
-    "one-element": (1,),
-    "vector": (100_003,),
-    "matrix": (1000, 48),
-    "short-last-shard": (1001, 37),
-    "fewer-rows-than-ranks": (2, 64),
-    "tall": (70_001, 3),
-    "collapsed": (6, 50, 64),
-}
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_zarr_and_tensorstore_read_what_we_encode(
-    tmp_path: Path, shape: tuple[int, ...], dtype: str, world_size: int
-) -> None:
-    spec = ArraySpec(name="model/w", shape=shape, dtype=dtype)
-    grid = make_grid(spec.stored_shape, world_size)
-    values = random_values(dtype, spec.numel).reshape(spec.stored_shape)
-    write_array(tmp_path / "a", values, spec, grid)
-    assert same_bits(read_with_zarr(tmp_path / "a"), values)
-    assert same_bits(read_with_tensorstore(tmp_path / "a"), values)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_data_type_is_read_by_others(tmp_path: Path, dtype: str) -> None:
-    spec = ArraySpec(name="model/w", shape=(515, 67), dtype=dtype)
-    grid = make_grid(spec.stored_shape, 2)
-    values = random_values(dtype, spec.numel, seed=1).reshape(spec.shape)
-    write_array(tmp_path / "a", values, spec, grid)
-    assert same_bits(read_with_zarr(tmp_path / "a"), values)
-    assert same_bits(read_with_tensorstore(tmp_path / "a"), values)
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0)])
-def test_an_empty_array_has_metadata_and_no_files(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    spec = ArraySpec(name="model/w", shape=shape, dtype="float32")
-    grid = make_grid(shape, 4)
-    assert grid.num_shards == 0
-    write_array(tmp_path / "a", np.empty(shape, np.float32), spec, grid)
-    assert read_with_zarr(tmp_path / "a").shape == shape
-    assert read_with_tensorstore(tmp_path / "a").shape == shape
-
-
-def test_rows_in_fractions_are_read_by_others(tmp_path: Path) -> None:
-    spec = ArraySpec(name="model/w", shape=(3, 400_000), dtype="int8")
-    grid = make_grid(spec.stored_shape, 2)
-    assert grid.chunks_per_row > 1
-    values = random_values("int8", spec.numel).reshape(spec.shape)
-    write_array(tmp_path / "a", values, spec, grid)
-    assert same_bits(read_with_zarr(tmp_path / "a"), values)
-    assert same_bits(read_with_tensorstore(tmp_path / "a"), values)
-
-
-def test_a_missing_shard_reads_as_nan_never_as_zero(tmp_path: Path) -> None:
-    spec = ArraySpec(name="model/w", shape=(1000, 48), dtype="float32")
-    grid = make_grid(spec.stored_shape, 2)
-    write_array(tmp_path / "a", np.ones(spec.shape, np.float32), spec, grid)
-    (tmp_path / "a" / "c.1.0").unlink()
-    for found in (read_with_zarr(tmp_path / "a"), read_with_tensorstore(tmp_path / "a")):
-        assert (found[:500] == 1).all()
-        assert np.isnan(found[500:]).all()
-
-
-@pytest.mark.parametrize("where", ["payload", "crc", "index", "index crc"])
-def test_a_flipped_bit_is_refused_by_other_readers_too(tmp_path: Path, where: str) -> None:
-    spec = ArraySpec(name="model/w", shape=(1000, 48), dtype="float32")
-    grid = make_grid(spec.stored_shape, 1)
-    layout = layout_of(grid, 0, spec.dtype)
-    assert layout.num_present > 1
-    write_array(tmp_path / "a", random_values("float32", spec.numel).reshape(spec.shape), spec, grid)
-    offset = {
-        "payload": layout.slot_offset(1) + 17,
-        "crc": layout.slot_offset(1) + layout.payload_bytes + 2,
-        "index": 3,
-        "index crc": layout.index_bytes - 1,
-    }[where]
-    file = tmp_path / "a" / "c.0.0"
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 4
-    file.write_bytes(data)
-    with pytest.raises(Exception, match=r"(?i)checksum|digest mismatch"):
-        read_with_zarr(tmp_path / "a")
-    with pytest.raises(Exception, match=r"(?i)checksum|digest mismatch"):
-        read_with_tensorstore(tmp_path / "a")

@@ -1,6 +1,5 @@
 """TensorStore: what is written is read, on every tier, at any size, with await and without."""
 
-import asyncio
 import errno
 import weakref
 from pathlib import Path
@@ -14,11 +13,8 @@ from tests.waiting import until
 from zstore.errors import BudgetError, DiskFullError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
-from zstore.io.queue import Priority
-from zstore.io.shards import ShardReader
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.store import SMALL_SHARD_BYTES
-from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.oracle import random_values, same_bits
 
@@ -26,56 +22,7 @@ TIERS = ("device", "host", "disk")
 MIB = 1024 * 1024
 
 
-def count(store: TensorStore) -> int:
-    return store.statistics().queue.operations["read"]
-
-
 # -- reading and writing --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize(
-    "dtype", ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
-)
-def test_every_data_type_on_every_tier(store: TensorStore, tier: str, dtype: str) -> None:
-    values = create(store, tier, dtype=dtype)
-    assert store.tier_of("model/w") == tier
-    assert not store.read("model/w").wait().any()
-    store.write("model/w", values).wait()
-    found = store.read("model/w").wait()
-    assert same_bits(found, values)
-    assert found.dtype == values.dtype
-
-
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize(
-    ("shape", "world_size", "shard"),
-    [
-        ((), 1, 0),
-        ((), 4, 2),
-        ((0,), 1, 0),
-        ((5, 0), 2, 1),
-        ((5, 8), 4, 3),
-        ((1, 7), 1, 0),
-        ((1, 300_000), 1, 0),
-        ((3, 50_000), 3, 2),
-        ((3, 400_000), 2, 1),
-        ((1001, 37), 3, 2),
-        ((6, 50, 640), 2, 0),
-    ],
-)
-def test_every_shape_on_every_tier(
-    store: TensorStore, tier: str, shape: tuple[int, ...], world_size: int, shard: int
-) -> None:
-    values = create(store, tier, shape, world_size=world_size, shard=shard)
-    store.write("model/w", values).wait()
-    assert same_bits(store.read("model/w").wait(), values)
-    for tile in store.stream([["model/w"]]):
-        as_array(tile.views[0], "float32")[:] = 1
-    assert (store.read("model/w").wait() == 1).all()
-    snapshot = store.snapshot()
-    assert (store.read("model/w").wait() == 1).all()
-    snapshot.release()
 
 
 def test_tensors_are_taken_as_they_are(store: TensorStore) -> None:
@@ -121,56 +68,10 @@ def test_a_part_is_read_without_the_rest(store: TensorStore) -> None:
     assert 0 < read_bytes <= 2 * MIB
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_operations_of_an_array_run_in_their_order(store: TensorStore, tier: str) -> None:
-    values = [create(store, tier)] + [random_values("float32", 600_000, seed) for seed in range(5)]
-    tickets = []
-    for version in values:
-        tickets.append((store.write("model/w", version), None))
-        tickets.append((store.read("model/w"), version))
-    for ticket, expected in tickets:
-        found = ticket.wait(200)
-        assert expected is None or same_bits(found, expected)
-
-
 def test_what_was_read_is_its_readers_alone(store: TensorStore) -> None:
     create(store, "disk")
     found = weakref.ref(store.read("model/w").wait())
     until(lambda: found() is None)  # the thread that read may be about to let go
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_streams_update_in_place_and_come_after_what_was_queued(store: TensorStore, tier: str) -> None:
-    values = create(store, tier, dtype="int32")
-    store.write("model/w", values)
-    for tile in store.stream([["model/w"]]):
-        view = as_array(tile.views[0], "int32")
-        assert same_bits(view, values[tile.first : tile.stop])
-        view += 1
-    assert same_bits(store.read("model/w").wait(), values + 1)
-    for tile in store.stream([["model/w"]], "fill"):
-        as_array(tile.views[0], "int32")[:] = 5
-    assert (store.read("model/w").wait() == 5).all()
-    seen = [as_array(tile.views[0], "int32").copy() for tile in store.stream([["model/w"]], "read")]
-    assert (np.concatenate(seen) == 5).all()
-
-
-def test_a_pass_over_groups_on_several_tiers(store: TensorStore) -> None:
-    groups, expected = [], {}
-    for i, tier in enumerate(("disk", "host", "device", "disk")):
-        names = []
-        for slot in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
-            name = f"{slot}/{i}"
-            expected[name] = create(store, tier, (400 + i, 300), "int32", name=name)
-            store.write(name, expected[name])
-            names.append(name)
-        groups.append(names)
-    for tile in store.stream(groups):
-        for k, view in enumerate(tile.views):
-            as_array(view, "int32")[:] += k + 1
-    for names in groups:
-        for k, name in enumerate(names):
-            assert same_bits(store.read(name).wait(), expected[name] + (k + 1))
 
 
 @pytest.mark.timeout(60)
@@ -204,72 +105,10 @@ def test_other_arrays_are_read_in_the_middle_of_a_pass(tmp_path: Path) -> None:
         assert same_bits(store.read("model/a").wait(), b)
 
 
-def test_a_group_may_rest_on_two_tiers(store: TensorStore) -> None:
-    """As a bf16 array under 64 KiB beside an fp32 one over it does."""
-    shape = (20_000,)
-    a, b = create(store, "disk", shape, name="model/a"), create(store, "disk", shape, "bfloat16", name="model/b")
-    assert (store.tier_of("model/a"), store.tier_of("model/b")) == ("disk", "host")
-    store.write("model/a", a)
-    store.write("model/b", b)
-    for tile in store.stream([["model/a", "model/b"]]):
-        one, two = tile.views
-        assert same_bits(one, a[tile.first : tile.stop])
-        assert same_bits(two, b[tile.first : tile.stop])
-        one[:], two[:] = 1, 2
-    assert (store.read("model/a").wait() == 1).all()
-    assert (store.read("model/b").wait().astype(np.float32) == 2).all()
-
-
 def test_small_shards_rest_in_memory_even_where_the_disk_was_asked_for(store: TensorStore) -> None:
     create(store, "disk", (SMALL_SHARD_BYTES // 4 - 1,), name="model/small")
     create(store, "disk", (SMALL_SHARD_BYTES // 4,), name="model/large")
     assert (store.tier_of("model/small"), store.tier_of("model/large")) == ("host", "disk")
-
-
-def test_adopted_memory_shows_every_change(store: TensorStore) -> None:
-    memory = torch.zeros(1000)
-    spec = ArraySpec(name="model/w", shape=(1000,), dtype="float32")
-    store.create(spec, grid=make_grid((1000,), 1), shard=0, tier="device", memory=memory)
-    store.write("model/w", np.full(1000, 3, np.float32)).wait()
-    assert (memory == 3).all()
-    for tier in ("host", "disk"):
-        other = ArraySpec(name=f"model/{tier}", shape=(1000,), dtype="float32")
-        with pytest.raises(UsageError):
-            store.create(other, grid=make_grid((1000,), 1), shard=0, tier=tier, memory=memory)
-
-
-# -- await ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_same_tickets_are_awaited(store: TensorStore) -> None:
-    values = create(store, "disk")
-
-    async def main() -> np.ndarray:
-        await store.write("model/w", values)
-        one, two = await asyncio.gather(wait_for(0, 1000), wait_for(1000, 600_000))
-        return np.concatenate([one, two])
-
-    async def wait_for(first: int, stop: int) -> np.ndarray:
-        return await store.read("model/w", first, stop)
-
-    assert same_bits(asyncio.run(main()), values)
-
-
-def test_a_wait_that_is_given_up_does_not_stop_a_write(tmp_path: Path) -> None:
-    files = GatedFiles("write", pattern="*.shard")
-    files.open_gate()
-    with TensorStore(StoreOptions(run_path=tmp_path), files=files) as store:
-        values = create(store, "disk")
-        files._open_for_all = False
-
-        async def main() -> None:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(store.write("model/w", values), 0.01)
-
-        with files.holding():
-            asyncio.run(main())
-            files.arrived(1)
-        assert same_bits(store.read("model/w").wait(200), values)
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------
@@ -339,48 +178,6 @@ def test_small_shards_count_against_the_budget_too(tmp_path: Path) -> None:
 
 
 # -- versions -------------------------------------------------------------------------------------------------------
-
-
-def test_versions_count_up(store: TensorStore) -> None:
-    create(store, "disk")
-    assert [store.commit() for _ in range(3)] == [1, 2, 3]
-    assert store.snapshot().version == 3
-
-
-def test_a_snapshot_keeps_what_it_pinned(store: TensorStore, tmp_path: Path) -> None:
-    first = {}
-    for tier in TIERS:
-        first[f"model/{tier}"] = create(store, tier, name=f"model/{tier}")
-        store.write(f"model/{tier}", first[f"model/{tier}"])
-    store.commit()
-    snapshot = store.snapshot()
-    assert list(snapshot.pins) == store.names()
-    # The disk shard goes on at once; those in memory wait for their pins.
-    store.write("model/disk", np.zeros(600_000, np.float32)).wait(200)
-    later = [store.write(f"model/{tier}", np.zeros(600_000, np.float32)) for tier in ("device", "host")]
-    for name, pin in snapshot.pins.items():
-        path = tmp_path / name.replace("/", "-")
-        summary = pin.publish(store.resources, path, pin.local.grid, 0, Priority.CHECKPOINT)
-        assert summary.linked == (name == "model/disk")
-        out = np.zeros(600_000, np.float32)
-        ShardReader(store.resources, path, pin.local.spec, pin.local.grid, 0).read(0, 600_000, out.view(np.uint8))
-        assert same_bits(out, first[name])
-    assert not any(ticket.done() for ticket in later)
-    snapshot.release()
-    snapshot.release()
-    for ticket in later:
-        ticket.wait(200)
-    for name in store.names():
-        assert not store.read(name).wait().any()
-
-
-def test_a_snapshot_of_some_arrays(store: TensorStore) -> None:
-    create(store, "host", name="model/a")
-    b = create(store, "host", name="model/b")
-    snapshot = store.snapshot(["model/a"])
-    assert list(snapshot.pins) == ["model/a"]
-    store.write("model/b", b).wait(200)
-    snapshot.release()
 
 
 def test_a_snapshot_that_fails_releases_what_it_pinned(store: TensorStore) -> None:

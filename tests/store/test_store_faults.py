@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from tests.store.stores import create, other_than
-from zstore.errors import ConfigError, DiskFullError, RunFolderError, UsageError
+from zstore.errors import DiskFullError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
 from zstore.io.files import Files
@@ -23,7 +22,6 @@ from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
 
 TIERS = ("device", "host", "disk")
-MIB = 1024 * 1024
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------
@@ -89,33 +87,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         subprocess.run(["umount", str(mount)], check=True)
 
 
-def test_a_consumer_that_fails_in_a_pass_gives_all_buffers_back(store: TensorStore) -> None:
-    create(store, "disk", (4_000_000,))
-    with closing(store.stream([["model/w"]])) as tiles:  # type: ignore[type-var]
-        next(tiles)
-    with store.resources.pool.acquire(store.resources.pool.nbytes):
-        pass
-
-
 # -- the run folder -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [("relative/path", ConfigError), (f"{__file__}/below", RunFolderError)],
-)
-def test_a_run_path_that_cannot_be_used(path: str, kind: type[Exception]) -> None:
-    before = threading.active_count()
-    with pytest.raises(kind, match="nvme_path"):
-        TensorStore(StoreOptions(run_path=Path(path)))
-    assert threading.active_count() == before
-
-
-def test_a_run_path_is_held_by_one_store(tmp_path: Path) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path)), pytest.raises(RunFolderError, match="another run holds"):
-        TensorStore(StoreOptions(run_path=tmp_path))
-    with TensorStore(StoreOptions(run_path=tmp_path)), TensorStore(StoreOptions(run_path=tmp_path), rank=1):
-        pass
 
 
 def test_a_store_that_cannot_be_made_holds_nothing(tmp_path: Path) -> None:

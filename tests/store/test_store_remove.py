@@ -1,6 +1,5 @@
 """Arrays that a store forgets again, or knows by another name: their space is free, their names too."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -15,12 +14,6 @@ from zstore.testing.oracle import same_bits
 
 TIERS = ["device", "host", "disk"]
 MIB = 1024 * 1024
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[TensorStore]:
-    with TensorStore(StoreOptions(run_path=tmp_path)) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("tier", TIERS)

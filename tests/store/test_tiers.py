@@ -116,47 +116,15 @@ class MemoryContract(TierContract):
         bench.update(local, bench.values(local, 2))
         assert bench.files.paths == []
 
-    def test_an_updater_that_gives_up_waiting_for_a_pin_leaves_no_trace(self, bench: TierBench) -> None:
-        local = bench.create()
-        pin = bench.tier.pin(local.spec.name)
-
-        class Interrupted(BaseException):
-            pass
-
-        def interrupted(*_: object) -> bool:
-            raise Interrupted
-
-        condition = bench.tier._unpinned  # type: ignore[attr-defined]
-        original, condition.wait_for = condition.wait_for, interrupted
-        with pytest.raises(Interrupted):
-            bench.update(local, bench.values(local))
-        condition.wait_for = original
-        pin.release()
-        bench.update(local, bench.values(local))
-        assert same_bits(bench.read(local), bench.values(local))
-
 
 class TestHostTier(MemoryContract):
     def make_tier(self, res: IoResources, folder: Path) -> Tier:
         return HostTier()
 
-    def test_views_are_numpy_arrays_of_the_tier_s_memory(self, bench: TierBench) -> None:
-        local = bench.create()
-        for tile in bench.tiles([local.spec.name], Mode.READ):
-            assert isinstance(tile.views[0], np.ndarray)
-            assert tile.views[0].dtype == np.float32
-
     def test_memory_of_the_callers_is_not_adopted(self, bench: TierBench) -> None:
         spec = ArraySpec(name="model/x", shape=(4,), dtype="float32")
         with pytest.raises(UsageError, match="only the device tier"):
             bench.tier.create(LocalShard(spec, make_grid((4,), 1), 0), torch.zeros(4))
-
-    def test_shards_do_not_share_memory(self, bench: TierBench) -> None:
-        shards = [bench.create((n, 7), "int8") for n in (1, 3, 1000, 5, 2_500_000)]
-        for i, local in enumerate(shards):
-            bench.fill(local, np.full(local.valid_numel, i + 1, np.int8))
-        for i, local in enumerate(shards):
-            assert (bench.read(local) == i + 1).all()
 
 
 def test_the_host_tier_keeps_to_its_budget() -> None:
@@ -179,12 +147,6 @@ def test_the_host_tier_keeps_to_its_budget() -> None:
 class TestDeviceTier(MemoryContract):
     def make_tier(self, res: IoResources, folder: Path) -> Tier:
         return DeviceTier("cpu")
-
-    def test_views_are_tensors_of_the_tier_s_memory(self, bench: TierBench) -> None:
-        local = bench.create(dtype="bfloat16")
-        for tile in bench.tiles([local.spec.name], Mode.READ):
-            assert isinstance(tile.views[0], torch.Tensor)
-            assert tile.views[0].dtype == torch.bfloat16
 
     def test_adopted_memory_stays_the_caller_s(self, bench: TierBench) -> None:
         memory = torch.arange(40.0, requires_grad=True)

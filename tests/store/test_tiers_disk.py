@@ -18,9 +18,9 @@ from zstore.format.shardfile import layout_of
 from zstore.io.queue import Priority
 from zstore.io.shards import IoResources
 from zstore.store.tiers import DiskTier, Drives, LocalShard, Mode, Tier
-from zstore.testing.contract import TierBench, TierContract, as_array
+from zstore.testing.contract import TierBench, TierContract
 from zstore.testing.faults import Fault
-from zstore.testing.oracle import read_with_zarr, same_bits, write_zarr_json
+from zstore.testing.oracle import same_bits
 
 SHM = Path("/dev/shm")
 
@@ -73,18 +73,6 @@ class TestDiskTier(TierContract):
         published = bench.folder / "published"
         assert published.stat().st_ino == source.stat().st_ino
         assert published.stat().st_nlink == 2
-
-    def test_a_change_after_a_pin_goes_to_another_file(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        (before,) = self.shard_files(bench)
-        pin = bench.tier.pin(local.spec.name)
-        self.written(bench)
-        bench.update(local, bench.values(local, 2))
-        assert before not in {path.name for path in self.written(bench)}
-        bench.publish(pin)
-        pin.release()
-        assert same_bits(bench.read_published(local), bench.values(local, 1))
-        assert same_bits(bench.read(local), bench.values(local, 2))
 
     def test_without_a_pin_a_change_stays_in_its_file(self, bench: TierBench) -> None:
         local = self.filled(bench)
@@ -148,17 +136,6 @@ class TestDiskTier(TierContract):
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
         assert len(summary.crcs) == layout.num_present
 
-    def test_another_file_system_gets_a_copy(self, bench: TierBench, other_file_system: Path) -> None:
-        local = self.filled(bench)
-        pin = bench.tier.pin(local.spec.name)
-        path = other_file_system / "s"
-        summary = pin.publish(bench.res, path, local.grid, local.shard, Priority.CHECKPOINT)
-        pin.release()
-        assert not summary.linked
-        bench.publish(pin := bench.tier.pin(local.spec.name))
-        pin.release()
-        assert path.read_bytes() == (bench.folder / "published").read_bytes()
-
     def test_a_copy_does_not_unfreeze_what_was_linked(self, bench: TierBench, other_file_system: Path) -> None:
         local = self.filled(bench)
         one, two = bench.tier.pin(local.spec.name), bench.tier.pin(local.spec.name)
@@ -211,16 +188,6 @@ class TestDiskTier(TierContract):
 
     # -- a full disk and other faults ---------------------------------------------------------------------------
 
-    def test_space_is_reserved_when_a_shard_is_created(self, bench: TierBench) -> None:
-        bench.files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
-        local = LocalShard(ArraySpec(name="model/a0", shape=(3000, 256), dtype="float32"), make_grid((3000, 256), 1), 0)
-        with pytest.raises(DiskFullError):
-            bench.tier.create(local)
-        assert self.shard_files(bench) == []
-        bench.tier.create(local)
-        bench.shards[local.spec.name] = local
-        assert not bench.read(local).any()
-
     def test_a_full_disk_at_the_next_version_leaves_the_former_one(self, bench: TierBench) -> None:
         local = self.filled(bench)
         pin = bench.tier.pin(local.spec.name)
@@ -234,21 +201,6 @@ class TestDiskTier(TierContract):
         pin.release()
         assert same_bits(bench.read_published(local), bench.values(local, 1))
         assert same_bits(bench.read(local), bench.values(local, 2))
-
-    def test_a_spare_that_cannot_be_renamed_is_kept(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        pin = bench.tier.pin(local.spec.name)
-        bench.update(local, bench.values(local, 2))
-        pin.release()
-        pin = bench.tier.pin(local.spec.name)
-        bench.files.inject(Fault(kind="rename", error_number=errno.EIO))
-        with pytest.raises(StorageError, match="EIO"):
-            bench.update(local, bench.values(local, 3))
-        assert len(self.shard_files(bench)) == 2
-        bench.update(local, bench.values(local, 3))
-        pin.release()
-        assert len(self.shard_files(bench)) == 2
-        assert same_bits(bench.read(local), bench.values(local, 3))
 
     @pytest.mark.parametrize("first", [0, 2])
     def test_a_write_that_fails_while_pinned_leaves_the_former_version(self, bench: TierBench, first: int) -> None:
@@ -264,40 +216,6 @@ class TestDiskTier(TierContract):
         assert same_bits(bench.read_published(local), bench.values(local, 1))
         bench.expect_all_buffers_back()
 
-    def test_a_write_that_fails_in_place_marks_the_shard_until_it_is_filled(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        bench.files.inject(Fault(kind="write", first=1, times=None, error_number=errno.EIO))
-        with pytest.raises(StorageError, match="EIO"):
-            bench.update(local, bench.values(local, 2))
-        bench.files.heal()
-        for act in (
-            lambda: bench.read(local),
-            lambda: bench.update(local, bench.values(local)),
-            lambda: bench.tier.pin(local.spec.name),
-        ):
-            with pytest.raises(UsageError, match="failed half way"):
-                act()
-        bench.fill(local, bench.values(local, 3))
-        assert same_bits(bench.read(local), bench.values(local, 3))
-
-    def test_a_consumer_that_fails_after_something_was_saved_marks_the_shard(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        with closing(bench.visit(local.spec.name, Mode.UPDATE)) as parts:  # type: ignore[type-var]
-            for part, view in parts:
-                view[:] = 0
-                if part.stop > local.valid_numel // 2:
-                    break
-        with pytest.raises(UsageError, match="failed half way"):
-            bench.read(local)
-
-    def test_a_pass_that_fails_before_anything_was_saved_loses_nothing(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        bench.files.inject(Fault(kind="read", times=None, error_number=errno.EIO))
-        with pytest.raises(StorageError, match="EIO"):
-            bench.update(local, bench.values(local, 2))
-        bench.files.heal()
-        assert same_bits(bench.read(local), bench.values(local, 1))
-
     # -- damage -------------------------------------------------------------------------------------------------
 
     def flip(self, bench: TierBench, local: LocalShard, chunk: int = 1) -> None:
@@ -309,13 +227,6 @@ class TestDiskTier(TierContract):
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 8]))
-
-    def test_a_flipped_bit_is_found(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        self.flip(bench, local)
-        with pytest.raises(CorruptionError, match=rf"array '{local.spec.name}': chunk 1 of .*\.shard fails its crc32c"):
-            bench.read(local)
-        bench.expect_all_buffers_back()
 
     def test_a_chunk_is_checked_when_it_is_asked_for_and_sealed_when_the_next_is(self, bench: TierBench) -> None:
         local = self.filled(bench)
@@ -350,14 +261,6 @@ class TestDiskTier(TierContract):
             bench.read(local)
 
     # -- the folder ---------------------------------------------------------------------------------------------
-
-    def test_files_are_valid_zarr_at_any_time(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        (name,) = self.shard_files(bench)
-        folder = bench.folder / "a"
-        write_zarr_json(folder, local.spec, local.grid)
-        (folder / "c.0.0").symlink_to(bench.folder.parent / "tier" / name)
-        assert same_bits(read_with_zarr(folder), bench.values(local).reshape(local.spec.shape))
 
     @pytest.mark.parametrize("name", ["model/a b/ü.x", "model/" + "long." * 100 + "x", "model/..", "model/a%2Fb"])
     def test_any_name_has_a_file(self, bench: TierBench, name: str) -> None:
@@ -396,13 +299,6 @@ class TestDiskTier(TierContract):
         with pytest.raises(UsageError, match="cannot adopt memory"):
             bench.tier.create(LocalShard(spec, make_grid((4,), 1), 0), torch.zeros(4))
 
-    def test_a_span_is_saved_in_a_changing_pass_only(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        from zstore.store.tiers import ChunkSpan
-
-        with pytest.raises(UsageError, match="only be saved in a pass that changes"):
-            bench.tier.save(local.spec.name, ChunkSpan(0, 1), np.empty(0, np.uint8))
-
     @pytest.mark.timeout(60)
     def test_a_pinned_shard_is_changed_by_one_who_has_every_other_buffer(self, bench: TierBench) -> None:
         """The next version's file is made without a buffer of the pool."""
@@ -424,8 +320,3 @@ class TestDiskTier(TierContract):
                 assert same_bits(bench.read(local), bench.values(local, 1))
         pin.release()
         assert same_bits(bench.read(local), bench.values(local, 2))
-
-    def test_views_lie_in_the_buffer(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        for tile in bench.tiles([local.spec.name], Mode.READ):
-            assert as_array(tile.views[0], "float32").flags.writeable
