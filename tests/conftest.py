@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 # Two workers on two cores: torch's threads would spin against each other. Before torch is imported, and for every child.
@@ -114,11 +113,3 @@ def server() -> Iterator[dict[str, Any]]:
 
     with s3_server() as options:
         yield options
-
-
-@pytest.fixture
-def bucket(server: dict[str, Any], tmp_path: Path) -> Any:
-    """A new bucket of it."""
-    from tests.checkpoint.buckets import Bucket
-
-    return Bucket(server, tmp_path)

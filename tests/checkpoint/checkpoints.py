@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -154,6 +155,24 @@ def save_arrays(folder: Path, arrays: Mapping[str, Array], *, world_size: int = 
     opened = {key: options.pop(key) for key in ("small", "aliases") if key in options}
     with open_world(arrays, world_size=world_size, **opened) as world:
         return world.save(folder, **options)[0].path
+
+
+def arrays_of_kinds() -> dict[str, Array]:
+    """Return arrays of many shapes, types and names."""
+    rng = np.random.default_rng(0)
+    return {
+        "model/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "model/h.0.bias": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
+        "model/odd name/ü%": np.arange(5, dtype=np.int64),
+        "model/experts": rng.standard_normal((3, 400, 50)).astype(np.float16),
+        "model/long.rows": rng.standard_normal((3, 400_000)).astype(ml_dtypes.bfloat16),
+        "model/none": np.zeros((0, 5), np.float16),
+        "model/thin": np.zeros((5, 0), np.float32),
+        "model/scalar": np.array(3.5),
+        "optimizer/exp_avg/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "buffer/flags": rng.random(40) < 0.5,
+        "buffer/bytes": rng.integers(0, 256, 100).astype(np.uint8),
+    }
 
 
 def values(folder: Path, tag: str | None = None) -> dict[str, bytes]:

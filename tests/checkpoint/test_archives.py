@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -23,7 +22,7 @@ from numcodecs import blosc, zstd
 from safetensors.numpy import load_file
 
 import zstore
-from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.checkpoints import arrays_of_kinds, save_arrays
 from tests.checkpoint.forging import Forge, data_start, index_of
 from zstore.checkpoint.metadata import array_document, parse_array
 from zstore.checkpoint.names import array_path
@@ -46,28 +45,15 @@ Array = npt.NDArray[Any]
 NAMES = ("zstd", "blosc")
 
 
-def make_arrays() -> dict[str, Array]:
-    rng = np.random.default_rng(0)
-    return {
-        "model/h.0.weight": (0.02 * rng.standard_normal((1000, 300))).astype(np.float32),
-        "model/h.0.bias": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
-        "model/odd name/ü%": np.arange(5, dtype=np.int64),
-        "model/long.rows": rng.standard_normal((3, 400_000)).astype(ml_dtypes.bfloat16),
-        "model/none": np.zeros((0, 5), np.float16),
-        "model/scalar": np.array(3.5),
-        "model/zeros": np.zeros((700, 300), np.float32),
-        "optimizer/exp_avg/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
-    }
-
-
-SMALL = {"client/history": np.arange(12, dtype=np.float64).reshape(3, 4), "buffer/flags": np.arange(40) % 3 == 0}
-ALL = {**make_arrays(), **SMALL}
+ARRAYS = arrays_of_kinds() | {"model/zeros": np.zeros((700, 300), np.float32)}
+SMALL = {"client/history": np.arange(12, dtype=np.float64).reshape(3, 4)}
+ALL = ARRAYS | SMALL
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    return save_arrays(folder, make_arrays(), world_size=3, step=60, small=SMALL, record={"counters": [1, 2]})
+    return save_arrays(folder, ARRAYS, world_size=3, step=60, small=SMALL, record={"counters": [1, 2]})
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import zstore
-from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.checkpoints import arrays_of_kinds, save_arrays
 from tests.checkpoint.printed_reader import FORMAT, Array, printed_reader
 from zstore.checkpoint.names import METADATA_FILE, encode_name
 
@@ -23,19 +22,7 @@ def read_array() -> Callable[[Path, str], Array]:
 
 @pytest.fixture(scope="module")
 def arrays() -> dict[str, Array]:
-    rng = np.random.default_rng(0)
-    return {
-        "model/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
-        "model/odd name/ü%": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
-        "model/experts": rng.standard_normal((3, 400, 50)).astype(np.float16),
-        "model/long.rows": rng.standard_normal((3, 400_000)).astype(ml_dtypes.bfloat16),
-        "model/none": np.zeros((0, 5), np.float16),
-        "model/thin": np.zeros((5, 0), np.float32),
-        "model/scalar": np.array(3.5),
-        "optimizer/exp_avg/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
-        "buffer/flags": rng.random(40) < 0.5,
-        "buffer/steps": np.array(7, np.int64),
-    }
+    return arrays_of_kinds()
 
 
 def test_the_printed_reader_reads_arrays_that_keep_their_shape(

@@ -18,7 +18,7 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.checkpoints import arrays_of_kinds, save_arrays
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
@@ -27,29 +27,12 @@ from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, Corr
 Array = npt.NDArray[Any]
 
 
-def make_arrays() -> dict[str, Array]:
-    rng = np.random.default_rng(0)
-    return {
-        "model/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
-        "model/h.0.bias": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
-        "model/odd name/ü%": np.arange(5, dtype=np.int64),
-        "model/experts": rng.standard_normal((3, 400, 50)).astype(np.float16),
-        "model/long.rows": rng.standard_normal((3, 400_000)).astype(ml_dtypes.bfloat16),
-        "model/none": np.zeros((0, 5), np.float16),
-        "model/thin": np.zeros((5, 0), np.float32),
-        "model/scalar": np.array(3.5),
-        "optimizer/exp_avg/h.0.weight": rng.standard_normal((1000, 300)).astype(np.float32),
-        "buffer/flags": rng.random(40) < 0.5,
-        "buffer/bytes": rng.integers(0, 256, 100).astype(np.uint8),
-    }
-
-
 SMALL = {"client/history": np.arange(12, dtype=np.float64).reshape(3, 4)}
 
 
 @pytest.fixture(scope="module")
 def arrays() -> dict[str, Array]:
-    return make_arrays()
+    return arrays_of_kinds()
 
 
 @pytest.fixture(scope="module", params=[1, 2, 5], ids="world{}".format)

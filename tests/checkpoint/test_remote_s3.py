@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ import numpy.typing as npt
 import pytest
 
 import zstore
-from tests.checkpoint.buckets import Bucket
-from tests.checkpoint.checkpoints import open_world, save_arrays
+from tests.checkpoint.checkpoints import ThreadBoard, World, open_world, save_arrays, wait_all
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, refused, tags
@@ -20,9 +20,10 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointExistsError
 from zstore.io.pool import Workers
 from zstore.remote.bucket import PART_BYTES, BucketFolder
+from zstore.remote.save import save_to_url
 from zstore.remote.service import open_folder
 from zstore.remote.target import BucketTarget, files_here
-from zstore.remote.upload import upload_checkpoint
+from zstore.remote.upload import place_of, upload_checkpoint
 
 pytest.importorskip("s3fs", reason="extra s3")
 pytest.importorskip("moto", reason="extra test")
@@ -37,12 +38,29 @@ ARRAYS: dict[str, Array] = {
 }
 
 
-class PlainBucket(Bucket):
-    """A bucket that is saved to in the plain layout."""
+class Bucket:
+    """A new bucket, the URL of a run in it, and a local folder."""
 
-    @property
-    def folder(self) -> Any:
-        return open_folder(self.url, self.options)
+    def __init__(self, options: dict[str, Any], tmp_path: Path) -> None:
+        name = f"bucket-{uuid.uuid4().hex[:8]}"
+        self.url = f"s3://{name}/runs/one"
+        self.options = options
+        self.local = tmp_path / "local"
+        self.folder: Any = open_folder(self.url, options)
+        self.fs = self.folder.fs
+        self.fs.mkdir(name)
+
+    def save(self, world: World, *, step: int = 1, **fields: Any) -> list[Any]:
+        save_id, board = new_save_id(), ThreadBoard()
+        handles: list[Any] = [
+            save_to_url(
+                world.request(self.local, rank, save_id, step=step, **{"run_id": "run", **fields}),
+                place_of(self.url, self.options),
+                board,
+            )
+            for rank in range(len(world.stores))
+        ]
+        return wait_all(handles)
 
     def names(self) -> set[str]:
         self.fs.invalidate_cache()
@@ -50,11 +68,11 @@ class PlainBucket(Bucket):
 
 
 @pytest.fixture
-def bucket(server: dict[str, Any], tmp_path: Path) -> PlainBucket:
-    return PlainBucket(server, tmp_path)
+def bucket(server: dict[str, Any], tmp_path: Path) -> Bucket:
+    return Bucket(server, tmp_path)
 
 
-def test_two_ranks_save_and_any_layout_reads(bucket: PlainBucket) -> None:
+def test_two_ranks_save_and_any_layout_reads(bucket: Bucket) -> None:
     with open_world(ARRAYS, world_size=2, small={"buffer/steps": np.array(7)}) as world:
         for step in (1, 2, 3):
             bucket.save(world, step=step, keep=Keep(last=2))
@@ -70,7 +88,7 @@ def test_two_ranks_save_and_any_layout_reads(bucket: PlainBucket) -> None:
     assert list(bucket.local.iterdir()) == []
 
 
-def test_a_file_of_several_parts_arrives_whole(bucket: PlainBucket) -> None:
+def test_a_file_of_several_parts_arrives_whole(bucket: Bucket) -> None:
     array = RNG.standard_normal((2 * PART_BYTES + 12345) // 8)
     upload_checkpoint(save_arrays(bucket.local, {"model/w": array}), bucket.url, bucket.options)
     with zstore.open_checkpoint(bucket.url, storage_options=bucket.options) as checkpoint:
@@ -78,7 +96,7 @@ def test_a_file_of_several_parts_arrives_whole(bucket: PlainBucket) -> None:
         assert (checkpoint["model/w"][:] == array).all()
 
 
-def test_an_engine_saves_to_s3_and_goes_on_from_it(bucket: PlainBucket, tmp_path: Path) -> None:
+def test_an_engine_saves_to_s3_and_goes_on_from_it(bucket: Bucket, tmp_path: Path) -> None:
     own = {"storage_options": bucket.options, "upload_folder": str(tmp_path / "uploads"), "keep": 1}
     with start(make_config(2, zstore=own)) as engine:
         for _ in range(2):
@@ -94,14 +112,14 @@ def test_an_engine_saves_to_s3_and_goes_on_from_it(bucket: PlainBucket, tmp_path
         assert state_of(engine) == expected
 
 
-def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(bucket: PlainBucket) -> None:
+def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(bucket: Bucket) -> None:
     path = save_arrays(bucket.local, ARRAYS)
     with pytest.raises(OSError, match=r"cannot write|does not exist|not exist"):
         upload_checkpoint(path, "s3://no-such-bucket/run", bucket.options)
     assert not bucket.fs.exists("no-such-bucket")
 
 
-def test_of_two_saves_of_one_tag_one_is_committed(bucket: PlainBucket) -> None:
+def test_of_two_saves_of_one_tag_one_is_committed(bucket: Bucket) -> None:
     """One request decides it: a write of the record on condition that there is none."""
     folder = open_folder(bucket.url, bucket.options)
     assert isinstance(folder, BucketFolder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
 from zstore.store import TensorStore
 from zstore.store.store import TierName
+from zstore.store.tiers import Tile
 from zstore.testing.oracle import random_values
 
 Array = npt.NDArray[Any]
@@ -33,6 +35,13 @@ def create(
     spec = ArraySpec(name=name, shape=shape, dtype=dtype)
     store.create(spec, grid=make_grid(spec.stored_shape, world_size), shard=shard, tier=cast("TierName", tier))
     return random_values(dtype, store.valid_numel(name), seed=len(store.names()))
+
+
+def flip(tiles: Iterable[Tile]) -> None:
+    """Give all that a pass visits other bits."""
+    for tile in tiles:
+        for view in tile.views:
+            view.view(np.uint8)[:] = ~view.view(np.uint8)
 
 
 def other_than(values: Array) -> Array:

@@ -103,7 +103,6 @@ def test_memory_of_this_machine_is_found() -> None:
     assert found.total_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert found.available_bytes is not None
     assert 0 < found.available_bytes <= found.total_bytes
-    assert host_memory_bytes() == found.usable_bytes
 
 
 _IN_GROUP = """

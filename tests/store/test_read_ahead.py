@@ -1,7 +1,6 @@
 """Spans that are read before it is known whether the pass over them will be."""
 
 import errno
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -9,11 +8,10 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from tests.store.stores import Array, create, other_than
+from tests.store.stores import Array, create, flip, other_than
 from zstore.errors import StorageError
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.snapshot import Snapshot
-from zstore.store.tiers import Tile
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
 
@@ -27,12 +25,6 @@ def filled(store: TensorStore, tier: str = "disk", names: list[str] = NAMES) -> 
     return values
 
 
-def change(tiles: Iterable[Tile]) -> None:
-    for tile in tiles:
-        for view in tile.views:
-            view.view(np.uint8)[:] = ~view.view(np.uint8)
-
-
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_was_read_ahead_serves_the_pass_and_is_read_once(store: TensorStore, tier: str) -> None:
     values = filled(store, tier)
@@ -41,7 +33,7 @@ def test_what_was_read_ahead_serves_the_pass_and_is_read_once(store: TensorStore
     assert (store.statistics().disk_read_bytes > before or store.resources.pool.held_bytes > 0) == (tier == "disk")
     ended: list[int] = []
     assert begun.go_on(on_end=ended.append)
-    change(begun.tiles())
+    flip(begun.tiles())
     assert ended == [0, 1, 2]
     read_bytes = store.statistics().disk_read_bytes - before
     assert read_bytes == pytest.approx(sum(array.nbytes for array in values), rel=0.03) or tier == "host"
@@ -69,7 +61,7 @@ def test_a_shard_that_changed_meanwhile_is_read_anew(store: TensorStore, *, pinn
     begun = store.read_ahead([[name] for name in NAMES])
     store.write(NAMES[1], other_than(values[1])).wait()
     assert not begun.go_on()
-    change(store.stream([[name] for name in NAMES]))
+    flip(store.stream([[name] for name in NAMES]))
     assert same_bits(store.read(NAMES[1]).wait(), values[1])
     assert same_bits(store.read(NAMES[0]).wait(), other_than(values[0]))
     if snapshot is not None:
@@ -86,7 +78,7 @@ def test_a_pin_of_memory_that_comes_after_it_is_waited_for_with_no_buffer_held(t
         # As a save that needs buffers would: this would hang if the pin were waited for with some in hand.
         saving = Thread(target=partial(_release_once_all_is_free, store, snapshot))
         saving.start()
-        change(begun.tiles())
+        flip(begun.tiles())
         saving.join()
         assert same_bits(store.read("model/a").wait(), other_than(disk))
         assert same_bits(store.read("model/b").wait(), other_than(host))
@@ -103,7 +95,7 @@ def test_an_error_of_a_read_ahead_is_the_passes(store: TensorStore, files: Fault
     begun = store.read_ahead([[name] for name in NAMES])
     assert begun.go_on()
     with pytest.raises(StorageError):
-        change(begun.tiles())
+        flip(begun.tiles())
     assert store.resources.pool.held_bytes == 0
 
 
@@ -113,7 +105,7 @@ def test_what_was_read_of_a_former_version_is_right_once_there_is_another(store:
     reading = store.stream([[name] for name in NAMES], "read")
     first = next(reading)  # the others are on their way
     found = [np.array(first.views[0])]
-    change(store.stream([[name] for name in NAMES], "update"))
+    flip(store.stream([[name] for name in NAMES], "update"))
     groups = [first.group]
     for tile in reading:
         groups.append(tile.group)
