@@ -8,7 +8,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote_to_bytes
+from urllib.parse import quote, unquote_to_bytes
 
 import fsspec
 import numpy as np
@@ -256,3 +256,18 @@ def test_hostile_names_are_text_in_an_index(tmp_path: Path, serve: Serve, http: 
     links = re.findall(r'href="([^"]*)"', page)
     assert {os.fsdecode(unquote_to_bytes(link)) for link in links} == {*names, "a/", "zarr.json"}
     assert all(re.fullmatch(r"[A-Za-z0-9%._~/-]*", link) for link in links)  # relative, with no scheme
+
+
+def test_runs_whose_names_begin_with_a_dot_or_have_a_newline_are_served(
+    tmp_path: Path, serve: Serve, http: urllib3.PoolManager
+) -> None:
+    names = [".hidden", "two\nlines", "a\ttab"]
+    for name in names:
+        save_arrays(tmp_path / name, {"model/a": np.arange(4.0)})
+    base = serve(tmp_path)
+    listed = [run["name"] for run in http.request("GET", f"{base}/api/runs").json()["runs"]]
+    assert sorted(listed) == sorted(names)
+    for name in names:
+        place = f"{base}/zarr/{quote(name, safe='')}/latest"
+        np.testing.assert_array_equal(zarr.open_group(place, mode="r")["model/a"][:], np.arange(4.0))
+        assert http.request("GET", f"{base}/api/runs/{quote(name, safe='')}/checkpoints").status == 200

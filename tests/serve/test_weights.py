@@ -225,3 +225,13 @@ def test_from_pretrained_after_a_download_that_went_on(tmp_path: Path, serve: Se
     pulled = transformers.LlamaForCausalLM.from_pretrained(out)
     for name, value in model.state_dict().items():
         assert value.equal(pulled.state_dict()[name])
+
+
+def test_latest_is_the_one_that_an_edited_file_names(tmp_path: Path, serve: Serve) -> None:
+    for number, tag in enumerate(("one", "two"), 1):
+        save_arrays(tmp_path / "run", {"model/w": np.full(9, number, np.float32)}, step=number, tag=tag)
+    url = f"{serve(tmp_path)}/weights/run/latest/{FILE}?dtype=fp32"
+    for named, value in (("two", 2), ("one", 1), ("none", 2)):
+        (tmp_path / "run" / "latest").write_text(f"{named}\n")
+        (tmp_path / FILE).write_bytes(get(url).data)
+        assert set(load_file(tmp_path / FILE)["w"]) == {value}
