@@ -17,6 +17,7 @@ from tests.integrations.trainers import (
     arguments,
     config,
     history,
+    llama,
     open_door,
     train,
     weights,
@@ -246,3 +247,23 @@ def _evaluated(rank: int, folder: str) -> None:
 def test_a_saved_model_is_evaluated_by_itself_and_trained_on(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     run_ranks(_evaluated, 2, os.fspath(tmp_path))
+
+
+def _own_sgd(rank: int, folder: str) -> None:
+    open_door()
+    place = Path(folder)
+    run = {"optim": "sgd", "learning_rate": 0.5, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    found = {}
+    for name, ds in (("plain", None), ("ours", config(place / "nvme"))):
+        model = llama(attention_bias=True)
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter_name.endswith("bias"))
+        if ds is not None:
+            del ds["optimizer"]
+        found[name] = train(place / name, ds, model=model, **run)
+    same(found["ours"], found["plain"])
+
+
+def test_biases_alone_are_trained_by_sgd(tmp_path: Path) -> None:
+    (tmp_path / "nvme").mkdir()
+    run_ranks(_own_sgd, 2, os.fspath(tmp_path))
