@@ -23,7 +23,7 @@ from zstore.errors import UsageError
 from ..config.config import Config
 from ..config.optimizers import reduced_slots
 from ..optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, SlotTiles, Tensors
-from ..optim.rules import register_codec
+from ..optim.rules import codecs
 from ..optim.stepper import WholeKernel, whole_step_error
 from ..runtime.device import Scratch
 
@@ -118,4 +118,4 @@ def _moment_codec(config: Config, kernels: Sequence[Kernel], kind: str) -> SlotC
     )
 
 
-register_codec(_moment_codec)
+codecs.append(_moment_codec)

@@ -103,7 +103,7 @@ class SlotTiles:
 
 
 class SlotCodec:
-    """How slots are stored: here as the kernel has them. Others register by `rules.register_codec`."""
+    """How slots are stored: here as the kernel has them. Others are in `rules.codecs`."""
 
     is_plain = True
     """Whether that is so."""

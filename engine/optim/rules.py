@@ -65,17 +65,12 @@ register(TILES)
 
 MakeCodec = Callable[[Config, Sequence[Kernel], str], SlotCodec | None]
 """Returns the codec that a config asks for, for the kernels of an optimizer of this name; None: it asks for none."""
-_codecs: list[MakeCodec] = []
-
-
-def register_codec(make: MakeCodec) -> None:
-    """Let engines store slots as `make` says."""
-    _codecs.append(make)
+codecs: list[MakeCodec] = []
 
 
 def codec_of(config: Config, kernels: Sequence[Kernel], kind: str) -> SlotCodec:
     """Return how slots are stored. Raises the errors of the registered functions."""
-    return next((codec for make in _codecs if (codec := make(config, kernels, kind)) is not None), SlotCodec())
+    return next((codec for make in codecs if (codec := make(config, kernels, kind)) is not None), SlotCodec())
 
 
 def classes() -> dict[str, Kind]:

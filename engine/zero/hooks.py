@@ -62,6 +62,8 @@ class UnitHooks:
         """Modules that hold units, or modules with them, and are under way."""
         self._former: list[ShardedUnit] = []
         """Units that were in use before the forward under way."""
+        self._reading: list[ShardedUnit] = []
+        """Units that were gathered for the operation under way."""
         self._phase = Phase.FORWARD
         self._handles: list[RemovableHandle] = []
         for unit in sharded.all:
@@ -183,9 +185,11 @@ class UnitHooks:
             raise record.no_values(func)
         unit = self._units_of[record][0]
         stays = self.units.have_room_for_stray(unit)
-        unit.called_within.update(held)
+        # Of one operation, whose backward may need all of them at once.
+        unit.called_within.update(held, self._reading)
         self.units.unshard(unit)
         if not stays:
+            self._reading.append(unit)
             return partial(self._end_read, unit)
         self._stay(unit)
         return None
@@ -196,6 +200,7 @@ class UnitHooks:
 
     def _end_read(self, unit: ShardedUnit, output: Any) -> None:
         """Release a unit that was gathered for one operation; its backward gathers it again."""
+        self._reading.remove(unit)
         memory = {record.full.untyped_storage()._cdata for record in unit.records}
         if any(
             tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memory

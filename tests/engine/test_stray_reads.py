@@ -100,6 +100,11 @@ def functional(net: Net, x: torch.Tensor) -> torch.Tensor:
     return torch.func.functional_call(net.blocks[1], weights, (x,)).square().mean()
 
 
+def foreach(net: Net) -> torch.Tensor:
+    """Its backward needs all weights at once."""
+    return torch.stack([values.sum() for values in torch._foreach_abs(list(net.parameters()))]).sum() * 0.1
+
+
 WAYS: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
     "parameters": lambda net, x: magnitudes(net.parameters()),
     "_parameters": lambda net, x: magnitudes(held(net)),
@@ -111,6 +116,7 @@ WAYS: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
     "tied": lambda net, x: F.linear(x, net.embed.weight).square().mean() + net.embed._parameters["weight"].std(),
     "data": lambda net, x: sum((p * p.detach().sign() + p.data).sum() for p in net.kept[0]) * 0.1,
     "dotted": dotted,
+    "several": lambda net, x: (net.blocks[0].up.weight * net.blocks[1].up.weight).sum() + foreach(net),
     "function": lambda net, x: Scale.apply(x, net.closure()[0]).square().mean() + Scale.apply(x, net.kept[0][1]).mean(),
     "functional": functional,
     "reentrant": lambda net, x: checkpointed(net, x, reentrant=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zstore.dcp
+from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.dcp.save import Save
@@ -462,6 +464,7 @@ def test_async_save_writes_the_values_of_its_beginning_and_its_errors_surface(tm
         full = dcp.async_save({"w": torch.ones(500_000)}, storage_writer=writer)
         with pytest.raises(BaseException, match="No space left"):
             full.result(60)  # type: ignore[union-attr]
+        until(lambda: not os.listdir(tmp_path / "full"), "the folder of the failed save stays while its future is held")
     finally:
         torch.distributed.destroy_process_group()
 

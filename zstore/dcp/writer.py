@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,7 @@ class Writer(StorageWriter):
         self._save = Save(self._path, step, plans, self._files)
         self.save_id = self._save.id
         self._forget = closing_with(self, self._save.abandon)
+        _call_at_the_end_of_the_thread(self._forget)  # which does nothing after `finish`
         return self._save.begin(overwrite=self._overwrite)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -141,6 +143,26 @@ class Writer(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """Return the checkpoint's metadata for planners."""
         return StorageMeta(checkpoint_id=str(self._path))
+
+
+class _Call:
+    """Is called as nothing holds it any more."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def __del__(self) -> None:
+        self._call()
+
+
+_of_thread = threading.local()
+
+
+def _call_at_the_end_of_the_thread(call: Callable[[], object]) -> None:
+    """Call `call` as this thread ends, if it is not the main one: that of `async_save` has saved then, or failed on whichever
+    rank, which DCP tells nobody but the future."""
+    if threading.current_thread() is not threading.main_thread():
+        _of_thread.call = _Call(call)
 
 
 def _folder_of(path: UserPath) -> Path:
