@@ -23,7 +23,7 @@ from ..format.arrays import FLOAT8, FLOATING, ArraySpec, numpy_dtype
 from ..format.codecs import Codec, parse_codec
 from ..format.partition import ALIGN_NUMEL, MAX_CHUNKS_PER_SHARD, Grid, extents_of_cols
 from .format import brief, dump_metadata
-from .names import METADATA_FILE, array_path
+from .names import METADATA_FILE, array_path, groups_of
 
 # Bounds on the requests of metadata, before anything is allocated.
 MAX_NUMEL = 2**48
@@ -93,7 +93,7 @@ def _encode(specs: Sequence[ArraySpec], grids: Sequence[Grid], codec: Codec | No
             raise UsageError(f"arrays {owners[path]!r} and {spec.name!r} would share the folder {path}: rename one")
         owners[path] = spec.name
         texts[path] = dump_metadata(array_document(spec, grid, codec)).decode()
-        groups.update(path[:at] for at, letter in enumerate(path) if letter == "/")
+        groups.update(groups_of(path))
     for path in sorted(groups & owners.keys()):
         raise UsageError(f"array {owners[path]!r} has the name of a group of other arrays: rename it")
     texts |= dict.fromkeys(groups, dump_metadata(_GROUP).decode())

@@ -101,6 +101,11 @@ def array_path(name: str) -> str:
     return "/".join(encode_name(part) for part in (group, slot, fqn) if part)
 
 
+def groups_of(path: str) -> list[str]:
+    """Return the folders of the groups that an array in the folder `path` is in, the outermost first."""
+    return [path[:at] for at, letter in enumerate(path) if letter == "/"]
+
+
 def shard_file(ndim: int, shard: int) -> str:
     """Return the file name of shard number `shard` of an array stored with `ndim` extents: `c`, `c.0` or `c.0.0`."""
     return f"c.{shard}" + ".0" * (ndim - 1) if ndim else "c"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..checkpoint.names import array_path
+from ..checkpoint.names import array_path, groups_of
 from ..checkpoint.source import ArraySource
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
@@ -133,7 +133,7 @@ class ArraysByName(MutableMapping[str, StoreArray]):
         """Add or replace an array. Raises UsageError for a name that no checkpoint can have beside those that are there."""
         if name not in self._arrays:
             path = array_path(name)
-            outer = next((self._names[group] for group in _groups_of(path) if group in self._names), None)
+            outer = next((self._names[group] for group in groups_of(path) if group in self._names), None)
             if outer is not None or path in self._groups:
                 inside = (other for folder, other in self._names.items() if folder.startswith(f"{path}/"))
                 raise UsageError(
@@ -141,14 +141,14 @@ class ArraysByName(MutableMapping[str, StoreArray]):
                     "folder of the other; rename one of them"
                 )
             self._names[path] = name
-            self._groups.update(_groups_of(path))
+            self._groups.update(groups_of(path))
         self._arrays[name] = array
 
     def __delitem__(self, name: str) -> None:
         del self._arrays[name]
         path = array_path(name)
         del self._names[path]
-        for group in _groups_of(path):
+        for group in groups_of(path):
             self._groups[group] -= 1
             if not self._groups[group]:
                 del self._groups[group]
@@ -161,10 +161,6 @@ class ArraysByName(MutableMapping[str, StoreArray]):
 
     def __len__(self) -> int:
         return len(self._arrays)
-
-
-def _groups_of(path: str) -> list[str]:
-    return [path[:at] for at, letter in enumerate(path) if letter == "/"]
 
 
 def is_dtensor(value: Value) -> bool:

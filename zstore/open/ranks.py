@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..checkpoint.names import array_path
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec
 from ..format.partition import MAX_CHUNK_NUMEL, MOST_CHUNK_NUMEL, Grid, grid_of_rows, make_grid
@@ -121,7 +120,6 @@ class Ranks:
             raise UsageError(
                 f"array {name!r}: shape={whole} is for a plain value that has this rank's rows of such an array"
             )
-        array_path(name)  # one that no checkpoint can have is refused
         array = self.hold(_spec(name, whole, data.dtype.name, dims), by_rows=by_rows)
         local = tuple(np.shape(value)) if shape is not None else None
         if (local is not None and local != array.shape) or data.size != array.numel:
