@@ -44,23 +44,18 @@ class MomentCodec(SlotCodec):
         reduced = reduced_slots(plain)
         return [replace(slot, dtype=torch.bfloat16) if slot.name in reduced else slot for slot in slots]
 
-    def tiles(
-        self, stored: Sequence[SlotArray], name: str, step: int, first: int, former: SlotTiles | None = None
-    ) -> SlotTiles:
-        return MomentTiles(stored, name, step, first, former)
+    def tiles(self, name: str, step: int, first: int, former: SlotTiles | None = None) -> SlotTiles:
+        return MomentTiles(name, step, first, former)
 
 
 class MomentTiles(SlotTiles):
-    """The slots of a parameter whose arrays are `stored`. See [Note: stored moments].
+    """The slots of parameter `name` in step number `step`. See [Note: stored moments].
 
     `first` is the place of this rank's first element in the whole parameter. The memory of a `former` one, which is not used
     any more, is reused.
     """
 
-    def __init__(
-        self, stored: Sequence[SlotArray], name: str, step: int, first: int, former: SlotTiles | None = None
-    ) -> None:
-        super().__init__(stored)
+    def __init__(self, name: str, step: int, first: int, former: SlotTiles | None = None) -> None:
         digest = blake2b(f"{step} {name}".encode(), digest_size=4).digest()
         self._start = int.from_bytes(digest, "little") % _NUM_WORDS + first
         self._scratch: Scratch = former._scratch if isinstance(former, MomentTiles) else Scratch()

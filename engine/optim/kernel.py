@@ -85,10 +85,7 @@ class SlotArray:
 
 
 class SlotTiles:
-    """The slots of a parameter, tile by tile, as its kernel has them and as they are `stored`: here that is the same."""
-
-    def __init__(self, stored: Sequence[SlotArray]) -> None:
-        self._stored = stored
+    """The slots of a parameter, tile by tile, as its kernel has them and as they are stored: here that is the same."""
 
     def update(
         self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
@@ -112,12 +109,10 @@ class SlotCodec:
         """Return the stored arrays of a kernel's slots of a parameter, in their order."""
         return slots
 
-    def tiles(
-        self, stored: Sequence[SlotArray], name: str, step: int, first: int, former: SlotTiles | None = None
-    ) -> SlotTiles:
+    def tiles(self, name: str, step: int, first: int, former: SlotTiles | None = None) -> SlotTiles:
         """Return the slots of parameter `name` in step number `step`; `first` is the place of this rank's first element in the
         whole parameter. The memory of a `former` one, which is not used any more, is reused."""
-        return SlotTiles(stored)
+        return SlotTiles()
 
 
 class Kernel(ABC):

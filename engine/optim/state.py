@@ -172,7 +172,7 @@ class OptimizerState:
 
     def slot_tiles(self, record: ParameterRecord, step: int, former: SlotTiles | None = None) -> SlotTiles:
         """Return a parameter's slots in step number `step`; see `SlotCodec.tiles`."""
-        return self.codec.tiles(self.slots_of(record), record.name, step, record.owned_range[0], former)
+        return self.codec.tiles(record.name, step, record.owned_range[0], former)
 
     def state_grid_of(self, record: ParameterRecord, slot: SlotArray | None = None) -> Grid:
         """Return how this rank's state of a parameter is cut: an array of its shape, or that of `slot`."""
