@@ -171,7 +171,7 @@ def _folder_of(path: UserPath) -> Path:
     if "://" in text:
         raise UsageError(
             f"{shown(text)}: DCP saves to a folder that all ranks share; send what it saved there to a URL with "
-            "`zstore reshard FOLDER --to URL`"
+            "`zstore reshard FOLDER URL`"
         )
     folder = user_path(path)
     tag_text(folder.name)
