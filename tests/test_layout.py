@@ -56,7 +56,7 @@ LIMITS = {
     "lines of zstore": (lambda: _layout().lines("zstore/"), 26_300),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_750),
     "lines of assets": (lambda: _layout().asset_lines(), 2_350),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 57_200),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 54_400),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_950),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 5_200),
     "lines of engine without adapters and extras": (
@@ -64,7 +64,7 @@ LIMITS = {
         22_000,
     ),
     "files of the core": (lambda: len(_layout().core), 32),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 7_849),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 7_844),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
     "widest hub": (lambda: max(map(len, _layout().imports.values())), 30),
     "rooms inside engine": (lambda: _rooms("engine")[0], 16),
