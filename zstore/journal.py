@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .checkpoint.catalog import LOOPS_FOLDER
 from .checkpoint.folder import FolderLike, folder_at
 from .errors import UsageError
 from .io.closing import Closing, join_threads, start_threads
@@ -57,14 +56,6 @@ def run_of(file: str) -> str | None:
     """Return the id of the run whose journal a file is, by its name; None for any other file."""
     found = _NAME.fullmatch(file)
     return None if found is None else found.group(1)
-
-
-def journal_folder(checkpoints: Path) -> Path | None:
-    """Return the folder of a run's journal by that of its checkpoints: the one above `checkpoint-60` of a loop that makes a
-    folder for each save. None: nowhere, for Lightning's folders `*.ckpt`, since callers list the folder above them."""
-    if checkpoints.suffix == ".ckpt":
-        return None
-    return checkpoints.parent if LOOPS_FOLDER.fullmatch(checkpoints.name) else checkpoints
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------
@@ -118,21 +109,11 @@ def number(value: Any) -> float | None:
 def encode(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line of JSON. Values that are functions are called for theirs; values of no JSON type become their
     text."""
-    not_finite: dict[str, str] = {}
-    found = _finite(record, not_finite)
-    found |= {"not_finite": not_finite} if not_finite else {}
+    found = {name: value() if callable(value) else value for name, value in record.items()}
+    wrong = {name: str(value) for name, value in found.items() if isinstance(value, float) and not math.isfinite(value)}
+    if wrong:
+        found |= {**dict.fromkeys(wrong), "not_finite": wrong}
     return json.dumps(found, separators=(",", ":"), default=str).encode() + b"\n"
-
-
-def _finite(value: Any, not_finite: dict[str, str], key: str = "") -> Any:
-    if callable(value):
-        value = value()
-    if isinstance(value, float) and not math.isfinite(value):
-        not_finite[key] = str(value)
-        return None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(item, not_finite, str(name)) for name, item in value.items()}
-    return [_finite(item, not_finite, key) for item in value] if isinstance(value, list | tuple) else value
 
 
 def decode_lines(data: bytes) -> list[Record]:
@@ -156,16 +137,13 @@ class JournalFile(Closing):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        size = os.fstat(self._fd).st_size
-        self.tail = b""
-        """The last lines that the file had."""
-        if size:
+        self.begin_bytes, self.tail = 0, b""
+        """Size of the file before anything is appended, and its last lines."""
+        if size := os.fstat(self._fd).st_size:
             with mmap.mmap(self._fd, size, prot=mmap.PROT_READ) as content:
-                size = content.rfind(b"\n") + 1
-                self.tail = content[max(0, size - _TAIL_BYTES) : size]
-            os.ftruncate(self._fd, size)
-        self.begin_bytes = size
-        """Size of the file before anything is appended."""
+                self.begin_bytes = content.rfind(b"\n") + 1
+                self.tail = content[max(0, self.begin_bytes - _TAIL_BYTES) : self.begin_bytes]
+            os.ftruncate(self._fd, self.begin_bytes)
 
     def append(self, lines: bytes) -> None:
         """Append all of `lines`, or none; raises OSError then."""
@@ -193,11 +171,10 @@ class JournalWriter(Closing):
 
     def __init__(self, failed: Callable[[str], None]) -> None:
         self._failed: Callable[[str], None] | None = failed
-        self._waiting: deque[Mapping[str, Any]] = deque()
+        self._waiting: deque[Mapping[str, Any]] = deque(maxlen=_MOST_WAITING)
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._after: Callable[[], None] | None = None
         self._pid = os.getpid()
         self.file: JournalFile | None = None
         """The file that is open."""
@@ -205,37 +182,36 @@ class JournalWriter(Closing):
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a record at the end."""
         self._waiting.append(record)
-        if self.file is None and len(self._waiting) > _MOST_WAITING:
-            self._waiting.popleft()
 
     def open(
-        self, file: JournalFile, first: Sequence[Mapping[str, Any]] = (), after: Callable[[], None] | None = None
+        self, file: JournalFile, first: Sequence[Mapping[str, Any]] = (), after: Callable[[], None] = lambda: None
     ) -> None:
         """Write to `file`, which this object closes: the records `first`, those that wait, then new ones. `after` is called
         in the thread that writes, whenever it looked for new ones."""
-        with self._lock:
-            self._waiting.extendleft(reversed(first))
-            self.file, self._after = file, after
-        self._ending.clear()
-        self._threads = start_threads(1, self._serve, "zstore-journal")
 
-    def _serve(self) -> None:
-        while not self._ending.wait(_PAUSE_S):
-            self.flush()
-            if self._after is not None:
-                self._after()
+        def serve() -> None:
+            while not self._ending.wait(_PAUSE_S):
+                self.flush()
+                after()
+
+        self.file = file
+        self._write(first)
+        self._ending.clear()
+        self._threads = start_threads(1, serve, "zstore-journal")
 
     def flush(self) -> None:
         """Write the records that wait, in the caller's thread."""
-        if self.file is None or os.getpid() != self._pid:
-            return
-        with self._lock:
-            records = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            if records and self.file is not None:
-                try:
-                    self.file.append(b"".join(map(encode, records)))
-                except Exception as error:
-                    self.fail(f"{type(error).__name__}: {error}")
+        if os.getpid() == self._pid:
+            with self._lock:
+                if self.file is not None:
+                    self._write([self._waiting.popleft() for _ in range(len(self._waiting))])
+
+    def _write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        if self.file is not None and records:
+            try:
+                self.file.append(b"".join(map(encode, records)))
+            except Exception as error:
+                self.fail(f"{type(error).__name__}: {error}")
 
     def fail(self, text: str) -> None:
         """Report a failure, if it is the first."""
@@ -250,7 +226,6 @@ class JournalWriter(Closing):
             self._ending.set()
             join_threads(threads)
         self.flush()
-        with self._lock:
-            file, self.file = self.file, None
-            if file is not None:
-                file.close()
+        file, self.file = self.file, None
+        if file is not None:
+            file.close()

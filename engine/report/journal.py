@@ -1,4 +1,4 @@
-"""The journal of a run, as an engine writes it: steps, saves, loads, warnings. See [Note: the journal] in `zstore.journal`.
+"""The journal of a run, as an engine writes it: steps, saves, loads. See [Note: the journal] in `zstore.journal`.
 
 [Note: the journal's folder]
 It is named by the config, `note_save_folder`, a load that resumes or the first save; until then records wait. The file is
@@ -9,6 +9,7 @@ written.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -16,23 +17,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zstore._version import __version__
-from zstore.checkpoint import SaveHandle, SaveSummary, tag_folder
+from zstore.checkpoint import LOOPS_FOLDER, SaveHandle, SaveSummary, tag_folder
 from zstore.io import LinkStatistics, is_url
-from zstore.journal import JournalFile, JournalWriter, decode_lines, journal_file, journal_folder
+from zstore.journal import JournalFile, JournalWriter, decode_lines, journal_file
 from zstore.remote.journal_tail import JournalTail
 from zstore.remote.service_target import ServicePlace
 from zstore.remote.upload import UploadPlace
 
 from ..config.keys import acting
+from ..params.record import Residency
 from ..plan.ladder import advice
-from .places import plan_record
 from .statistics import link_statistics, memory_now
 from .utilisation import PhaseTimes, StepUtilisation
 
@@ -42,10 +43,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zstore")
 
 _SAMPLE_S = 2.0
-"""Links and memory are sampled at most so often,"""
-_SAMPLES = 2000
-"""and in all the time so far: journals of long runs stay small."""
-_PACKAGES = ("transformers", "accelerate", "lightning", "peft", "trl", "deepspeed")
+"""Links and memory are sampled at most so often."""
 
 
 class RunJournal:
@@ -70,20 +68,12 @@ class RunJournal:
         self._run_id: str | None = None
         """Of the file that is open."""
         self._tail: JournalTail | None = None
-        self._tokens: int | None = None
         self._total_steps: int | None = None
-        self._loop = "engine"
-        self._first_step = training.counters.global_steps
+        self._first_step = self._sampled_step = training.counters.global_steps
         self._started_at = time.time()
-        self._began_s = self._sampled_s = time.perf_counter()
-        self._next_sample_s, self._sampled_step = 0.0, self._first_step
+        self._sampled_s, self._next_sample_s = time.perf_counter(), 0.0
         self._links: Mapping[str, LinkStatistics] = {}
         self._reason, self._problem = "done", ""
-        self._warnings = _Warnings(self.writer)
-        if self.enabled:
-            _log.addFilter(self._warnings)
-            for line in training.config.report():  # they were logged before there was a journal
-                self._warnings.note(f"{training.config.source}: {line}", self._started_at)
 
     def _add(self, kind: str, **values: Any) -> None:
         if self.enabled:
@@ -95,13 +85,11 @@ class RunJournal:
 
     # -- from training loops ----------------------------------------------------------------------------------------
 
-    def note(self, *, tokens: int | None = None, total_steps: int | None = None, loop: str | None = None) -> None:
+    def note(self, *, tokens: int | None = None, total_steps: int | None = None) -> None:
         """Take facts that the engine cannot know: the tokens of a step over all ranks, from the current one until the next
-        call; the steps that the run is to have; whose loop it is ("train", "trainer", ...)."""
-        self._tokens = self._tokens if tokens is None else tokens
-        self._utilisation.tokens = self._tokens
+        call; the steps that the run is to have."""
+        self._utilisation.tokens = self._utilisation.tokens if tokens is None else tokens
         self._total_steps = self._total_steps if total_steps is None else total_steps
-        self._loop = loop or self._loop
 
     def logged(self, values: Mapping[str, Any]) -> None:
         """Record numbers of the loop's own after the last step; see `Engine.log`."""
@@ -115,7 +103,7 @@ class RunJournal:
         """Record the step that ended now, with the seconds of its phases."""
         if not self.enabled:
             return
-        training, now_s = self._training, time.perf_counter()
+        training, tokens, now_s = self._training, self._utilisation.tokens, time.perf_counter()
         step_s = self._utilisation.step_s or spent.forward_s + spent.backward_s + spent.optimizer_s
         self._add(
             "step",
@@ -123,8 +111,8 @@ class RunJournal:
             lr=float(training.optimizer.param_groups[0]["lr"]),
             grad_norm=training.norm,
             samples=training.accumulation.batch.train_batch_size,
-            tokens=self._tokens,
-            tokens_per_s=self._tokens / step_s if self._tokens and step_s else None,
+            tokens=tokens,
+            tokens_per_s=tokens / step_s if tokens and step_s else None,
             skipped=not training.was_applied,
             step_s=step_s,
             **vars(spent),
@@ -147,44 +135,36 @@ class RunJournal:
             for cause, seconds in moved.stall_s.items():
                 stalls[f"stall/{cause}"] = stalls.get(f"stall/{cause}", 0.0) + seconds / steps
         self._links, self._sampled_s, self._sampled_step = links, now_s, self._step
-        self._next_sample_s = now_s + max(_SAMPLE_S, (now_s - self._began_s) / _SAMPLES)
+        self._next_sample_s = now_s + _SAMPLE_S
         memory = memory_now(statistics, self._training.world.device)
         found |= {f"memory/{owner}": nbytes for owner, nbytes in memory.items()}
         return found | stalls | {"stall_s": sum(stalls.values())}
 
-    def saves_in(self, folder: Path, remote: UploadPlace | None) -> None:
-        """Note the folder of the run's checkpoints, and the URL that they are uploaded to from there."""
-        self._name(folder, remote, is_final=True)
-
     def save_begins(
         self, tag: str, folder: Path, remote: UploadPlace | None
     ) -> Callable[[SaveHandle | SaveSummary | BaseException], None]:
-        """Note a save; return a function that is told of its handle once it has begun, and of its summary or its error, from
-        any thread."""
+        """Return a function that is told of a save's handle once it has begun, and of its summary or its error, from any
+        thread."""
         location = str(folder / tag_folder(tag)) if remote is None else remote.location_of(tag_folder(tag))
-        step, began_s, state = self._step, time.perf_counter(), ""
+        save, began_s = {"step": self._step, "tag": tag, "location": location}, time.perf_counter()
         handles: list[SaveHandle] = []
 
         def stall_s() -> float:
             """Return for how long training was delayed, so far if it still is: a commit may come earlier."""
             return (handles[0].stall_s if handles else 0.0) or time.perf_counter() - began_s
 
-        def add(new: str, **values: Any) -> None:
-            nonlocal state
-            if state != "failed":
-                state = new
-                self._add("save", **{"step": step, "tag": tag, "location": location, "state": state, **values})
-
         def tell(told: SaveHandle | SaveSummary | BaseException) -> None:
             if isinstance(told, SaveHandle):
                 handles.append(told)
-                self._name(folder, remote, is_final=True)
+                self.saves_in(folder, remote)
                 self._open()
             elif isinstance(told, BaseException):
-                add("failed", problem=_text_of(told))
+                self._add("save", **save, state="failed", problem=_text_of(told))
             else:
-                add(
-                    "committed" if told.url is None else "uploaded",
+                self._add(
+                    "save",
+                    **save,
+                    state="committed" if told.url is None else "uploaded",
                     stall_s=stall_s,
                     elapsed_s=told.elapsed_s,
                     linked_bytes=told.all_linked_bytes,
@@ -193,7 +173,6 @@ class RunJournal:
                 )
                 self._send()
 
-        add("begun")
         return tell
 
     def loaded(self, path: str, tag: str, elapsed_s: float, read_bytes: int, *, resumes: bool) -> None:
@@ -208,7 +187,7 @@ class RunJournal:
         self._next_sample_s = 0.0
         above = os.path.dirname(path)
         if resumes and not is_url(path) and os.access(above, os.W_OK):
-            self._name(Path(above), None, is_final=False)
+            self.saves_in(Path(above), None, is_final=False)
 
     def stops(self, error: BaseException) -> None:
         """Note that the engine is closed next because of an error; of SystemExit, because the run was asked to stop."""
@@ -217,11 +196,13 @@ class RunJournal:
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
-    def _name(self, folder: Path, remote: UploadPlace | None, *, is_final: bool) -> None:
-        """Name the folder, unless it is known. See [Note: the journal's folder]."""
-        chosen = journal_folder(folder)
-        if not self.enabled or self._is_named or chosen is None:
+    def saves_in(self, folder: Path, remote: UploadPlace | None, *, is_final: bool = True) -> None:
+        """Take the folder of the run's checkpoints, and the URL that they are uploaded to from there, unless one is known. See
+        [Note: the journal's folder]. Of a loop that makes a folder for each save it is the one above; of Lightning's folders
+        `*.ckpt` nothing, since callers list the folder above them."""
+        if not self.enabled or self._is_named or folder.suffix == ".ckpt":
             return
+        chosen = folder.parent if LOOPS_FOLDER.fullmatch(folder.name) else folder
         if chosen != self._folder:
             self._end("done")
         self._folder, self._remote, self._is_named = chosen, remote, is_final
@@ -250,13 +231,11 @@ class RunJournal:
             )
         if isinstance(self._remote, ServicePlace):
             self._tail = JournalTail(path, self._remote, self._run_id, file.begin_bytes, failed=self.writer.fail)
-        after = None if self._tail is None else self._tail.send
-        self.writer.open(file, [self._start_record(), plan_record(training)], after)
+        after = () if self._tail is None else (self._tail.send,)
+        self.writer.open(file, [self._start_record(), _memory_record(training)], *after)
 
     def _start_record(self) -> dict[str, Any]:
         training = self._training
-        versions = {"zstore": __version__, "torch": torch.__version__, "python": platform.python_version()}
-        loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
         return {
             "kind": "start",
             "at": self._started_at,
@@ -264,12 +243,11 @@ class RunJournal:
             "run": training.run_id,
             "step": self._first_step,
             "total_steps": self._total_steps,
-            "loop": self._loop,
             "config": acting(training.config.settings),
             "world_size": training.world.world_size,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "versions": versions | {name: version for name, version in loaded.items() if version},
+            "versions": {"zstore": __version__, "torch": torch.__version__, "python": platform.python_version()},
         }
 
     def _send(self) -> None:
@@ -296,29 +274,53 @@ class RunJournal:
 
     def close(self) -> None:
         """Write the end; a second call does nothing."""
-        _log.removeFilter(self._warnings)
         uncaught = _uncaught_error() if self._reason == "done" else None
         self._end("failed" if uncaught else self._reason, _text_of(uncaught) if uncaught else self._problem)
         self.enabled = False
 
 
-class _Warnings(logging.Filter):
-    """Records the warnings of a logger. Not a handler: with one nothing would be shown any more if nobody configured
-    logging."""
+# -- the map of memory --------------------------------------------------------------------------------------------------
 
-    def __init__(self, writer: JournalWriter) -> None:
-        super().__init__()
-        self._writer = writer
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Let every record pass."""
-        if record.levelno >= logging.WARNING:
-            self.note(record.getMessage(), record.created)
-        return True
+def _memory_record(training: Training) -> dict[str, Any]:
+    """Return the record of the bytes that this rank holds between two steps, and of the gradients in one, as planned."""
+    device, plan = training.world.device, training.plan
+    gradients = plan.held["gradients"]
+    planned = {"device": gradients.device, "host": gradients.host, "disk": gradients.disk}
+    arrays = [
+        *placed_arrays(training),
+        ("transfer buffers", "host", "buffers", training.state.store.statistics().pool_bytes),
+    ]
+    arrays += [("gradients", tier, "gradients", nbytes) for tier, nbytes in planned.items()]
+    is_cuda = device.type == "cuda"
+    return {
+        "kind": "memory",
+        "at": time.time(),
+        "host_budget_bytes": plan.settings.budget_bytes,
+        "device_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
+        "arrays": [one for one in arrays if one[3] > 0],
+    }
 
-    def note(self, text: str, at: float) -> None:
-        """Record a warning."""
-        self._writer.append({"kind": "warning", "at": at, "text": text})
+
+def placed_arrays(training: Training) -> Iterator[tuple[str, str, str, int]]:
+    """Yield name, tier, kind and bytes of this rank's arrays of every parameter: its values, master and slots."""
+    state, store = training.state, training.state.store
+    for record in state.records:
+        resident = record.full.nbytes if record.residency is Residency.RESIDENT else 0
+        resident += 0 if record.shard is None else record.shard.nbytes
+        own = record.group is None or state.is_master(record)
+        master, *slots = state.arrays_of(record)
+        kinds = {master: "parameters" if own else "master weights"} | dict.fromkeys(slots, "optimizer state")
+        if record.rest is not None:
+            kinds[record.rest] = "parameters"
+        if own and store.tier_of(master) == "device":
+            resident -= store.local(master).nbytes  # the array is these rows of it
+        yield f"parameter/{record.name}", "device", "parameters", resident
+        for name, kind in kinds.items():
+            yield name, store.tier_of(name), kind, store.local(name).nbytes
+
+
+# -- texts and numbers --------------------------------------------------------------------------------------------------
 
 
 def _warn(text: str) -> None:
@@ -326,13 +328,10 @@ def _warn(text: str) -> None:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number of a loop's as a float: of a tensor of one element its value; None if it is none."""
-    if isinstance(value, bool | str | bytes) or (isinstance(value, torch.Tensor) and value.numel() != 1):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
+    """Return a number of a loop's, or of a tensor of one element, as a float; None if it is none."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        return None if isinstance(value, bool | str | bytes) else float(value)
+    return None
 
 
 def _text_of(error: BaseException) -> str:

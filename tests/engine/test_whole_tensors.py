@@ -22,7 +22,7 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.report.places import placed_arrays
+from zstore.engine.report.journal import placed_arrays
 from zstore.errors import CheckpointMismatchError
 from zstore.optim import Lamb, MuonWithAdam
 from zstore.testing.ranks import run_ranks
@@ -67,7 +67,7 @@ def misplanned(engine: Engine) -> list[str]:
     """Return the slots whose planned bytes are not those that there are."""
     training = engine.training_state
     measured: Counter[tuple[str, str]] = Counter()
-    for name, tier, _, nbytes in placed_arrays(training.state):
+    for name, tier, _, nbytes in placed_arrays(training):
         measured[name.split("/")[1], tier] += nbytes
     slots = {slot.name for record in training.state.scalars for slot in training.state.slots_of(record)}
     held = {slot: training.plan.held[slot] for slot in slots}

@@ -73,15 +73,14 @@ class JournalWriter:
     def _put(self, file: IO[str], kind: str, values: Mapping[str, Any]) -> None:
         file.write(json.dumps({"kind": kind, "at": round(self.at, 3), **values}, separators=(",", ":")) + "\n")
 
-    def start(self, run_id: str, *, loop: str = "engine", pid: int | None = None, total_steps: int = 1000) -> None:
-        """Begin a process, with its plan."""
+    def start(self, run_id: str, *, pid: int | None = None, total_steps: int = 1000) -> None:
+        """Begin a process, with its map of memory."""
         self.write(
             "start",
             version=1,
             run=run_id,
             step=self.step,
             total_steps=total_steps,
-            loop=loop,
             world_size=2,
             host=socket.gethostname(),
             pid=2**22 + 1 if pid is None else pid,  # one that no process has
@@ -93,16 +92,7 @@ class JournalWriter:
         arrays = [
             (name, tiers[name.split("/")[0]], kinds[name.split("/")[0]], a.nbytes) for name, a in arrays_of().items()
         ]
-        parts = [
-            {
-                "tier": tiers[group],
-                "kind": kinds[group],
-                "planned_bytes": sum(size for _, tier, _, size in arrays if tier == tiers[group]) + 4096,
-                "measured_bytes": sum(size for _, tier, _, size in arrays if tier == tiers[group]),
-            }
-            for group in tiers
-        ]
-        self.write("plan", host_budget_bytes=64 * _MIB, device_bytes=256 * _MIB, parts=parts, arrays=arrays)
+        self.write("memory", host_budget_bytes=64 * _MIB, device_bytes=256 * _MIB, arrays=arrays)
 
     def steps(self, count: int, *, step_s: float = 0.2) -> None:
         """Append lines of `count` steps, at once."""
@@ -145,7 +135,6 @@ class JournalWriter:
     def saved(self, folder: Path, *, linked_bytes: int, written_bytes: int) -> None:
         """Append what a save of the present step says."""
         place: dict[str, Any] = {"step": self.step, "tag": step_tag(self.step), "location": str(folder)}
-        self.write("save", **place, state="begun")
         self.at += 0.05
         done = {"stall_s": 0.012, "elapsed_s": 0.05, "linked_bytes": linked_bytes, "written_bytes": written_bytes}
         self.write("save", **place, state="committed", **done)
@@ -196,13 +185,12 @@ def train(run: SampleRun, *, steps: tuple[int, ...] = SAVE_STEPS, first_process_
     """Train for a while: the first process is killed, the second goes on from its newest checkpoint, and ends."""
     journal = run.journal
     journal.start(run.run_id)
-    journal.write("warning", text="the drive is slower than planned: <b>expected 2 GB/s</b>, measured 1 GB/s")
     for number, step in enumerate(steps):
         if journal.step < first_process_ends <= step:
             journal.steps(first_process_ends - journal.step)  # and then it is killed
             journal.at += 30
             journal.step = steps[number - 1]
-            journal.start(run.run_id, loop="trainer")
+            journal.start(run.run_id)
             journal.write(
                 "load",
                 step=journal.step,
@@ -214,9 +202,13 @@ def train(run: SampleRun, *, steps: tuple[int, ...] = SAVE_STEPS, first_process_
         journal.steps(step - journal.step)
         run.save()
         journal.saved(run.folder, linked_bytes=2**20, written_bytes=2**19)
-    journal.write("save", step=journal.step, tag="by-hand", location=str(run.folder), state="begun")
     journal.write(
-        "save", step=journal.step, tag="by-hand", location=str(run.folder), state="failed", problem="no space left"
+        "save",
+        step=journal.step,
+        tag="by-hand",
+        location=str(run.folder),
+        state="failed",
+        problem="<b>no space left</b>",
     )
 
 
@@ -242,7 +234,7 @@ def make_sample(folder: Path, *, now: float | None = None) -> Path:
         run.journal.write("end", step=run.journal.step, reason="done")
     leave_behind(folder / RUN)
     with opened_run(folder / HOSTILE_RUN, HOSTILE_RUN_ID, started_at=now - 4000) as run:
-        run.journal.start(HOSTILE_RUN_ID, loop="trainer", total_steps=40)
+        run.journal.start(HOSTILE_RUN_ID, total_steps=40)
         for step in (20, 40):
             run.journal.steps(20)
             run.folder = folder / HOSTILE_RUN / f"checkpoint-{step}"

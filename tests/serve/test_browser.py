@@ -72,7 +72,7 @@ def test_names_from_files_are_text(site: Site) -> None:
             assert overflow_px(page) <= 0, each
         assert HOSTILE_ARRAY in page.locator("[data-test=array] a").all_inner_texts()
         watched.turn_to(view("run"))
-        assert "<b>expected 2 GB/s</b>" in page.locator("[data-test=warnings]").inner_text()
+        assert "<b>no space left</b>" in page.locator("[data-test=saves]").inner_text()
 
 
 def test_steps_appear_while_the_page_is_open(site: Site, watched: Watched) -> None:

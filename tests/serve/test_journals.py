@@ -32,7 +32,7 @@ def write(folder: Path, *lines: dict[str, Any], run: str = RUN_ID) -> Path:
 
 
 def start(run: str = RUN_ID, **values: Any) -> dict[str, Any]:
-    facts = {"run": run, "step": 0, "loop": "engine", "world_size": 1, "host": os.uname().nodename, "pid": os.getpid()}
+    facts = {"run": run, "step": 0, "world_size": 1, "host": os.uname().nodename, "pid": os.getpid()}
     return {"kind": "start", "at": time.time(), **facts, **values}
 
 
@@ -154,22 +154,23 @@ def test_long_journals_are_sampled_evenly_with_their_tail_and_all_else_whole(tmp
 def test_a_line_that_is_being_written_is_read_once_it_is_whole(tmp_path: Path, serve: Serve) -> None:
     path = write(tmp_path / "run", start(), step(1))
     base = serve(tmp_path)
-    half = encode({"kind": "warning", "at": 1.0, "text": "ü"})
+    half = encode({"kind": "save", "at": 1.0, "tag": "ü", "state": "committed"})
     for data, expected in ((half[:-3], []), (half[-3:] + b'no json\n{"kind":7}\n', ["ü"])):
         with path.open("ab") as file:
             file.write(data)
-        assert [one["text"] for one in get(base, "/api/runs/run")["warnings"]] == expected
+        assert [one["tag"] for one in get(base, "/api/runs/run")["saves"]] == expected
 
 
 def test_texts_of_any_kind_are_answered(tmp_path: Path, serve: Serve) -> None:
-    write(tmp_path / "run", start(config={"a": 1e999}), {"kind": "warning", "text": "half of a pair: \ud800"})
+    save = {"kind": "save", "state": "failed", "problem": "half of a pair: \ud800"}
+    write(tmp_path / "run", start(config={"a": 1e999}), save)
     path = tmp_path / "run" / f"journal-{RUN_ID}.jsonl"
     with path.open("ab") as file:
         file.write(
             b'{"kind":"step","step":1,"loss":NaN,"grad_norm":1e999}\n{"kind":"save","state":"begun","step":"x"}\n'
         )
     base = serve(tmp_path)
-    assert get(base, "/api/runs/run")["warnings"][0]["text"] == "half of a pair: \ud800"
+    assert get(base, "/api/runs/run")["saves"][0]["problem"] == "half of a pair: \ud800"
     assert get(base, "/api/runs/run")["summary"]["loss"] is None
     columns = get(base, "/api/runs/run/steps")["columns"]
     assert (columns["loss"], columns["grad_norm"]) == ([None], [None])

@@ -36,9 +36,7 @@ class TrainLoop:
         """Metrics of the last step."""
         self._line_s = float("-inf")
         """When the last line of progress was printed."""
-        engine.journal.note(
-            loop="train", total_steps=options.steps, tokens=engine.train_batch_size() * position.seq_len
-        )
+        engine.journal.note(total_steps=options.steps, tokens=engine.train_batch_size() * position.seq_len)
 
     def run(self) -> None:
         """Train; the last state is saved, and every save is complete when this returns."""

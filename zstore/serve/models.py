@@ -86,8 +86,6 @@ class Session(Answer):
     """None: it is running, or was killed."""
     first_step: int = Field(0, validation_alias=AliasChoices("step", "first_step"))
     total_steps: int | None = None
-    loop: Text = ""
-    """Whose loop: engine, train, trainer, lightning, offloaded."""
     world_size: int = 0
     host: Text = ""
     pid: int = 0
@@ -96,26 +94,17 @@ class Session(Answer):
 
 
 class SaveEvent(Answer):
-    """A save of the run. Made of a line `save`."""
+    """A save of the run that ended. Made of a line `save`."""
 
     at: float = 0.0
     step: int = 0
     tag: Text = ""
-    state: Literal["begun", "committed", "uploaded", "failed"]
+    state: Literal["committed", "uploaded", "failed"]
     stall_s: float | None = None
     elapsed_s: float | None = None
     linked_bytes: int | None = None
     written_bytes: int | None = None
-    done_bytes: int | None = None
-    """Of one under way."""
     problem: Text | None = None
-
-
-class Warned(Answer):
-    """A warning of the run."""
-
-    at: float = 0.0
-    text: Text = ""
 
 
 class NotFinite(Answer):
@@ -133,8 +122,6 @@ class RunDetail(Answer):
     summary: RunSummary
     sessions: list[Session]
     saves: list[SaveEvent]
-    """The last state of each."""
-    warnings: list[Warned]
     not_finite: list[NotFinite]
 
 
@@ -149,32 +136,22 @@ class Steps(Answer):
     """Changes when rows that were given before may be others now: then ask for all of them again."""
 
 
-class PlanPart(Answer):
-    """Bytes of one kind of state on one tier."""
-
-    tier: Tier
-    kind: Text
-    """parameters, gradients, master weights, optimizer state, buffers, activations."""
-    planned_bytes: int | None = None
-    measured_bytes: int | None = None
-
-
 class PlacedArray(Answer):
-    """An array and its tier, on rank 0."""
+    """An array of rank 0 and its tier; gradients, and buffers of transfers, are one."""
 
     name: str
     tier: Tier
     kind: str
+    """parameters, gradients, master weights, optimizer state, buffers."""
     nbytes: int
 
 
 class Placement(Answer):
-    """`GET /api/runs/{run}/placement`: the tier of every byte; the plan beside the measurement."""
+    """`GET /api/runs/{run}/placement`: the tier of every byte."""
 
     host_budget_bytes: int | None
     device_bytes: int | None
     """Memory of the device."""
-    parts: list[PlanPart]
     arrays: list[PlacedArray]
 
 

@@ -1,12 +1,12 @@
-// Where every byte of a run is: the map of tiers, kinds and arrays, the arrays as a table, and the plan.
+// Where every byte of a run is: the map of tiers, kinds and arrays, and the arrays as a table.
 
-import { empty, h, panel, replace, swatch, titled } from "./dom.js";
-import { NOTHING, bytes, count, percent } from "./format.js";
+import { empty, h, replace, swatch, titled } from "./dom.js";
+import { bytes, count, percent } from "./format.js";
 import { api, get } from "./service.js";
 import { Table } from "./table.js";
 
 const TIERS = ["device", "host", "disk"];
-const KINDS = ["parameters", "gradients", "optimizer state", "buffers", "activations", "master weights"];
+const KINDS = ["parameters", "gradients", "optimizer state", "buffers", "master weights"];
 const MOST_BOXES = 250;
 const ARRAYS = [
   { key: "name", label: "Array" },
@@ -17,14 +17,14 @@ const ARRAYS = [
 
 export async function show(container, { run }) {
   const placement = await get(api(["runs", run, "placement"]));
-  const { parts, arrays } = placement;
-  if (arrays.length === 0 && parts.length === 0) {
+  const { arrays } = placement;
+  if (arrays.length === 0) {
     const text =
-      "The run's journal has no memory plan. A run with a zstore engine writes one when it starts. To see a plan before training:";
+      "The run's journal has no map of memory. A run with a zstore engine writes one when it starts. To see a plan before training:";
     replace(container, empty("No memory data", text, "zstore plan --help"));
     return;
   }
-  const found = new Set([...parts, ...arrays].map(({ kind }) => kind));
+  const found = new Set(arrays.map(({ kind }) => kind));
   const kinds = [
     ...KINDS.filter((kind) => found.has(kind)),
     ...[...found].filter((kind) => !KINDS.includes(kind)).sort(),
@@ -51,26 +51,23 @@ export async function show(container, { run }) {
       { class: "panel" },
       titled(h("h2", null, "Where the bytes are, on rank 0"), h("div", { class: "legend" }, legend)),
       map,
-      rows.length > 0 ? table.element : null,
+      table.element,
     ),
-    planPanel(placement, colourOf),
   );
 }
 
 /** Return the map: an area for each tier, in it one for each kind and array, as large as its bytes. */
-function mapOf({ arrays, parts }, colourOf, chosen) {
-  const listed = new Set(arrays.map(({ tier, kind }) => `${tier} ${kind}`));
-  const others = parts.filter(({ tier, kind }) => !listed.has(`${tier} ${kind}`));
-  const whole = others.map((part) => ({ ...part, name: part.kind, nbytes: part.measured_bytes ?? part.planned_bytes }));
-  const items = [...arrays, ...whole].filter(({ nbytes }) => nbytes > 0);
-  const tiers = groups(items, "tier").sort((one, other) => TIERS.indexOf(one.name) - TIERS.indexOf(other.name));
+function mapOf({ arrays, host_budget_bytes: host, device_bytes: device }, colourOf, chosen) {
+  const budgets = { host, device };
+  const tiers = groups(arrays, "tier").sort((one, other) => TIERS.indexOf(one.name) - TIERS.indexOf(other.name));
   const boxes = tiers.map((tier) => {
     const inner = groups(tier.items, "kind").flatMap(largest);
     const sizes = inner.map(({ nbytes }) => nbytes);
-    const share = tier.nbytes / sum(items, "nbytes");
+    const share = tier.nbytes / sum(arrays, "nbytes");
     const places = squarify(sizes, 0.2 + 2 * share);
     const shown = inner.map((array, index) => box(array, places[index], share, colourOf(array.kind), chosen));
-    const title = h("h3", null, `${tier.name} ${bytes(tier.nbytes)}`);
+    const budget = budgets[tier.name] ?? null;
+    const title = h("h3", null, `${tier.name} ${bytes(tier.nbytes)}`, budget && budgetOf(tier, budget));
     return h(
       "div",
       { class: "map-tier", style: { "flex-grow": tier.nbytes } },
@@ -154,56 +151,11 @@ function squarify(sizes, ratio) {
   return found.map((one) => ({ x: one.x / ratio, y: one.y, width: one.width / ratio, height: one.height }));
 }
 
-/** Return the plan beside what was measured, by tier and kind, with the budgets. */
-function planPanel({ parts, host_budget_bytes: host, device_bytes: device }, colourOf) {
-  const budgets = { host, device };
-  const known = ({ planned_bytes: planned, measured_bytes: measured }) =>
-    planned && measured !== null
-      ? `${measured > planned ? "+" : ""}${percent((measured - planned) / planned)}`
-      : NOTHING;
-  const tiers = TIERS.map((tier) => ({
-    tier,
-    budget: budgets[tier] ?? null,
-    inner: parts.filter((part) => part.tier === tier),
-  }));
-  const bodies = tiers
-    .filter(({ inner, budget }) => inner.length > 0 || budget !== null)
-    .map(({ tier, budget, inner }) => {
-      const used = inner.some((part) => part.measured_bytes !== null)
-        ? sum(inner, "measured_bytes")
-        : sum(inner, "planned_bytes");
-      const head = h(
-        "th",
-        { scope: "rowgroup", colspan: "4" },
-        h("strong", null, tier),
-        budget === null ? null : budgetOf(tier, used, budget),
-      );
-      const rows = inner.map((part) =>
-        h(
-          "tr",
-          null,
-          h("th", { scope: "row" }, swatch(colourOf(part.kind)), part.kind),
-          [bytes(part.planned_bytes), bytes(part.measured_bytes), known(part)].map((text) =>
-            h("td", { class: "num" }, text),
-          ),
-        ),
-      );
-      return h("tbody", null, h("tr", null, head), rows);
-    });
-  const heads = ["State", "Planned", "Measured", "Difference"].map((text, index) =>
-    h("th", { scope: "col", class: index > 0 ? "num" : null }, text),
-  );
-  return panel(
-    "Plan and measured",
-    "plan",
-    h("div", { class: "scroll" }, h("table", null, h("thead", null, h("tr", null, heads)), bodies)),
-  );
-}
-
-function budgetOf(tier, used, budget) {
-  const text = `${bytes(used)} of ${bytes(budget)} ${tier === "host" ? "budget" : "memory"}, ${percent(used / budget)}`;
+/** Return how much of its budget, or of the device's memory, a tier takes. */
+function budgetOf({ name, nbytes }, budget) {
+  const text = ` of ${bytes(budget)} ${name === "host" ? "budget" : "memory"}, ${percent(nbytes / budget)}`;
   return [
-    h("meter", { min: "0", max: budget, value: used, "aria-label": `${tier}: ${text}` }),
-    h("span", { class: used > budget ? "bad" : "muted" }, text),
+    h("span", { class: nbytes > budget ? "bad" : "muted" }, text),
+    h("meter", { min: "0", max: budget, value: nbytes, "aria-label": `${name}: ${bytes(nbytes)}${text}` }),
   ];
 }

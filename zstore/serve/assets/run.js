@@ -1,4 +1,4 @@
-// A run as it trains: where it is, its curves, its saves, its warnings and the processes that took part.
+// A run as it trains: where it is, its curves, its saves, and the processes that took part.
 
 import { Charts } from "./charts.js";
 import { append, curvesOf, lastNumber, recent } from "./curves.js";
@@ -104,8 +104,7 @@ class RunView {
     refill(this.nothing, hasSteps ? null : summary, (known) => (known === null ? null : nothingYet(known)));
     this.savesPanel.hidden = detail.saves.length === 0;
     this.saves.show(detail.saves);
-    const lists = [warningsOf(detail), sessions, summary.state];
-    refill(this.lists, lists, ([warnings]) => [warningsPanel(warnings), sessionsPanel(sessions, summary.state)]);
+    refill(this.lists, [sessions, summary.state], () => sessionsPanel(sessions, summary.state));
   }
 
   drawStatus() {
@@ -125,7 +124,7 @@ class RunView {
       stepTime: duration(stepS),
       waiting: stallS !== null && stepS > 0 ? percent(stallS / stepS) : null,
       remaining: total > step && stepS !== null && state === "training" ? duration((total - step) * stepS) : null,
-      ranks: sessions.length > 0 ? `${count(sessions.at(-1).world_size)}, ${sessions.at(-1).loop}` : null,
+      ranks: sessions.length > 0 ? count(sessions.at(-1).world_size) : null,
       seen: ago(updated),
     };
     refill(this.facts, [values, error, summary.newest], () =>
@@ -136,7 +135,7 @@ class RunView {
         fact("Time per step", values.stepTime),
         values.waiting && fact("Waiting for data", values.waiting),
         values.remaining && fact("Remaining", values.remaining),
-        values.ranks && fact("Ranks, loop", values.ranks),
+        values.ranks && fact("Ranks", values.ranks),
         fact("Checkpoints", newestOf(this.run, summary)),
         fact("Updated", age(updated)),
         error && fact("Error", h("span", { class: "bad" }, error), { test: "fact-error" }),
@@ -170,39 +169,25 @@ function nothingYet({ state, num_checkpoints: amount, location }) {
 /** Return where processes resumed and checkpoints were saved, and steps with numbers that are not finite. */
 function marksOf({ sessions, saves, not_finite: wrong }) {
   const resumed = sessions.filter((session) => session.first_step > 0);
-  const saved = saves.filter(({ state }) => state === "committed" || state === "uploaded");
+  const saved = saves.filter(({ state }) => state !== "failed");
   return [
-    ...resumed.map(({ first_step: step, loop }) => ({ step, kind: "resumed", label: `resumed by ${loop}` })),
+    ...resumed.map(({ first_step: step }) => ({ step, kind: "resumed", label: "resumed" })),
     ...saved.map(({ step, tag }) => ({ step, kind: "saved", label: `saved ${tag}` })),
-    ...wrong.map(({ step, values }) => ({ step, kind: "not finite", label: wordsOf(values) })),
+    ...wrong.map(({ step, values }) => ({
+      step,
+      kind: "not finite",
+      label: Object.entries(values)
+        .map(([name, value]) => `${name} is ${value}`)
+        .join(", "),
+    })),
   ];
-}
-
-function wordsOf(values) {
-  return Object.entries(values)
-    .map(([name, value]) => `${name} is ${value}`)
-    .join(", ");
-}
-
-/** Return the warnings of a run and its numbers that are not finite, the newest first. */
-function warningsOf({ warnings, not_finite: wrong }) {
-  const numbers = wrong.map(({ at, step, values }) => ({ at, text: `Step ${count(step)}: ${wordsOf(values)}` }));
-  return [...warnings, ...numbers].sort((one, other) => other.at - one.at);
-}
-
-function warningsPanel(warnings) {
-  if (warnings.length === 0) return null;
-  const entries = warnings.map(({ at, text }) =>
-    h("li", null, h("span", { class: "muted" }, when(at)), h("span", { class: "name" }, text)),
-  );
-  return panel("Warnings", "warnings", h("ul", { class: "plain" }, entries));
 }
 
 /** Return the panel of the processes that trained, the newest first, with their versions and settings. */
 function sessionsPanel(sessions, state) {
   if (sessions.length === 0) return null;
   const entries = sessions.toReversed().map((session, index) => {
-    const { started_at: began, ended_at: ended, loop, first_step: step, world_size: ranks, host, pid } = session;
+    const { started_at: began, ended_at: ended, first_step: step, world_size: ranks, host, pid } = session;
     const runs = index === 0 && state === "training";
     const end =
       ended !== null
@@ -218,7 +203,7 @@ function sessionsPanel(sessions, state) {
       h(
         "span",
         null,
-        `${loop}, from step ${count(step)}, ${counted(ranks, "rank")}, on ${host}, process ${pid}; ${end}`,
+        `from step ${count(step)}, ${counted(ranks, "rank")}, on ${host}, process ${pid}; ${end}`,
       ),
       h(
         "details",
