@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -91,10 +91,8 @@ class FakeDevice:
         """Copies begun beside the computation."""
         self.copies_now = 0
         """Copies that were waited for at once."""
-        self.waits: Counter[str] = Counter()
-        """Copies that the host waited for, by their direction."""
         self.main_waits = 0
-        """Those that the main thread waited for."""
+        """Copies that the main thread waited for."""
         self.syncs: set[str] = set()
         """Operations on device memory that wait for the device, by the rules of `torch.cuda.set_sync_debug_mode`: each with the
         project's file that asked for it."""
@@ -191,7 +189,6 @@ class FakeDevice:
     def wait(self, event: FakeEvent) -> None:
         """Carry out what is queued up to the event."""
         if event.stream is not None and not event.reached:
-            self.waits[event.stream] += 1
             self.main_waits += threading.current_thread() is threading.main_thread()
         self.follow(event)
 

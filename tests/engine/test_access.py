@@ -31,7 +31,6 @@ CASES = {
         Case(0, "none", "bf16", 1, 0.0),
         Case(1, "cpu", "fp32", 2, 0.0),
         Case(3, "none", "fp32", 1, 0.0),
-        Case(2, "none", "bf16", 1, 0.0),
         Case(3, "cpu", "bf16", 1, 0.0, parameters="cpu"),
     ],
     3: [Case(3, "nvme", "bf16", 1, 0.25, 40_000, parameters="cpu"), Case(2, "cpu", "fp16", 2, 0.0)],
@@ -75,16 +74,6 @@ def runs(rank: int, world_size: int, case: Case) -> Iterator[Run]:
         run = Run(case, rank, world_size, folder)
         with run.engine:
             yield run
-
-
-def _each(rank: int, world_size: int, name: str) -> None:
-    for case in CASES[world_size]:
-        with runs(rank, world_size, case) as run:
-            try:
-                globals()[name](run)
-            except BaseException as error:
-                error.add_note(str(case))
-                raise
 
 
 def same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
@@ -134,13 +123,6 @@ def check_reading(run: Run) -> None:
     else:
         assert state == {}
     assert run.differences() == []
-
-
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
-)
-def test_state_is_read_whole(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_reading")
 
 
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:
@@ -198,11 +180,6 @@ def check_gathered_changes(run: Run) -> None:
     assert run.differences() == []
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
-def test_changes_in_a_block_train_on_as_in_the_plain_loop(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_gathered_changes")
-
-
 def check_setting(run: Run) -> None:
     engine, reference = run.engine, run.reference
     run.step()
@@ -225,11 +202,6 @@ def check_setting(run: Run) -> None:
     run.step()
     run.step()
     assert run.differences() == []
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 3])
-def test_what_is_set_trains_on_as_in_the_plain_loop(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_setting")
 
 
 def check_training_in_a_block(run: Run) -> None:
@@ -255,11 +227,6 @@ def check_training_in_a_block(run: Run) -> None:
         engine.step()
     run.reference.step(batches)
     assert run.differences() == []
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_forward_and_backward_around_a_block(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_training_in_a_block")
 
 
 class Reader(nn.Module):
@@ -365,11 +332,6 @@ def check_refusals(run: Run) -> None:
     assert run.differences() == []
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_what_is_refused_changes_nothing(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_refusals")
-
-
 def check_state_dicts(run: Run) -> None:
     model, expected = run.engine.module, run.reference.model.state_dict()
     if run.engine.training_state.hooks is not None:
@@ -388,11 +350,6 @@ def check_state_dicts(run: Run) -> None:
         run.change(name, lambda p: p.add_(1))
     run.step()
     assert run.differences() == []
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_state_dicts_of_sharded_models(world_size: int) -> None:
-    run_ranks(_each, world_size, world_size, "check_state_dicts")
 
 
 def test_parameters_without_an_engine_are_left_alone() -> None:
@@ -446,5 +403,33 @@ def _check_gradient(engine: Engine, weight: nn.Parameter) -> None:
     assert same(safe_access.safe_get_full_grad(weight), expected)
 
 
-def test_the_names_that_deepspeed_has() -> None:
-    run_ranks(_each, 2, 2, "check_deepspeeds_names")
+# -- all of them, in one start of the ranks --------------------------------------------------------------------------
+
+CHECKS: dict[int, list[Callable[[Run], None]]] = {
+    1: [check_reading, check_setting, check_training_in_a_block, check_refusals, check_state_dicts],
+    2: [
+        check_reading,
+        check_gathered_changes,
+        check_training_in_a_block,
+        check_refusals,
+        check_state_dicts,
+        check_deepspeeds_names,
+    ],
+    3: [check_setting],
+}
+
+
+def _check(rank: int, world_size: int) -> None:
+    for check in CHECKS[world_size]:
+        for case in CASES[world_size]:
+            with runs(rank, world_size, case) as run:
+                try:
+                    check(run)
+                except BaseException as error:
+                    error.add_note(f"in {check.__name__}, {case}")
+                    raise
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
+def test_whole_tensors_and_blocks_are_those_of_the_plain_loop(world_size: int) -> None:
+    run_ranks(_check, world_size, world_size)

@@ -34,7 +34,7 @@ def _run(rank: int, folder: str, examples: list[str]) -> list[str]:
     return sorted(names["state"])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_examples_run(world_size: int, tmp_path: Path) -> None:
     assert len(blocks()) == 9
     whole = ["0.bias", "0.weight", "2.bias", "2.weight"]

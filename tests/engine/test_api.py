@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import zstore
 from tests.engine.bits import engine_digests
-from tests.engine.linear_runs import linear, one_step, settings, start
+from tests.engine.linear_runs import linear, one_step, start
 from tests.engine.models import make_net
 from zstore.errors import UsageError
 
@@ -99,24 +98,6 @@ def test_a_dropped_engine_gives_its_run_folder_back(tmp_path: Path) -> None:
     del engine
     assert list(tmp_path.rglob("*.shard")) == []
     start(zero_optimization=zero).close()
-
-
-def test_a_scheduler_is_made_by_a_function() -> None:
-    engine, _, _, scheduler = zstore.initialize(
-        model=linear(),
-        config=settings(),
-        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    )
-    with engine:
-        assert isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
-        one_step(engine)
-        assert engine.get_lr() == [pytest.approx(5e-3)]
-
-
-def test_config_notices_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with start(zero_optimization={"stage": 1, "round_robin_gradients": True}):
-        pass
-    assert len([r for r in caplog.records if "zero_optimization.round_robin_gradients" in r.message]) == 1
 
 
 def test_buffers_have_the_type_that_a_config_names() -> None:

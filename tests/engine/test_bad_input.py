@@ -48,16 +48,6 @@ def zero(**keys: Any) -> dict[str, Any]:
 
 REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], type[Exception], str]] = {
     "stage 4": (lambda m: {"config": zero(stage=4)}, ConfigError, r"stage: choose one of 0, 1, 2, 3; got 4"),
-    "unknown device": (
-        lambda m: {"config": zero(stage=1, offload_optimizer={"device": "disk"})},
-        ConfigError,
-        r'device: choose one of "none", "cpu", "nvme"; got "disk"',
-    ),
-    "fp16 with bf16": (
-        lambda m: {"config": make_config(fp16={"enabled": True})},
-        ConfigError,
-        r"fp16\.enabled and bf16\.enabled: both are true",
-    ),
     "no config": (lambda m: {}, ConfigError, r"initialize\(\) got no config"),
     "two configs": (
         lambda m: {"config": make_config(), "config_params": make_config(seed=2)},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 from tests import warm
 from tests.engine.runs import whole
 from tests.waiting import until
-from zstore.journal import run_of
 from zstore.tools import cli
 
 ROOT = Path(__file__).parents[2]
@@ -154,52 +152,6 @@ def wait_for_save(process: warm.Popen, folder: Path, seconds_more: float) -> Non
     end = time.perf_counter() + seconds_more
     while time.perf_counter() < end:
         pass
-
-
-INTERRUPTED = """
-import sys
-from tests.engine.models import make_net
-from tests.engine.runs import make_config, start, state_of, step
-
-folder, nvme, tier, count = sys.argv[1:]
-with start(make_config(3, tier, nvme), make_net(width=192, layers=3)) as engine:
-    step(engine)
-    engine.save_checkpoint(folder, "first")
-    before = state_of(engine)
-    for _ in range(int(count)):
-        try:
-            print("saving", flush=True)
-            while True:
-                engine.save_checkpoint(folder, "again", overwrite=True)
-        except KeyboardInterrupt:
-            pass
-    assert state_of(engine) == before
-    for name in ("again", "first"):
-        engine.load_checkpoint(folder, name)
-        assert state_of(engine) == before
-    step(engine)
-    engine.save_checkpoint(folder, "last")
-"""
-
-
-@pytest.mark.parametrize("tier", [pytest.param("cpu", marks=pytest.mark.soak), "nvme"])
-def test_ctrl_c_in_a_save_harms_neither_checkpoint_nor_engine(tier: str, tmp_path: Path) -> None:
-    folder, nvme, count = tmp_path / "ckpt", tmp_path / "nvme", 6
-    nvme.mkdir()
-    rng = random.Random(3)
-    words = [sys.executable, "-c", INTERRUPTED, str(folder), str(nvme), tier, str(count)]
-    with warm.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for _ in range(count):
-            assert process.stdout.readline() == "saving\n"
-            wait_for_save(process, folder, rng.random() * 0.03)
-            process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=200)
-        assert process.returncode == 0, err
-    assert whole(folder) == ["first", "again", "last"]
-    named = sorted(path.name for path in folder.iterdir() if run_of(path.name) is None)
-    assert named == ["again", "first", "last", "latest"]
 
 
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.soak), 2])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.bits import STEPS, Case, compare_all
+from tests.engine.bits import SPILLS, STEPS, Case, compare_all
 from tests.rounding import erring_sqrt
 from zstore.testing.ranks import run_ranks
 
@@ -50,6 +50,84 @@ def sample_cases(world_size: int, count: int) -> list[Case]:
 def test_bits_equal_the_plain_loop(world_size: int, count: int) -> None:
     cases = [asdict(case) for case in sample_cases(world_size, count)]
     for failed in run_ranks(compare_all, world_size, world_size, cases):
+        assert failed == []
+
+
+SPILLS_ALONE = 1_600_000
+"""A host budget that leaves gradients on disk, where parameters do not rest there."""
+
+
+def of_stage_3(optimizer: str, parameters: str, *rest: Any, **keys: Any) -> Case:
+    return Case(3, optimizer, *rest, parameters=parameters, **keys)
+
+
+def typed(
+    stage: int, tiers: tuple[str, str], precision: str, accumulation: int, overlap: str, *types: str | None, **more: Any
+) -> Case:
+    """A case of types in which gradients accumulate and in which they are reduced."""
+    clip = 0.0 if overlap == "backward" else 0.25
+    given = {"parameters": tiers[1], "overlap": overlap, "types": types, "threshold": 0}
+    return Case(stage, tiers[0], precision, accumulation, clip, **given, **more)
+
+
+WRITTEN = {
+    "parameters anywhere, under each key": [
+        of_stage_3("none", "cpu", "bf16", 3, 0.0, overlap="backward", keys={"stage3_prefetch_bucket_size": 0}),
+        of_stage_3("nvme", "nvme", "bf16", 1, 0.25, overlap="forward", keys={"stage3_max_live_parameters": 20_000}),
+        of_stage_3(
+            "cpu", "nvme", "fp32", 1, 0.25, 40_000, overlap="backward", keys={"stage3_max_reuse_distance": 10**9}
+        ),
+        of_stage_3(
+            "nvme",
+            "cpu",
+            "fp16",
+            3,
+            0.0,
+            threshold=1000,
+            overlap="forward",
+            keys={
+                "stage3_max_live_parameters": 100_000,
+                "stage3_max_reuse_distance": 50_000,
+                "stage3_prefetch_bucket_size": 10_000,
+            },
+        ),
+        of_stage_3(
+            "nvme", "nvme", "bf16", 3, 0.0, overlap="backward", keys={"stage3_model_persistence_threshold": 300}
+        ),
+        of_stage_3("nvme", "nvme", "fp32", 1, 0.0, keys={"offload_param": {"buffer_count": 1, "buffer_size": 1}}),
+        of_stage_3("cpu", "cpu", "bf16", 3, 0.25, 40_000, overlap="forward", keys={"allgather_bucket_size": 5000}),
+        Case(1, "nvme", "bf16", 1, 0.25, keys={"offload_optimizer": {"buffer_count": 1, "buffer_size": 1}}),
+        of_stage_3("none", "nvme", "fp32", 1, 0.0, threshold=0),
+    ],
+    "types of gradients": [
+        typed(0, ("none", "none"), "bf16", 1, "none", None, "fp32"),
+        typed(0, ("none", "none"), "fp32", 3, "none", "bf16", "bf16"),
+        typed(1, ("cpu", "none"), "fp16", 3, "none", "fp16", "fp32"),
+        typed(1, ("none", "none"), "bf16", 1, "none", "fp32", None),
+        typed(2, ("none", "none"), "bf16", 1, "backward", None, "fp32"),
+        typed(2, ("cpu", "none"), "fp16", 2, "backward", "fp32", "bf16"),
+        typed(2, ("nvme", "none"), "bf16", 3, "none", "bf16", "fp32", budget=SPILLS_ALONE),
+        typed(3, ("none", "none"), "fp32", 2, "forward", "fp16", "bf16"),
+        typed(3, ("nvme", "nvme"), "bf16", 3, "forward", None, None, budget=SPILLS),
+        typed(3, ("nvme", "nvme"), "fp16", 2, "backward", None, "fp32", budget=SPILLS),
+        typed(3, ("cpu", "cpu"), "bf16", 2, "backward", "bf16", None),
+    ],
+    # Fewer micro-batches than the config says, as many and more.
+    "ends that the caller names": [
+        typed(0, ("none", "none"), "bf16", 2, "none", None, None, counts=(1, 2, 3)),
+        typed(1, ("cpu", "none"), "fp16", 1, "none", None, None, counts=(1, 3, 1)),
+        typed(2, ("none", "none"), "bf16", 1, "backward", None, None, counts=(2, 1, 3)),
+        typed(3, ("nvme", "nvme"), "bf16", 1, "forward", None, None, counts=(1, 3, 2), budget=SPILLS),
+        typed(3, ("cpu", "cpu"), "bf16", 2, "backward", None, None, counts=(1, 3, 1)),
+    ],
+}
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_bits_of_what_is_seldom_drawn_equal_the_plain_loop(kind: str, world_size: int) -> None:
+    cases = [asdict(case) for case in WRITTEN[kind]]
+    for failed in run_ranks(compare_all, world_size, world_size, cases, timeout_s=180):
         assert failed == []
 
 

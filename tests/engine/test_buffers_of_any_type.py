@@ -80,7 +80,7 @@ def _trained(rank: int, folder: str) -> None:
         engine.save_16bit_model(f"{folder}/weights")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_each_type_comes_back_to_the_bit_from_every_file(world_size: int, tmp_path: Path) -> None:
     run_ranks(_trained, world_size, str(tmp_path))
     torch.save(_Net().state_dict(), tmp_path / "torch.pt")

@@ -245,13 +245,6 @@ def test_a_stop_never_replaces_a_checkpoint_of_another_run(tmp_path: Path, caplo
         assert (reader.record.step, saved.record.step) == (0, 1)
 
 
-def test_closing_completes_a_save(tmp_path: Path) -> None:
-    with small() as engine:
-        engine.save_checkpoint(str(tmp_path), "last", wait=False)
-    with open_checkpoint(tmp_path, "last") as reader:
-        assert reader.record.step == 0
-
-
 def test_old_checkpoints_go_and_the_run_is_known(tmp_path: Path) -> None:
     changes = {"zstore": {"keep": 2}}
     with small(**changes) as engine:

@@ -52,17 +52,6 @@ class Lamb(torch.optim.Optimizer):
                 p.sub_(towards * (group["lr"] * p.norm() / towards.norm().clamp(min=1e-6)))
 
 
-class Replacing(torch.optim.Optimizer):
-    """Sets new memory in place of the old, and does not look whether there is a gradient."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            p.data = p.data - 0.1 * nn.functional.normalize(p.grad, dim=-1)
-
-
 def muon(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in net.parameters() if p.ndim == 2], lr=0.05)
 
@@ -142,24 +131,6 @@ def test_bits_are_those_of_the_class_itself(name: str, precision: str, tmp_path:
 
 def test_every_rank_takes_the_same_step(tmp_path: Path) -> None:
     assert run_ranks(compare, 2, 2, "Adafactor", "bf16", str(tmp_path)) == [[], []]
-
-
-def test_memory_that_a_step_replaces_and_schedulers_on_the_clients_object() -> None:
-    net, plain = nn.Linear(8, 4), nn.Linear(8, 4)
-    plain.load_state_dict(net.state_dict())
-    mine, theirs = Replacing(net.parameters()), Replacing(plain.parameters())
-    schedule = torch.optim.lr_scheduler.StepLR(mine, 1)
-    with zstore.initialize(model=net, optimizer=mine, lr_scheduler=schedule, config=make_config())[0] as engine:
-        for step in range(3):
-            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
-            engine.backward(engine(x).square().mean())
-            engine.step()
-            theirs.zero_grad()
-            plain(x).square().mean().backward()
-            theirs.step()
-            for one, other in zip(net.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(one, other)
-        assert engine.get_lr() == pytest.approx([1e-4])
 
 
 @pytest.mark.parametrize("skipped", [True, False])

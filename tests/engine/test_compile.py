@@ -256,45 +256,6 @@ def test_a_model_without_blocks_is_told(caplog: pytest.LogCaptureFixture) -> Non
     assert "none of the 1 units is compiled" in caplog.text
 
 
-def test_a_frozen_engine_compiles() -> None:
-    graphs, losses = Graphs("eager"), []
-    for compiles in (False, True):
-        with start(Net(), "cpu", frozen=True) as engine:
-            if compiles:
-                engine.compile(graphs)
-            losses.append([evaluated(engine), evaluated(engine)])
-    assert losses[0] == pytest.approx(losses[1], rel=CLOSE)
-    assert graphs.count == 2
-
-
-class Calling(nn.Module):
-    """A block that calls a module which is no part of it, and reads a parameter of it."""
-
-    def __init__(self, embed: nn.Embedding) -> None:
-        super().__init__()
-        self.scale = nn.Linear(WIDTH, WIDTH)
-        self.elsewhere = [embed]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        embed = self.elsewhere[0]
-        called: torch.Tensor = self.scale(x) + embed(x.argmax(-1))
-        return called + 0.1 * nn.functional.linear(x, embed.weight[:WIDTH])
-
-
-def test_a_block_calls_modules_and_reads_parameters_of_other_units() -> None:
-    losses = []
-    for rest, compiles in (("none", False), ("cpu", False), ("cpu", True)):
-        torch.manual_seed(0)
-        model = Base([Block(WIDTH)])
-        model.blocks.extend(Calling(model.embed) for _ in range(2))
-        with start(model, rest) as engine:
-            if compiles:
-                engine.compile(Graphs("eager"))
-            losses.append(step(engine) + step(engine))
-    assert losses[0] == losses[1]  # where nothing is released, and where all is
-    assert losses[2] == pytest.approx(losses[0], rel=CLOSE)
-
-
 @pytest.mark.soak
 def test_inductor_trains_as_eager() -> None:
     with start(Net(), "cpu") as plain:

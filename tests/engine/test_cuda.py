@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
-import zstore
-from tests.engine.bits import ADAM, digest, rows_at_rest
+from tests.engine.bits import ADAM, digest, engine_digests
 from tests.engine.deep import SAMPLES, data, deep
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start
@@ -124,23 +121,10 @@ def train(engine: Engine, steps: int = STEPS) -> list[float]:
     return losses
 
 
-def bits(engine: Engine) -> dict[str, str]:
-    """Return the hash of every array and of every parameter's rows."""
-    training = engine.training_state
-    training.pending.complete()
-    found: dict[str, str] = {}
-    for record in training.state.records:
-        found[record.name] = digest(rows_at_rest(engine, record).cpu())
-        if record.group is not None:
-            for name in training.state.arrays_of(record):
-                found[name] = digest(as_torch(training.state.store.read(name).wait()))
-    return found
-
-
 def trained(config: dict[str, Any]) -> tuple[list[float], dict[str, str]]:
     with start(config) as engine:
         assert engine.device.type == DEVICE
-        return train(engine), bits(engine)
+        return train(engine), engine_digests(engine)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
@@ -194,12 +178,12 @@ def test_a_run_is_resumed_exactly(case: tuple[Any, ...], nvme: Path, tmp_path: P
         ticket = engine.save_checkpoint(str(tmp_path / "ckpt"), wait=False)
         train(engine, 1)
         ticket.wait()
-        expected = bits(engine)
+        expected = engine_digests(engine)
         drawn = torch.rand(4, device=DEVICE)
     with start(config, make_net(1)) as engine:
         engine.load_checkpoint(str(tmp_path / "ckpt"))
         train(engine, 1)
-        assert bits(engine) == expected
+        assert engine_digests(engine) == expected
         assert torch.equal(torch.rand(4, device=DEVICE), drawn)
 
 
@@ -265,7 +249,7 @@ def test_other_optimizers_update_on_the_device_and_on_the_host(kind: Any, nvme: 
         del config["optimizer"]
         net = make_net()
         with start(config, net, optimizer=kind(net.parameters(), lr=1e-2)) as engine:
-            found.append((train(engine), bits(engine)))
+            found.append((train(engine), engine_digests(engine)))
     on_device, on_host, on_disk = found
     assert on_disk == on_host
     assert on_host[0] == pytest.approx(on_device[0], rel=1e-4)
@@ -276,54 +260,8 @@ def test_gradients_that_wait_on_disk_give_the_same_bits(nvme: Path) -> None:
     config["zstore"]["host_budget_bytes"] = 7 << 19
     with start(config) as engine:
         assert engine.training_state.state.spilled
-        found = train(engine), bits(engine)
+        found = train(engine), engine_digests(engine)
     assert found == trained(config_of(nvme, *ON_HOST[0]))
-
-
-def test_recomputed_activations_give_the_same_bits(nvme: Path) -> None:
-    def train_with(recompute: bool) -> tuple[list[float], dict[str, str]]:
-        net = make_net()
-        if recompute:
-            for block in net.blocks:
-                forward = block.forward
-                block.forward = partial(checkpoint, forward, use_reentrant=False)  # type: ignore[method-assign]
-        with start(config_of(nvme, *ON_HOST[3]), net) as engine:
-            return train(engine), bits(engine)
-
-    assert train_with(True) == train_with(False)
-
-
-@pytest.mark.parametrize("case", [ON_DEVICE[2], ON_HOST[3]])
-def test_values_are_read_and_set_by_name(case: tuple[Any, ...], nvme: Path) -> None:
-    name = "blocks.0.up.weight"
-    with start(config_of(nvme, *case)) as engine:
-        train(engine, 1)
-        before = engine.get_full_parameter(name)
-        assert before is not None
-        assert before.device.type == "cpu"
-        engine.set_full_parameter(name, (before * 2).to(DEVICE))
-        after = engine.get_full_parameter(name)
-        assert after is not None
-        assert torch.equal(after, before * 2)
-        with zstore.gather([engine.module.get_parameter(name)]):
-            assert torch.equal(engine.module.get_parameter(name).cpu(), (before * 2).to(torch.bfloat16))
-        train(engine, 1)
-
-
-def test_a_checkpoint_of_the_device_is_loaded_on_disk_and_back(nvme: Path, tmp_path: Path) -> None:
-    def run(case: tuple[Any, ...], load: str | None, save: str) -> dict[str, torch.Tensor]:
-        with start(config_of(nvme, *case, precision="fp32"), make_net(1)) as engine:
-            if load is None:
-                train(engine, 1)
-            else:
-                engine.load_checkpoint(str(tmp_path / load))
-            engine.save_checkpoint(str(tmp_path / save))
-            names = [record.name for record in engine.training_state.trained]
-            return {name: engine.get_full_parameter(name) for name in names}  # type: ignore[misc]
-
-    first = run(ON_DEVICE[2], None, "device")
-    for found in (run(ON_HOST[3], "device", "disk"), run(ON_DEVICE[0], "disk", "back")):
-        assert all(torch.equal(first[name], values) for name, values in found.items())
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -338,7 +276,7 @@ def test_activations_off_the_device_give_the_same_bits(tier: str, nvme: Path, tm
             found = engine.statistics().activations
             leaves = bool(own) and (DEVICE == "cuda" or tier == "disk")  # on the CPU they are in host memory anyhow
             assert (found is not None and found.kept_bytes > 0) == leaves
-            return bits(engine)
+            return engine_digests(engine)
 
     path = {"activations_path": str(tmp_path)} if tier == "disk" else {}
     assert after(activations=tier, **path) == after()
@@ -376,7 +314,7 @@ def test_states_that_were_moved_away_come_back(case: tuple[Any, ...], nvme: Path
             assert torch.cuda.memory_allocated() < held
         engine.reload_states()
         losses += train(engine, 1)
-        assert (losses, bits(engine)) == expected
+        assert (losses, engine_digests(engine)) == expected
 
 
 @pytest.mark.parametrize("coded_bits", [4, 8])

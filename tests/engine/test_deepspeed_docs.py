@@ -5,18 +5,14 @@ from __future__ import annotations
 import operator
 import pkgutil
 import re
-from collections import Counter
 from pathlib import Path
 
 import zstore
 from tests.engine.runs import make_config, start
-from zstore.engine.config.keys import Status, about, known_keys, section_of
-from zstore.engine.config.schema import ConfigSections
-from zstore.tools.config_docs import END, mark, missing_keys, updated
+from zstore.tools.config_docs import missing_keys, updated
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 PAGE = DOCUMENT.read_text(encoding="utf-8")
-BEGIN = mark("keys that do not act")
 
 
 def names() -> list[str]:
@@ -29,27 +25,6 @@ def names() -> list[str]:
 def test_the_keys_are_up_to_date() -> None:
     assert missing_keys() in PAGE
     assert updated(PAGE) == PAGE, "run: python -m zstore.tools.config_docs"
-
-
-def test_every_key_that_does_not_act_is_listed_once_under_what_becomes_of_it() -> None:
-    listed = PAGE.partition(BEGIN)[2].partition(END)[0]
-    headings = {"Refused": Status.REFUSED, "Not built": Status.NOT_BUILT, "No effect": Status.NO_EFFECT}
-    found: dict[tuple[str, str], Status] = {}
-    for part in listed.split("\n### ")[1:]:
-        status = headings[part.partition(":")[0]]
-        for row, reason in re.findall(r"^\| (`[^|]*) \| (.*) \|$", part, re.MULTILINE):
-            keys = [(key, reason) for key in re.findall(r"`([^`]+)`", row)]
-            assert not set(keys) & set(found)
-            found |= dict.fromkeys(keys, status)
-    # A key may mean something else to each optimizer.
-    several = [key for key, count in Counter(key for key, _ in found).items() if count > 1]
-    assert all(key.startswith("optimizer.params.") for key in several)
-    expected = {
-        (path, about(field)[1].replace("|", "\\|")): about(field)[0]
-        for path, field in known_keys(ConfigSections)
-        if section_of(field) is None and about(field)[0] is not Status.BUILT
-    }
-    assert found == expected
 
 
 def test_names_that_are_said_to_be_missing_are_missing() -> None:

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import zstore
-from tests.engine.models import make_net
-from tests.engine.runs import make_config, start, step, whole
+from tests.engine.runs import make_config, start, step
 from tests.integrations.tokens import tokenizer
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
@@ -107,21 +106,6 @@ def test_a_consolidated_checkpoint_loads_in_transformers_with_its_tokenizer(tmp_
     assert all(torch.equal(p, expected[name]) for name, p in loaded.named_parameters())
     found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert found("the cat")["input_ids"] == words("the cat")["input_ids"]
-
-
-def test_a_config_that_cannot_be_written_does_not_fail_the_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Refusing:
-        def save_pretrained(self, folder: Path) -> None:
-            raise ValueError("no such thing")
-
-    model = make_net()
-    model.config = Refusing()  # type: ignore[assignment]
-    with start(make_config(1), model) as engine:
-        engine.save_checkpoint(str(tmp_path))
-    assert whole(tmp_path) == ["step-00000000"]
-    assert "no config of the model, which could not be written: no such thing" in caplog.text
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:

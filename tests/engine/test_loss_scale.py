@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zstore
-from tests.engine.bits import engine_digests
 from tests.engine.models import batch, make_net
 from tests.engine.runs import ADAM, make_config, start, state_of
 from zstore.engine import Engine
@@ -160,21 +159,6 @@ def test_a_skipped_step_leaves_every_bit(world_size: int) -> None:
     cases = [(*place, list(PRECISIONS)[number % 3]) for number, place in enumerate(places)]
     for failed in run_ranks(_skips, world_size, cases):
         assert failed == []
-
-
-def test_an_overflow_at_the_least_scale_is_an_error_or_skipped() -> None:
-    fp16 = {"enabled": True, "initial_scale_power": 1, "hysteresis": 1}
-    keys: dict[str, Any] = {"bf16": {"enabled": False}, "gradient_accumulation_steps": 1}
-    with start(make_config(fp16=fp16, **keys)) as engine:
-        train(engine, 0, bad=True)
-        with pytest.raises(NonFiniteError, match=r"minimum of 1\.0"):
-            train(engine, 1, bad=True)
-    with start(make_config(fp16=fp16 | {"raise_error_at_min_scale": False}, **keys)) as engine:
-        before = engine_digests(engine)
-        for number in range(3):
-            train(engine, number, bad=True)
-        assert (engine.loss_scale, engine.skipped_steps) == (1.0, 3)
-        assert engine_digests(engine) == before
 
 
 def test_the_scale_resumes_in_the_middle_of_a_window(tmp_path: Path) -> None:

@@ -224,7 +224,6 @@ def test_mixes_train_sharded_to_the_bit(name: str, on_two_ranks: list[Found]) ->
 @pytest.mark.parametrize("name", MIXES)
 def test_mixes_train_from_disk_to_the_bit(name: str, nvme: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(nvme)}
-    assert train(MIXES[name], 0, 1, 3, offload_optimizer=disk) == []
     assert train(MIXES[name], 0, 1, 3, offload_optimizer=disk, offload_param=disk) == []
 
 

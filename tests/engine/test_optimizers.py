@@ -1,10 +1,9 @@
-"""Optimizers of the client's: each element-wise one does on disk what torch does, others are refused by name; groups."""
+"""Optimizers of the client's: each element-wise one does on disk what torch does, others are refused by name."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import zstore
-from tests.engine.bits import engine_digests, reference_digests, slot_digests
+from tests.engine.bits import engine_digests, slot_digests
 from tests.engine.fake_device import FakeDevice
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config
@@ -108,10 +107,9 @@ def test_on_disk_each_does_what_torch_does_bit_for_bit(name: str, tmp_path: Path
         assert engine_digests(engine) == whole
 
 
-@pytest.mark.parametrize("clip", [0.0, 1e-3])  # the second bites always
 @pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_on_a_device_parameters_are_stepped_together_with_the_bits_of_torch(
-    name: str, clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, together = ELEMENT_WISE[name], TorchKernel.tiles
     counts: list[int] = []
@@ -123,10 +121,8 @@ def test_on_a_device_parameters_are_stepped_together_with_the_bits_of_torch(
     monkeypatch.setattr(TorchKernel, "tiles", tiles)
     plain, net = model(), model()
     reference = make(plain.parameters())
-    config = on_disk(tmp_path, zstore={"step_overlap": "none"}, gradient_clipping=clip)
+    config = on_disk(tmp_path, zstore={"step_overlap": "none"})
     config["zero_optimization"].pop("offload_optimizer")
-    # Norms of other orders of sums round otherwise.
-    close = partial(torch.testing.assert_close, rtol=1e-4 if clip else 0.0, atol=1e-5 if clip else 0.0)
     made = make(net.parameters())
     with (
         FakeDevice() as device,
@@ -137,11 +133,8 @@ def test_on_a_device_parameters_are_stepped_together_with_the_bits_of_torch(
             train(engine, step)
             reference.zero_grad()
             plain(inputs(step)).square().mean().backward()
-            if clip:
-                nn.utils.clip_grad_norm_(plain.parameters(), clip)
             reference.step()
-            for mine, wanted in zip(engine.parameters(), plain.parameters(), strict=True):
-                close(mine, wanted)
+            assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), plain.parameters(), strict=True))
     assert counts == [] if isinstance(reference, torch.optim.Adam) and "amsgrad" not in name else counts[-1] == 4
 
 
@@ -354,72 +347,3 @@ def test_moments_are_used_as_they_are_without_bias_correction(tmp_path: Path) ->
                 found = engine.get_full_parameter(name)
                 torch.testing.assert_close(found, p.detach(), rtol=1e-5, atol=1e-6)
                 p.copy_(found)
-
-
-# -- groups -----------------------------------------------------------------------------------------------------------
-
-ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-
-
-def no_decay(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """Matrices with decay; vectors without, and with settings of their own."""
-    named = [(name, p) for name, p in parameters if p.requires_grad]
-    return [
-        {"params": [p for _, p in named if p.dim() > 1]},
-        {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-3, "betas": (0.8, 0.9)},
-    ]
-
-
-def grouped(rank: int, world_size: int, stage: int, client: bool) -> list[str]:
-    """Return what differs between engine and plain loop, with two groups, over three steps and a resume."""
-    differences: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        section = {"type": "AdamW", "params": {**ADAM, "betas": list(ADAM["betas"])}}  # type: ignore[call-overload]
-        config = on_disk(folder, stage, optimizer=section, bf16={"enabled": True})
-
-        def started() -> Engine:
-            net = make_net()
-            groups = no_decay(net.named_parameters())
-            given = {"optimizer": torch.optim.AdamW(groups, **ADAM)} if client else {"model_parameters": groups}
-            return zstore.initialize(model=net, config=config, **given)[0]
-
-        reference = Reference(make_net(), world_size, stage=stage, precision="bf16", adam=ADAM)
-        masters = {name: reference.masters[name] for name in reference.trained}
-        reference.optimizer = torch.optim.AdamW(no_decay(masters.items()), fused=True, **ADAM)
-
-        def step(engine: Engine, number: int) -> None:
-            engine.backward(engine(*batch(number, 0, rank)))
-            engine.step()
-
-        def compare(engine: Engine, number: int) -> None:
-            reference.step([[batch(number, 0, r) for r in range(world_size)]])
-            rows = {record.name: record.owned_range for record in engine.training_state.state.records}
-            expected, found = reference_digests(reference, rows), engine_digests(engine)
-            differences.extend(f"step {number}: {name}" for name in expected if found.get(name) != expected[name])
-
-        with tempfile.TemporaryDirectory() as own, started() as engine:
-            saves = engine.world.broadcast_object(own)
-            for number in range(2):
-                step(engine, number)
-                compare(engine, number)
-            engine.save_checkpoint(saves)
-            engine.close()
-            with started() as other:
-                other.optimizer.param_groups[1]["weight_decay"] = 0.9
-                other.load_checkpoint(saves)
-                settings = [(g["lr"], tuple(g["betas"]), g["weight_decay"]) for g in other.optimizer.param_groups]
-                assert settings == [(1e-2, (0.9, 0.95), 0.1), (3e-3, (0.8, 0.9), 0.0)]
-                step(other, 2)
-                compare(other, 2)
-    return differences
-
-
-def _grouped(rank: int, world_size: int) -> list[tuple[int, list[str]]]:
-    found = [(stage, grouped(rank, world_size, stage, client=stage == 2)) for stage in (1, 2, 3)]
-    return [one for one in found if one[1]]
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_groups_keep_their_settings_on_disk(world_size: int) -> None:
-    for failed in run_ranks(_grouped, world_size, world_size):
-        assert failed == []

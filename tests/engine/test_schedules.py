@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.engine.schedule_cases import KNOWN, OWN_LR, adam, made
+from tests.engine.schedule_cases import KNOWN, adam, made
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.optim.lr_schedules import LRSchedule, NamedSchedule, named_schedule
@@ -75,23 +74,6 @@ def test_a_cycle_is_two_lines_and_then_a_decay(
     cycle = list(np.interp(np.arange(end + 1), [0, up, end], [low, high, low]))
     after = [low / (1 + rate * step / every) if every else low for step in range(1, 26)]
     assert found == pytest.approx((cycle + after)[:25], abs=1e-9)
-
-
-@pytest.mark.parametrize("stairs", [1, 3, 4])
-def test_stairs_are_flat_and_as_many_as_asked(stairs: int) -> None:
-    params = {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 12, "cycle_second_step_size": 24}
-    found = rates("OneCycle", params | {"cycle_first_stair_count": stairs}, 37)
-    assert sorted(set(np.round(found, 9))) == pytest.approx([n / stairs for n in range(stairs + 1)])
-    assert found[12] == 1.0
-    assert found[:13] == sorted(found[:13])
-    assert found[12:] == sorted(found[12:], reverse=True)
-
-
-def test_the_cosine_ends_at_its_least_and_stays() -> None:
-    found = rates("WarmupCosineLR", {"total_num_steps": 50, "warmup_num_steps": 10, "cos_min_ratio": 0.2}, 80)
-    assert found[11] == pytest.approx(OWN_LR * (0.2 + 0.8 * (1 + math.cos(math.pi / 40)) / 2))
-    assert found[50:] == [OWN_LR * 0.2] * 30
-    assert found[11:51] == sorted(found[11:51], reverse=True)
 
 
 def test_momentum_goes_the_other_way() -> None:
@@ -231,42 +213,6 @@ def test_a_wrong_key_is_named_with_what_is_near(scheduler: dict[str, Any], messa
     with pytest.raises(ConfigError, match=message) as caught:
         load_config({"scheduler": scheduler})
     assert "problems" not in str(caught.value)
-
-
-def test_the_defaults_are_deepspeeds() -> None:
-    def params(name: str, **required: Any) -> dict[str, Any]:
-        config = {"train_batch_size": 1, "scheduler": {"type": name, "params": required}}
-        section = load_config(config).resolve(ResolveContext(world_size=1, client_optimizer=True)).scheduler
-        assert section is not None
-        assert section.type == name
-        assert section.params.last_batch_iteration == -1
-        return {key: value for key, value in dict(section.params).items() if key != "last_batch_iteration"} | required
-
-    warm = {"warmup_min_lr": 0, "warmup_num_steps": 1000, "warmup_type": "log"}
-    assert params("WarmupLR") == warm | {"warmup_max_lr": None}
-    assert params("WarmupDecayLR", total_num_steps=5) == warm | {"warmup_max_lr": 0.001, "total_num_steps": 5}
-    cosine = {"warmup_min_ratio": 0, "warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 0.0001}
-    assert params("WarmupCosineLR", total_num_steps=5) == cosine | {"total_num_steps": 5}
-    assert params("OneCycle", cycle_min_lr=1, cycle_max_lr=2) == {
-        "cycle_min_lr": 1,
-        "cycle_max_lr": 2,
-        "decay_lr_rate": 0,
-        "cycle_first_step_size": 2000,
-        "cycle_second_step_size": None,
-        "cycle_first_stair_count": 0,
-        "cycle_second_stair_count": None,
-        "decay_step_size": 0,
-        "cycle_momentum": True,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0,
-    }
-    assert params("LRRangeTest") == {
-        "lr_range_test_min_lr": 0.001,
-        "lr_range_test_step_size": 2000,
-        "lr_range_test_step_rate": 1,
-        "lr_range_test_staircase": False,
-    }
 
 
 def test_auto_as_hugging_face_users_write_it() -> None:

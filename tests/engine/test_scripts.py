@@ -138,16 +138,6 @@ def test_a_script_resumes_where_client_sd_says_at_another_world_size(world_size:
     assert [len(ranks) for ranks in again.lines.values()] == [11] * (3 - world_size)
 
 
-def test_calls_that_do_not_belong_in_the_loop_change_nothing_and_are_answered(tmp_path: Path) -> None:
-    config = write_config(tmp_path, {"stage": 2})
-    clean = run("getting_started", "--deepspeed_config", config)
-    # The option's older name, too.
-    left = run("getting_started", "--deepscale_config", config, "--leftovers")
-    assert left.lines == clean.lines
-    assert "remove" not in clean.errors
-    assert re.findall(r"remove (\S+)", left.errors) == ["optimizer.step()", "scheduler.step()"]
-
-
 @pytest.mark.parametrize(
     ("world_size", "stage", "dtype"),
     [

@@ -113,11 +113,8 @@ def _accumulated(rank: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_gradients_that_accumulate_take_four_bytes(world_size: int) -> None:
-    for by_stage in run_ranks(_accumulated, world_size):
-        for numel, *counted in by_stage:
-            assert counted == [4 * numel] * 3
+def _both(rank: int, threshold: int) -> tuple[dict[str, dict[str, int]], list[list[int]]]:
+    return _count(rank, [0, 1, 2, 3], threshold), _accumulated(rank)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +122,10 @@ def test_gradients_that_accumulate_take_four_bytes(world_size: int) -> None:
 )
 def test_bytes_held_and_sent(world_size: int) -> None:
     threshold = 50
-    results = run_ranks(_count, world_size, [0, 1, 2, 3], threshold)
+    results, accumulated = zip(*run_ranks(_both, world_size, threshold), strict=True)
+    for by_stage in accumulated:
+        for numel, *counted in by_stage:
+            assert counted == [4 * numel] * 3  # gradients that accumulate take four bytes
     many = world_size > 1
     for by_stage in results:
         for stage in range(4):

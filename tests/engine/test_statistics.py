@@ -6,10 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-from tests.engine.models import batch
 from tests.engine.runs import make_config, start, step
 from zstore.engine import Engine
 from zstore.io.links import LinkStatistics
@@ -81,23 +77,6 @@ def test_statistics_become_json(tmp_path: Path) -> None:
         assert found.to_dict() == data
 
 
-def test_parameters_that_rest_on_disk_are_read_for_each_use(tmp_path: Path) -> None:
-    config = make_config(3, "nvme", tmp_path)
-    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path)}
-    with start(config) as engine:
-        step(engine)
-        before = engine.statistics()
-        step(engine)
-        now = engine.statistics()
-        moved = now.links["parameter_read"].since(before.links["parameter_read"])
-        assert before.units is not None
-        assert now.units is not None
-        assert moved.bytes == now.units.read_bytes - before.units.read_bytes > 0
-        assert moved.operations > 0
-        assert moved.busy_s > 0
-        assert moved.stall_s["not read yet"] > 0
-
-
 def _links(rank: int, stage: int) -> dict[str, Any]:
     with start(make_config(stage)) as engine:
         step(engine)
@@ -121,21 +100,3 @@ def test_collectives_are_counted_and_timed() -> None:
     assert [links["all_gather"][0] for links in ranks] == [ranks[0]["all_gather"][0]] * 2
     # Sent when the model was laid out, and not in a step.
     assert ranks[0]["broadcast"][:2] == [0, 0]
-
-
-@pytest.mark.cuda
-def test_offloaded_state_crosses_to_the_device_and_back() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    with start(make_config(1, "cpu")) as engine:
-        for _ in range(2):
-            before = dict(engine.statistics().links)
-            for micro in range(2):
-                (ids,) = batch(engine.global_steps, micro, 0)
-                engine.backward(engine(ids.to(engine.device)))
-                engine.step()
-        moved = changes(engine, before)
-        numel = sum(record.owned_numel for record in engine.training_state.trained if "unused" not in record.name)
-    # Gradients down, of each of two micro-batches, and parameters up, in 16 bits.
-    assert moved["device_to_host"].bytes == 2 * 2 * numel
-    assert moved["host_to_device"].bytes == 2 * numel

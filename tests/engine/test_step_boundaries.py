@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.bits import SPILLS, STEPS, Case, assert_equal, compare_all
+from tests.engine.bits import assert_equal
 from tests.engine.models import batch, make_net
 from tests.engine.runs import constant_rate_config, make_config, start, state_of, step
 from tests.reference import Reference
 from zstore.engine import Engine
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
-
-# Micro-batches of each step, where the config says 1 or 2: fewer, as many and more.
-NAMED: list[tuple[Any, ...]] = [
-    (0, "none", "none", "bf16", 2, "none", (1, 2, 3), None),
-    (0, "none", "none", "fp16", 1, "none", (3, 1, 2), None),
-    (1, "cpu", "none", "bf16", 1, "none", (1, 3, 1), None),
-    (2, "none", "none", "bf16", 1, "backward", (2, 1, 3), None),
-    (2, "none", "none", "fp32", 2, "none", (3, 1, 2), None),
-    (3, "nvme", "nvme", "bf16", 1, "forward", (1, 3, 2), SPILLS),
-    (3, "nvme", "nvme", "fp16", 2, "none", (1, 3, 1), SPILLS),
-    (3, "cpu", "cpu", "bf16", 2, "backward", (1, 3, 1), None),
-]
-
-
-def named_cases() -> list[dict[str, Any]]:
-    cases = []
-    for stage, tier, parameters, precision, accumulation, overlap, counts, budget in NAMED:
-        clip = 0.0 if overlap == "backward" else 0.25
-        case = Case(stage, tier, precision, accumulation, clip, threshold=0, parameters=parameters, overlap=overlap)
-        cases.append(asdict(case) | {"counts": counts, "budget": budget})
-    return cases
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_a_step_has_the_micro_batches_that_the_caller_gives_it(world_size: int) -> None:
-    for failed in run_ranks(compare_all, world_size, world_size, named_cases(), STEPS, timeout_s=180):
-        assert failed == []
 
 
 def micro_batch(engine: Engine, micro: int, **how: Any) -> None:

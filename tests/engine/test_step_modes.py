@@ -81,16 +81,6 @@ def test_any_forward_applies_the_update(nvme: Path) -> None:
         assert state_of(engine) == state_of(other)
 
 
-def test_residents_are_updated_in_step(nvme: Path) -> None:
-    with start(plain(), make_model()) as other, held("forward", nvme, threshold=1000) as (engine, files):
-        step(other)
-        files.close_gate()
-        step(engine)
-        step(other)
-        for name in ("start", "mix", "blocks.0.gain", "blocks.1.norm.weight"):
-            assert torch.equal(engine.module.get_parameter(name), other.module.get_parameter(name))
-
-
 def _branches(given: dict[str, Any], orders: list[list[int]], reentrant: bool | None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Branches()
@@ -151,16 +141,6 @@ def test_readers_see_the_finished_step(nvme: Path, tmp_path: Path) -> None:
             step(engine)
             step(other)
             assert torch.equal(read(engine, tmp_path / name), read(other, tmp_path / f"{name} of none")), name
-
-
-def test_statistics_do_not_wait(nvme: Path) -> None:
-    with held("forward", nvme) as (engine, files):
-        files.close_gate()
-        step(engine)
-        files.arrived(1)
-        assert engine.statistics().held.optimizer_state > 0
-        with pytest.raises(UsageError, match="whose parameters are sharded"):
-            engine.module.state_dict()
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])
@@ -280,38 +260,6 @@ def test_a_save_given_up_leaves_no_pin(nvme: Path, tmp_path: Path) -> None:
             engine.wait_for_checkpoint()
         engine.training_state.pending.complete()
         assert _pins(engine) == 0
-
-
-def _save_behind(rank: int, folder: str) -> list[dict[str, str]]:
-    digests = []
-    with start(config("forward", f"{folder}/nvme"), make_model()) as engine:
-        step(engine)
-        engine.save_checkpoint(f"{folder}/ckpt", wait=False)
-        step(engine)
-        digests.append(engine_digests(engine))
-        engine.load_checkpoint(f"{folder}/ckpt")
-        step(engine)
-        digests.append(engine_digests(engine))
-    return digests
-
-
-def test_two_ranks_save_behind(tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
-    good = run_ranks(_without_error, 2, str(tmp_path / "nvme"))
-    assert run_ranks(_save_behind, 2, str(tmp_path)) == [[digests, digests] for digests in good]
-
-
-@pytest.mark.parametrize("mode", ["forward", "backward"])
-def test_a_skipped_step_leaves_every_bit(mode: str, nvme: Path) -> None:
-    fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}
-    with start(plain(**fp16), make_model()) as other, start(config(mode, nvme, **fp16), make_model()) as engine:
-        for number in range(32):
-            for each in (other, engine):
-                each.backward(each(*data(number)))
-                each.step()
-            if number in (0, 31):
-                assert state_of(engine) == state_of(other)
-        assert 0 < engine.skipped_steps < 32
 
 
 # -- errors in the update's thread ------------------------------------------------------------------------------------

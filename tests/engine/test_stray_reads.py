@@ -123,8 +123,11 @@ WAYS: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
     "checkpointed": lambda net, x: checkpointed(net, x, reentrant=False),
 }
 ZEROS: dict[str, dict[str, Any]] = {
-    "cpu": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
-    "cpu, little room": {"offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 5000},
+    "cpu, little room": {
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+        "stage3_max_live_parameters": 5000,
+    },
     "nvme": {"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
     "nvme, no room": {"offload_param": {"device": "nvme"}, "stage3_max_live_parameters": 0},
 }
@@ -311,7 +314,7 @@ def test_copies_and_pickles_have_the_values(resting: Engine) -> None:
 
 
 def test_a_closed_engines_weights_say_so(tmp_path: Path) -> None:
-    with start(make("list"), ZEROS["cpu"], str(tmp_path)) as engine:
+    with start(make("list"), ZEROS["cpu, little room"], str(tmp_path)) as engine:
         model, offloaded = engine.module, engine
         offloaded.offload_states()
         with pytest.raises(UsageError, match=r"'shift'.*"):

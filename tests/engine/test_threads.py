@@ -17,7 +17,6 @@ from tests.engine.bits import Case, compare
 from tests.engine.fake_device import FakeDevice
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine.optim import update
-from zstore.engine.runtime.device import one_thread, side_by_side
 from zstore.errors import UsageError
 from zstore.testing.faults import Fault, FaultyFiles
 
@@ -27,26 +26,6 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
-
-
-def test_only_the_calling_thread_works_alone_and_only_within() -> None:
-    inside: list[int] = []
-    entered, left = threading.Event(), threading.Event()
-
-    def work() -> None:
-        with one_thread():
-            inside.append(torch.get_num_threads())
-            entered.set()
-            left.wait(200)
-        inside.append(torch.get_num_threads())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert entered.wait(200)
-    assert torch.get_num_threads() == 2  # here
-    left.set()
-    thread.join(200)
-    assert inside == [1, 2]
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
@@ -74,58 +53,6 @@ def test_an_update_from_disk_leaves_the_threads_of_all_others(overlap: str, tmp_
         thread.start()
         thread.join(200)
     assert (seen, torch.get_num_threads()) == ([2], 2)
-
-
-def test_threads_side_by_side_take_items_in_order_and_work_alone() -> None:
-    both, seen = threading.Barrier(2), dict[int, int]()
-
-    def work(item: int) -> None:
-        both.wait(200)  # passes when two threads are at it
-        seen[item] = torch.get_num_threads()
-
-    side_by_side(work, iter(range(6)), 2)
-    assert (seen, torch.get_num_threads()) == (dict.fromkeys(range(6), 1), 2)
-
-
-def test_an_error_side_by_side_stops_what_has_not_begun() -> None:
-    begun: list[int] = []
-
-    def work(item: int) -> None:
-        begun.append(item)
-        raise ValueError(f"item {item}")
-
-    with pytest.raises(ValueError, match="item"):
-        side_by_side(work, iter(range(1000)), 2)
-    assert len(begun) <= 2
-
-
-def test_threads_take_the_norm_beside_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    both, calls = threading.Barrier(2), list[int]()
-    kernel = torch.linalg.vector_norm
-
-    def counted(*args: Any, **settings: Any) -> torch.Tensor:
-        calls.append(torch.get_num_threads())
-        if len(calls) <= 2:
-            both.wait(200)  # passes when two threads are at it
-        return kernel(*args, **settings)
-
-    config = {
-        "train_batch_size": 1,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
-        "gradient_clipping": 1.0,
-        "steps_per_print": 0,
-    }
-    inputs = torch.randn(1536, 1024)
-    norm = float(inputs.double().norm())
-    engine, *_ = zstore.initialize(model=_Weights(), config=config)
-    with engine:
-        engine.backward(engine(inputs))
-        monkeypatch.setattr(torch.linalg, "vector_norm", counted)
-        engine.step()
-        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
-    assert set(calls) == {1}
 
 
 class _Weights(nn.Module):

@@ -145,7 +145,6 @@ def test_ranks_write_what_the_plain_model_does(name: str, on_two_ranks: list[dic
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_trains_from_disk_to_the_bit(name: str, nvme: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(nvme)}
-    assert train(name, 0, 1, settings(3, "bf16", offload_optimizer=disk)) == []
     assert train(name, 0, 1, settings(3, "bf16", offload_optimizer=disk, offload_param=disk)) == []
 
 

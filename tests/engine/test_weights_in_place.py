@@ -160,26 +160,6 @@ def test_a_change_of_sharded_weights_is_refused(device: str, tmp_path: Path) -> 
         engine.step()
 
 
-def test_averages_of_weights_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    def averaging() -> tuple[Act, list[Any]]:
-        made: list[Any] = []
-
-        def act(model: nn.Sequential, step: int) -> None:
-            if not made:
-                made.append(torch.optim.swa_utils.AveragedModel(model))
-            made[0].update_parameters(model)
-
-        return act, made
-
-    act, plain = averaging()
-    losses, _ = _plain(act)
-    for zero in ({"stage": 0}, *APART):
-        act, ours = averaging()
-        assert _ours(act, _engine(zero, tmp_path))[0] == losses
-        for one, other in zip(ours[0].parameters(), plain[0].parameters(), strict=True):
-            assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("zero", APART)
 def test_writes_through_data_are_told_at_the_step(zero: dict[str, Any], tmp_path: Path) -> None:
     def step(engine: Engine) -> None:

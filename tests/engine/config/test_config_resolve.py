@@ -119,22 +119,6 @@ def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
     assert 'initialize(..., auto={"optimizer.params.lr": ...})' in line
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"gradient_clipping": "auto"}, "gradient_clipping = 1.0"),
-        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}, "reduce_bucket_size = 500000000"),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "weight_decay": "auto"}}},
-            "weight_decay = 0.01",
-        ),
-    ],
-)
-def test_defaults_are_those_of_the_key(config: dict[str, Any], expected: str) -> None:
-    (line,) = [notice.message for notice in resolved(config).notices() if notice.key == '"auto"']
-    assert expected in line
-
-
 def test_answers_may_be_dotted_or_nested_in_any_spelling() -> None:
     nested = {
         "optimizer": {"params": {"lr": 1, "betas": [0.5, 0.6], "eps": None}},
@@ -222,21 +206,6 @@ def test_answers_that_contradict_are_refused() -> None:
 def test_precision_follows_the_sections_and_the_device(fp16: object, bf16: object, native: str, precision: str) -> None:
     config = {"fp16": {"enabled": fp16}, "bf16": {"enabled": bf16}}
     assert resolved(config, native=native.split()).precision == precision
-
-
-def test_the_fp16_section_becomes_dynamic_or_static_loss_scaling() -> None:
-    dynamic = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3, "min_loss_scale": 2}
-    scaling = resolved({"fp16": dynamic}).loss_scaling
-    assert scaling is not None
-    assert scaling.model_dump(include={*dynamic, "loss_scale"}) == dynamic | {"loss_scale": 0.0}
-    assert (scaling.consecutive_hysteresis, scaling.raise_error_at_min_scale) == (False, True)
-    freely = resolved({"fp16": dynamic | {"raise_error_at_min_scale": False}}).loss_scaling
-    assert freely is not None
-    assert not freely.raise_error_at_min_scale
-    static = resolved({"fp16": {"enabled": True, "loss_scale": 128}}).loss_scaling
-    assert static is not None
-    assert static.loss_scale == 128.0
-    assert resolved({"fp16": {"enabled": False, "loss_scale": 128}}).loss_scaling is None
 
 
 @pytest.mark.parametrize(

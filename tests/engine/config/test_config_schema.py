@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from zstore.engine.config.config import Config, load_config
-from zstore.engine.config.inactive import INACTIVE
 from zstore.engine.config.keys import Section, Status, about, description, known_keys, section_of, type_of
 from zstore.engine.config.optimizers import OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
@@ -86,13 +85,6 @@ def test_every_key_has_a_type_in_words_a_description_and_a_reason() -> None:
     for section in subclasses(Section):
         for name, field in section.model_fields.items():
             assert description(section, name) or about(field)[1] or section_of(field), (section, name)
-
-
-def test_the_table_of_keys_that_do_not_act_names_sections_here_alone() -> None:
-    named = {section for rows in INACTIVE.values() for section, *_ in rows}
-    assert named <= {section.__name__ for section in subclasses(Section)}
-    others = type("AioSection", (Section,), {"__module__": "somebody", "__doc__": "A section of somebody's extra."})
-    assert not others.model_fields
 
 
 def test_every_default_is_what_its_type_makes_of_it() -> None:
