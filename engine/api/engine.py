@@ -790,8 +790,7 @@ class Engine(nn.Module):
 
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
-        utilisation = self.report.utilisation.now()
-        return engine_statistics(self.training_state, self.times, self.saves_s(), utilisation)
+        return engine_statistics(self.training_state, self.times, self.saves_s(), self.report.utilisation)
 
     @property
     def global_samples(self) -> int:

@@ -25,7 +25,7 @@ import torch
 
 from zstore._version import __version__
 from zstore.checkpoint import LOOPS_FOLDER, SaveHandle, SaveSummary, tag_folder
-from zstore.io import LinkStatistics, is_url
+from zstore.io import LinkStatistics, is_url, resident_bytes
 from zstore.journal import JournalFile, JournalWriter, decode_lines, journal_file
 from zstore.remote.journal_tail import JournalTail
 from zstore.remote.service_target import ServicePlace
@@ -34,7 +34,7 @@ from zstore.remote.upload import UploadPlace
 from ..config.keys import acting
 from ..params.record import Residency
 from ..plan.ladder import advice
-from .statistics import link_statistics, memory_now
+from .statistics import cuda_peak_bytes, link_statistics
 from .utilisation import PhaseTimes, StepUtilisation
 
 if TYPE_CHECKING:
@@ -136,8 +136,9 @@ class RunJournal:
                 stalls[f"stall/{cause}"] = stalls.get(f"stall/{cause}", 0.0) + seconds / steps
         self._links, self._sampled_s, self._sampled_step = links, now_s, self._step
         self._next_sample_s = now_s + _SAMPLE_S
-        memory = memory_now(statistics, self._training.world.device)
-        found |= {f"memory/{owner}": nbytes for owner, nbytes in memory.items()}
+        found |= {f"memory/{tier}": getattr(statistics, f"{tier}_bytes") for tier in ("device", "host", "disk")}
+        found |= {"memory/buffers": statistics.pool_bytes, "memory/process": resident_bytes()}
+        found["memory/cuda"] = cuda_peak_bytes(self._training.world.device)
         return found | stalls | {"stall_s": sum(stalls.values())}
 
     def save_begins(

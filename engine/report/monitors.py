@@ -10,7 +10,6 @@ it to a process of its own, which writes every 15 seconds.
 
 from __future__ import annotations
 
-import atexit
 import csv
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from zstore.ranks.world import World
 
 from ..config.config import Config
 from ..config.keys import acting
-from ..config.sections import CsvMonitorSection, TensorboardSection, WandbSection
+from ..config.sections import CsvMonitorSection, WandbSection
 
 _log = logging.getLogger("zstore")
 
@@ -98,8 +97,6 @@ class WandbMonitor:
         self._run: Any = wandb.run or wandb.init(
             project=section.project, group=section.group, entity=section.team, config=dict(config)
         )
-        # For a script that closes nothing: before wandb ends itself, by its hook of `init`.
-        atexit.register(self.close)
         self._run.define_metric(_SAMPLES)
         self._run.define_metric("Train/Samples/*", step_metric=_SAMPLES)
 
@@ -107,9 +104,7 @@ class WandbMonitor:
         self._run.log({**values, _SAMPLES: samples})
 
     def close(self) -> None:
-        atexit.unregister(self.close)
         if self._is_ours:
-            self._is_ours = False
             self._run.finish()
 
 
@@ -156,11 +151,10 @@ class Monitors:
         try:
             call()
         except Exception as error:
-            if id(monitor) in self._failed:
-                return
-            self._failed.add(id(monitor))
-            what = "%s failed, and metrics may be missing from now on; training goes on: %s: %s"
-            _log.warning(what, type(monitor).__name__, type(error).__name__, error)
+            if id(monitor) not in self._failed:
+                self._failed.add(id(monitor))
+                what = "%s failed, and metrics may be missing from now on; training goes on: %s: %s"
+                _log.warning(what, type(monitor).__name__, type(error).__name__, error)
 
 
 def open_monitors(config: Config, world: World) -> Monitors:
@@ -171,48 +165,33 @@ def open_monitors(config: Config, world: World) -> Monitors:
     """
     if config.frozen:  # it has nothing to report, and another engine may have these places
         return Monitors()
-    settings, found = config.settings, Monitors()
-    sections = settings.csv_monitor, settings.tensorboard, settings.wandb
-    try:
-        with world.agreeing():
-            found = monitors_of(*sections, config=acting(settings), opens=world.rank == 0)
-    except BaseException:
-        found.close()
-        raise
-    return found
-
-
-def monitors_of(
-    csv_monitor: CsvMonitorSection,
-    tensorboard: TensorboardSection,
-    wandb: WandbSection,
-    *,
-    config: Mapping[str, Any],
-    opens: bool,
-) -> Monitors:
-    """Return the monitors that these sections switch on, none of which is opened unless this process `opens` them; wandb is
-    told of `config`. Raises ConfigError as `open_monitors` does."""
+    csv_files, tensorboard, wandb = config.settings.csv_monitor, config.settings.tensorboard, config.settings.wandb
     makers: dict[str, tuple[bool, Callable[[], Monitor]]] = {
-        "csv_monitor": (csv_monitor.enabled, lambda: CsvMonitor(_folder(csv_monitor))),
+        "csv_monitor": (csv_files.enabled, lambda: CsvMonitor(_folder(csv_files))),
         "tensorboard": (tensorboard.enabled, lambda: TensorboardMonitor(_folder(tensorboard))),
-        "wandb": (wandb.enabled, lambda: WandbMonitor(wandb, config)),
+        "wandb": (wandb.enabled, lambda: WandbMonitor(wandb, acting(config.settings))),
     }
     wanted = {key: make for key, (enabled, make) in makers.items() if enabled}
     opened: list[Monitor] = []
-    for key, make in wanted.items() if opens else ():
-        try:
-            opened.append(make())
-        except BaseException as error:
-            Monitors(opened).close()
-            if isinstance(error, ImportError):
-                raise ConfigError(
-                    f"{key}.enabled is true, but the package {key} is not installed: pip install 'zstore[{key}]', or "
-                    "set it to false"
-                ) from error
-            if isinstance(error, Exception):
-                raise ConfigError(f"{key}: the monitor cannot be opened: {type(error).__name__}: {error}") from error
-            raise
+    try:
+        with world.agreeing():
+            for key, make in wanted.items() if world.rank == 0 else ():
+                opened.append(_open(key, make))
+    except BaseException:
+        Monitors(opened).close()
+        raise
     return Monitors(opened, enabled=bool(wanted))
+
+
+def _open(key: str, make: Callable[[], Monitor]) -> Monitor:
+    try:
+        return make()
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}.enabled is true, but the package {key} is not installed: pip install 'zstore[{key}]', or set it to false"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"{key}: the monitor cannot be opened: {type(error).__name__}: {error}") from error
 
 
 def _folder(section: CsvMonitorSection) -> Path:

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zstore.io import most_resident_bytes
+from zstore.sizes import format_bytes
+
 from ..config.keys import acting
 from .journal import RunJournal
 from .monitors import Monitors
-from .statistics import MemoryStatistics
+from .statistics import cuda_peak_bytes
 from .utilisation import PhaseTimes, StepUtilisation
 
 if TYPE_CHECKING:
@@ -28,37 +31,19 @@ Loss = float | None | Callable[[], float]
 """A loss, None if it is not known, or a function that waits for it."""
 
 
-class StepLosses:
-    """Collects the losses of a step's micro-batches on this rank."""
-
-    def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-        self._are_parts = False
-
-    def add(self, loss: torch.Tensor, *, is_new: bool, is_part: bool) -> None:
-        """Note the loss of a micro-batch, with which `is_new` begins a step; one that `is_part` of the step's was divided by
-        the number of micro-batches."""
-        if is_new:
-            self._losses.clear()
-        self._losses.append(loss.detach())
-        self._are_parts = is_part
-
-    def take(self) -> torch.Tensor | None:
-        """Return the step's loss, one element, on its device, and forget it; None if it is not known."""
-        losses, self._losses = self._losses, []
-        if len(losses) <= 1:
-            return losses[0] if losses else None
-        stacked = torch.stack([loss.float().reshape(()) for loss in losses])
-        return stacked.sum() if self._are_parts else stacked.mean()
+def _mean_of(losses: list[torch.Tensor], *, are_parts: bool) -> torch.Tensor | None:
+    """Return a step's loss from those of its micro-batches, one element, on its device; None if it is not known."""
+    if len(losses) <= 1:
+        return losses[0] if losses else None
+    stacked = torch.stack([loss.float().reshape(()) for loss in losses])
+    return stacked.sum() if are_parts else stacked.mean()
 
 
-def value_of(loss: torch.Tensor | None) -> Loss:
+def _value_of(loss: torch.Tensor | None) -> Loss:
     """Return a loss as a number: at once if it is in host memory, else a function that waits for the copy, which any thread
     may call. The calling thread does not wait."""
-    if loss is None:
-        return None
-    if loss.device.type != "cuda":
-        return float(loss)
+    if loss is None or loss.device.type != "cuda":
+        return None if loss is None else float(loss)
     here = torch.empty((), dtype=torch.float32, pin_memory=True)
     here.copy_(loss.reshape(()), non_blocking=True)
     arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -78,75 +63,68 @@ class RunReport:
     """
 
     def __init__(self, training: Training, times: PhaseTimes, monitors: Monitors) -> None:
-        settings = training.config.settings
+        settings, world = training.config.settings, training.world
         self._training = training
         self._times = times
         self.monitors = monitors
         self.utilisation = StepUtilisation(training)
         self.journal = RunJournal(training, self.utilisation)
         self._every = settings.steps_per_print
-        self.enabled = False
+        reports = self._every > 0 or bool(monitors) or self.journal.enabled
+        self.enabled = self.utilisation.counts = reports and world.rank == 0 and not training.config.frozen
         """Whether steps are reported at all."""
-        self.loss: Loss = None
-        """Of the last step, as reported."""
-        self._writes = bool(monitors)
-        if self._every > 0 or self._writes or self.journal.enabled:
-            self.want()
-        self._losses = StepLosses()
-        self._aside_since_s: float | None = None
-        """When the evaluation under way began."""
+        self._losses: list[torch.Tensor] = []
+        self._are_parts = False
+        """Whether the losses were divided by the number of micro-batches."""
         self._last_step = PhaseTimes()
-        self._last_line = PhaseTimes()
-        self._line_step = training.counters.global_steps
-        self._line_samples, self._line_s = training.samples, time.perf_counter()
-        if settings.dump_state and training.world.rank == 0:
+        self._last_line, self._line_s = (
+            (training.counters.global_steps, training.samples, PhaseTimes()),
+            time.perf_counter(),
+        )
+        if settings.dump_state and world.rank == 0:
             config = json.dumps(acting(settings), indent=2)
             _log.info("state at the start:\n%s\n%s", config, _memory_line(training))
 
     def forward_begins(self) -> bool:
         """Return whether a forward is one of training, by its model's mode or its gradients: the time of evaluations is no
         step's."""
-        now_s = time.perf_counter()
-        if not (self._training.model.training or torch.is_grad_enabled()):
-            self._aside_since_s = self._aside_since_s or now_s
-            return False
-        if self._aside_since_s is not None:
-            self.utilisation.leave_out(now_s - self._aside_since_s)
-            self._aside_since_s = None
-        return True
+        trains = self._training.model.training or torch.is_grad_enabled()
+        if not trains:
+            self.utilisation.begin_anew()
+        return trains
 
     def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:
         """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
-        # Not the accumulation's: zero_grad() forgets gradients, and lets it go on.
-        self._losses.add(loss, is_new=self._training.gradients.backwards == 0, is_part=is_part)
+        # Not by the accumulation: zero_grad() forgets gradients, and lets it go on.
+        if self._training.gradients.backwards == 0:
+            self._losses.clear()
+        self._losses.append(loss.detach())
+        self._are_parts = is_part
 
-    def want(self) -> None:
-        """Have each step's loss and utilisation known on rank 0; call it before the first step."""
-        if self._training.world.rank == 0 and not self._training.config.frozen:
-            self.enabled = self.utilisation.counts = True
+    def _take_loss(self) -> torch.Tensor | None:
+        losses, self._losses = self._losses, []
+        return _mean_of(losses, are_parts=self._are_parts)
 
     def step_begins(self) -> None:
         """Let the loss of the step travel to the other ranks with its first message, by which the device has computed it (all
         ranks of several)."""
-        taken = self._losses.take()
-        world = self._training.world
+        taken, world = self._take_loss(), self._training.world
         world.told, world.tells = [], lambda: None if taken is None else float(taken)
 
     def step_ended(self) -> None:
         """Report an optimizer step, taken or skipped."""
         self.utilisation.step_ended()
         prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
-        taken, told = self._losses.take(), self._training.world.told  # the next step's may not be known
-        loss = sum(told) / len(told) if told else value_of(taken)
+        taken, told = self._take_loss(), self._training.world.told  # the next step's may not be known
+        loss = sum(told) / len(told) if told else _value_of(taken)
         times = replace(self._times)
         spent, self._last_step = times - self._last_step, times
-        if self._writes or prints:
+        if self.monitors or prints:
             loss = number = loss() if callable(loss) else loss
-            if self._writes:
+            if self.monitors:
                 self._write(number, spent)
             if prints:
-                self._print(number)
-        self.loss = loss
+                self._print(number, times)
         self.journal.step_ended(loss, spent)
 
     def _write(self, loss: float | None, spent: PhaseTimes) -> None:
@@ -164,24 +142,23 @@ class RunReport:
         values = {_METRICS + name: value for name, value in found.items() if value is not None}
         self.monitors.write(values, training.samples)
 
-    def _print(self, loss: float | None) -> None:
+    def _print(self, loss: float | None, times: PhaseTimes) -> None:
         training, settings = self._training, self._training.config.settings
-        step, times, now_s = training.counters.global_steps, replace(self._times), time.perf_counter()
-        spent, self._last_line = times - self._last_line, times
-        samples, self._line_samples = training.samples - self._line_samples, training.samples
+        (before, samples, earlier), now_s = self._last_line, time.perf_counter()
+        step = training.counters.global_steps
+        self._last_line = step, training.samples, times
         passed_s, self._line_s = now_s - self._line_s, now_s
-        # A load may have moved the count of steps either way.
-        steps, self._line_step = step - self._line_step, step
         rates = ", ".join(f"{group['lr']:.3g}" for group in training.optimizer.param_groups)
         known = "" if loss is None else f"loss {loss:.4f}, "
         skipped = training.counters.skipped_steps
         lines = [f"{known}lr {rates}, gradient norm {training.norm:.4g}, skipped {skipped}"]
+        steps = step - before  # a load may have moved the count either way
         if settings.wall_clock_breakdown and steps > 0:
-            phases = (("forward", spent.forward_s), ("backward", spent.backward_s), ("step", spent.optimizer_s))
+            phases = zip(("forward", "backward", "step"), vars(times - earlier).values(), strict=True)
             means = ", ".join(f"{name} {1e3 * seconds / steps:.1f} ms" for name, seconds in phases)
             lines.append(f"{means}, mean of {steps} steps")
         if settings.timers.throughput.enabled and steps > 0:
-            lines.append(f"{samples / passed_s:.4g} samples/s, mean of {steps} steps")
+            lines.append(f"{(training.samples - samples) / passed_s:.4g} samples/s, mean of {steps} steps")
         if settings.memory_breakdown:
             lines.append(_memory_line(training))
         for line in lines:
@@ -193,4 +170,9 @@ class RunReport:
 
 
 def _memory_line(training: Training) -> str:
-    return MemoryStatistics.of(training.state.store.statistics(), training.world.device).line()
+    store, device = training.state.store.statistics(), training.world.device
+    sizes = (store.device_bytes, store.host_bytes, store.disk_bytes, store.pool_bytes, store.pool_peak_bytes)
+    line = "state on device {}, host {}, disk {}; buffers {}, at most {} in use; peak of the process {}".format(
+        *map(format_bytes, (*sizes, most_resident_bytes()))
+    )
+    return line + (f", of CUDA {format_bytes(nbytes)}" if (nbytes := cuda_peak_bytes(device)) else "")

@@ -12,13 +12,12 @@ operations under way at once, so it may exceed the time that passed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from zstore.io import LinkStatistics, most_resident_bytes, resident_bytes, total_of_links
-from zstore.sizes import format_bytes
+from zstore.io import LinkStatistics, most_resident_bytes, total_of_links
 from zstore.store import StoreStatistics
 
 from ..activations.offload import ActivationStatistics
@@ -30,67 +29,10 @@ if TYPE_CHECKING:
     from zstore.store import TensorStore
 
     from ..training.training import Training
-    from .utilisation import PhaseTimes, Utilisation
+    from .utilisation import PhaseTimes, StepUtilisation
 
 _OPTIMIZER = ("model", "optimizer")
 """First parts of the names of arrays that are optimizer state."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryStatistics:
-    """The memory and disk of one rank."""
-
-    device_bytes: int
-    """Arrays of the store on the device, parameters that are their own masters included."""
-    host_bytes: int
-    """Arrays of the store in host memory."""
-    disk_bytes: int
-    """Arrays of the store on disk."""
-    buffer_bytes: int
-    """The store's transfer buffers, in host memory."""
-    buffer_peak_bytes: int
-    """Most of them that were in use at once."""
-    process_peak_bytes: int
-    """Most memory that the process had resident, everything included."""
-    cuda_peak_bytes: int
-    """Most memory that tensors had on the CUDA device; 0 if there is none."""
-
-    @classmethod
-    def of(cls, store: StoreStatistics, device: torch.device) -> MemoryStatistics:
-        """Return this rank's usage now, and its peaks so far."""
-        return cls(
-            device_bytes=store.device_bytes,
-            host_bytes=store.host_bytes,
-            disk_bytes=store.disk_bytes,
-            buffer_bytes=store.pool_bytes,
-            buffer_peak_bytes=store.pool_peak_bytes,
-            process_peak_bytes=most_resident_bytes(),
-            cuda_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
-        )
-
-    def line(self) -> str:
-        """Return all of it for a person to read."""
-        size = {name: format_bytes(nbytes) for name, nbytes in asdict(self).items()}
-        cuda = f", of CUDA {size['cuda_peak_bytes']}" if self.cuda_peak_bytes else ""
-        return (
-            f"state on device {size['device_bytes']}, host {size['host_bytes']}, disk {size['disk_bytes']}; "
-            f"buffers {size['buffer_bytes']}, at most {size['buffer_peak_bytes']} in use; "
-            f"peak of the process {size['process_peak_bytes']}{cuda}"
-        )
-
-
-def memory_now(store: StoreStatistics, device: torch.device) -> dict[str, int]:
-    """Return bytes in use by owner: state on the tiers `device`, `host` and `disk`, `buffers`, the whole `process`
-    now, and on `cuda` the most that tensors had so far."""
-    found = MemoryStatistics.of(store, device)
-    return {
-        "device": found.device_bytes,
-        "host": found.host_bytes,
-        "disk": found.disk_bytes,
-        "buffers": found.buffer_bytes,
-        "process": resident_bytes(),
-        "cuda": found.cuda_peak_bytes,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +46,10 @@ class EngineStatistics:
     """Traffic of each link. See [Note: links]."""
     sent_bytes: Mapping[str, int]
     """Bytes that this rank sent to others, by kind of collective."""
-    memory: MemoryStatistics
+    process_peak_bytes: int
+    """Most memory that the process had resident, everything included."""
+    cuda_peak_bytes: int
+    """Most memory that tensors had on the CUDA device; 0 if there is none."""
     held: HeldBytes
     """Bytes of parameters, gradients and optimizer state that this rank holds now."""
     units: UnitStatistics | None
@@ -112,24 +57,17 @@ class EngineStatistics:
     overlapped: int
     """Reductions of gradients that ran beside other work of this rank."""
     store: StoreStatistics
-    utilisation: Utilisation | None
-    """Model FLOPs utilisation, on rank 0; None if no operations are known."""
+    """Bytes of state by tier and of transfer buffers, and the work of the I/O threads."""
+    step_flops: int | None
+    """Operations of a step on this rank, forwards that are repeated left out; None: not known."""
+    mfu: float | None
+    """Model FLOPs utilisation of the last step, 0 to 1, on rank 0; None: not known."""
     activations: ActivationStatistics | None
     """Of activations that leave the device; None if none does."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON data."""
-        return asdict(self)
-
-    def links_since(self, before: EngineStatistics) -> dict[str, dict[str, Any]]:
-        """Return the traffic of the links since `before`, as JSON data; unused ones are left out."""
-        none = LinkStatistics()
-        moved = {name: link.since(before.links.get(name, none)) for name, link in self.links.items()}
-        return {name: asdict(link) for name, link in moved.items() if link.operations or any(link.stall_s.values())}
-
 
 def engine_statistics(
-    training: Training, times: PhaseTimes, saves_s: Mapping[str, float], utilisation: Utilisation | None
+    training: Training, times: PhaseTimes, saves_s: Mapping[str, float], utilisation: StepUtilisation
 ) -> EngineStatistics:
     """Return the counters now; `saves_s` has the seconds for which saves delayed training, by their kind."""
     world, state, hooks = training.world, training.state, training.hooks
@@ -140,14 +78,21 @@ def engine_statistics(
         optimizer_s=times.optimizer_s,
         links=link_statistics(world, state.store, store, saves_s),
         sent_bytes=dict(world.sent_bytes),
-        memory=MemoryStatistics.of(store, world.device),
+        process_peak_bytes=most_resident_bytes(),
+        cuda_peak_bytes=cuda_peak_bytes(world.device),
         held=held_bytes(training),
         units=None if hooks is None else hooks.units.statistics(),
         overlapped=training.gradients.overlapped,
         store=store,
-        utilisation=utilisation,
+        step_flops=utilisation.step_flops(),
+        mfu=utilisation.last,
         activations=None if training.activations is None else training.activations.statistics(),
     )
+
+
+def cuda_peak_bytes(device: torch.device) -> int:
+    """Return the most memory that tensors had on a CUDA device; 0 for any other."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def link_statistics(

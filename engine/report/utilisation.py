@@ -58,23 +58,7 @@ class PhaseTimes:
     """`step()` at the end of an accumulation: reduction, norm, update, gathering of parameters."""
 
     def __sub__(self, other: PhaseTimes) -> PhaseTimes:
-        return PhaseTimes(
-            forward_s=self.forward_s - other.forward_s,
-            backward_s=self.backward_s - other.backward_s,
-            optimizer_s=self.optimizer_s - other.optimizer_s,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Utilisation:
-    """Model FLOPs utilisation of a run, as far as it is known. See [Note: utilisation]."""
-
-    step_flops: int
-    """Operations of a step on one rank, forwards that are repeated left out."""
-    peak_flops: float | None
-    """Peak rate of the device, in operations a second; None: it is not in the table."""
-    mfu: float | None
-    """Of the last step, 0 to 1; None: not known."""
+        return PhaseTimes(**{name: seconds - getattr(other, name) for name, seconds in vars(self).items()})
 
 
 def peak_of(name: str, precision: str) -> float | None:
@@ -151,29 +135,17 @@ class StepUtilisation:
 
     def step_ended(self) -> None:
         """Note that a step ended now, which began when the one before did; the first one, which warms up, does not count."""
-        now_s, before_s = time.perf_counter(), self._ended_s
-        self.last = self.step_s = None
-        if before_s is not None:
-            self.step_s, flops = now_s - before_s, self._step_flops()
-            self.last = None if self._peak is None or flops is None else flops / (self.step_s * self._peak)
+        now_s, flops = time.perf_counter(), self.step_flops()
+        self.step_s = None if self._ended_s is None else now_s - self._ended_s
+        self.last = flops / (self.step_s * self._peak) if self.step_s and flops and self._peak else None
         self._ended_s = now_s
-
-    def leave_out(self, seconds: float) -> None:
-        """Let so many seconds before now be no part of the step under way."""
-        if self._ended_s is not None:
-            self._ended_s += seconds
 
     def begin_anew(self) -> None:
         """Forget when the last step ended: the time since then is no part of the next."""
         self._ended_s = self.step_s = None
 
-    def now(self) -> Utilisation | None:
-        """Return the known numbers; None if not even operations are."""
-        flops = self._step_flops()
-        return None if flops is None else Utilisation(step_flops=flops, peak_flops=self._peak, mfu=self.last)
-
-    def _step_flops(self) -> int | None:
-        """Return the operations of a step on one rank."""
+    def step_flops(self) -> int | None:
+        """Return the operations of a step on one rank; None if they are not known."""
         if self._micro_flops is not None:
             return self._micro_flops * self._training.accumulation.batch.accumulation_steps
         return 6 * self._numel * self.tokens // self._training.world.world_size if self.tokens else None

@@ -17,6 +17,8 @@ from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.engine.params.record import Residency
+from zstore.engine.report.statistics import EngineStatistics
+from zstore.io import LinkStatistics
 
 # Small tensors on a busy machine: threads would wait for each other.
 torch.set_num_threads(1)
@@ -58,6 +60,13 @@ def step(engine: Engine, factor: float = 1.0) -> None:
         loss = engine(*batch(engine.global_steps, micro, engine.global_rank))
         engine.backward(loss * factor if micro == 0 else loss)
         engine.step()
+
+
+def moved_since(engine: Engine, before: EngineStatistics) -> dict[str, LinkStatistics]:
+    """Return the work of each link since `before`."""
+    return {
+        name: link.since(before.links.get(name, LinkStatistics())) for name, link in engine.statistics().links.items()
+    }
 
 
 def take_steps(engine: Engine, count: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from tests.engine.bits import Case, compare
 from tests.engine.fake_device import FakeDevice, HandOverError
 from tests.engine.models import batch, make_net
-from tests.engine.runs import make_config, start, state_of, step
+from tests.engine.runs import make_config, moved_since, start, state_of, step
 from zstore.checkpoint import open_checkpoint
 from zstore.engine.build import takeover
 from zstore.engine.optim.in_backward import UpdateInBackward
@@ -194,11 +194,11 @@ def test_what_crosses_is_counted() -> None:
         step(engine)
         before = engine.statistics()
         step(engine)
-        moved = engine.statistics().links_since(before)
+        moved = moved_since(engine, before)
         numel = sum(record.owned_numel for record in engine.training_state.trained if "unused" not in record.name)
     # Gradients down, of each of two micro-batches, and parameters up, in 16 bits.
-    assert moved["device_to_host"]["bytes"] == 2 * 2 * numel
-    assert moved["host_to_device"]["bytes"] == 2 * numel
+    assert moved["device_to_host"].bytes == 2 * 2 * numel
+    assert moved["host_to_device"].bytes == 2 * numel
 
 
 def test_a_checkpoint_names_the_share_that_the_device_updates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

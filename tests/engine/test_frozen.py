@@ -54,7 +54,7 @@ def check_memory(engine: Engine) -> None:
     arrays = state.store.names()
     assert all(name.startswith("model/") for name in arrays)
     assert sum(state.store.local(name).nbytes for name in arrays) == sum(2 * r.owned_numel for r in state.records)
-    tiers = found.memory.device_bytes + found.memory.host_bytes + found.memory.disk_bytes
+    tiers = found.store.device_bytes + found.store.host_bytes + found.store.disk_bytes
     assert tiers == sum(2 * record.owned_numel for record in state.records)
 
 
@@ -90,7 +90,7 @@ def check_setups(rank: int, world_size: int, folder: str) -> None:
                 engine.set_full_parameter("norm.weight", torch.full((48,), 2.0))
                 assert float(engine.eval_batch(iter(data), 2)) != float(mean)
                 if (tier, stage, world_size) == ("nvme", 3, 1):
-                    on_disk, resting = sum(p.stat().st_size for p in nvme.rglob("*.shard")), engine.statistics().memory
+                    on_disk, resting = sum(p.stat().st_size for p in nvme.rglob("*.shard")), engine.statistics().store
                     assert 250_000 < resting.disk_bytes <= on_disk < 1.2 * resting.disk_bytes
 
 

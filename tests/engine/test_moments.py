@@ -14,10 +14,11 @@ from torch import nn
 import zstore
 from tests.engine.bits import digest
 from tests.engine.models import batch, make_net
-from tests.engine.runs import make_config, start, step
+from tests.engine.runs import make_config, moved_since, start, step
 from zstore.engine import Engine
 from zstore.engine.config.optimizers import reduced_slots
 from zstore.errors import ConfigError, UsageError
+from zstore.io import LinkStatistics
 from zstore.testing.ranks import run_ranks
 
 KINDS = ("fp32", "bf16")
@@ -156,14 +157,14 @@ def test_traffic_and_files_are_as_planned(nvme: Path) -> None:
     for kind in KINDS:
         with start(with_moments(kind, 1, "nvme", nvme, gradient_accumulation_steps=1), model) as engine:
             x = torch.ones(2, 2**19, dtype=torch.bfloat16)
-            links: dict[str, dict[str, Any]] = {}
+            links: dict[str, LinkStatistics] = {}
             for _ in range(2):  # the first step does not read the zeros that slots begin as
                 before = engine.statistics()
                 engine.backward(engine(x).float().mean())
                 engine.step()
                 engine.training_state.pending.complete()
-                links = engine.statistics().links_since(before)
-            counted = links["optimizer_read"]["bytes"] + links["optimizer_write"]["bytes"]
+                links = moved_since(engine, before)
+            counted = links["optimizer_read"].bytes + links["optimizer_write"].bytes
             plan = engine.training_state.plan
             assert counted == plan.traffic["optimizer state"].total
             assert plan.held_total.disk == engine.statistics().store.disk_bytes

@@ -121,7 +121,7 @@ def test_a_device_is_emptied(nvme: Path) -> None:
             step(engine)
             expected = state_of(engine)
             engine.offload_states()
-            found = engine.statistics().memory
+            found = engine.statistics().store
             assert parameter_bytes(engine) < 200  # of each the one NaN
             assert {tier for name, tier in tiers(engine).items() if name.startswith(("optimizer/", "offloaded/"))} == {
                 "host"

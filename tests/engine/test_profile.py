@@ -92,9 +92,8 @@ def test_utilisation_is_in_the_monitors_the_journal_and_the_statistics(
             began_s, before_s = time.perf_counter(), began_s
             take_step(engine, own=own)
         two_steps_s = time.perf_counter() - before_s
-        known = engine.statistics().utilisation
-    assert known is not None
-    assert (known.step_flops, known.peak_flops) == (2 * 3 * FORWARD, 1e9)
+        known = engine.statistics()
+    assert known.step_flops == 2 * 3 * FORWARD
     steps = [record for record in read(tmp_path) if record["kind"] == "step"]
     assert steps[0]["mfu"] is None
     assert steps[1]["mfu"] > 0
@@ -112,11 +111,10 @@ def test_operations_follow_the_trained_share() -> None:
     model.layers[0].requires_grad_(False)
     with start(config(steps_per_print=100), model) as engine:
         take_step(engine)
-        known = engine.statistics().utilisation
-        assert known is not None
+        known = engine.statistics()
         trained, whole = WIDE * NARROW + NARROW, 2 * WIDE * NARROW + WIDE + NARROW
         assert known.step_flops == 2 * (2 * FORWARD + FORWARD * trained // whole)
-        assert (known.peak_flops, known.mfu) == (None, None)  # of a CPU
+        assert known.mfu is None  # of a CPU
 
 
 def test_counting_changes_no_bit() -> None:

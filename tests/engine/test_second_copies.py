@@ -12,6 +12,7 @@ import zstore
 from tests.engine.bits import Case, compare
 from tests.engine.block_models import Base, ids_of
 from tests.engine.models import Block
+from tests.engine.runs import moved_since
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.errors import ConfigError
@@ -60,7 +61,7 @@ def _step_bytes(rank: int, folder: str, changes: list[dict[str, Any]]) -> list[d
                     engine.step()
             now, plan = engine.statistics(), engine.training_state.plan
             records = engine.training_state.state.records
-            links = {name: link["bytes"] for name, link in now.links_since(before).items()}
+            links = {name: link.bytes for name, link in moved_since(engine, before).items()}
             second = plan.held.get("secondary parameters")
             found.append(
                 {

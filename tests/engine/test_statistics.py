@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.engine.runs import make_config, start, step
+from tests.engine.runs import make_config, moved_since, start, step
 from zstore.engine import Engine
-from zstore.io.links import LinkStatistics
 from zstore.testing.ranks import run_ranks
-
-
-def changes(engine: Engine, before: dict[str, LinkStatistics]) -> dict[str, LinkStatistics]:
-    return {name: link.since(before.get(name, LinkStatistics())) for name, link in engine.statistics().links.items()}
 
 
 def on_disk_bytes(engine: Engine) -> int:
@@ -32,9 +28,9 @@ def on_disk_bytes(engine: Engine) -> int:
 def test_a_step_reads_and_writes_the_state_that_rests_on_disk(tmp_path: Path) -> None:
     with start(make_config(3, "nvme", tmp_path)) as engine:
         step(engine)
-        before = dict(engine.statistics().links)
+        before = engine.statistics()
         step(engine)
-        moved = changes(engine, before)
+        moved = moved_since(engine, before)
         one_pass = on_disk_bytes(engine)
         # One parameter got no gradient and none of its state is touched; it is small, and rests in host memory.
         assert one_pass > 0
@@ -67,24 +63,22 @@ def test_statistics_become_json(tmp_path: Path) -> None:
     with start(make_config(3, "nvme", tmp_path)) as engine:
         step(engine)
         found = engine.statistics()
-        data = found.to_dict()
+        data = asdict(found)
         assert set(json.loads(json.dumps(data))) == set(data)
         assert data["links"]["disk_read"]["bytes"] == found.links["disk_read"].bytes
-        assert data["memory"]["disk_bytes"] == found.memory.disk_bytes
-        assert data["memory"]["process_peak_bytes"] > 10**7
-        assert data["forward_s"] == found.forward_s
+        assert data["process_peak_bytes"] > 10**7
         step(engine)
-        assert found.to_dict() == data
+        assert asdict(found) == data
 
 
 def _links(rank: int, stage: int) -> dict[str, Any]:
     with start(make_config(stage)) as engine:
         step(engine)
-        before = dict(engine.statistics().links)
+        before = engine.statistics()
         step(engine)
         return {
             name: [link.bytes, link.operations, link.busy_s, link.stall_s]
-            for name, link in changes(engine, before).items()
+            for name, link in moved_since(engine, before).items()
         }
 
 

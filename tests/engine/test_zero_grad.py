@@ -15,6 +15,7 @@ import zstore
 from tests.engine.runs import placed
 from zstore.engine import Engine
 from zstore.errors import RankError, UsageError
+from zstore.journal import read, steps
 from zstore.testing.ranks import run_ranks
 
 WIDTH = 384
@@ -303,8 +304,9 @@ def test_a_micro_batch_that_is_forgotten_needs_no_step(tmp_path: Path) -> None:
 
 
 def test_the_reported_loss_is_of_the_micro_batches_that_count(tmp_path: Path) -> None:
-    engine, _ = _start(_config("stage 0", str(tmp_path), 3))
-    engine.report.want()
+    config = _config("stage 0", str(tmp_path), 3)
+    config["zstore"] = {**config.get("zstore", {}), "journal": str(tmp_path)}
+    engine, _ = _start(config)
     with engine:
         for number in range(3):
             loss = _loss(engine, number, 0, bad=number == 1)
@@ -312,7 +314,7 @@ def test_the_reported_loss_is_of_the_micro_batches_that_count(tmp_path: Path) ->
             if number == 1:
                 engine.zero_grad()
             engine.step()
-        assert engine.report.loss == loss.item()
+    assert steps(read(tmp_path))["loss"] == [loss.item()]
 
 
 def test_a_loss_backward_of_the_script_is_forgotten_too(tmp_path: Path) -> None:

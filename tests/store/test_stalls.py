@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.engine.fake_device import FakeDevice, FakeEvent
-from tests.engine.runs import make_config, start, step
+from tests.engine.runs import make_config, moved_since, start, step
 from zstore.engine.runtime.device import Transfers
 from zstore.io.links import LinkCounters, LinkStatistics
 from zstore.io.queue import Ticket
@@ -164,8 +164,8 @@ def test_an_engine_tells_each_cause_by_its_link(
         engine.training_state.pending.complete()
         before = engine.statistics()
         stall(Stalls(engine.training_state.state.store, gate, clock, monkeypatch))
-        moved = engine.statistics().links_since(before)
-    found = {(name, why): s for name, one in moved.items() for why, s in one["stall_s"].items() if s != 0}
+        moved = moved_since(engine, before)
+    found = {(name, why): s for name, one in moved.items() for why, s in one.stall_s.items() if s != 0}
     assert found == {(link, cause): PASSED_S}
 
 

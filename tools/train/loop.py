@@ -75,7 +75,7 @@ class TrainLoop:
             sum(map(float, losses)) / len(losses),
             now.store.disk_read_bytes - before.disk_read_bytes,
             now.store.disk_write_bytes - before.disk_write_bytes,
-            now.memory.process_peak_bytes,
+            now.process_peak_bytes,
         )
         loss, read, written, peak = (sum(column) for column in zip(*engine.world.all_gather_object(mine), strict=True))
         return {
