@@ -11,8 +11,8 @@ from pathlib import Path
 from zstore.checkpoint import SaveHandle, SaveRequest, save_checkpoint
 from zstore.io import is_url
 from zstore.ranks.rendezvous import StoreBoard
-from zstore.remote.save import save_to_url
-from zstore.remote.upload import UploadPlace, place_of
+from zstore.remote.service import UploadPlace
+from zstore.remote.upload import save_to_url
 
 from ..config.config import Config
 
@@ -39,10 +39,11 @@ class Destination:
 
 
 def destination_of(location: str, config: Config, drives: Sequence[Path]) -> Destination:
-    """Return the destination of a save to a path or URL; `drives` are the folders of the run's store. Raises as `place_of`."""
+    """Return the destination of a save to a path or URL; `drives` are the folders of the run's store. Raises as
+    `UploadPlace`."""
     if not is_url(location):
         return Destination(Path(location))
-    remote = place_of(location, config.storage_options)
+    remote = UploadPlace(location, config.storage_options)
     # One folder for each URL: tags of different runs do not meet.
     name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
     above = config.own.upload_folder or _chosen_folder(drives)

@@ -27,9 +27,10 @@ from zstore._version import __version__
 from zstore.checkpoint import LOOPS_FOLDER, SaveHandle, SaveSummary, tag_folder
 from zstore.io import LinkStatistics, is_url, resident_bytes
 from zstore.journal import JournalFile, JournalWriter, decode_lines, journal_file
-from zstore.remote.journal_tail import JournalTail
-from zstore.remote.service_target import ServicePlace
-from zstore.remote.upload import UploadPlace
+from zstore.remote.bucket import BucketFolder
+from zstore.remote.service import UploadPlace
+from zstore.remote.service_target import JournalTail
+from zstore.remote.url import PATIENT
 
 from ..config.keys import acting
 from ..params.record import Residency
@@ -230,7 +231,7 @@ class RunJournal:
                 "If memory ran out, %s",
                 advice(training.config, training.world),
             )
-        if isinstance(self._remote, ServicePlace):
+        if self._remote is not None and self._remote.is_service:
             self._tail = JournalTail(path, self._remote, self._run_id, file.begin_bytes, failed=self.writer.fail)
         after = () if self._tail is None else (self._tail.send,)
         self.writer.open(file, [self._start_record(), _memory_record(training)], *after)
@@ -254,11 +255,13 @@ class RunJournal:
     def _send(self) -> None:
         """Send the file as it is to the URL that the run saves to, if to one that takes files."""
         remote, file = self._remote, self.writer.file
-        if remote is None or isinstance(remote, ServicePlace) or file is None:
+        if remote is None or remote.is_service or file is None:
             return
         self.writer.flush()
         try:
-            remote.send(file.path, file.path.name)
+            folder = remote.open(PATIENT)
+            if isinstance(folder, BucketFolder):
+                folder.send(file.path, file.path.name)
         except Exception as error:
             self.writer.fail(f"it was not sent to {remote}: {_text_of(error)}")
 

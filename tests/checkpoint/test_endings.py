@@ -170,15 +170,15 @@ from contextlib import ExitStack
 from pathlib import Path
 import numpy as np
 from zstore.checkpoint.names import new_save_id
-from zstore.remote.save import save_to_url
-from zstore.remote.upload import place_of
+from zstore.remote.upload import save_to_url
+from zstore.remote.service import UploadPlace
 from tests.checkpoint.checkpoints import open_world
 
 del threading._register_atexit  # it is private to Python
 url, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
 stack = ExitStack()
 world = stack.enter_context(open_world({f"model/{i}": np.full(100, i, np.float32) for i in range(20)}))
-save_to_url(world.request(folder, 0, new_save_id()), place_of(url, options))
+save_to_url(world.request(folder, 0, new_save_id()), UploadPlace(url, options))
 """
 
 

@@ -20,10 +20,9 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointExistsError
 from zstore.io.pool import Workers
 from zstore.remote.bucket import PART_BYTES, BucketFolder
-from zstore.remote.save import save_to_url
-from zstore.remote.service import open_folder
+from zstore.remote.service import UploadPlace, open_folder
 from zstore.remote.target import BucketTarget, files_here
-from zstore.remote.upload import place_of, upload_checkpoint
+from zstore.remote.upload import save_to_url, upload_checkpoint
 
 pytest.importorskip("s3fs", reason="extra s3")
 pytest.importorskip("moto", reason="extra test")
@@ -55,7 +54,7 @@ class Bucket:
         handles: list[Any] = [
             save_to_url(
                 world.request(self.local, rank, save_id, step=step, **{"run_id": "run", **fields}),
-                place_of(self.url, self.options),
+                UploadPlace(self.url, self.options),
                 board,
             )
             for rank in range(len(world.stores))
@@ -131,12 +130,13 @@ def test_of_two_saves_of_one_tag_one_is_committed(bucket: Bucket) -> None:
     path = save_arrays(bucket.local, ARRAYS)
     with open_checkpoint(path) as reader, Workers(1, "test") as workers:
         first = BucketTarget(folder, reader.record.tag, reader.record.id, "one")
-        first.begin(overwrite=False)
+        first.begin(reader, overwrite=False)
         with pytest.raises(CheckpointExistsError, match=r"another save of s3://.*/step-00000001 is under way"):
-            BucketTarget(folder, reader.record.tag, new_save_id(), "two").begin(overwrite=False)
+            BucketTarget(folder, reader.record.tag, new_save_id(), "two").begin(reader, overwrite=False)
         # As of a machine whose clock or listing is behind: it commits without having seen the first.
         second = BucketTarget(folder, reader.record.tag, new_save_id(), "two")
         folder.write_small(second._lock, b"{}")
+        second.facts = first.facts
         first.send(workers, reader.path, files_here(reader), lambda _: None)
         first.commit(reader)
         with pytest.raises(CheckpointExistsError, match="was committed by another save meanwhile"):

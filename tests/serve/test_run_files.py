@@ -15,9 +15,8 @@ from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
 from zstore.errors import UsageError
 from zstore.journal import journal_file
-from zstore.remote.journal_tail import JournalTail
-from zstore.remote.service import open_folder
-from zstore.remote.service_target import ServicePlace
+from zstore.remote.service import UploadPlace, open_folder
+from zstore.remote.service_target import JournalTail
 
 TOKEN = {"Authorization": "Bearer secret-of-the-tests"}
 OPTIONS = {"token": "secret-of-the-tests"}
@@ -86,7 +85,7 @@ def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(tmp_path: Path, bas
 
     def tail(path: Path, url: str, options: dict[str, str] = OPTIONS) -> JournalTail:
         start = path.stat().st_size if path.exists() else 0
-        return JournalTail(path, ServicePlace(url, options), "abc", start, failed=problems.append)
+        return JournalTail(path, UploadPlace(url, options), "abc", start, failed=problems.append)
 
     with proxy_to(int(base.rpartition(":")[2])) as proxy:
         first = tail(tmp_path / "first.jsonl", f"http://127.0.0.1:{proxy.port}/one")

@@ -28,9 +28,9 @@ from zstore.errors import (
     StorageError,
 )
 from zstore.io.pool import Workers
-from zstore.remote.save import save_to_url
+from zstore.remote.service import UploadPlace
 from zstore.remote.target import files_here
-from zstore.remote.upload import place_of, target_for, upload_checkpoint
+from zstore.remote.upload import save_to_url, target_in, upload_checkpoint
 from zstore.remote.url import Retries
 from zstore.testing.faults import FaultyFiles
 
@@ -58,7 +58,7 @@ def url(tmp_path: Path, serve: Serve) -> str:
 
 def save(world: World, local: Path, url: str, **fields: Any) -> list[Any]:
     save_id = new_save_id()
-    place, board = place_of(url, OPTIONS), ThreadBoard()
+    place, board = UploadPlace(url, OPTIONS), ThreadBoard()
     return wait_all(
         [
             save_to_url(
@@ -150,7 +150,7 @@ def test_an_upload_goes_on_where_its_connection_broke(tmp_path: Path, url: str) 
         total = (path / "model/a/c.0.0").stat().st_size
         # What was under way in sockets is sent twice, the rest once.
         assert proxy.sent_bytes < total + 3 * 2_500_000
-        assert sum(advanced) == total
+        assert total <= sum(advanced) < total + 10_000
     assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
 
 
@@ -160,11 +160,10 @@ def test_a_client_that_ended_is_not_seen_and_its_successor_goes_on(
     path = save_arrays(tmp_path / "a", {"model/a": RNG.standard_normal((3000, 500))}, run_id="run")
     with proxy_to(int(url.rpartition(":")[2])) as proxy:
         proxy.after(6_000_000, proxy.close)
-        through = place_of(f"http://127.0.0.1:{proxy.port}/one", OPTIONS)
-        target = target_for(through, QUICK, tag="step-00000001", save_id="0" * 32, run_id="run")
+        through = UploadPlace(f"http://127.0.0.1:{proxy.port}/one", OPTIONS)
+        target = target_in(through.open(QUICK), tag="step-00000001", save_id="0" * 32, run_id="run")
         with open_checkpoint(path) as reader, Workers(1, "test") as workers:
-            target.begin(overwrite=False)
-            target.offer(reader)
+            target.begin(reader, overwrite=False)
             with pytest.raises(StorageError, match="no connection"):
                 target.send(workers, reader.path, files_here(reader), lambda _: None)
     runs = tmp_path / "runs"
@@ -220,9 +219,9 @@ def test_two_runs_cannot_write_one_name(tmp_path: Path, url: str) -> None:
     assert whole(tmp_path / "runs/one") == ["step-00000001"]
     upload_checkpoint(other, f"{url}/two", OPTIONS)
     # Of two that begin at a name without checkpoints it is the first one's.
-    third = place_of(f"{url}/three", OPTIONS)
+    third = UploadPlace(f"{url}/three", OPTIONS)
     with open_checkpoint(other) as reader:
-        target_for(third, QUICK, tag="step-00000002", save_id="0" * 32, run_id="b").offer(reader)
+        target_in(third.open(QUICK), tag="step-00000002", save_id="0" * 32, run_id="b").begin(reader, overwrite=False)
     with pytest.raises(CheckpointExistsError, match="another training run uploads"):
         upload_checkpoint(tmp_path / "a", f"{url}/three", OPTIONS)
 

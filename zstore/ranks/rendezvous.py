@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..errors import CheckpointError
 from ..io.files import Files
+
+T = TypeVar("T")
 
 MOST_PAUSE_S = 0.1
 """Pause between two looks at the folder, once the wait has lasted for a while."""
@@ -120,16 +122,17 @@ class Rendezvous:
             return message if isinstance(message, dict) else None
         return None
 
-    def wait_until(self, ready: Callable[[], bool], timeout_s: float, failure: Callable[[], str]) -> None:
-        """Return once `ready()` is true; look again after pauses that double, beginning with 1 ms.
+    def wait_until(self, ready: Callable[[], T | None], timeout_s: float, failure: Callable[[], str]) -> T:
+        """Return what `ready()` returns, once that is true; look again after pauses that double, beginning with 1 ms.
 
         Raises the errors of `check`, and CheckpointError with the text of `failure()` after `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         pause_s = _LEAST_PAUSE_S
-        while not ready():
+        while not (found := ready()):
             self._check()
             if time.monotonic() > deadline:
                 raise CheckpointError(failure())
             self._pause(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
+        return found

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,12 +29,10 @@ from ..format.arrays import Bytes
 from ..io.files import Files, OpenFile, ScatteredMemory
 from ..io.pool import LastingExecutor, Workers
 from ..io.shards import IoResources
-from .url import Retries, shown
+from .url import MISSING, Retries, shown
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
-
-Advance = Callable[[int], None]
 
 PART_BYTES = 8 * 1024 * 1024
 """Bytes of a part; a file that is no larger goes in one request."""
@@ -99,7 +98,7 @@ class UrlFolder(Folder):
     def has(self, file: str) -> bool:
         try:
             self.size(file)
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        except MISSING:
             return False
         return True
 
@@ -127,7 +126,7 @@ class _UrlFiles(Files):
         """Read by one request."""
         try:
             data = self._folder.read_range(self._folder.file_at(file.path), offset, offset + out.size)
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        except MISSING as error:
             raise storage_error(error, "cannot read", path=file.path, offset=offset, nbytes=out.size) from error
         if len(data) != out.size:
             text = f"expected {out.size} bytes, got {len(data)}: the file ended"
@@ -210,7 +209,7 @@ class BucketFolder(UrlFolder):
         inner = self._inner(top)
         try:
             found = self._run(lambda: self.fs.find(inner, detail=True), "list the folder", top, listing=inner)
-        except (FileNotFoundError, NotADirectoryError):
+        except MISSING:
             return {}
         start = len(self.root.rstrip("/")) + 1
         return {str(name)[start:]: int(entry["size"] or 0) for name, entry in found.items()}
@@ -236,21 +235,36 @@ class BucketFolder(UrlFolder):
                 raise FileExistsError(f"{self.location_of(file)} is there already") from None
         self.traffic.count(written_bytes=len(data))
 
-    def send(self, source: Path, file: str, advance: Advance = lambda _: None) -> int:
-        """Copy a local file to `file` in bounded memory and return its bytes.
+    def send(self, source: Path, file: str) -> int:
+        """Copy a local file to `file` in bounded memory and return its bytes; if that fails nothing is under its name."""
+        inner, size = self._inner(file), os.stat(source).st_size
 
-        `advance` is called with the bytes that were sent, negative if a try begins anew; an error that it raises ends the
-        copy.
-        """
-        inner = self._inner(file)
-
-        def send() -> int:
+        def send() -> None:
             self._make_parent(inner)
-            return send_file(self.fs, source, inner, advance)
+            with source.open("rb", buffering=0) as data:
+                if size <= PART_BYTES:
+                    self.fs.pipe_file(inner, data.read())
+                else:
+                    self._send_parts(data, inner, part_bytes(size))
+                if sys.platform == "linux":  # nobody reads it again, and training needs the memory
+                    os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-        nbytes: int = self._run(send, f"upload {source}", file)
-        self.traffic.count(written_bytes=nbytes)
-        return nbytes
+        self._run(send, f"upload {source}", file)
+        self.traffic.count(written_bytes=size)
+        return size
+
+    def _send_parts(self, data: IO[bytes], inner: str, nbytes: int) -> None:
+        out = self.fs.open(inner, "wb", block_size=nbytes)
+        try:
+            shutil.copyfileobj(data, out, nbytes)
+            out.close()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                out.discard()
+            # Otherwise it would be completed as it is when it is collected.
+            with contextlib.suppress(Exception):
+                out.closed = True
+            raise
 
     def _make_parent(self, inner: str) -> None:
         protocols = self.fs.protocol if isinstance(self.fs.protocol, (tuple, list)) else (self.fs.protocol,)
@@ -261,13 +275,13 @@ class BucketFolder(UrlFolder):
     def remove(self, file: str) -> None:
         """Remove a file; a missing one is not an error."""
         inner = self._inner(file)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(*MISSING):
             self._run(lambda: self.fs.rm_file(inner), "remove", file)
 
     def remove_tree(self, name: str) -> None:
         """Remove all files below the folder `name` in it; a missing one is not an error."""
         inner = self._inner(name)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(*MISSING):
             self._run(lambda: self.fs.rm(inner, recursive=True), "remove the folder", name, listing=inner)
 
 
@@ -302,57 +316,3 @@ def _keep_lookups(loop: AbstractEventLoop) -> None:
 def part_bytes(size: int) -> int:
     """Return the bytes of a part of a file of `size` bytes."""
     return max(PART_BYTES, -(-size // _MOST_PARTS))
-
-
-def send_file(fs: Any, source: Path, target: str, advance: Advance) -> int:
-    """Copy a file to the path `target` of `fs`, and return its bytes; holds about three parts of it in memory.
-
-    `advance` is called with the bytes of each part, and all of them again, negative, if the copy fails.
-    """
-    done = 0
-    size = os.stat(source).st_size
-    nbytes = part_bytes(size)
-    try:
-        if size <= PART_BYTES:
-            fs.pipe_file(target, b"".join(_parts(source, nbytes)))
-            done = size
-            advance(size)
-        else:
-            with _whole_or_nothing(fs.open(target, "wb", block_size=nbytes)) as out:
-                for part in _parts(source, nbytes):
-                    out.write(part)
-                    done += len(part)
-                    advance(len(part))
-    except BaseException:
-        advance(-done)
-        raise
-    return size
-
-
-def _parts(source: Path, nbytes: int) -> Iterator[bytes]:
-    """Yield the bytes of a file, `nbytes` at most at a time."""
-    done = 0
-    with source.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        while part := file.read(nbytes):
-            done += len(part)
-            yield part
-        if done != size:
-            raise OSError(f"{source} had {size} bytes and gave {done}: it was changed meanwhile")
-        if sys.platform == "linux":  # nobody reads it again, and training needs the memory
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-@contextlib.contextmanager
-def _whole_or_nothing(out: Any) -> Iterator[Any]:
-    """Close `out` at the end of the block; if that or the block fails, leave nothing under its name."""
-    try:
-        yield out
-        out.close()
-    except BaseException:
-        with contextlib.suppress(Exception):
-            out.discard()
-        # Otherwise it would be completed as it is when it is collected.
-        with contextlib.suppress(Exception):
-            out.closed = True
-        raise

@@ -1,4 +1,4 @@
-"""`zstore serve` over HTTP: the connection, and the folder of a run that is read through it.
+"""`zstore serve` over HTTP: the connection, and the folder of a run that is read through it; and what a URL opens.
 
 [Note: URLs of a service]
 `http://host:port/<run>` is a run, `http://host:port/<run>/<checkpoint>` a checkpoint of it, each part percent-encoded. A proxy
@@ -12,10 +12,9 @@ name the server and its answer, and no header.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import IO, Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
@@ -34,21 +33,21 @@ from ..errors import (
     UsageError,
     ZstoreError,
 )
-from .bucket import UrlFolder, open_bucket
+from .bucket import BucketFolder, UrlFolder, open_bucket
 from .url import Retries, shown
 
 T = TypeVar("T")
-Body = bytes | IO[bytes] | Iterable[bytes]
 Answer = urllib3.BaseHTTPResponse
 
 TOKEN_VARIABLE = "ZSTORE_TOKEN"
 _TOKENS_GO = f'storage_options={{"token": "..."}}, --storage-option token=..., or the variable {TOKEN_VARIABLE}'
 _MOST_CONNECTIONS = 32
 """Connections that are kept open; more are made if more threads ask."""
+_BLOCK_BYTES = 256 * 1024
+"""Bytes of a file that are sent at a time."""
 _CONNECT_S = 10.0
 _READ_S = 120.0
 """Longest silence of a server."""
-_MOST_PROBLEM_BYTES = 64 * 1024
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses that another try may not meet."""
 _REFUSALS: dict[int, type[ZstoreError]] = {
@@ -79,84 +78,51 @@ class ServiceConnection:
                     "the token for the service has blanks or characters that are not ASCII: expected it as it was made"
                 )
             self.headers["Authorization"] = f"Bearer {token}"
-        self._pool = urllib3.PoolManager(maxsize=_MOST_CONNECTIONS, retries=False)
-
-    def with_retries(self, retries: Retries) -> ServiceConnection:
-        """Return the same connection with other retries."""
-        other = copy.copy(self)
-        other.retries = retries
-        return other
+        self._pool = urllib3.PoolManager(maxsize=_MOST_CONNECTIONS, retries=False, blocksize=_BLOCK_BYTES)
 
     def is_service(self) -> bool:
-        """Ask who is there. Raises UsageError if the server leads to another address."""
-
-        def ask() -> Any:
-            with self._send("GET", "/api", None, self.headers) as answer:
-                data = answer.read(_MOST_PROBLEM_BYTES)
-            if answer.status in _PASSING - {500}:
-                raise ServiceBusyError(f"the answer was {answer.status}")
-            there = answer.headers.get("Location", "")
-            if 300 <= answer.status < 400 and there.endswith("/api"):
-                raise UsageError(f"{self.base} leads to {there.removesuffix('/api')}: name that in the URL")
-            if answer.status == 421 and (problem := _text_of_problem(data)):
-                raise UsageError(f"{self.base}: {problem}")
-            with contextlib.suppress(ValueError):
-                return json.loads(data)
-
-        document = self.retries.run(ask, "reach the server", self.base)
-        return isinstance(document, dict) and document.get("service") == "zstore"
+        """Ask who is there. Raises UsageError if the server leads to another address, or wants to be called by another name."""
+        taken = frozenset(range(300, 600)) - _PASSING | {500}
+        answer = self.call(lambda: self.request("GET", "/api", accept=taken), "reach the server", self.base)
+        there = answer.headers.get("Location", "")
+        if 300 <= answer.status < 400 and there.endswith("/api"):
+            raise UsageError(f"{self.base} leads to {there.removesuffix('/api')}: name that in the URL")
+        if answer.status == 421 and (problem := _text_of_problem(answer.data)):
+            raise UsageError(f"{self.base}: {problem}")
+        with contextlib.suppress(ValueError):
+            document = json.loads(answer.data)
+            return isinstance(document, dict) and document.get("service") == "zstore"
+        return False
 
     def request(
         self,
         method: str,
         path: str,
         *,
-        body: Body | None = None,
+        body: bytes | IO[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
-        stream: bool = False,
         accept: Collection[int] = (),
         timeout_s: float = _READ_S,
     ) -> Answer:
         """Return the answer to one try of a request; `path` begins with `/` and is encoded, with its query.
 
-        With `stream` the answer's body is read by the caller, who closes the answer (`with`); else it is `answer.data`. Raises
-        the errors of `refuse` for statuses from 300 on that are not in `accept`, and an error that `Retries` tries again for a
-        connection that fails. A `body` that is a file or an iterator has its length in `headers`, otherwise it goes in chunks.
+        Raises the errors of `refuse` for statuses from 300 on that are not in `accept`, and an error that `Retries` tries again
+        for a connection that fails. A `body` that is a file has its length in `headers`.
         """
-        answer = self._send(method, path, body, {**self.headers, **(headers or {})}, timeout_s)
+        url, timeout = f"{self.base}{path}", urllib3.Timeout(connect=_CONNECT_S, read=timeout_s)
+        headers = {**self.headers, **(headers or {})}
         try:
-            if answer.status >= 300 and answer.status not in accept:
-                problem = _text_of_problem(answer.read(_MOST_PROBLEM_BYTES))
-                answer.close() if answer.headers.get("Content-Length") is None else answer.drain_conn()
-                refuse(answer.status, problem, path=f"{self.base}{path}", has_token="Authorization" in self.headers)
-            if not stream:
-                answer.read(cache_content=True)
-        except BaseException:
-            answer.close()
-            raise
-        if not stream:
-            answer.release_conn()
-        return answer
-
-    def _send(
-        self, method: str, path: str, body: Body | None, headers: Mapping[str, str], timeout_s: float = _READ_S
-    ) -> Answer:
-        timeout = urllib3.Timeout(connect=_CONNECT_S, read=timeout_s)
-        url = f"{self.base}{path}"
-        try:
-            return self._pool.request(
-                method, url, body=body, headers=headers, preload_content=False, redirect=False, timeout=timeout
-            )
+            answer = self._pool.request(method, url, body=body, headers=headers, redirect=False, timeout=timeout)
         except SSLError as error:
-            if "WRONG_VERSION_NUMBER" in str(error):
-                text = (
-                    "does not speak TLS: if it is a service without a certificate, write http:// in place of https://"
-                )
-            else:
-                text = f"cannot be trusted: {error}; name a file of the certificates to trust in SSL_CERT_FILE"
-            raise UsageError(f"{self.base} {text}") from error
+            raise UsageError(
+                f"{self.base} does not speak TLS, or cannot be trusted: {error}. If it is a service without a certificate, "
+                "write http:// in place of https://; for one of your own, name a file of it in SSL_CERT_FILE"
+            ) from error
         except (NewConnectionError, ConnectTimeoutError) as error:
             raise ConnectionError(f"no connection to {self.base}: {error.__cause__ or 'it takes too long'}") from error
+        if answer.status >= 300 and answer.status not in accept:
+            refuse(answer.status, _text_of_problem(answer.data), url=url, has_token="Authorization" in self.headers)
+        return answer
 
     def call(self, operation: Callable[[], T], what: str, path: str) -> T:
         """Return what `operation`, made of `request`s, returns, tried again if it fails; for messages `what` is done, as
@@ -165,30 +131,26 @@ class ServiceConnection:
         return self.retries.run(operation, what, path)
 
     def ask(self, method: str, path: str, document: Any = None, *, timeout_s: float = _READ_S) -> Any:
-        """Return the JSON that answers a request with `document` as its JSON (None: without a body), tried again if that
-        fails. Raises CheckpointNotFoundError if the service lacks the resource, StorageError if its answer is not JSON."""
-        body = None if document is None else json.dumps(document).encode()
+        """Return the JSON that answers a request with `document` as its JSON (bytes: as they are; None: without a body), tried
+        again if that fails. Raises CheckpointNotFoundError if the service lacks the resource."""
+        body = document if document is None or isinstance(document, bytes) else json.dumps(document).encode()
         headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
 
-        def attempt() -> bytes:
-            return self.request(method, path, body=body, headers=headers, timeout_s=timeout_s).data
+        def attempt() -> tuple[int, Any]:
+            answer = self.request(method, path, body=body, headers=headers, timeout_s=timeout_s)
+            return len(answer.data), answer.json()
 
-        data = self.call(attempt, f"{method} {path}", self.base)
-        self.traffic.count(read_bytes=len(data), written_bytes=len(body or b""))
-        try:
-            return json.loads(data)
-        except ValueError as error:
-            raise StorageError(
-                f"expected JSON from {method} {path}, got {len(data)} other bytes", path=self.base
-            ) from error
+        nbytes, found = self.call(attempt, f"{method} {path}", self.base)
+        self.traffic.count(read_bytes=nbytes, written_bytes=len(body or b""))
+        return found
 
 
-def refuse(status: int, problem: str, *, path: str, has_token: bool) -> NoReturn:
+def refuse(status: int, problem: str, *, url: str, has_token: bool) -> NoReturn:
     """Raise the error that a status means: one of ours, or ServiceBusyError if the request may be repeated."""
-    text = f"{path}: {problem}" if problem else f"{path}: the answer was {status}"
+    text = f"{url}: {problem}" if problem else f"{url}: the answer was {status}"
     if status == 401:
         what = "does not accept the token given" if has_token else "needs a token"
-        raise UsageError(f"{path.partition('://')[2].partition('/')[0]} {what}: give it by {_TOKENS_GO}")
+        raise UsageError(f"{url.partition('://')[2].partition('/')[0]} {what}: give it by {_TOKENS_GO}")
     if status in _REFUSALS:
         raise _REFUSALS[status](text)
     if status in _PASSING:
@@ -245,15 +207,11 @@ class ServiceFolder(UrlFolder):
 
     def _read(self, file: str, start: int, stop: int) -> bytes:
         headers = {"Range": f"bytes={start}-{stop - 1}"}
-        path = self.path_of(file)
-        with self.connection.request("GET", path, headers=headers, stream=True, accept=(307, 416)) as answer:
-            if answer.status == 206:
-                return answer.read()
-            self._check_file(answer, file)
-            if answer.status == 416:  # it ends before
-                answer.drain_conn()
-                return b""
-            return answer.read(stop)[start:]
+        answer = self.connection.request("GET", self.path_of(file), headers=headers, accept=(307, 416))
+        self._check_file(answer, file)
+        if answer.status == 416:  # it ends before
+            return b""
+        return answer.data if answer.status == 206 else answer.data[start:stop]
 
     def _check_file(self, answer: Answer, file: str) -> None:
         """Raise IsADirectoryError if the service leads to a folder's listing."""
@@ -261,15 +219,12 @@ class ServiceFolder(UrlFolder):
             raise IsADirectoryError(f"{self.location_of(file)} is a folder")
 
     def size(self, file: str) -> int:
-        def ask() -> str | None:
+        def ask() -> int:
             answer = self.connection.request("HEAD", self.path_of(file), accept=(307,))
             self._check_file(answer, file)
-            return answer.headers.get("Content-Length")
+            return int(answer.headers["Content-Length"])
 
-        found = self.connection.call(ask, "get the size", self.location_of(file))
-        if found is None or not found.isdecimal():
-            raise StorageError("the service did not say how large the file is", path=self.location_of(file))
-        return int(found)
+        return self.connection.call(ask, "get the size", self.location_of(file))
 
     def entries(self) -> Entries:
         """Return its folders and files. Raises CheckpointNotFoundError, with the runs that are there, for a run that is not."""
@@ -279,30 +234,20 @@ class ServiceFolder(UrlFolder):
         return Entries(tuple(listing["folders"]), tuple(file["name"] for file in listing["files"]))
 
     def sizes(self, top: str) -> dict[str, int | None]:
-        """Return those of the folder itself if `top` is empty."""
         try:
             files = self._list(top, "?recursive=1")["files"]
         except FileNotFoundError:
             return {}
         return {f"{top}/{file['name']}" if top else file["name"]: file["size"] for file in files}
 
-    def _list(self, folder: str, query: str) -> dict[str, Any]:
+    def _list(self, folder: str, query: str) -> Any:
         """Return the service's listing: `folders`, and `files` with `name` and `size`."""
-        path = f"{self.path_of(folder)}/{query}"
         try:
-            listing = self.connection.ask("GET", path)
+            return self.connection.ask("GET", f"{self.path_of(folder)}/{query}")
         except CheckpointNotFoundError as error:
             if not folder and not self.folder:
                 raise
             raise FileNotFoundError(f"{self.location_of(folder) if folder else self.location} is no folder") from error
-        with contextlib.suppress(KeyError, TypeError):
-            names = [*listing["folders"], *(file["name"] for file in listing["files"])]
-            if all(isinstance(name, str) for name in names) and all("size" in file for file in listing["files"]):
-                found: dict[str, Any] = listing
-                return found
-        raise StorageError(
-            "expected a list of folders and files, got something else", path=f"{self.connection.base}{path}"
-        )
 
     def for_fsspec(self) -> tuple[str, dict[str, Any]]:
         """Return its URL, and the storage options with which fsspec's `http` reads from there: they hold the token."""
@@ -368,15 +313,14 @@ def find_service(
 
 def open_folder(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
-) -> UrlFolder:
+) -> BucketFolder | ServiceFolder:
     """Return the folder at `url`: that of a service if `zstore serve` answers there, which an HTTP server is asked; otherwise
     see `open_bucket`.
 
     Raises UsageError if nothing opens the URL or the options make no sense, StorageError if no server answers.
     """
-    if not url.startswith(("http://", "https://")):
-        return open_bucket(url, storage_options, retries=retries)
-    found = find_service(url, storage_options, retries=retries)
+    is_http = url.startswith(("http://", "https://"))
+    found = find_service(url, storage_options, retries=retries) if is_http else None
     if found is None:
         return open_bucket(url, storage_options, retries=retries)
     if not found.run:
@@ -385,3 +329,44 @@ def open_folder(
         some = ", ".join(f"{base}/{quote_path(run)}" for run in runs[:5]) or "none so far"
         raise UsageError(f"{base} is a service: name one of its runs, as {base}/RUN. It has: {some}")
     return found
+
+
+class UploadPlace:
+    """A folder of checkpoints in a bucket, or a run in a service, that was not asked yet.
+
+    Raises UsageError for a URL that nothing opens.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._url, self._options = url, dict(storage_options or {})
+        self._bucket: BucketFolder | None = None
+        self.is_service = url.startswith(("http://", "https://"))
+        """Whether it is a run of a service, if anything."""
+        if self.is_service:
+            address, inside = parse_url(url)
+            self.location = f"{address}/{quote_path('/'.join(inside))}"
+        else:
+            # Here, for fsspec makes another file system for each thread.
+            self._bucket = open_bucket(url, self._options)
+            self.location = self._bucket.location
+
+    def location_of(self, file: str) -> str:
+        """Return the URL of a file or folder in it."""
+        return f"{self.location}/{quote_path(file) if self.is_service else file}"
+
+    def __str__(self) -> str:
+        return self.location
+
+    def open(self, retries: Retries) -> BucketFolder | ServiceFolder:
+        """Return the folder. Raises UsageError if nothing can be uploaded there, StorageError if nobody answers."""
+        if self._bucket is not None:
+            return self._bucket.with_retries(retries)
+        folder = open_folder(self._url, self._options, retries=retries)
+        if isinstance(folder, BucketFolder):
+            raise UsageError(
+                f"{self} is no service of zstore: checkpoints are uploaded to `zstore serve`, or to a storage like s3://bucket/run"
+            )
+        if folder.folder:
+            run = f"{folder.connection.base}/{quote_path(folder.run)}"
+            raise UsageError(f"{self}: checkpoints are uploaded to a run of a service: name it as {run}")
+        return folder

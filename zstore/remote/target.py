@@ -40,7 +40,7 @@ from ..checkpoint.catalog import (
     stamped,
 )
 from ..checkpoint.commit import discard
-from ..checkpoint.folder import Folder
+from ..checkpoint.folder import Entries, Folder
 from ..checkpoint.lock import FOREIGN_LIFE_S, owner_document, process_ended
 from ..checkpoint.names import (
     LATEST_FILE,
@@ -58,54 +58,47 @@ from ..checkpoint.retention import Keep, retire
 from ..errors import CheckpointError, CheckpointExistsError, ZstoreError
 from ..io.files import Files
 from ..io.pool import Workers
-from .bucket import Advance, BucketFolder
+from .bucket import BucketFolder
+from .url import MISSING
 
+Advance = Callable[[int], None]
 NUM_THREADS = 4
 """Files that one process uploads at a time; to a bucket each takes about three parts of 8 MiB in memory."""
 
 
 class Target(ABC):
-    """One checkpoint on its way. Calls:
-
-    (rank 0)       `begin`; `offer`, once metadata and manifests are there
-    (other ranks)  `join` with what `offer` returned
-    (each rank)    `send`
-    (rank 0)       `commit`, or `discard` if anything fails
-    """
+    """One checkpoint on its way. Calls: rank 0's `begin`, once metadata and manifests are there; each rank's `send`, with the
+    `facts` of rank 0; rank 0's `commit`, or `discard` if anything fails."""
 
     location: str
     """URL of the tag, as people name it."""
+    facts: Mapping[str, Any]
+    """Where the files go, as JSON; other ranks set it to what rank 0 has."""
 
     @abstractmethod
-    def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
-        """Prepare the upload; return messages for the user. Checkpoints that `keep` does not keep go once it is committed.
+    def begin(
+        self, reader: CheckpointReader, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None
+    ) -> list[str]:
+        """Announce the files of a checkpoint; return messages for the user. Checkpoints that `keep` does not keep go once it is
+        committed.
 
-        Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` if the same run saved
-        it), here or from `offer`.
+        Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` if the same run saved it).
         """
-
-    @abstractmethod
-    def offer(self, reader: CheckpointReader) -> Mapping[str, Any]:
-        """Announce the files of a checkpoint; return the facts that other ranks need to `join`, as JSON."""
-
-    @abstractmethod
-    def join(self, facts: Mapping[str, Any]) -> None:
-        """Take part in rank 0's upload."""
 
     @abstractmethod
     def send(
         self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
     ) -> int:
         """Send `files`, their bytes by path, from the folder `top`; return the bytes that went. They are those of `rank`, None:
-        of all ranks."""
+        of all ranks. `advance` is called with the bytes of each file that is there, and may raise."""
 
     @abstractmethod
     def commit(self, reader: CheckpointReader) -> list[str]:
         """Publish the checkpoint, once every rank has sent its files; return a message for each failure after that."""
 
     @abstractmethod
-    def discard(self, *, ended: bool, cancelled: bool) -> None:
-        """Give up. Never raises. `ended`: no rank sends any more; `cancelled`: nobody will resume it."""
+    def discard(self, *, ended: bool) -> None:
+        """Give up. Never raises. `ended`: no rank sends any more."""
 
 
 def files_here(reader: CheckpointReader) -> dict[str, int]:
@@ -126,100 +119,88 @@ class BucketTarget(Target):
 
     def __init__(self, folder: BucketFolder, tag: str, save_id: str, run_id: str) -> None:
         self.folder = folder
-        self._tag = tag
-        self._save_id = save_id
-        self._run_id = run_id
+        self._tag, self._save_id, self._run_id = tag, save_id, run_id
         self._name = tag_folder(tag)
         self._lock = own_name(self._name, LOCK, save_id)
         self._keep: Keep | None = None
-        self._begun = False
-        self._slot = self._name
-        """Name of the folder that the files go to; known once `begin` returned."""
         self.location = folder.location_of(self._name)
+        self.facts = {}
 
     @property
     def stage(self) -> BucketFolder:
         """The folder that the files go to."""
-        return self.folder.child(self._slot)
+        return self.folder.child(self.facts["stage"])
 
-    def begin(self, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None) -> list[str]:
-        """Sweep, check that the tag may be written, choose the slot and lock it."""
+    def begin(
+        self, reader: CheckpointReader, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None
+    ) -> list[str]:
+        """Sweep, check that the tag may be written, choose the stage and lock it."""
         self._keep = keep
         messages = sweep(self.folder, self._run_id)
         run = self._run_id if replaces_own else ""
         replaced = check_tag_is_free(self.folder, self._tag, overwrite=overwrite, run=run)
         if replaced is not None and not overwrite:
             messages.append(replaced_text(replaced))
-        if self.folder.child(self._name).has(RECORD_FILE):
-            self._slot = own_name(self._name, SET_ASIDE, self._save_id)
+        is_taken = self.folder.child(self._name).has(RECORD_FILE)
         self.folder.write_small(self._lock, owner_document(run=self._run_id, since_s=int(time.time())))
         # Of two that begin at once each sees the other's lock.
-        owns = {name: parse_own_name(name) for name in self.folder.entries().files if name != self._lock}
-        if any(own is not None and own[:2] == (self._name, LOCK) for own in owns.values()):
+        if any(name == self._name and lock != self._lock for lock, name in _locks(self.folder.entries()).items()):
             self.folder.remove(self._lock)
             raise CheckpointExistsError(
                 f"another save of {self.location} is under way: wait for its end, or save under another tag"
             )
-        self._begun = True
+        self.facts = {"stage": own_name(self._name, SET_ASIDE, self._save_id) if is_taken else self._name}
         return messages
-
-    def offer(self, reader: CheckpointReader) -> Mapping[str, Any]:
-        """Files go to their final places."""
-        return {"slot": self._slot}
-
-    def join(self, facts: Mapping[str, Any]) -> None:
-        self._slot = str(facts["slot"])
 
     def send(
         self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
     ) -> int:
-        send = self.stage.send
-        return sum(workers.run([partial(send, top / file, file, advance) for file in files]))
+        def send(file: str) -> int:
+            nbytes = self.stage.send(top / file, file)
+            advance(nbytes)
+            return nbytes
+
+        return sum(workers.run([partial(send, file) for file in files]))
 
     def commit(self, reader: CheckpointReader) -> list[str]:
         """That all files arrived is checked by a listing. The record's `committed_ns` is set again: it is the largest there."""
-        found = self.stage.sizes("")
+        stage = self.stage
+        found = stage.sizes("")
         for file, nbytes in (files_here(reader) | all_shard_files(reader)).items():
             if found.get(file) != nbytes:
                 listed = "nothing" if file not in found else f"{found[file]} bytes"
-                raise CheckpointError(f"{self.stage.location_of(file)}: {nbytes} bytes were sent, {listed} arrived")
+                raise CheckpointError(f"{stage.location_of(file)}: {nbytes} bytes were sent, {listed} arrived")
         record = stamped(reader.record, self.folder)
-        self.stage.write_small(METADATA_FILE, reader.folder.read_small(METADATA_FILE))
+        stage.write_small(METADATA_FILE, reader.folder.read_small(METADATA_FILE))
         if not self.folder.has(self._lock):
-            raise CheckpointError(f"another save considered the upload of {self.stage} dead and removed its lock")
+            raise CheckpointError(f"another save considered the upload of {stage} dead and removed its lock")
         try:
-            self.stage.write_small(RECORD_FILE, record.encode(), is_new=True)
+            stage.write_small(RECORD_FILE, record.encode(), is_new=True)
         except FileExistsError:
             raise CheckpointExistsError(
                 f"{self.location} was committed by another save meanwhile: save under another tag"
             ) from None
-        if self._slot != self._name:
+        if stage.name != self._name:
             self.folder.child(self._name).remove(RECORD_FILE)
-        return self._tidy(moves_latest=record.is_latest)
-
-    def _tidy(self, *, moves_latest: bool) -> list[str]:
-        """Do the work that may fail without harm to the checkpoint."""
+        # What may fail without harm to the checkpoint.
         messages: list[str] = []
         with noting(messages, NOT_LATEST):
-            if moves_latest:
+            if record.is_latest:
                 self.folder.write_small(LATEST_FILE, f"{self._tag}\n".encode())
         with noting(messages, NOT_REMOVED):
-            if self._slot != self._name:
-                self.folder.remove_tree(self._name)
-            else:
-                _remove_set_aside(self.folder, self._name)
+            _remove_remains(self.folder, self._name)
             self.folder.remove(self._lock)
         if self._keep is not None:
             remove = partial(remove_checkpoint, self.folder)
             messages += retire(self.folder, keep=self._keep, run=self._run_id, remove=remove)
         return messages
 
-    def discard(self, *, ended: bool, cancelled: bool) -> None:
+    def discard(self, *, ended: bool) -> None:
         """Remove the uploaded files; those that cannot be removed now, or come after, are swept by the next save."""
         with contextlib.suppress(OSError, ZstoreError):
             # Without its lock, the folder may be a user's, or by now another upload's.
-            if self._begun and self.folder.has(self._lock) and not self.stage.has(RECORD_FILE):
-                self.folder.remove_tree(self._slot)
+            if self.facts and self.folder.has(self._lock) and not self.stage.has(RECORD_FILE):
+                self.folder.remove_tree(self.stage.name)
                 if ended:
                     self.folder.remove(self._lock)
 
@@ -235,41 +216,42 @@ def has_ended(data: bytes | Exception, run_id: str) -> bool:
 
 
 def sweep(folder: BucketFolder, run_id: str) -> list[str]:
-    """Remove the leftovers of uploads that ended without a commit, those of run `run_id` among them.
+    """Remove the leftovers of uploads that ended, those of run `run_id` among them.
 
-    Returns a message for each file or folder that could not be removed.
+    Returns a message for each that could not be removed.
     """
     try:
-        entries = folder.entries()
-    except (FileNotFoundError, NotADirectoryError):
+        locks = _locks(folder.entries())
+    except MISSING:
         return []
-    locks = [(name, own) for name in entries.files if (own := parse_own_name(name)) is not None and own[1] == LOCK]
-    ended = [has_ended(data, run_id) for data in folder.read_all([name for name, _ in locks])]
-    busy = {own[0] for (_, own), dead in zip(locks, ended, strict=True) if not dead}
+    ended = [has_ended(data, run_id) for data in folder.read_all(list(locks))]
+    busy = {name for name, dead in zip(locks.values(), ended, strict=True) if not dead}
     messages: list[str] = []
-    for lock, (name, _, save_id) in locks:
-        if name in busy:
-            continue
-        with noting(messages, "the files of an earlier upload could not be removed"):
-            for slot in (name, own_name(name, SET_ASIDE, save_id)):
-                if not folder.child(slot).has(RECORD_FILE):
-                    folder.remove_tree(slot)
-            folder.remove(lock)
-    asides = {own[0] for name in entries.folders if (own := parse_own_name(name)) is not None and own[1] == SET_ASIDE}
-    for name in asides - busy:
-        with noting(messages, "a checkpoint that was replaced could not be removed"):
-            if is_committed(folder.child(name)):
-                _remove_set_aside(folder, name)
+    for lock, name in locks.items():
+        if name not in busy:
+            with noting(messages, "the files of an earlier upload could not be removed"):
+                _remove_remains(folder, name)
+                folder.remove(lock)
     return messages
 
 
-def _remove_set_aside(folder: BucketFolder, name: str) -> None:
-    """Remove the checkpoint that was set aside for the tag folder `name`, which has a record of its own."""
-    for entry in folder.entries().folders:
-        own = parse_own_name(entry)
-        if own is not None and own[:2] == (name, SET_ASIDE):
-            folder.child(entry).remove(RECORD_FILE)
-            folder.remove_tree(entry)
+def _locks(entries: Entries) -> dict[str, str]:
+    """Return the locks in a folder, each with the tag folder that it locks."""
+    return {file: own[0] for file in entries.files if (own := parse_own_name(file)) is not None and own[1] == LOCK}
+
+
+def _remove_remains(folder: BucketFolder, name: str) -> None:
+    """Remove all files of the tag folder `name` that are no checkpoint's, or of one that was replaced."""
+    found = [own for each in folder.entries().folders if (own := parse_own_name(each)) is not None]
+    asides = [own_name(*own) for own in found if own[:2] == (name, SET_ASIDE)]
+    if is_committed(folder.child(name)):
+        for aside in asides:
+            folder.child(aside).remove(RECORD_FILE)
+            folder.remove_tree(aside)
+        return
+    for each in (name, *asides):
+        if not folder.child(each).has(RECORD_FILE):
+            folder.remove_tree(each)
 
 
 def remover(place: Folder) -> Callable[[TagInfo], None]:

@@ -1,59 +1,74 @@
-"""Uploading a committed local checkpoint to a URL."""
+"""Saving to a URL, behind training: ranks share the URL and a board for messages, and no folder; and uploading a committed
+local checkpoint.
+
+[Note: a save to a URL]
+On every rank, in one background thread and without collectives:
+    1  its shard files come into a folder of its own: links of the run's files, or written from memory; each pin is released
+    2  it posts its rows of the arrays that rank 0 stores (see [Note: pieces]), and its manifest
+    3  once rank 0 has begun the upload, it sends its files, and posts `sent-<rank>`; then `seen-<rank>`, once it sees `end`
+Rank 0 gathers the manifests, writes metadata and record, asks whether the tag is free, and posts `begin`. Once all have sent it
+commits, and posts `end`. A rank that fails posts `failed`, with the reason, and all others give up: each posts that it sends no
+more, and rank 0 removes the files that were sent. Whatever happens, each rank removes its folder; those of killed processes go
+with the next save.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import time
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from ..checkpoint.catalog import TagInfo
-from ..checkpoint.folder import FolderLike
+from ..checkpoint.commit import sweep
+from ..checkpoint.folder import FolderLike, LocalFolder
+from ..checkpoint.format import COMPLETE
+from ..checkpoint.handle import SaveHandle
+from ..checkpoint.names import RECORD_FILE, manifest_file, tag_folder
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
-from ..errors import BudgetError
+from ..checkpoint.request import SaveRequest, SaveSummary
+from ..checkpoint.save import Save, begin_save
+from ..errors import BudgetError, CheckpointError
 from ..io.pool import Workers
-from .bucket import Advance, BucketFolder, open_bucket, part_bytes
-from .service_target import ServicePlace, ServiceTarget
-from .target import NUM_THREADS, BucketTarget, Target, files_here
+from ..io.shards import ShardSummary
+from ..ranks.rendezvous import MOST_PAUSE_S, Board
+from .bucket import BucketFolder, part_bytes
+from .service import ServiceFolder, UploadPlace
+from .service_target import ServiceTarget
+from .target import NUM_THREADS, Advance, BucketTarget, Target, files_here
 from .url import PATIENT, Retries
 
-UploadPlace = BucketFolder | ServicePlace
-"""A folder of checkpoints in a bucket, or a run in a service."""
+T = TypeVar("T")
 
+_END_S = 30.0
+"""How long rank 0 waits for the other ranks to stop sending, once it gave up, and to see that it committed."""
 _MOST_PARTS_HELD = 4
 """A part is held as it was read, in the file's buffer and in the request, and may be copied once more on its way out."""
 
 
-def place_of(url: str, storage_options: Mapping[str, Any] | None = None) -> UploadPlace:
-    """Return the place at a URL, without a request: whether the server of an `http://` URL is a service of zstore shows when
-    something is uploaded.
-
-    Raises UsageError for a URL that nothing opens, or that names no run of a service.
-    """
-    if not url.startswith(("http://", "https://")):
-        return open_bucket(url, storage_options)
-    place = ServicePlace(url, dict(storage_options or {}))
-    _ = place.location
-    return place
-
-
-def target_for(place: UploadPlace, retries: Retries, *, tag: str, save_id: str, run_id: str) -> Target:
-    """Return the target of a save of training run `run_id` under `tag` at `place`. No request is made."""
-    if isinstance(place, ServicePlace):
-        return ServiceTarget(place, retries, tag)
-    return BucketTarget(place.with_retries(retries), tag, save_id, run_id)
-
-
 def require_uploads(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
     """Raise StorageError, or UsageError, if nothing can be uploaded to a URL. The file written as a test is removed."""
-    place = place_of(url, storage_options)
-    if isinstance(place, ServicePlace):
-        folder = place.open(Retries())
+    folder = UploadPlace(url, storage_options).open(Retries())
+    if isinstance(folder, ServiceFolder):
         folder.connection.ask("GET", f"/api/uploads?run={quote(folder.run, safe='')}")
-        return
-    probe = f".probe-{uuid.uuid4().hex}"
-    place.write_small(probe, b"")
-    place.remove(probe)
+    else:
+        probe = f".probe-{uuid.uuid4().hex}"
+        folder.write_small(probe, b"")
+        folder.remove(probe)
+
+
+def target_in(folder: BucketFolder | ServiceFolder, tag: str, save_id: str, run_id: str) -> Target:
+    """Return the target of a save of training run `run_id` under `tag` in an open `UploadPlace`."""
+    if isinstance(folder, ServiceFolder):
+        return ServiceTarget(folder, tag)
+    return BucketTarget(folder, tag, save_id, run_id)
 
 
 def upload_checkpoint(
@@ -68,36 +83,207 @@ def upload_checkpoint(
     """Copy a committed checkpoint from a local folder into the folder of checkpoints at `url`, under its tag.
 
     The URL may be that of a run in a service of zstore. `source` is the checkpoint's folder, or the folder above (then the
-    newest). Returns the URL of the tag's folder, and messages for the user. Blocks until it is committed there.
-    `memory_bytes` bounds the parts in memory (None: those of `NUM_THREADS` files) by sending fewer files at a time. Raises
-    CheckpointExistsError for a tag that is there (unless `overwrite`), BudgetError if one file's parts are too much,
-    StorageError if the upload fails; nothing of it is visible then.
+    newest). Returns the URL of the tag's folder, and messages for the user. Blocks until it is committed there; `advance` is
+    called with the bytes of each file that is there. `memory_bytes` bounds the parts in memory (None: those of `NUM_THREADS`
+    files) by sending fewer files at a time. Raises CheckpointExistsError for a tag that is there (unless `overwrite`),
+    BudgetError if one file's parts are too much, StorageError if the upload fails; nothing of it is visible then.
     """
-    place = place_of(url, storage_options)
+    place = UploadPlace(url, storage_options)
     with CheckpointReader(source) if isinstance(source, TagInfo) else open_checkpoint(source) as reader:
-        record = reader.record
-        target = target_for(place, PATIENT, tag=record.tag, save_id=record.id, run_id=record.run)
+        folder, files = place.open(PATIENT), files_here(reader)
+        num_threads = NUM_THREADS
+        if memory_bytes is not None and isinstance(folder, BucketFolder):
+            num_threads = min(NUM_THREADS, _at_a_time(max(files.values()), memory_bytes))
+        target = target_in(folder, reader.record.tag, reader.record.id, reader.record.run)
         try:
-            messages = target.begin(overwrite=overwrite)
-            target.offer(reader)
-            files = files_here(reader)
-            num_threads = (
-                NUM_THREADS if isinstance(place, ServicePlace) else _at_a_time(max(files.values()), memory_bytes)
-            )
+            messages = target.begin(reader, overwrite=overwrite)
             with Workers(num_threads, "zstore-upload") as workers:
                 target.send(workers, reader.path, files, advance)
             return target.location, messages + target.commit(reader)
         except BaseException:
-            target.discard(ended=True, cancelled=False)
+            target.discard(ended=True)
             raise
 
 
-def _at_a_time(largest_bytes: int, memory_bytes: int | None) -> int:
+def _at_a_time(largest_bytes: int, memory_bytes: int) -> int:
     """Return how many files go to a bucket at a time, the largest of which has so many bytes."""
-    each = _MOST_PARTS_HELD * part_bytes(largest_bytes)
-    if memory_bytes is not None and each > memory_bytes:
+    part = part_bytes(largest_bytes)
+    if _MOST_PARTS_HELD * part > memory_bytes:
         raise BudgetError(
-            f"a file of {largest_bytes} bytes is uploaded in parts of {part_bytes(largest_bytes)}, which takes about {each} "
+            f"a file of {largest_bytes} bytes is uploaded in parts of {part}, which takes about {_MOST_PARTS_HELD * part} "
             f"bytes of memory, but {memory_bytes} are available: allow more"
         )
-    return NUM_THREADS if memory_bytes is None else min(NUM_THREADS, memory_bytes // each)
+    return memory_bytes // (_MOST_PARTS_HELD * part)
+
+
+def save_to_url(
+    request: SaveRequest, place: UploadPlace, board: Board | None = None, *, retries: Retries = PATIENT
+) -> SaveHandle:
+    """Begin to save to a URL in the background; return the handle. `request.folder` is for this rank's files on their way,
+    `board` has the messages of its ranks; None: there is one.
+
+    The pins belong to the save from now on, even if this raises: it releases them. Raises UsageError for a bad request or
+    state that is not JSON, StorageError for a folder that cannot be written, DiskFullError if it has no room for this rank's
+    files. Whether the tag is free is asked at the URL, behind the call.
+    """
+    return begin_save(request, lambda: _RemoteSave(request, place, board, retries))
+
+
+class _RemoteSave(Save):
+    """One rank's part in a save. See [Note: a save to a URL]."""
+
+    def __init__(self, request: SaveRequest, place: UploadPlace, board: Board | None, retries: Retries) -> None:
+        own = hashlib.sha256(f"{request.save_id} {request.rank}".encode()).hexdigest()[:32]
+        super().__init__(request, own, NUM_THREADS, board, request.save_id)
+        self._board, self._place, self._retries = board, place, replace(retries, cancelled=self._cancelled)
+        self._location = place.location_of(tag_folder(request.tag))
+        self._target: Target | None = None
+        self._others_bytes = 0
+        """Bytes that the other ranks sent (rank 0)."""
+
+    @property
+    def title(self) -> str:
+        return f"the save to {self._location}"
+
+    def check(self) -> None:
+        request = self._request
+        if request.world_size > 1 and self._board is None:
+            raise CheckpointError("a save of several ranks to a URL needs a board for their messages")
+        self._builder.check_names()
+        self._files.make_folder(request.folder)
+        sweep(self._files, request.folder)
+        request.check_room(request.folder, num_ranks=1)
+
+    def _run(self) -> SaveSummary:
+        request = self._request
+        try:
+            with self.workers as workers:
+                self._committer.begin()
+                folder = self._place.open(self._retries)
+                target = self._target = target_in(folder, request.tag, request.save_id, request.run_id)
+                summaries = self._write(workers)
+                nbytes = self._follow(target, workers, summaries) if request.rank else self._lead(target, workers)
+        except BaseException as error:
+            self.give_up(error)
+            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+                text = f"checkpoint {request.tag!r} was not saved to {self._location}: {error}"
+                raise CheckpointError(text) from error
+            raise
+        finally:
+            for pin in request.pins.values():
+                pin.release()
+            self._committer.abort("", alone=True)
+        return replace(
+            self._summarise(summaries),
+            known={},
+            url=self._location,
+            uploaded_bytes=nbytes,
+            all_uploaded_bytes=nbytes + self._others_bytes if request.rank == 0 else 0,
+        )
+
+    # -- each rank --------------------------------------------------------------------------------------------------
+
+    def _write(self, workers: Workers) -> list[ShardSummary]:
+        """Write this rank's files into its folder, and post what rank 0 needs of them."""
+        request, pieces, publisher = self._request, self._pieces, self._publisher
+        found = workers.run(chain(pieces.tasks(), publisher.tasks()), here=True)
+        summaries = [summary for summary in found if summary is not None]
+        if request.rank == 0:
+            self._fetch(pieces.all_files())
+            summaries += chain.from_iterable(workers.run(pieces.assembly_tasks(publisher.store_whole), here=True))
+        self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state, sync=False)
+        if self._board is not None and request.rank:
+            for path in (*pieces.own_files(), self._folder / manifest_file(request.rank)):
+                self._board.post(f"{request.save_id}/{path.name}", path.read_bytes())
+        return summaries
+
+    def _send(self, target: Target, workers: Workers, files: Mapping[str, int]) -> int:
+        return target.send(workers, self._folder, files, lambda _: self._check_alive(), rank=self._request.rank)
+
+    def _follow(self, target: Target, workers: Workers, summaries: Sequence[ShardSummary]) -> int:
+        files = {self._request.shard_path(s.array, s.shard): s.file_bytes for s in summaries}
+        target.facts = self._wait_for("begin", "rank 0 did not begin the upload")
+        nbytes = self._send(target, workers, files)
+        self._post(f"sent-{self._request.rank}", {"bytes": nbytes})
+        self._wait_for("end", "rank 0 did not commit")
+        self._post(f"seen-{self._request.rank}", {})
+        return nbytes
+
+    # -- rank 0 -----------------------------------------------------------------------------------------------------
+
+    def _lead(self, target: Target, workers: Workers) -> int:
+        request, builder = self._request, self._builder
+        others = range(1, request.world_size)
+        self._fetch(self._folder / manifest_file(rank) for rank in others)
+        builder.collect()
+        builder.check_complete()
+        workers.run(builder.metadata_tasks(), here=True)
+        record = replace(builder.record(self._state), committed_ns=time.time_ns())
+        with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
+            if request.before_commit is not None:
+                self._messages += request.before_commit(reader)
+            self._files.write_small(self._folder / RECORD_FILE, record.encode(), sync=False)
+            self._messages += target.begin(reader, overwrite=request.overwrite, replaces_own=True, keep=request.keep)
+            self._post("begin", target.facts)
+            nbytes = self._send(target, workers, files_here(reader))
+            for rank in others:
+                sent = self._wait_for(f"sent-{rank}", f"rank {rank} did not send its part")
+                self._others_bytes += int(sent["bytes"])
+            self._check_alive()  # one that failed has posted that first
+            self._messages += target.commit(reader)
+        self._post("end", {"committed": True})
+        self._all_posted("seen")  # the board may end with this process
+        return nbytes
+
+    def _fetch(self, paths: Iterable[Path]) -> None:
+        """Write the files that other ranks post into this rank's folder."""
+        for path in paths:
+            if self._board is not None and not path.exists():
+                key = f"{self._request.save_id}/{path.name}"
+                data = self._wait_until(partial(self._board.read, key), f"no rank posted {path.name}")
+                self._board.remove(key)
+                self._files.write_small(path, data, sync=False)
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _post(self, name: str, message: Mapping[str, Any]) -> None:
+        if self._board is not None:
+            self._rendezvous.post(name, message)
+
+    def _wait_for(self, name: str, what: str) -> dict[str, Any]:
+        return self._wait_until(partial(self._rendezvous.posted, name), what)
+
+    def _wait_until(self, ready: Callable[[], T | None], what: str) -> T:
+        timeout_s = self._request.timeout_s
+        return self._rendezvous.wait_until(ready, timeout_s, lambda: f"{what} within {timeout_s} s")
+
+    def _check_alive(self) -> None:
+        if self._cancelled.is_set():
+            raise CheckpointError(f"{self.title} was cancelled")
+        failed = None if self._board is None else self._rendezvous.posted("failed")
+        if failed is not None and failed["rank"] != self._request.rank:
+            raise CheckpointError(f"rank {failed['rank']} gave up {self.title}: {failed['reason']}")
+
+    def give_up(self, error: BaseException) -> None:
+        """Rank 0 removes the files that were sent, too."""
+        rank = self._request.rank
+        with contextlib.suppress(OSError, RuntimeError):  # nobody is there to be told
+            if self._board is not None and self._rendezvous.posted("failed") is None:
+                self._post("failed", {"rank": rank, "reason": f"{type(error).__name__}: {error}"})
+            if rank:
+                self._post(f"sent-{rank}", {"bytes": 0})
+        if rank == 0:
+            ended = self._all_posted("sent")
+            if self._target is not None:
+                self._target.discard(ended=ended)
+
+    def _all_posted(self, kind: str) -> bool:
+        """Wait a while until each other rank posted such a message; return whether they did (rank 0)."""
+        deadline = time.monotonic() + _END_S
+        others = range(1, self._request.world_size)
+        with contextlib.suppress(OSError, RuntimeError):
+            while not all(self._rendezvous.posted(f"{kind}-{rank}") is not None for rank in others):
+                if self._cancelled.wait(MOST_PAUSE_S) or time.monotonic() > deadline:
+                    return False
+            return True
+        return False

@@ -14,7 +14,8 @@ from ..errors import StorageError, UsageError, ZstoreError
 T = TypeVar("T")
 
 _PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*@")
-_MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+"""Errors of a file that is not there, or is a folder."""
 _FINAL = (FileExistsError, PermissionError, NotImplementedError, ImportError, TypeError, AttributeError, MemoryError)
 """Errors that another try would meet again. All others may pass: file systems raise errors of many packages."""
 
@@ -34,7 +35,7 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not key or not equals:
-            # The word may hold a secret: it is not repeated.
+            # It may hold a secret.
             raise UsageError(f"a storage option is written key=value, got one with {key[:20]!r} and no value")
         try:
             options[key] = json.loads(text)
@@ -65,7 +66,7 @@ class Retries:
             attempt += 1
             try:
                 return operation()
-            except (*_MISSING, ZstoreError):
+            except (*MISSING, ZstoreError):
                 raise
             except Exception as error:
                 if attempt >= self.attempts or isinstance(error, _FINAL) or self.cancelled.is_set():
