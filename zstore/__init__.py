@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from .errors import ZstoreError
     from .open.checkpoint import load_state_dict, open_checkpoint
-    from .open.opening import open_store
-    from .open.store import Store
+    from .open.store import Store, open_store
     from .store import TensorStore
 
 __all__ = [
@@ -56,7 +55,7 @@ _HOMES = {
     "initialize": "zstore.engine.api.initialize",
     "load_state_dict": "zstore.open.checkpoint",
     "open_checkpoint": "zstore.open.checkpoint",
-    "open_store": "zstore.open.opening",
+    "open_store": "zstore.open.store",
     "zero": "zstore.zero",
 }
 """Public name -> the module that defines it, or is it."""

@@ -152,22 +152,17 @@ class OpenStoreMachine(RuleBasedStateMachine):
         self.note(name, value)
 
     @precondition(lambda self: self.values)
-    @rule(data=st.data(), one=fractions, other=fractions, how=st.sampled_from(["get", "out", "device", "index"]))
-    def get(self, data: st.DataObject, one: float, other: float, how: str) -> None:
+    @rule(data=st.data(), one=fractions, other=fractions, into=st.booleans())
+    def get(self, data: st.DataObject, one: float, other: float, into: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.values)))
         expected, rows = self.values[name], None
         if expected.ndim:
             first, stop = sorted((round(one * len(expected)), round(other * len(expected))))
             rows = slice(first, stop)
             expected = expected[rows]
-        if how == "index":
-            found: Any = self.store[name][... if rows is None else rows]
-        elif how == "out":
-            out = np.empty_like(expected)
-            found = self.store.get(name, rows=rows, out=out).wait()
-            assert found is out
-        else:
-            found = self.store.get(name, rows=rows, device="cpu" if how == "device" else None).wait()
+        out = np.empty_like(expected) if into else None
+        found = self.store.get(name, rows=rows, out=out).wait()
+        assert out is None or found is out
         assert same_bits(plain(found), expected)
 
     @rule(name=names)
@@ -184,9 +179,8 @@ class OpenStoreMachine(RuleBasedStateMachine):
 
     @rule(some=several, tier=tiers)
     def move(self, some: list[str], tier: Any) -> None:
-        some = self.there(some)
-        self.store.move(some, tier=tier)
-        for name in some:
+        for name in self.there(some):
+            self.store.move(name, tier=tier)
             self.tiers[name] = self.tier(name, self.values[name], tier)
             assert self.store.tier_of(name).wait() == self.tiers[name]
 

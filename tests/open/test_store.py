@@ -84,10 +84,15 @@ def test_rows_out_and_indices(store: Store) -> None:
     into = np.empty(LARGE, np.float32)
     assert store.get("a/w", out=into).wait() is into
     assert (into == whole.numpy()).all()
-    assert (store["a/w"][5:100:7, ::-1, 1] == whole.numpy()[5:100:7, ::-1, 1]).all()
     store.update("a/w", whole[:2] + 1, rows=slice(4, 6))
     assert torch.equal(store.get("a/w", rows=slice(4, 6)).wait(), whole[:2] + 1)
-    assert torch.equal(store.get("a/w", device="cpu").wait()[6:], whole[6:])
+
+
+class Sharded(torch.Tensor):
+    """A tensor of which a rank has a part, as a DTensor."""
+
+    def to_local(self) -> torch.Tensor:
+        return torch.zeros(1)
 
 
 def test_what_cannot_be_is_refused_at_once(store: Store) -> None:
@@ -102,6 +107,8 @@ def test_what_cannot_be_is_refused_at_once(store: Store) -> None:
         store.update("a/w", values((3,)))
     with pytest.raises(UsageError, match="cannot be stored"):
         store.put("a/c", np.zeros(3, np.complex128))
+    with pytest.raises(UsageError, match=r"got a DTensor: `zstore.dcp.Writer` saves those of all ranks"):
+        store.put("a/d", torch.zeros(3).as_subclass(Sharded))
     with pytest.raises(UsageError, match="expected `group/name`"):
         store.put("/a", np.zeros(3))
     with pytest.raises(UsageError, match="2 names for the extents"):
@@ -148,33 +155,21 @@ def test_other_programs_see_shapes_and_names(
 
 
 def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
-    with zstore.open_store(tmp_path, host_budget_bytes=4e6, buffer_count=4, buffer_size=2**18) as store:
-        assert store.statistics().pool_bytes == 2**20
+    with zstore.open_store(tmp_path, host_budget_bytes=4e6) as store:
+        pool_bytes = store.statistics().pool_bytes
+        assert 1e6 < pool_bytes < 3e6
         for i in range(8):
-            store.put(f"b.{i}/w", values((1000, 500), seed=i)).wait()
+            store.put(f"b.{i}/w", values((1000, 400), seed=i)).wait()
         with pytest.raises(BudgetError):
             store.put("large/w", values((2000, 1000)), tier="host").wait()
         for _, value in store.stream(prefetch=9):
             np.add(value, 1, out=value)
             assert store._shards.budget.used_bytes <= 4e6
-        assert store.statistics().pool_bytes == 2**20
-        assert store._shards.budget.used_bytes == 2**20
-        assert (store.get("b.3/w").wait() == values((1000, 500), seed=3) + 1).all()
-
-
-def test_sizes_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    for name in ("host_budget_bytes", "buffer_count", "buffer_size"):
-        with pytest.raises(UsageError, match=rf"open_store\({name}=0\): expected a number of at least 1"):
-            zstore.open_store(tmp_path, **{name: 0})
-    with pytest.raises(BudgetError, match="buffers of 104857600 bytes do not fit into host_budget_bytes=3000000"):
-        zstore.open_store(tmp_path, host_budget_bytes=3e6, buffer_count=100, buffer_size=2**20)
-    operations = []
-    for size in (2**16, 2**22):
-        with zstore.open_store(tmp_path, buffer_size=size) as store:
-            store.put("a/w", values((1000, 500))).wait()
-            operations.append(store.statistics().queue.operations["write_back"])
-            assert (store.get("a/w").wait() == values((1000, 500))).all()
-    assert operations[0] > 2 * operations[1]  # a request is a chunk at least
+        assert store.statistics().pool_bytes == pool_bytes
+        assert store._shards.budget.used_bytes == pool_bytes
+        assert (store.get("b.3/w").wait() == values((1000, 400), seed=3) + 1).all()
+    with pytest.raises(UsageError, match=r"open_store\(host_budget_bytes=0\): expected a number of at least 1"):
+        zstore.open_store(host_budget_bytes=0)
 
 
 # -- tasks and threads ----------------------------------------------------------------------------------------------

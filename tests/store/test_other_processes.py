@@ -153,7 +153,6 @@ OPERATIONS: dict[str, Callable[[Store, Path], object]] = {
     "flush": lambda store, _: store.flush().wait(),
     "tier_of": lambda store, _: store.tier_of("w").wait(),
     "spec": lambda store, _: store.spec("w"),
-    "index": lambda store, _: store["w"][3],
     "checkpoint": lambda store, place: store.checkpoint(place / "ck" / "one").wait(),
     "load": lambda store, place: store.load(place / "ck").wait(),
 }

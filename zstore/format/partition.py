@@ -115,11 +115,8 @@ class ChunkRange:
 
 
 @functools.lru_cache(maxsize=8192)
-def make_grid(stored_shape: tuple[int, ...], world_size: int, align_numel: int = ALIGN_NUMEL) -> Grid:
-    """Return the grid of an array of `stored_shape` over `world_size` ranks, cut at multiples of `align_numel` elements.
-
-    See [Note: the grid]: less than 16 is for arrays that no optimizer's kernel works on shard by shard.
-    """
+def make_grid(stored_shape: tuple[int, ...], world_size: int) -> Grid:
+    """Return the grid of an array of `stored_shape` over `world_size` ranks. See [Note: the grid]."""
     if world_size < 1:
         raise ValueError(f"world size must be at least 1, got {world_size}")
     if not stored_shape:
@@ -131,7 +128,7 @@ def make_grid(stored_shape: tuple[int, ...], world_size: int, align_numel: int =
     cols = _chunk_cols(row_numel) if len(extents) < 2 else _chunk_cols_within(tuple(extents))
     if cols < row_numel:
         return Grid(rows, row_numel, -(-rows // world_size), 1, cols)
-    align = align_numel // math.gcd(align_numel, cols)
+    align = ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, cols)
     min_rows = round_up(-(-rows // world_size), align)
     shard_rows, chunk_rows = _chunk_rows(min_rows, row_numel, align, rows * row_numel)
     return Grid(rows, row_numel, shard_rows, chunk_rows, cols)

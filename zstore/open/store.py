@@ -5,42 +5,101 @@
 caller. Operations on one array are carried out in the order of the calls, those on several concurrently, by threads of
 this store; the caller gets a ticket, which is awaited or waited for. So there is one set of methods for
 programs with and without asyncio, usable from several tasks and threads, and no call of a coroutine blocks its loop.
+
+[Note: who waits for whom]
+A checkpoint has the arrays' values when it was asked for: its pins are queued among the operations on each array. An
+operation that takes an array away waits for the checkpoints that were asked for before it, and for no later one, whose pins
+wait for it in their turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 
+from ..checkpoint.catalog import check_tag_is_free
 from ..checkpoint.format import decode_state, encode_state
-from ..checkpoint.request import SaveSummary
+from ..checkpoint.names import new_save_id
+from ..checkpoint.request import SaveRequest, SaveSummary
+from ..checkpoint.retention import Keep
+from ..checkpoint.reuse import KnownFile
+from ..checkpoint.save import save_checkpoint
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec
 from ..io.closing import OF_THE_PARENT, Closing, closing_with, tell_of_fork
-from ..io.files import UserPath, user_location, user_path
+from ..io.files import Files, UserPath, user_location, user_path
 from ..io.pool import Workers, run_in_thread
 from ..io.queue import Ticket, wait_all
-from ..store import TensorStore
+from ..store import StoreOptions, TensorStore
 from ..store.order import ArrayOrder
 from ..store.snapshot import Snapshot
 from ..store.statistics import StoreStatistics
 from ..store.store import TierName
-from .arrays import ArraysByName, ArrayWork, StoreArray, Value, flat_target, flatten, local_of, shaped
+from .arrays import (
+    ArraysByName,
+    StoreArray,
+    Value,
+    copy_view,
+    flat_target,
+    flatten,
+    is_tensor,
+    load_array,
+    shaped,
+    spec_of,
+)
 from .checkpoint import Checkpoint, open_checkpoint
-from .lazy import LazyArray
-from .ranks import ALONE, Ranks
-from .saves import CheckpointOptions, Saves
-from .stream import Mode, Values
+from .stream import Mode, Unreported, Values
+
+T = TypeVar("T")
 
 _NUM_OPERATIONS = 4
 """Operations on arrays under way at a time."""
 _CLOSED = "the store is closed: what was put is gone, but for what `checkpoint` kept"
+
+
+def open_store(
+    path: UserPath | None = None,
+    *,
+    host_budget_bytes: float | None = None,
+    pin_memory: bool = False,
+    num_threads: int = 8,
+    verify: bool = True,
+    device: str = "cpu",
+) -> Store:
+    """Open a store that keeps its arrays in a folder of its own below `path`, on a fast drive, or without a path in memory.
+
+    Arrays live as long as the store is open; `Store.checkpoint` saves them, and `Store.load` brings them back, both by links
+    if drive and layout allow. All memory that the store takes is counted against `host_budget_bytes`: transfer buffers,
+    arrays in host memory, data read ahead; None: buffers of 128 MiB, else no bound. `pin_memory` registers the buffers with
+    CUDA. `num_threads` read and write; `verify` checks the crc32c of all that is read from the drive; tier "device" is on
+    `device`.
+
+    Raises UsageError for arguments that make no sense, StorageError for a folder that cannot be written.
+    """
+    if host_budget_bytes is not None and host_budget_bytes < 1:
+        raise UsageError(f"open_store(host_budget_bytes={host_budget_bytes!r}): expected a number of at least 1")
+    run_path = None if path is None else user_path(path)
+    if run_path is not None:
+        Files().make_folder(run_path)
+    options = StoreOptions(
+        run_path=run_path,
+        host_budget_bytes=None if host_budget_bytes is None else int(host_budget_bytes),
+        shares_folders=True,
+        reserves=False,
+        num_threads=num_threads,
+        verify=verify,
+        device=device,
+        pin_buffers=pin_memory,
+    )
+    return Store(TensorStore(options))
 
 
 class Store(Closing):
@@ -52,22 +111,20 @@ class Store(Closing):
     Over 300 lines: it is the public surface, and half of it is docstrings.
     """
 
-    def __init__(self, shards: TensorStore, ranks: Ranks = ALONE) -> None:
-        self.ranks = ranks
-        """This process among those that share the arrays."""
+    def __init__(self, shards: TensorStore) -> None:
         self._shards = shards
-        self._work = ArrayWork(shards)
         self._arrays = ArraysByName()
         self._lock = threading.RLock()
         """Guards the table of arrays: held shortly, so that no coroutine waits for it."""
         self._order = ArrayOrder(_NUM_OPERATIONS)
         self._workers = Workers(2, "zstore-passes")
-        self._saves = Saves(shards, ranks)
-        self._loads: dict[Ticket[Any], list[Ticket[None]]] = {}
-        """Loads whose end was not reported, and the changes that they consist of."""
+        self._loads, self._saves = Unreported(), Unreported()
+        self._run = uuid.uuid4().hex
+        self._known: Mapping[str, KnownFile] = {}
+        """Shard files of earlier checkpoints, by array."""
         self._closed = ""
         """Why it cannot be used any more."""
-        self._end = closing_with(self, _close, self._saves, self._order, self._workers, self._shards)
+        self._end = closing_with(self, _close, self._order, self._workers, self._shards)
         tell_of_fork(self)
 
     def _forked(self) -> None:
@@ -81,42 +138,32 @@ class Store(Closing):
 
     # -- arrays -----------------------------------------------------------------------------------------------------
 
-    def put(
-        self,
-        name: str,
-        value: Value,
-        *,
-        tier: TierName | None = None,
-        dims: Sequence[str] = (),
-        shape: Sequence[int] | None = None,
-    ) -> Ticket[None]:
+    def put(self, name: str, value: Value, *, tier: TierName | None = None, dims: Sequence[str] = ()) -> Ticket[None]:
         """Store `value` under `name`, `group/name` or a name alone, in place of any former value.
 
         Any shape and any of the format's data types; not to be changed until the ticket is done. The array is kept on its
         present tier, or on disk, or in host memory for a store without a path, unless `tier` says otherwise; under 64 KiB
         always in host memory. `dims` are names of its extents, which checkpoints keep.
 
-        Of several ranks, each puts its part of a DTensor that is placed as `Shard(0)`, or with `shape`, that of the whole
-        array, the rows `own_rows(shape[0])` of it; of any other value each has all, and rank 0's is saved. Raises UsageError
-        for a value that cannot be stored; the ticket BudgetError or DiskFullError if there is no room.
+        Raises UsageError for a value that cannot be stored; the ticket BudgetError or DiskFullError if there is no room.
         """
-        array, data = self.ranks.hold_value(name, value, shape=shape, dims=tuple(dims))
-        return self._put(array, partial(self._work.write, data, 0), tier)
+        data = flatten(name, value)
+        spec = spec_of(name, np.shape(value), data.dtype.name, tuple(dims))
+        return self._put(StoreArray(spec, is_tensor(value)), partial(self._write, data, 0), tier)
 
     def _put(self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None) -> Ticket[None]:
-        name = array.spec.name
+        """Queue to let `fill` set all values of an array."""
         with self._lock:
             self._check_open()
-            former = self._arrays.get(name)
+            former = self._arrays.get(array.spec.name)
             if former is not None and not array.spec.dims and former.spec.shape == array.spec.shape:
                 array = replace(array, spec=replace(array.spec, dims=former.spec.dims))
-            self._arrays[name] = array
-            put = partial(self._work.put, array, fill, tier, self._saves.asked_for())
-            return self._replace(name, former, put)
+            return self._replace(array.spec.name, array, partial(self._make, array, fill, tier, self._saves.all()))
 
-    def _replace(self, name: str, former: StoreArray | None, operation: Callable[[], None]) -> Ticket[None]:
-        """Queue a replacement or removal of an array; if it fails, the array is `former` again, unless that is gone."""
-        array = self._arrays.get(name)
+    def _replace(self, name: str, array: StoreArray | None, operation: Callable[[], None]) -> Ticket[None]:
+        """Queue a replacement of an array, or with None its removal; if it fails, the former is back, unless that is gone."""
+        former = self._arrays.get(name)
+        self._set(name, array)
 
         def run() -> None:
             try:
@@ -124,50 +171,83 @@ class Store(Closing):
             except BaseException:
                 with self._lock:
                     if self._arrays.get(name) is array:
-                        self._arrays.pop(name, None)
-                        if former is not None and self._work.has(former):
-                            self._arrays[name] = former
+                        self._set(name, former if self._has(former) else None)
                 raise
 
         return self._order.submit(name, run, changes=True)
 
-    def get(
+    def _set(self, name: str, array: StoreArray | None) -> None:
+        if array is not None:
+            self._arrays[name] = array
+        elif name in self._arrays:
+            del self._arrays[name]
+
+    def _make(
         self,
-        name: str,
-        *,
-        rows: slice | None = None,
-        out: Value | None = None,
-        device: Any = None,
-    ) -> Ticket[Any]:
+        array: StoreArray,
+        fill: Callable[[StoreArray], None],
+        tier: TierName | None,
+        saves: Sequence[Ticket[Any]],
+    ) -> None:
+        """Let `fill` set all values of an array, made unless an equal one exists. A failure leaves no new one."""
+        shards, name = self._shards, array.spec.name
+        former = shards.tier_of(name) if name in shards else None
+        is_new = not self._has(array) or tier not in (None, former)
+        if is_new:
+            self._remove(name, saves)
+            usual: TierName = "disk" if shards.options.all_paths else "host"
+            shards.create(array.spec, grid=array.grid, shard=0, tier=tier or former or usual)
+        try:
+            fill(array)
+        except BaseException:
+            if is_new:
+                self._remove(name, ())
+            raise
+
+    def _has(self, array: StoreArray | None) -> bool:
+        return (
+            array is not None and array.spec.name in self._shards and self._shards.spec(array.spec.name) == array.spec
+        )
+
+    def _remove(self, name: str, saves: Sequence[Ticket[Any]]) -> None:
+        if name in self._shards:
+            for save in saves:
+                save.wait_for_end()
+            self._shards.remove(name)
+
+    def _queue(self, array: StoreArray, operation: Callable[[], T], *, changes: bool) -> Ticket[T]:
+        """Queue an operation on an array, which raises UsageError unless it is what was put last."""
+
+        def run() -> T:
+            if not self._has(array):
+                raise UsageError(f"array {array.spec.name!r} is not what was put last, for that failed: put it again")
+            return operation()
+
+        return self._order.submit(array.spec.name, run, changes=changes)
+
+    def get(self, name: str, *, rows: slice | None = None, out: Value | None = None) -> Ticket[Any]:
         """Read an array, or `rows` of its first extent (a slice without a step), in the kind of value that was put.
 
         Into `out`, if it is given: of the rows' shape and the array's data type, contiguous, in host memory; else into new
-        memory, which is the caller's. With `device` it is a tensor there. Of several ranks, each has its own rows of an array
-        that they share, as a DTensor if it was put as one; `rows` count in the whole array and come as a tensor. Raises
-        KeyError for a name that is not there, UsageError for rows of other ranks.
+        memory, which is the caller's. Raises KeyError for a name that is not there, UsageError for anything but rows.
         """
         with self._lock:
             array = self._array(name)
             first, stop, shape = array.flat_rows(rows)
             target = None if out is None else flat_target(array.spec, out, shape)
-            read = partial(self._work.read, array, first, stop, target)
-            ticket = self._order.submit(name, read, changes=False)
 
-        def give(data: Array) -> Any:
-            if out is not None:
-                return out
-            value = shaped(data.view(array.dtype), shape, array.is_torch or device is not None, device)
-            return self.ranks.distributed(value, array) if rows is None and array.placements else value
+            def read() -> Any:
+                data = self._shards.reading(name, first, stop, target)()
+                return shaped(data, shape, array.is_torch) if out is None else out
 
-        return ticket.then(give)
+            return self._queue(array, read, changes=False)
 
     def update(self, name: str, value: Value, *, rows: slice | None = None) -> Ticket[None]:
         """Replace an array's values, or those of `rows` of its first extent, by `value`, of their shape and data type.
 
-        Of several ranks, each replaces its own rows of an array that they share. `value` must not be changed until the ticket
-        is done. Raises UsageError if it does not fit, KeyError for a name that is not there.
+        `value` must not be changed until the ticket is done. Raises UsageError if it does not fit, KeyError for a name that
+        is not there.
         """
-        value = local_of(value)
         with self._lock:
             array = self._array(name)
             first, _, shape = array.flat_rows(rows)
@@ -176,51 +256,47 @@ class Store(Closing):
                 raise UsageError(
                     f"array {name!r}: expected {array.spec.dtype} of shape {shape}, got {data.dtype.name} of {np.shape(value)}"
                 )
-            return self._order.submit(name, partial(self._work.write, data, first, array), changes=True)
+            return self._queue(array, partial(self._write, data, first, array), changes=True)
+
+    def _write(self, data: Array, first: int, array: StoreArray) -> None:
+        if data.size:
+            self._shards.writing(array.spec.name, data, first)()
 
     def delete(self, name: str) -> Ticket[None]:
-        """Remove an array and free its space, once checkpoints that are being written from it are done.
+        """Remove an array and free its space, once checkpoints that are being written are done.
 
-        Raises KeyError for a name that is not there; the ticket UsageError while somebody pins it.
+        Raises KeyError for a name that is not there.
         """
         with self._lock:
-            former = self._array(name)
-            del self._arrays[name]
-            return self._replace(name, former, partial(self._work.remove, name, self._saves.asked_for()))
+            self._array(name)
+            return self._replace(name, None, partial(self._remove, name, self._saves.all()))
 
-    def move(self, names: str | Iterable[str], *, tier: TierName) -> Ticket[None]:
-        """Move arrays with their values to another tier. The ticket raises BudgetError or DiskFullError if there is no room:
-        then the array at hand stays on its tier."""
+    def move(self, name: str, *, tier: TierName) -> Ticket[None]:
+        """Move an array with its values to another tier. The ticket raises BudgetError or DiskFullError if there is no room:
+        then the array stays on its tier."""
         with self._lock:
-            chosen = [names] if isinstance(names, str) else list(names)
-            for name in chosen:
-                self._array(name)
-            moves = {name: partial(self._work.move, name, tier, self._saves.asked_for()) for name in chosen}
-            tickets = [self._order.submit(name, move, changes=True) for name, move in moves.items()]
-        return self._all(tickets)
+            array, saves = self._array(name), self._saves.all()
+
+        def move() -> None:
+            for save in saves:
+                save.wait_for_end()
+            self._shards.move(name, tier, copy_view)
+
+        return self._queue(array, move, changes=True)
 
     def stream(self, names: Iterable[str] | None = None, *, prefetch: int = 2, mode: Mode = "update") -> Values:
         """Return (name, value) of arrays one after the other, all of them by default: `for` and `async for` alike.
 
         `prefetch` arrays are read ahead, within the budget. With "update" a value is changed in place and stored behind the
-        loop, that at hand too when the loop is left; with "read" changes are lost. A value is valid until the next one; of
-        several ranks, each goes over its own rows. Raises KeyError for a name that is not there, BudgetError if the budget has
-        no room for the largest array.
+        loop, that at hand too when the loop is left; with "read" changes are lost. A value is valid until the next one.
+        Raises KeyError for a name that is not there, BudgetError if the budget has no room for the largest array.
         """
         with self._lock:
             self._check_open()
             arrays = [self._array(name) for name in (self._arrays if names is None else names)]
         if prefetch < 0:
             raise UsageError(f"prefetch={prefetch}: expected a number of arrays")
-        return Values(
-            arrays,
-            lambda name, out: self.get(name, out=out),
-            self.update,
-            shards=self._shards,
-            workers=self._workers,
-            prefetch=prefetch,
-            mode=mode,
-        )
+        return Values(arrays, self.get, self.update, self._shards, self._workers, prefetch, mode)
 
     # -- inventory --------------------------------------------------------------------------------------------------
 
@@ -230,32 +306,15 @@ class Store(Closing):
             return list(self._arrays)
 
     def spec(self, name: str) -> ArraySpec:
-        """Return name, shape and data type of an array, of all ranks' rows. Raises KeyError for a name that is not there."""
+        """Return name, shape and data type of an array. Raises KeyError for a name that is not there."""
         with self._lock:
             return self._array(name).spec
 
-    def own_rows(self, num_rows: int) -> slice:
-        """Return this rank's rows of so many, as torch's `Shard(0)` cuts them; alone, all of them."""
-        return slice(*self.ranks.rows(num_rows))
-
-    def tier_of(self, name: str) -> Ticket[str]:
+    def tier_of(self, name: str) -> Ticket[TierName]:
         """Return an array's tier once operations under way for it are done: "disk", "host" or "device"."""
         with self._lock:
             self._array(name)
             return self._order.submit(name, partial(self._shards.tier_of, name), changes=False)
-
-    def __getitem__(self, name: str) -> LazyArray:
-        """Return the array as one that is read when it is indexed, with numpy's indexing."""
-        with self._lock:
-            array = self._array(name)
-
-        def read(first: int, stop: int, out: Array) -> None:
-            self._check_open()
-            base = array.require(first, stop)
-            operation = partial(self._work.read, array, first - base, stop - base, out)
-            self._order.submit(name, operation, changes=False).wait()
-
-        return LazyArray(array.spec, read)
 
     def __contains__(self, name: object) -> bool:
         with self._lock:
@@ -289,30 +348,13 @@ class Store(Closing):
         """Wait for all changes so far; the ticket raises, once, the error of one that failed, unless a later one succeeded."""
         with self._lock:
             self._check_open()
-            return self._workers.submit(partial(self._flush, self._order.names(), list(self._loads)))
+            return self._workers.submit(partial(self._flush, self._order.names(), self._loads.all()))
 
     def _flush(self, names: Sequence[str], loads: Sequence[Ticket[Any]]) -> None:
         self._order.wait(names)
-        errors = [(loading, error) for loading in loads if (error := loading.error()) is not None]
-        for loading, error in errors:
-            if loading in self._loads:
-                self._hear_load(loading)
-                raise error
+        for load in loads:
+            load.wait()
         self._order.raise_failed(names)
-
-    def _pin(self, names: Iterable[str] | None) -> Ticket[Snapshot]:
-        """Queue a pin of arrays' values with the changes that are under way now."""
-
-        def pin() -> Snapshot:
-            self._order.raise_failed(chosen)
-            return self._shards.snapshot(chosen)
-
-        with self._lock:
-            self._check_open()
-            chosen = list(self._arrays) if names is None else list(names)
-            for name in chosen:
-                self._array(name)
-            return self._order.submit_on(chosen, pin)
 
     def checkpoint(
         self,
@@ -332,26 +374,54 @@ class Store(Closing):
         numpy's numbers and paths, `step` a number to know it by.
         With `keep` only so many of this store's checkpoints stay in the folder.
 
-        Of several ranks, all call it, in the same order and with the same arrays: each saves its rows, rank 0 commits, and the
-        ticket is done, or raises, on all.
-
-        Raises KeyError for a name that is not there, UsageError for `extra` that is not JSON; the ticket UsageError for names
-        of which one is a group of another, CheckpointExistsError unless `overwrite`, StorageError, DiskFullError.
+        Raises KeyError for a name that is not there, UsageError for `extra` that is not JSON; the ticket
+        CheckpointExistsError unless `overwrite`, StorageError, DiskFullError.
         """
         place = user_path(path)
         kept = decode_state(encode_state(extra or {}, "extra"))  # a copy, and an error now if it is not JSON
+        request = partial(
+            SaveRequest,
+            resources=self._shards.resources,
+            folder=place.parent,
+            tag=place.name,
+            rank=0,
+            world_size=1,
+            run_id=self._run,
+            record={"extra": kept},
+            step=step,
+            keep=None if keep is None else Keep(last=keep),
+            overwrite=overwrite,
+        )
         with self._lock:
             self._check_open()
-            rows = frozenset(name for name, array in self._arrays.items() if array.by_rows)
-            pinned: Callable[[], Snapshot]
-            try:
-                pinned = self._pin(names).wait
-            except KeyError as error:
-                if self.ranks.world_size == 1:
-                    raise
-                pinned = partial(_raise, error)  # once the other ranks know of it
-            options = CheckpointOptions(place, kept, step, keep, overwrite, rows)
-            return self._saves.start(pinned, options)
+            specs = {name: self._array(name).spec for name in (self._arrays if names is None else names)}
+            pinning = self._order.submit_on([*specs], partial(self._pin, [*specs]))
+            save = partial(self._save, pinning, partial(request, specs=specs))
+            return self._saves.add(run_in_thread(save, "zstore-checkpoint"))
+
+    def _pin(self, names: Sequence[str]) -> Snapshot:
+        self._order.raise_failed(names)
+        return self._shards.snapshot(names)
+
+    def _save(self, pinning: Ticket[Snapshot], request: Callable[..., SaveRequest]) -> SaveSummary:
+        """Save the snapshot that was asked for; release it in any case."""
+        snapshot = pinning.wait()
+        try:
+            made = request(
+                save_id=new_save_id(),
+                grids={name: pin.local.grid for name, pin in snapshot.pins.items()},
+                pins=snapshot.pins,
+                known=self._known,
+                disk_folders=self._shards.disk_folders(),
+            )
+            check_tag_is_free(made.folder, made.tag, overwrite=made.overwrite)
+        except BaseException:
+            snapshot.release()
+            raise
+        summary = save_checkpoint(made).ticket.wait()
+        with self._lock:
+            self._known = {**self._known, **summary.known}
+        return summary
 
     def load(
         self,
@@ -364,54 +434,36 @@ class Store(Closing):
         """Put the arrays of a checkpoint, all of them by default, in place of those of the same names; the ticket gives its
         `extra`. See `zstore.open_checkpoint` for the forms of `path` and `tag`, and the errors raised.
 
-        Files on the same drive that are cut as this store has them are linked. Of several ranks, however many saved it, each
-        reads its own rows alone: of arrays that are here already as they are here, of others by `own_rows`, except scalars
-        and arrays that each rank had all of when it saved them.
+        Files on the same drive that are cut as this store has them are linked, whatever number of ranks saved them.
         """
         self._check_open()
-        puts: list[Ticket[None]] = []
         opened = partial(open_checkpoint, user_location(path), tag)
-        loading = self._workers.submit(partial(self._load, opened, names, tier, puts))
-        with self._lock:
-            left = {one: parts for one, parts in self._loads.items() if not one.done() or one.error() is not None}
-            self._loads = {**left, loading: puts}
-        return Ticket(loading.future, partial(self._hear_load, loading))
-
-    def _hear_load(self, loading: Ticket[Any]) -> None:
-        with self._lock:
-            _hear(self._loads.pop(loading, ()))
+        return self._loads.add(self._workers.submit(partial(self._load, opened, names, tier)))
 
     def _load(
-        self,
-        opened: Callable[[], Checkpoint],
-        names: Iterable[str] | None,
-        tier: TierName | None,
-        puts: list[Ticket[None]],
+        self, opened: Callable[[], Checkpoint], names: Iterable[str] | None, tier: TierName | None
     ) -> dict[str, Any]:
         with opened() as checkpoint:
-            chosen = list(checkpoint if names is None else names)
-            found = {name: checkpoint[name].spec for name in chosen}
-            whole = checkpoint.state.get("whole", ())
-            with self._lock:
-                arrays = [
-                    self.ranks.hold_loaded(spec, self._arrays.get(name), by_rows=name not in whole)
-                    for name, spec in found.items()
-                ]
-            puts += [self._put(array, partial(self._work.load, checkpoint.source), tier) for array in arrays]
-            wait_all(puts)
-            extra: dict[str, Any] = dict(checkpoint.state.get("extra", {}))
-        return extra
+            specs = [checkpoint[name].spec for name in (checkpoint if names is None else names)]
+            fill = partial(load_array, self._shards, checkpoint.source)
+            puts = [self._put(self._loaded_as(spec), fill, tier) for spec in specs]
+            try:
+                wait_all([*puts])
+            finally:
+                for put in puts:
+                    put.hear()  # its error is the load's
+            return dict(checkpoint.state.get("extra", {}))
+
+    def _loaded_as(self, stored: ArraySpec) -> StoreArray:
+        """Return the array that a checkpoint's is loaded as: the one of its name, if that is alike."""
+        with self._lock:
+            former = self._arrays.get(stored.name)
+        if former is not None and (former.spec.shape, former.spec.dtype) == (stored.shape, stored.dtype):
+            return former
+        dims = stored.dims if len(stored.dims) == len(stored.shape) else ()
+        return StoreArray(spec_of(stored.name, stored.shape, stored.dtype, dims), "torch" in sys.modules)
 
     # -- the end ----------------------------------------------------------------------------------------------------
-
-    def _all(self, tickets: Sequence[Ticket[Any]]) -> Ticket[None]:
-        """Return a ticket for all of `tickets`: it raises the first error once all ended."""
-
-        def wait() -> None:
-            wait_all([*tickets])
-
-        waiting = self._workers.submit(wait)
-        return Ticket(waiting.future, partial(_hear, tickets))
 
     def close(self) -> None:
         """Finish the work under way, checkpoints too, then release memory, files and the folder; a second call does nothing.
@@ -423,9 +475,9 @@ class Store(Closing):
                 return
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._end)
-            for save in self._saves.unheard:
+            for save in self._saves.all():
                 last_to_first.callback(save.wait)
-            last_to_first.callback(self._flush, self._order.names(), list(self._loads))
+            last_to_first.callback(self._flush, self._order.names(), self._loads.all())
             last_to_first.callback(setattr, self, "_closed", _CLOSED)
 
     async def __aenter__(self) -> Self:
@@ -435,17 +487,7 @@ class Store(Closing):
         await run_in_thread(self.close, "zstore-close")
 
 
-def _close(saves: Saves, order: ArrayOrder, workers: Workers, shards: TensorStore) -> None:
-    saves.close()
+def _close(order: ArrayOrder, workers: Workers, shards: TensorStore) -> None:
     workers.close()
     order.close()
     shards.close()
-
-
-def _hear(tickets: Sequence[Ticket[Any]]) -> None:
-    for ticket in tickets:
-        ticket.hear()
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -1,15 +1,17 @@
-"""A pass over whole arrays of a store, read ahead and stored behind, by `for` or `async for`."""
+"""A pass over whole arrays of a store, read ahead and stored behind, by `for` or `async for`; and work behind a caller."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from ..errors import UsageError
+from ..format.arrays import numpy_dtype
 from ..format.partition import round_up
 from ..io.buffers import PAGE_BYTES, Buffer, Pool
 from ..io.pool import Workers
@@ -17,7 +19,35 @@ from ..io.queue import Ticket
 from ..store import TensorStore
 from .arrays import StoreArray, Value, shaped
 
+T = TypeVar("T")
+
 Mode = Literal["update", "read"]
+
+
+class Unreported:
+    """Operations under way, and those whose error nobody has had yet."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[int, Ticket[Any]] = {}
+        self._numbers = itertools.count()
+
+    def add(self, ticket: Ticket[T]) -> Ticket[T]:
+        """Return the operation's ticket for the caller, by which it is reported."""
+        number = next(self._numbers)
+        for other, one in list(self._tickets.items()):
+            if one.done() and one.error() is None:
+                self._tickets.pop(other, None)
+
+        def heard() -> None:
+            self._tickets.pop(number, None)
+            ticket.hear()
+
+        given = self._tickets[number] = Ticket(ticket.future, heard)
+        return given
+
+    def all(self) -> list[Ticket[Any]]:
+        """Return their tickets, in the order in which they were added."""
+        return list(self._tickets.values())
 
 
 class Values:
@@ -29,9 +59,8 @@ class Values:
     def __init__(
         self,
         arrays: Sequence[StoreArray],
-        read: Callable[[str, Value], Ticket[Any]],
+        read: Callable[..., Ticket[Any]],
         write: Callable[[str, Value], Ticket[None]],
-        *,
         shards: TensorStore,
         workers: Workers,
         prefetch: int,
@@ -39,11 +68,11 @@ class Values:
     ) -> None:
         self._coming = list(reversed(arrays))
         self._read, self._write = read, write
-        """Read the rank's part of an array into a value; replace it by one."""
+        """Read an array into `out`; replace it by a value."""
         self._shards, self._workers, self._prefetch, self._mode = shards, workers, prefetch, mode
         self._pool: Pool | None = None
         self._ahead: list[tuple[StoreArray, Buffer | None, Ticket[Any]]] = []
-        self._behind: list[Ticket[None]] = []
+        self._behind = Unreported()
         self._current: tuple[StoreArray, Buffer | None, Any] | None = None
         """The loop's array at hand."""
         self._closed = False
@@ -98,17 +127,16 @@ class Values:
             if buffer is not None:
                 buffer.release()
             return
-        ticket = self._write(array.spec.name, value)
+        ticket = self._behind.add(self._write(array.spec.name, value))
         if buffer is not None:
             ticket.when_done(buffer.release)
-        self._behind = [one for one in self._behind if not one.done() or one.error() is not None] + [ticket]
 
     def _read_ahead(self) -> None:
         while self._coming and len(self._ahead) <= self._prefetch:
             array, buffer = self._coming[-1], None
-            if array.nbytes:
+            if array.spec.nbytes:
                 pool = self._pool = self._pool or self._make_pool()
-                buffer = pool.try_acquire(array.nbytes) if self._ahead else pool.acquire(array.nbytes)
+                buffer = pool.try_acquire(array.spec.nbytes) if self._ahead else pool.acquire(array.spec.nbytes)
                 if buffer is None:
                     return
             self._coming.pop()
@@ -116,11 +144,12 @@ class Values:
 
     def _begin(self, array: StoreArray, buffer: Buffer | None) -> Ticket[Any]:
         memory = np.empty(0, np.uint8) if buffer is None else buffer.bytes
-        return self._read(array.spec.name, shaped(memory.view(array.dtype), array.shape, array.is_torch))
+        data = memory.view(numpy_dtype(array.spec.dtype))
+        return self._read(array.spec.name, out=shaped(data, array.spec.shape, array.is_torch))
 
     def _make_pool(self) -> Pool:
         """Return memory for the arrays at hand, read ahead, and being stored, within the budget."""
-        sizes = sorted((round_up(array.nbytes, PAGE_BYTES) for array in self._coming), reverse=True)
+        sizes = sorted((round_up(array.spec.nbytes, PAGE_BYTES) for array in self._coming), reverse=True)
         wanted, free = sum(sizes[: self._prefetch + 2]), self._shards.budget.free_bytes
         return self._shards.make_pool(
             wanted if free is None else max(sizes[0], min(wanted, free // PAGE_BYTES * PAGE_BYTES))
@@ -140,13 +169,14 @@ class Values:
                 if buffer is not None:
                     buffer.release()
             self._ahead.clear()
-            errors = [error for ticket in self._behind if (error := ticket.error()) is not None]
-            self._behind.clear()
+            behind = self._behind.all()
+            for ticket in behind:
+                ticket.wait_for_end()
             if self._pool is not None:
                 self._shards.drop_pool(self._pool)
                 self._pool = None
-            if errors:
-                raise errors[0]
+        for ticket in behind:
+            ticket.wait()
 
 
 class _AsyncPass:

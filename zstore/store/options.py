@@ -25,12 +25,8 @@ class StoreOptions:
     """An array on disk has its room from the start; else its first values take it, in fewer requests to the drive."""
     host_budget_bytes: int | None = None
     """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 128 MiB, state unlimited."""
-    buffer_count: int | None = None
-    """Transfer buffers; None: as many as `most_pool_bytes` and half of the budget have room for."""
-    buffer_size: int | None = None
-    """Bytes of each, and of a request at most; None: `block_bytes`."""
     most_pool_bytes: int = DEFAULT_POOL_BYTES
-    """Transfer buffers if `buffer_count` is None; at most half of the budget, and by default an eighth, but at least 64 MiB."""
+    """Bytes of transfer buffers; at most half of the budget, and by default an eighth, but at least 64 MiB."""
     num_threads: int = 8
     """I/O threads."""
     queue_depth: int = 64
@@ -55,10 +51,8 @@ class StoreOptions:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of transfer buffers: `buffer_count` of `buffer_size`, else as `most_pool_bytes` says."""
+        """Bytes of transfer buffers, as `most_pool_bytes` says."""
         most, budget_bytes = self.most_pool_bytes, self.host_budget_bytes
-        if self.buffer_count is not None:
-            return self.buffer_count * (self.buffer_size or self.block_bytes)
         if budget_bytes is None:
             return most
         if most == DEFAULT_POOL_BYTES:  # state in memory gains more from what they leave
@@ -68,4 +62,4 @@ class StoreOptions:
     @property
     def span_bytes(self) -> int:
         """Bytes of one request as the pool allows: a small pool still holds several at once."""
-        return min(self.buffer_size or self.block_bytes, self.pool_bytes // 12)
+        return min(self.block_bytes, self.pool_bytes // 12)
