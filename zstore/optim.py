@@ -1,7 +1,6 @@
 """Optimizers of torch whose state is on disk or in host memory, and classes that torch lacks: `zstore.optim.Offloaded`."""
 
 from zstore.engine.adapters.torch_optim import Offloaded, StoredTensor
-from zstore.engine.extras.one_bit.step import OneBitAdam, OneBitLamb, ZeroOneAdam
 from zstore.engine.extras.whole_tensors.muon import MuonWithAdam, split_for_muon
 from zstore.engine.optim.lamb import Lamb
 from zstore.engine.optim.lion import Lion
@@ -11,9 +10,6 @@ __all__ = [
     "Lion",
     "MuonWithAdam",
     "Offloaded",
-    "OneBitAdam",
-    "OneBitLamb",
     "StoredTensor",
-    "ZeroOneAdam",
     "split_for_muon",
 ]

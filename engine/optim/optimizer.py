@@ -106,7 +106,7 @@ def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Mo
     groups, arguments = _as_groups(model.parameters() if parameters is None else parameters), dict(config.arguments)
     kind: Any = classes()[config.kind]
     if (make := rule_of(kind).make) is not None:
-        return make(groups, arguments, model)
+        return make(kind, groups, arguments, model)
     for group in groups if "bias_correction" in arguments and config.kind != "Lamb" else ():
         group.setdefault("bias_correction", arguments["bias_correction"])
     arguments = {

@@ -39,9 +39,9 @@ class Rule:
     """Makes the stepper, for all ranks. None: steps run over tiles."""
     slots: Callable[[Kernel, Sequence[int]], Slots] = lambda kernel, _: kernel.slots
     """Gives a kernel's arrays for a parameter of a shape, for the plan."""
-    make: Callable[[Groups, Mapping[str, Any], nn.Module], torch.optim.Optimizer] | None = None
-    """Makes the optimizer of a model from groups, which keep the settings that they have, and a config's arguments. None: the
-    class itself does."""
+    make: Callable[[Any, Groups, Mapping[str, Any], nn.Module], torch.optim.Optimizer] | None = None
+    """Makes an optimizer of the class over a model, from groups, which keep the settings that they have, and a config's
+    arguments. None: the class itself does."""
 
 
 TILES = Rule(kinds=ELEMENT_WISE, kernel=kernel_for)

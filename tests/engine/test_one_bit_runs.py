@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import zstore.optim
 from tests.engine.models import batch
 from tests.engine.runs import make_config, start, state_of, step
 from tests.engine.test_whole_tensors import misplanned
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.extras.one_bit.exchange import chunk_numel, compressed_mean, decode, encode
-from zstore.engine.extras.one_bit.step import OneBitStep
-from zstore.errors import ConfigError
+from zstore.engine.extras.one_bit.step import OneBitStep, chunk_numel, compressed_mean, decode, encode
+from zstore.errors import RankError, UsageError
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
@@ -92,10 +89,11 @@ def exchange(rank: int, world_size: int, numel: int) -> list[str]:
     world = World.current()
     values = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
     means, worker = plain_exchange(values, 4)
-    owed, server, wrong = torch.zeros(numel), torch.zeros(chunk_numel(numel, world_size)), []
+    owed, wrong = torch.zeros(numel), []
+    errors = {"worker_error": owed, "server_error": torch.zeros(chunk_numel(numel, world_size))}
     for number, expected in enumerate(means):
         before = world.sent_bytes
-        found = compressed_mean(world, values[rank], owed, server)
+        found = compressed_mean(world, errors, values[rank])
         sent = world.sent_bytes - before
         bytes_each = (world_size - 1) * (chunk_numel(numel, world_size) // 8 + 4)
         if dict(sent) != {"all_to_all": bytes_each, "all_gather": bytes_each}:
@@ -165,17 +163,21 @@ def resumes(kind: str, folder: str, tags: tuple[int, ...]) -> list[str]:
     return []
 
 
-def test_an_optimizer_that_is_passed_is_held_to_the_same() -> None:
-    net = nn.Linear(8, 4)
-    optimizer = zstore.optim.OneBitAdam(net.parameters(), freeze_step=1)
-    config = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 0}
-    with pytest.raises(ConfigError, match="OneBitAdam"):
-        zstore.initialize(model=net, optimizer=optimizer, config={**config, "zero_optimization": {"stage": 3}})
-    with start({**config, "zero_optimization": {"stage": 1}}, net, optimizer=optimizer) as engine:
-        for _ in range(3):
-            engine.backward(engine(torch.ones(2, 8)).square().mean())
-            engine.step()
-        assert (engine.zero_optimization_stage(), engine.global_steps) == (1, 3)
+def fails(rank: int, world_size: int) -> str:
+    """One rank fails in a step, while the others wait in its exchange."""
+    with start(config_of("OneBitAdam", 1)) as engine:
+        for _ in range(2):
+            step(engine)
+        if rank:
+            record = engine.training_state.trained[0]
+            engine.training_state.state.scalars[record]["variance_updates"] = "not a number"  # type: ignore[assignment]
+        with pytest.raises((RankError, UsageError)) as raised:
+            step(engine)
+        return str(raised.value)
+
+
+def test_a_rank_that_fails_ends_the_exchange() -> None:
+    assert all("rank 1" in message and "TypeError" in message for message in run_ranks(fails, 2, 2))
 
 
 @pytest.mark.soak

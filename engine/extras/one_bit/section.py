@@ -24,29 +24,21 @@ class _OneBitParams(MomentParams):
 
     @classmethod
     def conflicts(cls, settings: Any, kind: str) -> Iterator[ConfigProblem]:
-        optimizer, zero, own = settings.optimizer, settings.zero_optimization, settings.zstore
-        clips = "gradient_clipping" in settings.model_fields_set and settings.gradient_clipping not in {0.0, "auto"}
-        fp32 = "its moments are kept in fp32"
-        beside = {
-            "zero_optimization.offload_optimizer": (
-                zero.offload_optimizer.device != "none",
-                "its state is on the device",
-            ),
-            "gradient_clipping": (clips, "ranks keep their own gradients, of which there is no norm to clip by"),
-            "zstore.moments": (own.moments not in (None, "fp32"), fp32),
-            "bf16.bf16_optimizer_states": (settings.bf16.bf16_optimizer_states, fp32),
-            "optimizer.params.fp32_optimizer_states": (
-                optimizer is not None and not optimizer.params.fp32_optimizer_states,
-                fp32,
-            ),
+        zero, clip = settings.zero_optimization, settings.gradient_clipping
+        asked = {
+            "zero_optimization.stage": zero.stage > 1,
+            "zero_optimization.offload_optimizer": zero.offload_optimizer.device != "none",
+            "gradient_clipping": "gradient_clipping" in settings.model_fields_set and clip not in {0.0, "auto"},
+            "zstore.moments": settings.zstore.moments == "bf16",
+            "bf16.bf16_optimizer_states": settings.bf16.bf16_optimizer_states,
+            "optimizer.params.fp32_optimizer_states": not settings.optimizer.params.fp32_optimizer_states,
         }
-        found = {key: f"{why}; leave {key} out" for key, (asked, why) in beside.items() if asked}
-        if zero.stage > 1:
-            whole = "every rank sends what it has of whole gradients, which are sharded then; write stage 0 or 1"
-            found["zero_optimization.stage"] = whole
-        named = () if optimizer is None else ("optimizer.type",)
-        for key, what in found.items():
-            yield ConfigProblem((key, *named), f'{what}, or write type "{cls.exact}" in place of {kind}')
+        for key in (key for key, is_asked in asked.items() if is_asked):
+            yield ConfigProblem(
+                (key, "optimizer.type"),
+                f"every rank keeps all state of {kind} on the device in fp32, and its own gradients, which no norm "
+                f'clips: leave {key} out (stage 0 or 1), or write type "{cls.exact}" in place of {kind}',
+            )
 
 
 class OneBitAdamParams(_OneBitParams):
@@ -78,16 +70,17 @@ class OneBitLambParams(_OneBitParams):
 
     weight_decay: Real | Auto = built(0.0)
     """Decay of the weights, a part of the update before it is scaled."""
-    eps_inside_sqrt: Bool = built(False)
-    """Add eps under the square root."""
     freeze_step: Positive = built(100000)
     """Updates that are LAMB's; in later ones the variance stays, and signs are sent. The default is DeepSpeed's."""
+    eps_inside_sqrt: Bool = built(False)
+    """Add eps under the square root."""
     max_coeff: Real = built(10.0)
     """Largest factor of a tensor's step in the warm-up."""
     min_coeff: Real = built(0.01)
     """Smallest factor of a tensor's step in the warm-up."""
     coeff_beta: BelowOne = built(0.9)
-    """Decay of the average of factors that later steps take; freeze_step should be well above 1 / (1 - coeff_beta)."""
+    """Decay of the average of the warm-up's factors, which later steps take; freeze_step should be well above 1 / (1 -
+    coeff_beta)."""
     factor_max: Real = built(4.0)
     """Largest correction of that average."""
     factor_min: Real = built(0.5)

@@ -1,4 +1,4 @@
-"""The optimizers that send signs, and their steps in an engine: every rank takes them over whole tensors, by their rule.
+"""Steps of the optimizers that send signs: every rank takes them over whole tensors, by their rule.
 
 [Note: the state of one rank]
 Masters and shared slots are whole on every rank and the same there, so they are in the store like any state. The state of
@@ -7,83 +7,88 @@ state, which rank 0 writes. At another world size each rank starts from the mean
 ranks still owe; the server errors, which belong to chunks of that many ranks, start from zero.
 
 The phase of a parameter follows from its own number of updates: one of which no rank has a gradient takes no part in a
-step, as with any optimizer. A rank that fails goes on through the exchanges, since the others wait in them, and raises at
-the end.
+step, as with any optimizer. A rank that fails ends the exchanges in which the others wait for it.
+
+[Note: two phases]
+The mean of tensors sent as signs, with error feedback (https://arxiv.org/abs/2102.02888, section 4): rank r averages chunk r.
+1. Each rank adds the loss of its last messages (the worker error), sends each chunk as signs and a scale to the rank that
+   averages it, and keeps the new loss.
+2. That rank adds the messages up in the order of the ranks, divides, adds the loss of its own last message (the server
+   error), and sends the mean as signs and a scale to all, keeping the loss.
+All ranks decode the same bytes, so that they have the same bits. The scale, the mean of the absolute values, loses least: the
+loss is shorter than the message, so that errors that are fed back do not grow (https://arxiv.org/abs/1901.09847, lemma 8).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 
-from zstore.errors import UsageError
-from zstore.format import model_array, optimizer_array
-from zstore.ranks.world import World
+from zstore.format import round_up
+from zstore.ranks.world import World, on_device
 
-from ...config.config import load_config
-from ...optim.kernel import Kernel, ParameterStep, Scalars, WholeStep
-from ...optim.lion import called
-from ...optim.rules import Rule, register
+from ...optim.kernel import Kernel
+from ...optim.rules import Kind, Rule, register
 from ...optim.state import OptimizerState
 from ...optim.stepper import Stepper, whole_gradient
 from ...optim.update import Update
 from ...params.record import ParameterRecord
 from ...plan.plan import RanksSlot, Slots
-from .exchange import chunk_numel, compressed_mean
-from .rules import AdamRule, LambRule, Phase, TensorState, ZeroOneRule
+from .rules import AdamRule, LambRule, TensorState, ZeroOneRule
+
+_PER_BYTE = 8
+_SCALE_BYTES = 4
 
 
-class OneBitAdam(torch.optim.Optimizer):
-    """1-bit Adam: parameter groups with settings, whose steps an engine takes. Arguments are those of a config's
-    `optimizer.params`, by name; see docs/optimizers.md. Raises ConfigError for others."""
-
-    rule: ClassVar[AdamRule] = AdamRule()
-
-    def __init__(self, params: Any, **arguments: Any) -> None:
-        name = type(self).__name__
-        section: Any = load_config({"optimizer": {"type": name, "params": arguments}}, name=f"{name}(...)").settings
-        super().__init__(params, section.optimizer.params.arguments())
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Return the result of `closure`. Raises UsageError if a parameter has a gradient: its ranks' gradients are not
-        averaged, and an engine must exchange their compressed form."""
-        loss = called(closure)
-        if any(parameter.grad is not None for group in self.param_groups for parameter in group["params"]):
-            raise UsageError(
-                f"{type(self).__name__} takes its steps in an engine, which exchanges what ranks send: pass it to "
-                "zstore.initialize(optimizer=...) and call engine.step(), or use torch's AdamW or zstore.optim.Lamb"
-            )
-        return loss
+def chunk_numel(numel: int, world_size: int) -> int:
+    """Return how many elements of a tensor each rank averages, padding included: whole bytes of signs."""
+    return round_up(-(-numel // world_size), _PER_BYTE)
 
 
-class ZeroOneAdam(OneBitAdam):
-    """0/1 Adam; the rest as `OneBitAdam`."""
-
-    rule = ZeroOneRule()
-
-
-class OneBitLamb(OneBitAdam):
-    """1-bit LAMB; the rest as `OneBitAdam`."""
-
-    rule = LambRule()
+def encode(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return `rows` [k, n] (fp32, n a multiple of 8) as bytes [k, n / 8 + 4]: signs, the lowest bit first and zero positive,
+    then the scale, for which `counts` elements of each row count: behind them there are zeros."""
+    bits = (rows >= 0).view(rows.shape[0], -1, _PER_BYTE).to(torch.uint8)
+    shifts = torch.arange(_PER_BYTE, dtype=torch.uint8, device=rows.device)
+    signs = (bits << shifts).sum(dim=2, dtype=torch.uint8)
+    scales = rows.abs().sum(dim=1) / on_device([max(count, 1) for count in counts], torch.float32, rows.device)
+    return torch.cat([signs, scales.view(-1, 1).view(torch.uint8)], dim=1)
 
 
-class OneBitKernel(Kernel):
-    """Kernel of parameters that a rule updates: the slots that are the same on every rank are in the store."""
+def decode(encoded: torch.Tensor) -> torch.Tensor:
+    """Return the values [k, n], fp32, of bytes [k, n / 8 + 4]: plus or minus the row's scale."""
+    scales = encoded[:, -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    shifts = torch.arange(_PER_BYTE, dtype=torch.uint8, device=encoded.device)
+    bits = (encoded[:, :-_SCALE_BYTES].unsqueeze(2) >> shifts) & 1
+    return torch.where(bits.view(encoded.shape[0], -1).bool(), scales, -scales)
 
-    def __init__(self, rule: AdamRule) -> None:
-        self.rule = rule
-        self.slots = tuple(name for name in rule.slots if name not in rule.own_slots)
 
-    def initial(self) -> Scalars:
-        return dict(self.rule.scalars)
-
-    def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        """The step was taken, and counted, before."""
-        return WholeStep(scalars)
+def compressed_mean(world: World, errors: Mapping[str, torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """Return the mean of `values` [numel], fp32, over the ranks as it is after both phases: the same bits on every rank (all
+    ranks). The `errors`, fp32, are changed: worker_error [numel] and server_error [chunk_numel]. See [Note: two phases]."""
+    if world.world_size == 1:
+        return values
+    worker, server = errors["worker_error"], errors["server_error"]
+    ranks, numel, chunk = world.world_size, values.numel(), server.numel()
+    counts = [min(max(numel - rank * chunk, 0), chunk) for rank in range(ranks)]
+    meant = torch.zeros(ranks, chunk, device=values.device)
+    torch.add(values, worker, out=meant.view(-1)[:numel])
+    sent = encode(meant, counts)
+    torch.sub(meant.view(-1)[:numel], decode(sent).view(-1)[:numel], out=worker)
+    received = torch.empty_like(sent)
+    world.all_to_all(received, sent, kind="all_to_all").wait()
+    mean, count = torch.zeros_like(server), counts[world.rank]
+    for one in decode(received):  # in this order on every device
+        mean += one
+    mean.div_(ranks).add_(server)[count:] = 0
+    mine = encode(mean.view(1, -1), [count])
+    torch.sub(mean, decode(mine).view(-1), out=server)[count:] = 0
+    world.all_gather(received.view(-1), mine.view(-1))
+    return decode(received).view(-1)[:numel]
 
 
 class OneBitStep(Stepper):
@@ -93,88 +98,67 @@ class OneBitStep(Stepper):
 
     def __init__(self, client: torch.optim.Optimizer, state: OptimizerState, world: World) -> None:
         self._groups = client.param_groups
-        self._rule = cast("OneBitAdam", client).rule
         self._state = state
         self._world = world
         self.name = type(client).__name__
         self.own: dict[ParameterRecord, dict[str, torch.Tensor]] = {}
         """This rank's own state of each parameter, 1-D."""
-        for record in self.records:
-            sizes = dict.fromkeys(self._rule.own_slots, record.numel)
+        for record in (record for record in state.scalars if record.numel):
+            sizes = dict.fromkeys(self._rule_of(record)[0].own_slots, record.numel)
             if world.world_size > 1:
                 sizes |= {"worker_error": record.numel, "server_error": chunk_numel(record.numel, world.world_size)}
             self.own[record] = {name: torch.zeros(size, device=record.full.device) for name, size in sizes.items()}
-        self._phases: dict[ParameterRecord, Phase] = {}
-        """Phases of the step under way."""
+        self._all_exact = True
+        """Whether all gradients of the step under way are averaged."""
         self._collected: dict[str, dict[str, torch.Tensor]] = {}
 
-    @property
-    def records(self) -> list[ParameterRecord]:
-        return list(self._state.scalars)
+    def _rule_of(self, record: ParameterRecord) -> tuple[AdamRule, int]:
+        """Return the rule of a parameter, and the number of its group."""
+        return cast("tuple[AdamRule, int]", self._state.kernel_of(record))
 
-    # -- before the update ------------------------------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------------------------------------------------
 
     def averaged(self) -> set[ParameterRecord]:
+        exact = set()
         for record, scalars in self._state.scalars.items():
-            group = self._groups[self._state.kernel_of(record)[1]]
-            self._phases[record] = self._rule.phase(group, int(scalars["step"]) + 1)
-        return {record for record, phase in self._phases.items() if phase == "exact"}
+            rule, group = self._rule_of(record)
+            if rule.phase(self._groups[group], int(scalars["step"]) + 1) == "exact":
+                exact.add(record)
+        self._all_exact = len(exact) == len(self._state.scalars)
+        return exact
 
     def agreed_norm(self, norm: float) -> float:
-        """Return the norm that all ranks go by: the root of the mean square of theirs if gradients are a rank's own, which
-        is not finite if one is not (all ranks)."""
-        if self._world.world_size == 1 or all(phase == "exact" for phase in self._phases.values()):
+        """Return the norm that all ranks go by: the root of the mean square of theirs if any gradients are a rank's own."""
+        if self._world.world_size == 1 or self._all_exact:
             return norm
-        mine = torch.full((1,), norm, dtype=torch.float64, device=self._world.device)
-        everyone = torch.empty(self._world.world_size, dtype=torch.float64, device=self._world.device)
+        mine = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
+        everyone = mine.new_empty(self._world.world_size)
         self._world.all_gather(everyone, mine, kind="control")
-        return math.sqrt(float(everyone.square().mean())) if bool(everyone.isfinite().all()) else math.nan
-
-    # -- the update -------------------------------------------------------------------------------------------------
+        return float(everyone.square().mean().sqrt())
 
     def run(self, update: Update) -> None:
         mine = [record for record in update.records if record.numel]
-        shared = [name for name in self._rule.slots if name not in self._rule.own_slots]
-        groups = [[model_array(one.name), *(optimizer_array(slot, one.name) for slot in shared)] for one in mine]
-        errors: list[Exception] = []
 
         def step() -> None:
             for record in mine:
-                self._step(record, update, errors)
-
-        with torch.no_grad():
-            self._state.change_whole(groups, step)
-        if errors:
-            raise errors[0]
-
-    def _step(self, record: ParameterRecord, update: Update, errors: list[Exception]) -> None:
-        """Update a parameter, or after an error of the step take part in its exchange alone."""
-        own, owes = self.own[record], self._phases[record] == "compressed"
-
-        def compressed(values: torch.Tensor) -> torch.Tensor:
-            nonlocal owes
-            owes = False
-            if self._world.world_size == 1:
-                return values.clone()
-            return compressed_mean(self._world, values, own["worker_error"], own["server_error"])
+                rule, state = self._tensor(record, update.settings.groups)
+                gradient = whole_gradient(self._state, update, record, state.master)
+                rule.update(state, gradient, partial(compressed_mean, self._world, self.own[record]))
+                self._keep(record, state)
 
         try:
-            if not errors:
-                group, state = update.settings.groups[self._state.kernel_of(record)[1]], self._tensor(record)
-                gradient = whole_gradient(self._state, update, record, state.master)
-                self._rule.update(group, state, gradient, compressed)
-                self._keep(record, state)
+            with torch.no_grad():
+                self._state.change_whole([self._state.arrays_of(record) for record in mine], step)
         except Exception as error:
-            errors.append(error)
-        if owes:
-            compressed(torch.zeros(record.numel, device=record.full.device))
+            self._world.escaped(error)  # the others wait in an exchange
+            raise
 
-    def _tensor(self, record: ParameterRecord) -> TensorState:
-        """Return the state of a parameter as its rule takes it."""
-        own, whole = self.own[record], self._state.whole_slot
-        slots = {name: own[name] if name in own else whole(record, name) for name in self._rule.slots}
-        scalars = {**self._rule.scalars, **self._state.scalars[record]}  # that of an AdamW has the step count alone
-        return TensorState(tuple(record.shape), self._state.whole_master(record), slots, scalars)
+    def _tensor(self, record: ParameterRecord, groups: Sequence[Mapping[str, Any]]) -> tuple[AdamRule, TensorState]:
+        """Return a parameter's rule, and its state as the rule takes it."""
+        rule, group = self._rule_of(record)
+        slots = {name: self._state.whole_slot(record, name) for name in rule.slots} | self.own[record]
+        scalars = {**rule.initial(), **self._state.scalars[record]}  # that of an AdamW has the step count alone
+        return rule, TensorState(groups[group], scalars, self._state.whole_master(record), slots)
 
     def _keep(self, record: ParameterRecord, state: TensorState) -> None:
         self._state.scalars[record] = state.scalars
@@ -184,11 +168,10 @@ class OneBitStep(Stepper):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        self._collected = {}
         for record, own in self.own.items():
             kept = self._collected[record.name] = {}
             for name, mine in own.items():
-                everyone = torch.empty(self._world.world_size, mine.numel(), device=mine.device)
+                everyone = mine.new_empty(self._world.world_size, mine.numel())
                 self._world.all_gather(everyone.view(-1), mine)
                 if self._world.rank == 0:
                     kept[name] = everyone.cpu()
@@ -200,11 +183,11 @@ class OneBitStep(Stepper):
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         with torch.no_grad():
-            for record, own in ((record, own) for record, own in self.own.items() if record.numel):
+            for record, own in self.own.items():
                 for name, target in own.items():
                     target.copy_(self._row(saved.get(record.name, {}).get(name), target))
-                state = self._tensor(record)
-                self._rule.restore(self._groups[self._state.kernel_of(record)[1]], state)
+                rule, state = self._tensor(record, self._groups)
+                rule.restore(state)
                 self._keep(record, state)
 
     def _row(self, rows: torch.Tensor | None, target: torch.Tensor) -> torch.Tensor:
@@ -214,23 +197,38 @@ class OneBitStep(Stepper):
         return rows.mean(dim=0) if rows is not None and rows.shape[1] == target.numel() else torch.zeros_like(target)
 
 
-def _planned_slots(kernel: Kernel, shape: Sequence[int]) -> Slots:
+class OneBitAdam(torch.optim.Optimizer):
+    """The parameter groups of 1-bit Adam, which a config names."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing: the engine takes the steps."""
+
+
+class ZeroOneAdam(OneBitAdam):
+    """Those of 0/1 Adam."""
+
+
+class OneBitLamb(OneBitAdam):
+    """Those of 1-bit LAMB."""
+
+
+RULES: dict[Kind, AdamRule] = {OneBitAdam: AdamRule(), ZeroOneAdam: ZeroOneRule(), OneBitLamb: LambRule()}
+
+
+def _slots(kernel: Kernel, shape: Sequence[int]) -> Slots:
     """Return a rank's arrays for a parameter of `shape`, and between ranks the loss of its messages."""
     numel = math.prod(shape)
     worker = RanksSlot("worker_error", lambda ranks: (numel,) if ranks > 1 and numel else None)
     server = RanksSlot("server_error", lambda ranks: (chunk_numel(numel, ranks),) if ranks > 1 and numel else None)
-    return (*cast("OneBitKernel", kernel).rule.slots, worker, server)
+    return (*kernel.slots, *cast("AdamRule", kernel).own_slots, worker, server)
 
 
-def _rule_of(kind: type[OneBitAdam]) -> Rule:
-    return Rule(
-        kinds=(kind,),
-        kernel=lambda *_: OneBitKernel(kind.rule),
+register(
+    Rule(
+        kinds=tuple(RULES),
+        kernel=lambda kind, _: RULES[kind],
         stepper=OneBitStep,
-        slots=_planned_slots,
-        make=lambda groups, arguments, _: kind(groups, **arguments),
+        slots=_slots,
+        make=lambda kind, groups, arguments, _: kind(groups, dict(arguments)),
     )
-
-
-for _kind in (OneBitAdam, ZeroOneAdam, OneBitLamb):
-    register(_rule_of(_kind))
+)

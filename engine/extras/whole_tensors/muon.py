@@ -11,7 +11,7 @@ from torch import nn
 from zstore.errors import UsageError
 
 from ...optim.lion import called
-from ...optim.rules import Groups
+from ...optim.rules import Groups, Kind
 
 _MUON = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
@@ -84,7 +84,7 @@ def split_for_muon(
     return muon, adam
 
 
-def muon_from_config(groups: Groups, arguments: Mapping[str, Any], model: nn.Module) -> MuonWithAdam:
+def muon_from_config(_: Kind, groups: Groups, arguments: Mapping[str, Any], model: nn.Module) -> MuonWithAdam:
     """Return an optimizer of each group as two, one for Muon and one for Adam, if it has parameters for both; a group without
     any that is trained stays one, an empty one of Adam's."""
     rates = {name: arguments[name] or arguments["lr"] for name in ("muon_lr", "adam_lr")}
