@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 
@@ -17,13 +16,3 @@ def until(ready: Callable[[], object], why: object = "") -> None:
     while not ready():
         assert time.monotonic() < end, why
         time.sleep(0.005)
-
-
-def until_gone(known: Callable[[], object]) -> None:
-    """Return once a weak reference is empty: the thread that had its object may be about to let go."""
-
-    def gone() -> bool:
-        gc.collect()
-        return known() is None
-
-    until(gone)

@@ -42,13 +42,6 @@ from zstore.tools.as_deepspeed.installing import LOOKED_ALREADY
 NEW_PROCESSES = "ZSTORE_TEST_NEW_PROCESSES"
 """Variable that is set where processes are to be started anew."""
 
-LAUNCH = """
-import sys
-from zstore.tools.train.command import launch
-launch([sys.executable, "-c", *sys.argv[2:]], int(sys.argv[1]))
-"""
-"""Program that launches ranks, forks as well where it is itself: their number, code, and arguments are its own."""
-
 
 class Popen:
     """A process, as `subprocess.Popen` gives it."""

@@ -19,9 +19,7 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numcodecs import blosc, zstd
-from safetensors.numpy import load_file
 
-import zstore
 from tests.checkpoint.checkpoints import arrays_of_kinds, save_arrays
 from tests.checkpoint.forging import Forge, data_start, index_of
 from zstore.checkpoint.metadata import array_document, parse_array
@@ -35,11 +33,7 @@ from zstore.format.codecs import CODECS, Codec, CodecError, parse_codec
 from zstore.format.partition import make_grid
 from zstore.format.shardfile import ShardLayout
 from zstore.io.shards import open_resources
-from zstore.tools.consolidate import consolidate_command
-from zstore.tools.diff import diff_command
-from zstore.tools.inspect import inspect_command
 from zstore.tools.reshard import reshard_command
-from zstore.tools.verify import verify_command
 
 Array = npt.NDArray[Any]
 NAMES = ("zstd", "blosc")
@@ -136,32 +130,6 @@ def test_back_to_none_gives_the_same_files(world_size: int | None, archive: Path
             assert [reader.rank_state(rank) for rank in range(3)] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
 
 
-def test_an_archive_may_be_cut_anew_and_become_another(archive: Path, tmp_path: Path) -> None:
-    reshard_command(archive, tmp_path, 2, codec="zstd")
-    with open_checkpoint(tmp_path) as reader:
-        assert verify_checkpoint(reader) == []
-        assert all(reader.read_array(name).tobytes() == array.tobytes() for name, array in ALL.items())
-        assert {array.codec for array in reader.arrays.values()} == {CODECS["zstd"]}
-
-
-def test_the_commands_take_an_archive(
-    archive: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert verify_command(archive) == 0
-    assert diff_command(archive, saved) == 0
-    with zstore.open_checkpoint(archive) as opened:
-        assert opened["model/h.0.weight"][10:20].tobytes() == ALL["model/h.0.weight"][10:20].tobytes()
-        assert opened.verify() == []
-    assert consolidate_command(archive, tmp_path / "weights", "fp32", 10**9) == 0
-    (file,) = (tmp_path / "weights").glob("*.safetensors")
-    found = load_file(file)
-    assert found["h.0.weight"].tobytes() == ALL["model/h.0.weight"].tobytes()
-    capsys.readouterr()
-    assert inspect_command(archive) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "compressed with" in line]
-    assert line.rstrip().endswith("times)")
-
-
 # -- what is not believed -------------------------------------------------------------------------------------------
 
 W = "model/h.0.weight/c.0.0"
@@ -207,19 +175,7 @@ def _compress(module: Any, data: bytes | Array) -> bytes:
     return bytes(zstd.compress(found, 1)) if module is zstd else bytes(blosc.compress(found, b"zstd", 5, 1))
 
 
-def test_a_decompression_bomb_is_refused_before_it_is_decoded(copied: Path) -> None:
-    module = _codec_of(copied)
-    bombs = [np.zeros(2**28, np.uint8), b"short", b""]
-    for bomb in bombs:
-        _forge(copied, lambda chunks, bomb=bomb: [_compress(module, bomb), *chunks[1:]])  # type: ignore[misc]
-        with open_checkpoint(copied) as reader:
-            with pytest.raises(CorruptionError, match=r"chunk 0 of .* it is not a (zstd|blosc) frame of"):
-                reader.read_array("model/h.0.weight")
-            faults = verify_checkpoint(reader)
-        assert [fault.problem for fault in faults if "does not decode" in fault.problem]
-
-
-def test_frames_that_lie_are_refused(copied: Path) -> None:
+def test_decompression_bombs_and_frames_that_lie_are_refused_before_they_are_decoded(copied: Path) -> None:
     module = _codec_of(copied)
     with open_checkpoint(copied) as reader:
         payload_bytes = reader.open_shard("model/h.0.weight", 0).layout.payload_bytes
@@ -227,10 +183,14 @@ def test_frames_that_lie_are_refused(copied: Path) -> None:
     lies = [whole + whole, whole + b"x", whole[:-1], whole[: len(whole) // 2], b"\0" * 64, b"\xff" * 64, b"x"]
     if module is zstd:
         lies.append(b"\x28\xb5\x2f\xfd\x00\x58" + whole[6:])  # of unknown size
-    for lie in lies:
+    bombs = [_compress(module, bomb) for bomb in (np.zeros(2**28, np.uint8), b"short", b"")]
+    for lie in (*bombs, *lies):
         _forge(copied, lambda chunks, lie=lie: [lie, *chunks[1:]])  # type: ignore[misc]
-        with open_checkpoint(copied) as reader, pytest.raises(CorruptionError, match=r"chunk 0 of|not that of"):
-            reader.read_array("model/h.0.weight")
+        told = r"chunk 0 of .* it is not a (zstd|blosc) frame of" if lie in bombs else r"chunk 0 of|not that of"
+        with open_checkpoint(copied) as reader:
+            with pytest.raises(CorruptionError, match=told):
+                reader.read_array("model/h.0.weight")
+            assert verify_checkpoint(reader) or lie not in bombs
 
 
 def test_an_index_that_leads_elsewhere_is_refused(copied: Path) -> None:
@@ -309,8 +269,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", NAMES)
 def test_settings_that_are_not_read_are_refused(name: str, change: str) -> None:
     spec = ArraySpec(name="model/w", shape=(40,), dtype="float32")
     document = json.loads(json.dumps(array_document(spec, make_grid((40,), 1), CODECS[name])))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -107,42 +105,14 @@ def test_a_closed_checkpoint_says_so(saved: Path) -> None:
     ckpt.close()
 
 
-@pytest.fixture
-def url(saved: Path) -> Iterator[str]:
-    """The same checkpoint behind a URL."""
-    fs = fsspec.filesystem("memory")
-    fs.put(str(saved), "/bucket/ckpt", recursive=True)
-    yield "memory://bucket/ckpt"
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
-
-
-def test_behind_a_url_it_is_the_same(url: str, arrays: dict[str, Array]) -> None:
-    with zstore.open_checkpoint(url) as ckpt:
-        assert ckpt.location == f"{url}/step-00000060"
-        assert ckpt.state == RECORD
-        for name, wanted in arrays.items():
-            assert ckpt[name].numpy().tobytes() == wanted.tobytes()
-        weight = arrays["model/h.2.weight"]
-        assert np.array_equal(ckpt["model/h.2.weight"][-1, ::3], weight[-1, ::3])
-        assert torch.equal(ckpt.consolidated("fp16")["h.2.weight"], as_torch(weight).half())
-        assert ckpt.verify() == []
-        group = ckpt.zarr()
-        assert group.read_only
-        assert group["model/h.10.weight"][:5].tobytes() == arrays["model/h.10.weight"][:5].tobytes()
-    assert torch.equal(zstore.load_state_dict(url, names="h.2.*")["h.2.weight"], as_torch(weight))
-
-
 # -- weights --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bfloat16", torch.bfloat16, np.float32, np.dtype(np.float16), None], ids=str)
+@pytest.mark.parametrize("dtype", ["fp16", torch.bfloat16, np.float32, None], ids=str)
 def test_consolidated_weights_are_torchs_casts(saved: Path, arrays: dict[str, Array], dtype: Any) -> None:
     kinds = {
         "fp16": torch.float16,
-        "bfloat16": torch.bfloat16,
         np.float32: torch.float32,
-        np.dtype(np.float16): torch.float16,
     }
     kind = kinds.get(dtype, dtype)
     with zstore.open_checkpoint(saved) as ckpt:

@@ -35,7 +35,7 @@ def arrays() -> dict[str, Array]:
     return arrays_of_kinds()
 
 
-@pytest.fixture(scope="module", params=[1, 2, 5], ids="world{}".format)
+@pytest.fixture(scope="module", params=[1, 3], ids="world{}".format)
 def saved(request: pytest.FixtureRequest, arrays: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     return save_arrays(folder, arrays, world_size=request.param, small=SMALL, record={"step": 1})
@@ -234,14 +234,6 @@ def test_a_damaged_manifest_or_metadata_file_is_refused(copied: Path) -> None:
         open_checkpoint(copied)
 
 
-def test_a_manifest_that_cannot_be_read_is_one_fault_and_its_shards_are_checked_all_the_same(copied: Path) -> None:
-    _flip(copied / "manifest/rank-00000.json", 60)
-    (found,) = _faults(copied)
-    assert found.startswith("manifest/rank-00000.json: ")
-    _flip(copied / "optimizer/exp_avg/h.0.weight/c.0.0", 8)
-    assert len({fault.partition(":")[0].partition(",")[0] for fault in _faults(copied)}) == 2
-
-
 # -- finding --------------------------------------------------------------------------------------------------------
 
 
@@ -257,15 +249,6 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _found(path: Path, tag: str | float | None = None) -> tuple[str, int]:
     with open_checkpoint(path, tag) as opened:
         return opened.tag, opened.record.step
-
-
-def test_the_newest_committed_one_is_found_whatever_latest_says(several: Path) -> None:
-    assert _found(several) == ("again", 9)
-    assert (several / "latest").read_text().strip() == "again"
-    (several / "latest").write_text("nonsense\n")
-    assert _found(several) == ("again", 9)
-    (several / "latest").unlink()
-    assert _found(several) == ("again", 9)
 
 
 def test_a_tag_is_found_by_text_number_or_folder(several: Path) -> None:

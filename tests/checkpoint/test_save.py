@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
 import subprocess
 import sys
@@ -19,16 +17,17 @@ import pytest
 
 from tests.checkpoint.checkpoints import World, leavings, open_world, save_arrays, values, wait_all
 from zstore.checkpoint.commit import Committer
+from zstore.checkpoint.format import Record
 from zstore.checkpoint.lock import SaveLock, owner_is_dead
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import CheckpointReader, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.save import save_checkpoint
-from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, RankError, StorageError, UsageError
+from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, StorageError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
 from zstore.io.files import Files, OpenFile
-from zstore.testing.faults import CallingFiles, FaultyFiles
+from zstore.testing.faults import CallingFiles
 
 Array = npt.NDArray[Any]
 
@@ -166,6 +165,19 @@ def test_commit_times_grow_though_the_clock_does_not(folder: Path, monkeypatch: 
     assert [info.record.committed_ns for info in tags(folder)] == [1000, 1001, 1002]
 
 
+def test_a_save_reads_no_more_records_where_there_are_more_checkpoints(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, decoded, counts = Record.decode, [], []
+    monkeypatch.setattr(Record, "decode", lambda data, path: decoded.append(path) or decode(data, path))
+    with open_world(make_arrays()) as world:
+        for step in range(1, 13):
+            decoded.clear()
+            world.save(folder, step=step)
+            counts.append(len(decoded))
+    assert counts[3] == counts[-1] <= 4
+
+
 # -- what is refused before anything is written ---------------------------------------------------------------------
 
 
@@ -251,27 +263,6 @@ def test_shards_are_durable_before_the_manifest_and_all_else_before_the_commit(
 # -- several ranks --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_failing_rank_fails_the_save_on_every_rank(rank: int, folder: Path) -> None:
-    arrays = make_arrays()
-    save_arrays(folder, arrays, world_size=3)
-    files = [FaultyFiles(0 if r == rank else None, errno.EIO, only=frozenset({"write"})) for r in range(3)]
-    with open_world(arrays, world_size=3, files=files) as world:
-        handles = world.begin_save(folder, step=2)
-        errors: list[BaseException] = []
-        for handle in handles:
-            with pytest.raises((CheckpointError, RankError, StorageError)) as caught:
-                handle.wait(200)
-            errors.append(caught.value)
-    assert isinstance(errors[rank], StorageError)
-    assert all("Input/output error" in str(error) for error in errors)
-    assert values(folder) == as_bytes(arrays)
-    assert [info.record.step for info in tags(folder)] == [1]
-    save_arrays(folder, arrays, world_size=3, step=2)
-    assert leavings(folder) == []
-    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-00000001", "step-00000002"]
-
-
 def test_ranks_with_different_models_are_refused(folder: Path) -> None:
     with open_world(make_arrays(), world_size=2) as world:
         save_id = new_save_id()
@@ -334,20 +325,6 @@ def test_leavings_of_dead_saves_are_swept_and_living_ones_are_not(folder: Path) 
     save_arrays(folder, arrays)
     assert leavings(folder) == sorted([living.temporary.name, living.lock_path.name])
     living.abort("the end of the test", alone=True)
-    assert leavings(folder) == []
-
-
-def test_what_a_dead_save_left_makes_room_for_the_next(folder: Path) -> None:
-    left = folder / "step-00000001.tmp-0123456789abcdef0123456789abcdef"
-    left.mkdir(parents=True)
-    (folder / "step-00000001.lock-0123456789abcdef0123456789abcdef").write_text("")
-
-    class SmallDrive(Files):
-        def free_bytes(self, path: str | Path) -> int:
-            return 100_000 if left.exists() else super().free_bytes(path)
-
-    with open_world(make_arrays(), files=[SmallDrive()]) as world:
-        world.save(folder, step=2)
     assert leavings(folder) == []
 
 
@@ -463,11 +440,3 @@ def test_ctrl_c_as_a_save_begins_leaves_all_of_it_or_nothing(folder: Path, start
     if started:
         assert values(folder) == {"model/w": np.ones(300000, np.float32).tobytes()}
     assert leavings(folder) == []
-
-
-def test_saving_as_another_user_in_a_read_only_folder_is_an_error_that_says_so(folder: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    folder.mkdir(mode=0o555)
-    with pytest.raises(StorageError, match="name one that this user may write to"):
-        save_arrays(folder, make_arrays())

@@ -160,7 +160,7 @@ def _sweep(tier: TierName, tmp_path: Path, double: FailingFiles) -> Iterator[Swe
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 def test_any_operation_of_a_save_may_fail(sweep: Sweep, lasting: bool, overwrite: bool, stride: int) -> None:
@@ -213,7 +213,7 @@ def test_any_operation_of_any_rank_may_fail(tmp_path: Path) -> None:
     with open_world(make_arrays(2), world_size=2, files=doubles) as world:
         sweep = Sweep(world, doubles, tmp_path / "ckpt")
         for rank in (0, 1):
-            for operation in range(rank, sweep.num_operations[rank], 5):
+            for operation in range(rank, sweep.num_operations[rank], 15):
                 sweep.run(rank, operation, errno.EIO, lasting=False, overwrite=False)
         assert sweep.run(1, 10**6, errno.EIO, lasting=False, overwrite=True)
         assert leavings(sweep.folder) == []
@@ -276,7 +276,7 @@ def _kill_at(points: list[int], base: Path, *, tier: str, world_size: int) -> li
 
 @pytest.mark.parametrize(("tier", "world_size", "most"), [("disk", 1, 60), ("host", 2, 90)])
 def test_a_saving_process_may_be_killed_at_any_operation(tier: str, world_size: int, most: int, tmp_path: Path) -> None:
-    points = sorted(random.Random(0).sample(range(most), 14))
+    points = sorted(random.Random(0).sample(range(most), 10))
     _kill_at(points, tmp_path, tier=tier, world_size=world_size)
 
 

@@ -239,13 +239,23 @@ def places(tmp_path: Path, home: Path) -> SimpleNamespace:
     return SimpleNamespace(here=Path.cwd(), other=other, home=home)
 
 
+@pytest.mark.parametrize("mask", [0o027, pytest.param(0o002, marks=pytest.mark.soak)], ids=oct)
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_is_written_to_a_relative_path_is_where_the_call_was_made(
-    writer: str, places: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_what_is_written_to_a_relative_path_is_where_the_call_was_made_with_the_modes_of_open_and_mkdir(
+    writer: str, mask: int, places: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    WRITERS[writer]("run", lambda: monkeypatch.chdir(places.other))
-    assert (places.here / "run").exists()
+    before = os.umask(mask)
+    try:
+        Path("file").touch()
+        Path("folder").mkdir()
+        WRITERS[writer]("run", lambda: monkeypatch.chdir(places.other))
+    finally:
+        os.umask(before)
     assert not list(places.other.iterdir())
+    expected = {path.is_dir(): path.stat().st_mode for path in (places.here / "file", places.here / "folder")}
+    for path in (places.here / "run", *(places.here / "run").rglob("*")):
+        mode = path.stat().st_mode
+        assert mode in (expected[path.is_dir()], expected[path.is_dir()] & ~0o222), path
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -253,19 +263,3 @@ def test_a_tilde_is_the_home_folder(writer: str, places: SimpleNamespace) -> Non
     WRITERS[writer]("~/run", lambda: None)
     assert (places.home / "run").exists()
     assert not list(places.here.glob("~*"))
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002, 0o077], ids=oct)
-@pytest.mark.parametrize("writer", WRITERS)
-def test_modes_are_those_of_open_and_mkdir(writer: str, mask: int, places: SimpleNamespace) -> None:
-    before = os.umask(mask)
-    try:
-        Path("file").touch()
-        Path("folder").mkdir()
-        WRITERS[writer]("run", lambda: None)
-    finally:
-        os.umask(before)
-    expected = {path.is_dir(): path.stat().st_mode for path in (Path("file"), Path("folder"))}
-    found = {path: path.stat().st_mode for path in [Path("run"), *Path("run").rglob("*")]}
-    for path, mode in found.items():
-        assert mode in (expected[path.is_dir()], expected[path.is_dir()] & ~0o222), path

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from tests.engine.fake_device import FakeDevice
 from zstore.errors import BudgetError, RunFolderError, UsageError
-from zstore.optim import Offloaded, StoredTensor
+from zstore.optim import Offloaded
 
 AdamW = torch.optim.AdamW
 
@@ -351,35 +351,3 @@ def test_a_step_that_failed_half_way_is_told_until_a_state_is_loaded(
         optimizer.load_state_dict(saved[1])
         train(ours, optimizer, range(2, 4))
         assert same(ours, theirs)
-
-
-def test_a_group_that_does_not_fit_leaves_the_others(tmp_path: Path) -> None:
-    ours, theirs = make_model(), make_model()
-    with Offloaded(AdamW, ours.parameters(), device="cpu", host_budget_bytes=10**6, lr=1e-2) as optimizer:
-        with pytest.raises(BudgetError, match="host_budget_bytes"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(10**6))]})
-        extra = nn.Parameter(torch.zeros(10))
-        optimizer.add_param_group({"params": [extra]})
-        train(ours, optimizer)
-        train(theirs, AdamW(theirs.parameters(), lr=1e-2, fused=True))
-        assert same(ours, theirs)
-        assert list(optimizer.state) == [*ours.parameters(), extra]
-
-
-def test_a_stored_tensor_reads_and_writes_the_store(tmp_path: Path) -> None:
-    weight = nn.Parameter(torch.randn(300, 70))
-    with Offloaded(AdamW, [weight], path=tmp_path) as optimizer:
-        average = optimizer.state[weight]["exp_avg"]
-        assert isinstance(average, StoredTensor)
-        values = torch.randn(300, 70)
-        average.copy_(values)
-        average.narrow(0, 10, 5).narrow(1, 3, 4).copy_(torch.ones(5, 4))
-        values[10:15, 3:7] = 1.0
-        assert torch.equal(average, values)
-        average.mul_(2.0)
-        torch._foreach_add_([average], 1.0)
-        values = values * 2 + 1
-        assert torch.equal(optimizer.state[weight]["exp_avg"][4:6], values[4:6])
-        assert torch.equal(average.to(torch.bfloat16), values.bfloat16())
-        assert average.tolist() == values.tolist()
-        assert "StoredTensor" in repr(average)

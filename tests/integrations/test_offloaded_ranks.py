@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as torch_dist
 import torch.distributed.checkpoint as dcp
@@ -34,7 +32,6 @@ from zstore.optim import Offloaded, StoredTensor
 from zstore.testing.ranks import run_ranks
 
 AdamW = torch.optim.AdamW
-Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def make_model() -> nn.Sequential:
@@ -218,16 +215,3 @@ def test_fsdp2_has_the_bits_of_torch_and_resumes_at_another_world_size(tmp_path:
     for found in run_ranks(resume, 1, str(tmp_path)):
         assert {loaded for loaded, _ in found.values()} == {trained[0]["torch"]}
         assert len({after for _, after in found.values()}) == 1
-
-
-def soaked(rank: int, folder: str) -> tuple[Any, ...]:
-    trained = train_and_save(rank, folder)
-    return trained["torch"], trained["two dims"], resume(rank, folder)
-
-
-@pytest.mark.soak
-def test_four_ranks_on_a_mesh_and_resuming_at_the_same_world_size(tmp_path: Path) -> None:
-    for torchs, two_dims, resumed in run_ranks(soaked, 4, str(tmp_path)):
-        assert len(set(two_dims)) == 1
-        assert {loaded for loaded, _ in resumed.values()} == {torchs}
-        assert len({after for _, after in resumed.values()}) == 1

@@ -60,7 +60,7 @@ def _beside(rank: int, folder: str) -> None:
     assert names[0] == names[1] == names[2]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_what_was_trained_is_loaded_by_the_library(world_size: int, tmp_path: Path) -> None:
     write_bert(tmp_path / "bert")
     run_ranks(_beside, world_size, os.fspath(tmp_path))

@@ -20,14 +20,10 @@ from tests.serve.browser import (
     needs_chromium,
     open_site,
     overflow_px,
-    watch,
 )
 from tests.serve.sample import HOSTILE_ARRAY, HOSTILE_RUN, NUM_STEPS, RUN, RUN_ID, JournalWriter, arrays_of
-from zstore.serve.server import serving
-from zstore.serve.settings import Root, Settings
 
 pytestmark = needs_chromium
-TOKEN = "correct-horse-battery-staple"
 
 
 @pytest.fixture(scope="module")
@@ -150,16 +146,6 @@ def test_weights_are_downloaded_in_the_type_that_is_chosen(watched: Watched, tmp
         link.click()
     download.value.save_as(tmp_path / "model.safetensors")
     assert load_file(tmp_path / "model.safetensors")["frozen.bias"].shape == arrays_of()["model/frozen.bias"].shape
-
-
-def test_a_browser_signs_in_by_itself(site: Site) -> None:
-    with serving(Settings(roots=(Root.parse(str(site.folder)),), port=0, read_token=TOKEN)) as base:
-        context = site.browser.new_context(http_credentials={"username": "me", "password": TOKEN})
-        watched = watch(context, base)
-        watched.page.goto(f"{base}/{RUN}")
-        watched.page.wait_for_selector(view("run").ready)
-        watched.check()
-        context.close()
 
 
 def test_the_keyboard_reaches_everything(watched: Watched) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import http.server
 import json
-import os
 import shutil
 import socket
 import threading
@@ -16,12 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import zstore
 from tests.checkpoint.checkpoints import open_world, save_arrays
-from tests.engine.runs import make_config, start, state_of, step
 from tests.serve.conftest import Serve
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
@@ -37,7 +34,6 @@ from zstore.remote.service import ServiceConnection, ServiceFolder, open_folder
 from zstore.remote.url import Retries
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
-from zstore.testing.ranks import run_ranks
 from zstore.tools.cli import app
 
 RNG = np.random.default_rng(3)
@@ -279,24 +275,3 @@ def test_a_server_that_falls_silent_or_cuts_the_answer_is_asked_again(base: str)
         folder = ServiceFolder(connection, "a run/second")
         assert folder.read_small("zarr.json") == whole
         thread.join()
-
-
-def _load(rank: int, run: str, url: str) -> list[dict[str, Any]]:
-    states = []
-    for place in (run, url):
-        os.environ["ZSTORE_TOKEN"] = TOKEN
-        with start(make_config(3)) as engine:
-            engine.load_checkpoint(place)
-            step(engine)
-            states.append(state_of(engine))
-    return states
-
-
-def test_two_ranks_go_on_from_the_url_with_the_bits_of_the_folder(tmp_path: Path, serve: Serve) -> None:
-    with start(make_config(1)) as engine:
-        step(engine)
-        engine.save_checkpoint(str(tmp_path / "run"))
-    base = serve(tmp_path, token=TOKEN)
-    for here, there in run_ranks(_load, 2, str(tmp_path / "run"), f"{base}/run"):
-        assert here == there
-    assert torch.get_num_threads() == 1

@@ -96,13 +96,6 @@ def test_boxes_tile_where_numpy_counts_each_element_once(shape: list[int], data:
     assert tiles(shape, pieces) == bool((held == 1).all())
 
 
-def test_many_boxes_are_looked_at_once() -> None:
-    shape = (30_000, 2)
-    rows = [Box(shape, (row, 0), (1, 2)) for row in range(30_000)]
-    assert tiles(shape, rows)
-    assert not tiles(shape, [*rows[:-1], rows[0]])
-
-
 def test_a_column_of_a_tall_tensor_takes_no_memory_for_its_rows() -> None:
     column = Box((2**40, 2), (0, 1), (2**40, 1))
     assert list(column.overlap(2**40, 2**40 + 4)) == [

@@ -1,6 +1,5 @@
 """Slabs and the pool: lent memory never overlaps, all of it comes back, and waiting is no deadlock."""
 
-import gc
 import itertools
 import random
 import threading
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -51,13 +50,6 @@ def test_a_slab_asks_for_huge_pages() -> None:
         elif inside and first == "VmFlags:":
             flags = rest
     assert "hg" in flags
-
-
-def test_a_slab_lives_as_long_as_a_view() -> None:
-    view = make_slab(MIB)[4096:8192]
-    gc.collect()
-    view[:] = 5
-    assert view.sum() == 5 * 4096
 
 
 # -- the pool, one thread -------------------------------------------------------------------------------------------
@@ -127,30 +119,11 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-@given(wanted=st.integers(-3, 0))
-def test_a_buffer_has_bytes(wanted: int) -> None:
-    pool = Pool(PAGE_BYTES)
-    for ask in (pool.acquire, pool.try_acquire):
-        with pytest.raises(UsageError, match="at least one byte"):
-            ask(wanted)
-
-
-def test_a_request_larger_than_the_pool_has_its_own_memory_one_at_a_time() -> None:
-    pool = Pool(64 * KIB)
-    small = pool.acquire(64 * KIB)
-    big = pool.acquire(1 * MIB)
-    assert big.bytes.size == MIB
-    assert pool.held_bytes == pool.peak_bytes == MIB + 64 * KIB
-    assert pool.try_acquire(1 * MIB) is None
-    big.release()
-    with pool.acquire(1 * MIB):
-        assert pool.held_bytes == MIB + 64 * KIB
-    small.release()
-    assert pool.held_bytes == 0
-
-
 def test_slab_and_oversized_request_stay_within_the_limit_together() -> None:
     pool = Pool(64 * KIB, budget=Budget(256 * KIB))
+    for ask in (pool.acquire, pool.try_acquire):
+        with pytest.raises(UsageError, match="at least one byte"):
+            ask(0)
     with pool.acquire(192 * KIB):
         pass
     for ask in (pool.acquire, pool.try_acquire):

@@ -1,6 +1,5 @@
 """Ranks, what they tell each other, and how one rank's error reaches all."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,16 @@ def _exchange(rank: int) -> dict[str, Any]:
         "operations": {kind: link.operations for kind, link in links.items()},
         "stalls": {kind: list(link.stall_s) for kind, link in links.items()},
         "times": [(link.busy_s, sum(link.stall_s.values())) for link in links.values()],
-        "alone": world.second() is world,
     }
 
 
-def _threads_of_a_second_group(rank: int) -> list[int]:
-    world = World.current()
+def _threads_of_a_second_group(world: World) -> list[int]:
     counts = [_count_threads()]
     second = world.second()
+    assert second is not world
+    parts = torch.ones(world.world_size, 4)
     for _ in range(3):
-        second.all_to_all(torch.empty(2, 4), torch.ones(2, 4), kind="reduce_scatter").wait()
+        second.all_to_all(torch.empty_like(parts), parts, kind="reduce_scatter").wait()
     counts.append(_count_threads())
     second.release()
     second.release()
@@ -56,15 +55,35 @@ def _count_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_a_released_group_leaves_no_threads_to_the_end_of_the_process() -> None:
-    for before, during, after in run_ranks(_threads_of_a_second_group, 2):
-        assert before == after < during
+def _one_fails(world: World, rank: int) -> list[str]:
+    world.raise_together(None)
+    try:
+        world.raise_together(DiskFullError("no room", path="/x") if rank == 1 else None)
+    except DiskFullError as error:
+        return ["own", str(error)]
+    except RankError as error:
+        return ["other", str(error), *map(str, error.failures)]
+    return ["nothing"]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_exchange_objects_and_tensors(world_size: int) -> None:
-    results = run_ranks(_exchange, world_size)
-    for rank, result in enumerate(results):
+def _all_of_it(rank: int) -> tuple[dict[str, Any], list[int], list[str]]:
+    world = World.current()
+    threads = _threads_of_a_second_group(world)
+    return _exchange(rank), threads, _one_fails(world, rank)
+
+
+def test_ranks_exchange_objects_tensors_and_errors() -> None:
+    world_size = 3
+    results = run_ranks(_all_of_it, world_size)
+    first, second, third = (told for *_, told in results)
+    assert second == ["own", "no room (path=/x)"]
+    for other in (first, third):
+        assert other[0] == "other"
+        assert other[2:] == ["1"]
+        assert "rank 1 of 3 failed" in other[1]
+        assert "DiskFullError: no room (path=/x)" in other[1]
+    for rank, (result, (before, during, after), _) in enumerate(results):
+        assert before == after < during  # a released group leaves no threads to the end of the process
         assert result["values"] == [{"rank": r, "text": "é" * r} for r in range(world_size)]
         assert result["first"] == ["from", 1]
         assert result["out"] == [[10 * r + 3 * rank + i for i in range(3)] for r in range(world_size)]
@@ -84,7 +103,6 @@ def test_ranks_exchange_objects_and_tensors(world_size: int) -> None:
             "broadcast": ["blocking call"],
         }
         assert all(busy_s >= stalled_s > 0 for busy_s, stalled_s in result["times"])
-        assert not result["alone"]
 
 
 @pytest.mark.parametrize("named", [None, "cpu:gloo", "gloo"])
@@ -111,28 +129,6 @@ def test_a_rank_that_sees_one_device_computes_on_it(visible: int, index: int, mo
     assert World.current().device == torch.device("cuda", index)
 
 
-def _one_fails(rank: int) -> list[str]:
-    world = World.current()
-    world.raise_together(None)
-    try:
-        world.raise_together(DiskFullError("no room", path="/x") if rank == 1 else None)
-    except DiskFullError as error:
-        return ["own", str(error)]
-    except RankError as error:
-        return ["other", str(error), *map(str, error.failures)]
-    return ["nothing"]
-
-
-def test_an_error_reaches_every_rank() -> None:
-    first, second, third = run_ranks(_one_fails, 3)
-    assert second == ["own", "no room (path=/x)"]
-    for other in (first, third):
-        assert other[0] == "other"
-        assert other[2:] == ["1"]
-        assert "rank 1 of 3 failed" in other[1]
-        assert "DiskFullError: no room (path=/x)" in other[1]
-
-
 def test_a_world_of_one_needs_no_process_group() -> None:
     world = World.current()
     assert (world.rank, world.world_size, world.backend) == (0, 1, None)
@@ -147,21 +143,3 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     world.raise_together(None)
     with pytest.raises(KeyError):
         world.raise_together(KeyError("mine"))
-
-
-def _dies(rank: int) -> None:
-    if rank == 1:
-        os._exit(7)
-    World.current().all_gather_object(None)
-
-
-def _raises(rank: int) -> None:
-    if rank == 0:
-        raise ValueError("rank 0's own reason")
-
-
-def test_run_ranks_shows_what_went_wrong() -> None:
-    with pytest.raises(RankError, match="exit code 7"):
-        run_ranks(_dies, 2)
-    with pytest.raises(RankError, match="rank 0's own reason"):
-        run_ranks(_raises, 2)

@@ -63,27 +63,6 @@ def test_short_transfers_of_any_length_are_resumed_in_the_page_cache(path: Path,
     assert files.operations.count("read") == files.operations.count("write") >= 2
 
 
-@pytest.mark.parametrize("most_bytes", [700, 5000])
-def test_a_direct_transfer_resumes_at_an_aligned_place(path: Path, most_bytes: int) -> None:
-    data = pages(SIZE)
-    write_new(Files(), path, data)
-    seen: list[int] = []
-
-    class Watched(Files):
-        def _preadv(self, file: OpenFile, out: Bytes, offset: int) -> int:
-            seen.append(offset)
-            count = super()._preadv(file, out, offset)
-            return min(count, most_bytes) if len(seen) < 4 else count
-
-    files, out = Watched(), make_slab(SIZE)
-    with files.opened(path) as file:
-        if not file.direct:
-            pytest.skip("the file system of the test refuses O_DIRECT")
-        files.read_into(file, out, 0)
-    assert out.tobytes() == data.tobytes()
-    assert all(offset % 512 == 0 for offset in seen)
-
-
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("length", [0, 100, 1000, 4096, 5000])
 def test_a_file_that_ends_early_is_an_error_that_says_where(path: Path, length: int, direct: bool) -> None:
@@ -144,15 +123,6 @@ def test_space_that_cannot_be_reserved_is_made_by_truncation(path: Path, number:
     files = FaultyFiles(faults=(Fault(kind="allocate", error_number=number),))
     write_new(files, path, pages(SIZE))
     assert path.stat().st_size == SIZE
-
-
-def test_reserved_space_is_there(path: Path) -> None:
-    files = Files()
-    with files.opened(path, write=True, create=True) as file:
-        files.allocate(file, 1 << 20)
-        files.allocate(file, 0)
-    assert path.stat().st_size == 1 << 20
-    assert path.stat().st_blocks * 512 >= 1 << 20
 
 
 # -- opening --------------------------------------------------------------------------------------------------------

@@ -2,12 +2,10 @@
 
 import asyncio
 import threading
-import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from tests.waiting import until_gone
 from zstore.errors import UsageError
 from zstore.io.queue import IoQueue, Priority, Ticket, joined, promise, wait_all
 
@@ -99,22 +97,6 @@ def test_an_error_goes_to_the_ticket_and_the_threads_live_on(queue: IoQueue) -> 
     assert queue.submit(lambda: 3, Priority.READ).wait() == 3
 
 
-def test_an_idle_thread_keeps_nothing_of_what_it_carried_out(queue: IoQueue) -> None:
-    class Memory:
-        """Something that a failed operation's frames hold."""
-
-    def fail() -> None:
-        memory = Memory()
-        known.append(weakref.ref(memory))
-        raise ValueError("on purpose")
-
-    known: list[weakref.ref[Memory]] = []
-    ticket = queue.submit(fail, Priority.READ)
-    assert isinstance(ticket.error(), ValueError)
-    del ticket
-    until_gone(known[0])
-
-
 def test_joined_tickets_end_with_the_last_of_them() -> None:
     ends = [promise(lambda n=n: 1 // n) for n in (1, 0, 2)]
     good, bad = joined([ends[0][0], ends[2][0]]), joined([ticket for ticket, _ in ends])
@@ -140,14 +122,6 @@ def test_wait_all_waits_for_all_and_raises_the_first_error(queue: IoQueue) -> No
     with pytest.raises(ValueError, match="1"):
         wait_all(tickets)
     assert done == [0, 1, 2, 3, 4]
-
-
-def test_wait_has_a_limit(queue: IoQueue) -> None:
-    holder = Holder(queue)
-    with pytest.raises(TimeoutError):
-        holder.tickets[0].wait(timeout_s=0.001)
-    assert not holder.tickets[0].done()
-    holder.let_go()
 
 
 def test_when_done_is_called_after_good_and_bad_ends_and_at_once_when_it_ended(queue: IoQueue) -> None:
@@ -184,19 +158,6 @@ def test_await_gives_results_and_errors_in_a_running_loop(queue: IoQueue) -> Non
         return await queue.submit(lambda: number, Priority.READ)
 
     assert asyncio.run(main()) == [0, 1, 2, 3, 4]
-
-
-def test_await_leaves_the_loop_free(queue: IoQueue) -> None:
-    holder = Holder(queue)
-
-    async def main() -> int:
-        ticket = queue.submit(lambda: 1, Priority.READ)
-        waiter = asyncio.ensure_future(asyncio.wait_for(ticket, 30))
-        await asyncio.sleep(0)
-        holder.gate.set()  # this runs although `waiter` waits
-        return await waiter
-
-    assert asyncio.run(main()) == 1
 
 
 def test_giving_up_an_await_gives_up_the_waiting_not_the_operation(queue: IoQueue) -> None:
@@ -276,37 +237,3 @@ def test_close_carries_out_what_is_queued_and_takes_no_more() -> None:
     with pytest.raises(UsageError, match="closed"):
         queue.submit(lambda: None, Priority.READ)
     queue.close()
-
-
-def test_close_wakes_a_blocked_producer() -> None:
-    queue = IoQueue(1, depth=1)
-    holder = Holder(queue)
-    waiting = queue.submit(lambda: None, Priority.READ)
-    errors: list[BaseException] = []
-    trying = threading.Event()
-
-    def produce() -> None:
-        trying.set()
-        try:
-            queue.submit(lambda: None, Priority.READ)
-        except UsageError as error:
-            errors.append(error)
-
-    producer = threading.Thread(target=produce, daemon=True)
-    producer.start()
-    assert trying.wait(200)
-    closer = threading.Thread(target=queue.close, daemon=True)
-    closer.start()
-    producer.join(200)
-    assert len(errors) == 1
-    holder.let_go()
-    closer.join(200)
-    waiting.wait(200)
-
-
-@pytest.mark.parametrize(("threads", "depth"), [(0, 1), (1, 0), (-1, 5)])
-def test_a_queue_has_threads_and_room(threads: int, depth: int) -> None:
-    before = threading.active_count()
-    with pytest.raises(UsageError, match="at least one thread"):
-        IoQueue(threads, depth)
-    assert threading.active_count() == before

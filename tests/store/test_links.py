@@ -1,13 +1,12 @@
 """Counters of links: what is counted, from which thread, and over which time."""
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from zstore.io.links import LinkCounters, LinkStatistics, total_of_links
+from zstore.io.links import LinkCounters, LinkStatistics
 from zstore.ranks.work import CountedWork
 
 
@@ -78,31 +77,3 @@ def test_a_collective_is_busy_from_its_start_and_stalls_while_it_is_waited_for(c
     work.wait()
     found = links.statistics()["all_gather"]
     assert (found.busy_s, found.stall_s) == (5.0, {"begun earlier": 4.0})
-
-
-def test_threads_lose_no_count() -> None:
-    links = LinkCounters()
-    start = threading.Barrier(4)
-
-    def count() -> None:
-        start.wait()
-        for _ in range(2000):
-            links.begin("a", 3)
-            links.stalled("a", "x", 1.0)
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = links.statistics()["a"]
-    assert (found.operations, found.bytes, found.stall_s["x"]) == (8000, 24000, 8000.0)
-
-
-def test_several_links_as_one_and_what_came_since() -> None:
-    first = LinkStatistics(operations=1, bytes=10, busy_s=2.0, stall_s={"x": 1.0})
-    second = LinkStatistics(operations=2, bytes=5, busy_s=1.0, stall_s={"x": 0.5, "y": 3.0})
-    both = total_of_links([first, second])
-    assert both == LinkStatistics(operations=3, bytes=15, busy_s=3.0, stall_s={"x": 1.5, "y": 3.0})
-    assert both.since(first) == second
-    assert total_of_links([]) == LinkStatistics()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-import torch
 import torch.distributed as torch_dist
 
 from tests.waiting import until
@@ -60,26 +59,17 @@ def _alone(rank: int, what: str) -> None:
         if rank == 0:
             with pytest.raises(UsageError, match=r"^save\(\) was called on rank 0 while rank 1 .* together") as raised:
                 _save(world)
-            assert {"own": "is in step, collective control", "foreign": "torch.distributed.all_reduce"}.get(
-                what, "closed its engine"
-            ) in str(raised.value)
-        elif what == "own":
+            told = "is in step, collective control" if what == "own" else "closed its engine"
+            assert told in str(raised.value)
+        else:
             with (
                 pytest.raises(RankError, match=r"rank 0 in save: .*UsageError: save\(\) was called"),
                 world.calling("step"),
             ):
                 world.all_gather_object(None)
-        else:
-            with pytest.raises(RuntimeError):
-                torch_dist.all_reduce(torch.ones(3))
-            watch = world.watch
-            assert watch is not None
-            until(lambda: watch.broken)
-            with pytest.raises(RankError, match=r"rank 0 in save: .*UsageError: save\(\) was called"):
-                watch.require_sound()
 
 
-@pytest.mark.parametrize("what", ["own", pytest.param("foreign", marks=pytest.mark.soak), "left"])
+@pytest.mark.parametrize("what", ["own", "left"])
 def test_a_rank_that_is_alone_in_a_call_ends_all(what: str) -> None:
     run_ranks(_alone, 2, what)
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.engine.runs import make_config, start
 from zstore.engine.runtime.device import Streams
-from zstore.format.arrays import ArraySpec, Bytes
-from zstore.format.partition import make_grid
-from zstore.io import Rooms, Workers, make_slab
+from zstore.format.arrays import Bytes
 from zstore.io.pinning import PinnedSlabs
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.ranks import run_ranks
@@ -81,46 +76,6 @@ def test_processes_that_are_forked_have_no_copy_of_registered_memory() -> None:
     assert large.sum() == large.size
 
 
-class Meeting(Runtime):
-    """Registers two slabs at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._barrier = threading.Barrier(2, timeout=60)
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self._barrier.wait()
-        return super().cudaHostRegister(address, nbytes, flags)
-
-
-def test_threads_that_create_arrays_register_them_side_by_side() -> None:
-    with TensorStore(StoreOptions(pin_state=True), cuda=Meeting()) as store, Workers(2, "test") as workers:
-
-        def create(name: str) -> None:
-            spec = ArraySpec(name=name, shape=(MIB,), dtype="float32")
-            store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="pinned")
-
-        workers.run([partial(create, "model/a"), partial(create, "model/b")])
-        assert store.statistics().pinned_bytes == 8 * MIB
-
-
-def test_memory_is_used_again_once_nobody_has_a_view_of_it() -> None:
-    made: list[int] = []
-    rooms = Rooms(lambda nbytes: made.append(nbytes) or make_slab(nbytes))
-    first = torch.from_numpy(rooms.take(64)).view(torch.bfloat16)
-    part, place = first[8:], first.data_ptr()
-    del first
-    assert rooms.take(64).ctypes.data != place
-    assert made == [64, 64]
-    del part
-    again = torch.from_numpy(rooms.take(64, "")), torch.from_numpy(rooms.take(64, ""))
-    assert place in [one.data_ptr() for one in again]
-    assert made == [64, 64]
-    rooms.take(64, "another thing")
-    rooms.take(32)
-    assert made == [64, 64, 64, 32]
-
-
 def test_a_slab_is_registered_as_long_as_a_view_of_it_lives() -> None:
     runtime = Runtime()
     slabs = PinnedSlabs(runtime)
@@ -132,16 +87,6 @@ def test_a_slab_is_registered_as_long_as_a_view_of_it_lives() -> None:
     assert slabs.pinned_bytes == MIB
     slabs.close()
     assert runtime.registered == {}
-
-
-def test_state_that_is_removed_is_registered_no_more() -> None:
-    runtime = Runtime()
-    spec = ArraySpec(name="model/a", shape=(8 * MIB,), dtype="float32")
-    with TensorStore(StoreOptions(pin_state=True), cuda=runtime) as store:
-        store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="pinned")
-        assert sum(runtime.registered.values()) >= spec.nbytes
-        store.remove("model/a")
-        assert runtime.registered == {}
 
 
 @pytest.mark.parametrize("runtime", [Runtime(2 * MIB), Runtime(raises=True)])

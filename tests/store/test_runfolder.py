@@ -41,14 +41,6 @@ def end(process: subprocess.Popen[str], *, kill: bool) -> None:
     process.communicate()
 
 
-def test_each_rank_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    folders = [RunFolder(tmp_path, rank, Files()) for rank in (0, 1, 12)]
-    assert [folder.path.name for folder in folders] == ["rank-00000", "rank-00001", "rank-00012"]
-    assert {folder.path.parent for folder in folders} == {tmp_path / "zstore-run"}
-    for folder in folders:
-        folder.close()
-
-
 @pytest.mark.parametrize("path", ["relative", "./x", "", "~/x"])
 def test_a_relative_path_is_a_configuration_error(path: str) -> None:
     with pytest.raises(ConfigError, match="nvme_path: expected an absolute path"):
@@ -130,16 +122,6 @@ def test_only_our_files_are_swept(tmp_path: Path) -> None:
     RunFolder(tmp_path, 0, Files()).close()
     assert sorted(p.name for p in path.iterdir()) == ["notes.txt", "owner"]
     assert (tmp_path / "b.0.shard").exists()
-
-
-def test_close_gives_the_lock_back_even_where_sweeping_fails(tmp_path: Path) -> None:
-    files = FaultyFiles()
-    folder = RunFolder(tmp_path, 0, files)
-    (folder.path / "a.0.shard").write_bytes(b"")
-    files.inject(Fault(kind="unlink", error_number=errno.EIO))
-    with pytest.raises(StorageError, match="EIO"):
-        folder.close()
-    RunFolder(tmp_path, 0, Files()).close()
 
 
 def test_a_file_system_without_locks_is_an_error_that_names_the_path(

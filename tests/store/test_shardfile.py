@@ -110,9 +110,3 @@ def test_sealed_slots_verify_and_a_flipped_bit_is_found(
     words = rf"array 'a/b': chunk {first + chunk} of /some/file fails its crc32c \(offset {offset}, "
     with pytest.raises(CorruptionError, match=words):
         verify_slots(slots, layout, first, path="/some/file", array="a/b")
-
-
-def test_no_slots_is_no_error() -> None:
-    layout = ShardLayout(num_chunks=3, num_present=0, payload_bytes=64)
-    empty = np.empty(0, np.uint8)
-    assert seal_slots(empty, layout) == verify_slots(empty, layout, 0, path="p", array="a/b") == []

@@ -2,7 +2,6 @@
 
 import errno
 import math
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from zstore.format.partition import Grid, make_grid, plan_reads
 from zstore.format.shardfile import layout_of
 from zstore.io.buffers import make_slab
 from zstore.io.files import Files, Kind, OpenFile, ScatteredMemory
-from zstore.io.queue import Priority
 from zstore.io.shards import (
     Fill,
     FillRuns,
@@ -28,7 +26,7 @@ from zstore.io.shards import (
     open_resources,
     write_shard,
 )
-from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
+from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import (
     random_values,
     read_with_tensorstore,
@@ -179,54 +177,6 @@ def damaged(sample: tuple[Path, ArraySpec, np.ndarray], target: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("where", ["payload", "crc"])
-def test_a_flipped_bit_in_a_chunk(
-    res: IoResources, sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path, where: str
-) -> None:
-    _, spec, values = sample
-    grid = make_grid(spec.stored_shape, 3)
-    layout = layout_of(grid, 1, spec.dtype)
-    path = damaged(sample, tmp_path)
-    offset = layout.slot_offset(2) + (5 if where == "payload" else layout.payload_bytes)
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-    reader = ShardReader(res, path, spec, grid, 1)
-    words = rf"array 'model/w': chunk 2 of {path} fails its crc32c \(offset {layout.slot_offset(2)}"
-    with pytest.raises(CorruptionError, match=words):
-        reader.verify()
-    base, chunk = grid.shard_numel, grid.chunk_numel
-    out = np.empty(chunk * 4, np.uint8)
-    with pytest.raises(CorruptionError, match=words):
-        reader.read(base + 2 * chunk, base + 3 * chunk, out)
-    # Other chunks are still good.
-    reader.read(base + chunk, base + 2 * chunk, out)
-    assert same_bits(out.view(np.float32), values.reshape(-1)[base + chunk : base + 2 * chunk])
-    assert res.pool.held_bytes == 0
-
-
-@pytest.mark.parametrize("change", [-4096, -1, +1, -(10**9)])
-def test_a_file_of_another_size(
-    res: IoResources, sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path, change: int
-) -> None:
-    _, spec, _ = sample
-    path = damaged(sample, tmp_path)
-    data = path.read_bytes()
-    path.write_bytes(data[: max(0, len(data) + change)] + b"x" * max(0, change))
-    with pytest.raises(CorruptionError, match=rf"{path} has \d+ bytes, expected {len(data)} .*was cut or replaced"):
-        ShardReader(res, path, spec, make_grid(spec.stored_shape, 3), 1)
-
-
-def test_a_missing_file_and_one_of_another_shard(res: IoResources, sample: tuple[Path, ArraySpec, np.ndarray]) -> None:
-    folder, spec, _ = sample
-    grid = make_grid(spec.stored_shape, 3)
-    with pytest.raises(CorruptionError, match="is missing; restore it"):
-        ShardReader(res, folder / "c.7.0", spec, grid, 1)
-    other = make_grid((3001, 97), 2)
-    with pytest.raises(CorruptionError):
-        ShardReader(res, folder / "c.1.0", spec, other, 1)
-
-
 def test_verification_can_be_left_out_of_reads_but_not_of_verify(
     sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path
 ) -> None:
@@ -313,46 +263,6 @@ def test_a_failing_source_fails_the_write(res: IoResources, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="no such values"):
         write_shard(res, tmp_path / "s", SPEC, GRID, 0, fill)
     assert res.pool.held_bytes == 0
-
-
-def test_data_is_durable_before_a_write_returns(tmp_path: Path) -> None:
-    files = FaultyFiles()
-    with open_resources(files=files, pool_bytes=1 << 20) as res:
-        write_shard(res, tmp_path / "s", SPEC, GRID, 0, filler(random_values("float32", SPEC.numel)))
-    assert files.operations[-1] == "fsync"
-    assert files.operations.count("fsync") == 1
-
-
-def test_writes_may_finish_in_any_order(tmp_path: Path) -> None:
-    files = GatedFiles("write")
-    values = random_values("float32", SPEC.numel)
-    layout = layout_of(GRID, 0, SPEC.dtype)
-    results: list[ShardSummary] = []
-    with (
-        files.holding(),
-        open_resources(
-            pool_bytes=4 * layout.slot_bytes * layout.num_present, num_threads=4, files=files, block_bytes=4096
-        ) as res,
-    ):
-
-        def write() -> None:
-            results.append(write_shard(res, tmp_path / "s", SPEC, GRID, 0, filler(values)))
-
-        writer = threading.Thread(target=write, daemon=True)
-        writer.start()
-        files.arrived(1)
-        files.release(0)  # the index
-        count = min(4, layout.num_present)
-        files.arrived(1 + count)
-        for number in reversed(range(1, 1 + count)):
-            files.release(number)
-        files.open_gate()
-        writer.join(200)
-        reader = ShardReader(res, tmp_path / "s", SPEC, GRID, 0)
-        assert reader.verify() == list(results[0].crcs)
-        out = np.empty(SPEC.nbytes, np.uint8)
-        reader.read(0, SPEC.numel, out, Priority.PREFETCH)
-        assert same_bits(out.view(np.float32), values)
 
 
 def resting(res: IoResources, path: Path, values: np.ndarray, *, offset: int = 0) -> tuple[ShardReader, Bytes]:

@@ -16,7 +16,7 @@ from zstore.format.partition import make_grid
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.store import SMALL_SHARD_BYTES
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
-from zstore.testing.oracle import random_values, same_bits
+from zstore.testing.oracle import same_bits
 
 TIERS = ("device", "host", "disk")
 MIB = 1024 * 1024
@@ -44,21 +44,6 @@ def test_read_only_memory_is_a_good_source(store: TensorStore, tier: str) -> Non
     assert same_bits(store.read("model/w").wait(), values)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_parts_are_written_and_read(store: TensorStore, tier: str) -> None:
-    expected = create(store, tier)
-    store.write("model/w", expected).wait()
-    for first, numel in ((0, 1), (599_999, 1), (100_000, 250_000), (131_071, 3), (7, 0)):
-        part = random_values("float32", numel, seed=first)
-        expected[first : first + numel] = part
-        store.write("model/w", part, first).wait()
-        assert same_bits(store.read("model/w", first, first + numel).wait(), part)
-    out = np.zeros(1000, np.float32)
-    assert store.read("model/w", 99_500, 100_500, out).wait() is out
-    assert same_bits(out, expected[99_500:100_500])
-    assert same_bits(store.read("model/w").wait(), expected)
-
-
 def test_a_part_is_read_without_the_rest(store: TensorStore) -> None:
     values = create(store, "disk", (4_000_000,))
     store.write("model/w", values).wait()
@@ -66,6 +51,9 @@ def test_a_part_is_read_without_the_rest(store: TensorStore) -> None:
     assert same_bits(store.read("model/w", 2_000_000, 2_000_010).wait(), values[2_000_000:2_000_010])
     read_bytes = store.statistics().disk_read_bytes - before
     assert 0 < read_bytes <= 2 * MIB
+    out = np.zeros(1000, np.float32)
+    assert store.read("model/w", 99_500, 100_500, out).wait() is out
+    assert same_bits(out, values[99_500:100_500])
 
 
 def test_what_was_read_is_its_readers_alone(store: TensorStore) -> None:
@@ -115,7 +103,7 @@ def test_small_shards_rest_in_memory_even_where_the_disk_was_asked_for(store: Te
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("budget", [0, 16 * 1024, 256 * 1024, 2 * MIB])
+@pytest.mark.parametrize("budget", [0, 256 * 1024])
 def test_tensors_larger_than_any_buffer(tmp_path: Path, budget: int) -> None:
     """The pool is half the budget: of any size, it moves a tensor that is many times as large."""
     options = StoreOptions(run_path=tmp_path, host_budget_bytes=budget + 2 * MIB, num_threads=2)
@@ -168,13 +156,6 @@ def test_state_and_buffers_stay_within_the_budget_together(tmp_path: Path) -> No
         store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="disk")
         with pytest.raises(BudgetError, match="one request needs a buffer of"):
             store.write("model/long", np.zeros(spec.numel, np.float32)).wait()
-
-
-def test_small_shards_count_against_the_budget_too(tmp_path: Path) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=64 * 1024)) as store:
-        create(store, "disk", (8000,), name="model/a")
-        with pytest.raises(BudgetError):
-            create(store, "disk", (8000,), name="model/b")
 
 
 # -- versions -------------------------------------------------------------------------------------------------------

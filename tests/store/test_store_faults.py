@@ -3,7 +3,6 @@
 import errno
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from tests.store.stores import create, other_than
 from zstore.errors import DiskFullError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
-from zstore.io.files import Files
 from zstore.store import StoreOptions, TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
@@ -25,18 +23,6 @@ TIERS = ("device", "host", "disk")
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_at_create(store: TensorStore, files: FaultyFiles, tmp_path: Path) -> None:
-    files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
-    with pytest.raises(DiskFullError) as info:
-        create(store, "disk")
-    assert info.value.path is not None
-    assert info.value.path.startswith(str(tmp_path))
-    assert store.names() == []
-    values = create(store, "disk")
-    store.write("model/w", values).wait()
-    assert same_bits(store.read("model/w").wait(), values)
 
 
 def test_a_full_disk_in_the_middle_of_a_pass(store: TensorStore, files: FaultyFiles) -> None:
@@ -96,31 +82,6 @@ def test_a_store_that_cannot_be_made_holds_nothing(tmp_path: Path) -> None:
         TensorStore(StoreOptions(run_path=tmp_path, num_threads=0))
     assert threading.active_count() == before
     TensorStore(StoreOptions(run_path=tmp_path)).close()
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-import numpy as np
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import make_grid
-from zstore.store import StoreOptions, TensorStore
-store = TensorStore(StoreOptions(run_path=Path(sys.argv[1])))
-store.create(ArraySpec(name="model/w", shape=(100_000,), dtype="float32"), grid=make_grid((100_000,), 1), shard=0, tier="disk")
-store.write("model/w", np.ones(100_000, np.float32)).wait()
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_a_killed_run_leaves_a_folder_that_the_next_one_uses(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
-    assert done.returncode == -9
-    assert len(list(tmp_path.rglob("*.shard"))) == 1
-    with TensorStore(StoreOptions(run_path=tmp_path)) as store:
-        assert list(tmp_path.rglob("*.shard")) == []
-        create(store, "disk", (100_000,))
-        assert not store.read("model/w").wait().any()
-    assert list(tmp_path.rglob("*.shard")) == []
 
 
 # -- misuse ---------------------------------------------------------------------------------------------------------
@@ -268,16 +229,3 @@ def test_statistics_count_the_bytes_of_each_tier(store: TensorStore) -> None:
     assert 0 < found.pool_peak_bytes <= found.pool_bytes
     assert found.fallbacks == ()
     assert found.queue.waiting == 0
-
-
-def test_a_fallback_to_buffered_transfers_is_in_the_statistics(tmp_path: Path) -> None:
-    class Refusing(Files):
-        def _make_direct(self, fd: int) -> None:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    with TensorStore(StoreOptions(run_path=tmp_path), files=Refusing()) as store:
-        values = create(store, "disk")
-        store.write("model/w", values).wait()
-        assert same_bits(store.read("model/w").wait(), values)
-        (line,) = store.statistics().fallbacks
-        assert "refuses O_DIRECT" in line

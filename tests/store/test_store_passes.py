@@ -8,11 +8,9 @@ import pytest
 
 from tests.store.stores import LARGE, create, other_than
 from zstore.errors import BudgetError, StorageError, UsageError
-from zstore.io.files import Kind
 from zstore.store import StoreOptions, TensorStore
-from zstore.store.tiers.memory import DEVICE_TILE_NUMEL, MEMORY_TILE_NUMEL
 from zstore.testing.contract import as_array
-from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
+from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
 
 TIERS = ("device", "host", "disk")
@@ -96,73 +94,6 @@ def test_a_failed_pass_keeps_the_groups_that_ended(store: TensorStore, files: Fa
     assert all((store.read(names[group]).wait() == 7).all() for group in ended)
 
 
-class _LateThenFailing(GatedFiles):
-    """Holds the write of the first array, and the first write of the second one, which then fails."""
-
-    def __init__(self) -> None:
-        super().__init__("write", pattern="*model%2F[01]*")
-        self.release(*range(2, 1000))
-        self.is_armed = False
-        self._second = False
-
-    def step(self, kind: Kind, path: str) -> None:
-        """See `WatchedFiles.step`."""
-        if not self.is_armed:
-            return
-        fails = kind == "write" and "model%2F1" in path and not self._second
-        self._second |= fails
-        super().step(kind, path)
-        if fails:
-            raise OSError(errno.EIO, "the drive failed")
-
-
-def test_a_write_that_fails_as_the_group_before_ends_is_raised(tmp_path: Path) -> None:
-    files = _LateThenFailing()
-    ended: list[int] = []
-    # One thread: what it does comes one after the other.
-    options = StoreOptions(run_path=tmp_path, num_threads=1, block_bytes=128 * 1024)
-    with TensorStore(options, files=files) as store, files.holding():
-        create(store, "disk", (30, 1000), name="model/0")
-        create(store, "disk", LARGE, name="model/1")
-        store.write("model/2", create(store, "disk", name="model/2")).wait()
-        files.is_armed = True
-
-        def end(group: int) -> None:
-            ended.append(group)
-            files.release(1)
-
-        def change() -> None:
-            for tile in store.stream([["model/0"], ["model/1"]], "fill", on_end=end):
-                tile.views[0][:] = 7
-                if tile.group == 1 and tile.first == 0:
-                    files.arrived(1)
-                    files.release(0)
-                    store.read("model/2").wait()  # behind the write of the first group
-
-        with pytest.raises(StorageError):
-            change()
-        assert ended == [0]
-
-
-def test_tiles_in_memory_span_many_chunks(store: TensorStore) -> None:
-    create(store, "host", (4000, 1000), name="model/w")
-    tiles = [(tile.first, tile.stop) for tile in store.stream([["model/w"]], "read")]
-    grid = store.local("model/w").grid
-    assert 1 < len(tiles) < grid.present_chunks(0)
-    assert all(first % grid.chunk_numel == 0 for first, _ in tiles)
-    assert max(stop - first for first, stop in tiles) <= MEMORY_TILE_NUMEL
-    assert tiles[-1][1] == 4_000_000
-
-
-def test_tiles_of_a_device_beside_the_host_are_larger() -> None:
-    with TensorStore(StoreOptions(device="meta")) as store:  # a device of torch's without any memory
-        create(store, "device", (40_000, 1000), name="model/w")
-        create(store, "host", (4000, 1000), name="model/v")
-        tiles = [tile.stop - tile.first for tile in store.stream([["model/w"]], "read")]
-        assert 3 * DEVICE_TILE_NUMEL // 4 < max(tiles) <= DEVICE_TILE_NUMEL
-        assert max(tile.stop - tile.first for tile in store.stream([["model/v"]], "read")) <= MEMORY_TILE_NUMEL
-
-
 def test_a_pass_with_a_pool_of_its_own_does_not_wait_for_the_other(store: TensorStore) -> None:
     values = create(store, "disk", name="model/w")
     store.write("model/w", values).wait()
@@ -203,23 +134,6 @@ def test_groups_are_begun_when_they_are_admitted_and_left_out_otherwise(store: T
     assert (2, True) in asked
     assert all((store.read(names[group]).wait() == group).all() for group in seen)
     assert not (store.read(names[2]).wait() == 2).all()
-
-
-def test_a_group_that_may_not_be_begun_can_be_read(store: TensorStore) -> None:
-    """As a parameter is gathered while the update of its unit waits for the gradient."""
-    names = ["model/0", "model/1"]
-    for name in names:
-        store.write(name, create(store, "disk", name=name)).wait()
-    read: list[int] = []
-
-    def admit(group: int, wait: bool) -> bool:
-        if group == 1 and wait:
-            read.append(store.read("model/1").wait().size)
-        return group == 0 or wait
-
-    for tile in store.stream([[name] for name in names], admit=admit):
-        tile.views[0][:] = 0
-    assert read == [600_000]
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])

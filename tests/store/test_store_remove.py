@@ -98,22 +98,6 @@ def test_a_renamed_array_keeps_its_values(store: TensorStore, tier: TierName, sh
     assert store.names() == ["model/w"]
 
 
-def test_versions_are_renamed_too(store: TensorStore, tmp_path: Path) -> None:
-    values = create(store, "disk")
-    snapshot = store.snapshot()
-    store.write("model/w", values).wait()
-    snapshot.release()
-    assert store.rename("model/w", ArraySpec(name="other/v", shape=LARGE, dtype="float32"), tier="disk")
-    names = sorted(path.name for path in tmp_path.rglob("*.shard"))
-    assert len(names) == 2
-    assert all(name.startswith("other") for name in names)
-    for new in (other_than(values), values, other_than(values)):
-        snapshot = store.snapshot()
-        store.write("other/v", new).wait()
-        snapshot.release()
-        assert same_bits(store.read("other/v").wait(), new)
-
-
 def test_an_array_that_would_rest_otherwise_is_not_renamed(store: TensorStore) -> None:
     create(store, "host")
     for dtype, tier in (("bfloat16", "host"), ("float32", "disk")):

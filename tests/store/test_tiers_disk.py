@@ -2,15 +2,13 @@
 
 import errno
 import os
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from crc32c import crc32c
 
-from zstore.errors import CorruptionError, DiskFullError, StorageError, UsageError
+from zstore.errors import CorruptionError, UsageError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
 from zstore.format.shardfile import layout_of
@@ -92,21 +90,6 @@ class TestDiskTier(TierContract):
         assert len(self.shard_files(bench)) == 2
         assert same_bits(bench.read(local), bench.values(local, 3))
 
-    def test_a_spare_file_holds_nothing_of_its_former_version(self, bench: TierBench) -> None:
-        """Also where a pass begins on it and is given up."""
-        local = self.filled(bench)
-        for seed in (2, 3):
-            pin = bench.tier.pin(local.spec.name)
-            bench.update(local, bench.values(local, seed))
-            pin.release()
-        pin = bench.tier.pin(local.spec.name)
-        with closing(bench.visit(local.spec.name, Mode.FILL)) as parts:  # type: ignore[type-var]
-            next(parts)
-        pin.release()
-        assert same_bits(bench.read(local), bench.values(local, 3))
-        bench.update(local, bench.values(local, 4))
-        assert same_bits(bench.read(local), bench.values(local, 4))
-
     @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
     def test_where_links_are_not_to_be_had_the_pinned_version_is_copied(self, bench: TierBench, number: int) -> None:
         local = self.filled(bench)
@@ -120,17 +103,6 @@ class TestDiskTier(TierContract):
         assert same_bits(bench.read_published(local), bench.values(local, 1))
         layout = layout_of(local.grid, local.shard, local.spec.dtype)
         assert len(summary.crcs) == layout.num_present
-
-    def test_a_copy_does_not_unfreeze_what_was_linked(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        one, two = bench.tier.pin(local.spec.name), bench.tier.pin(local.spec.name)
-        assert bench.publish(one).linked
-        bench.files.inject(Fault(kind="link", error_number=errno.EXDEV))
-        assert not bench.publish(two, "copy").linked
-        one.release()
-        two.release()
-        bench.update(local, bench.values(local, 2))
-        assert same_bits(bench.read_published(local), bench.values(local, 1))
 
     def test_a_published_file_may_be_read_only_and_published_again(self, bench: TierBench) -> None:
         local = self.filled(bench)
@@ -173,34 +145,6 @@ class TestDiskTier(TierContract):
 
     # -- a full disk and other faults ---------------------------------------------------------------------------
 
-    def test_a_full_disk_at_the_next_version_leaves_the_former_one(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        pin = bench.tier.pin(local.spec.name)
-        bench.files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
-        with pytest.raises(DiskFullError):
-            bench.update(local, bench.values(local, 2))
-        assert len(self.shard_files(bench)) == 1
-        assert same_bits(bench.read(local), bench.values(local, 1))
-        bench.update(local, bench.values(local, 2))
-        bench.publish(pin)
-        pin.release()
-        assert same_bits(bench.read_published(local), bench.values(local, 1))
-        assert same_bits(bench.read(local), bench.values(local, 2))
-
-    @pytest.mark.parametrize("first", [0, 2])
-    def test_a_write_that_fails_while_pinned_leaves_the_former_version(self, bench: TierBench, first: int) -> None:
-        local = self.filled(bench)
-        pin = bench.tier.pin(local.spec.name)
-        bench.files.inject(Fault(kind="write", first=first, times=None, error_number=errno.EIO))
-        with pytest.raises(StorageError, match="EIO"):
-            bench.update(local, bench.values(local, 2))
-        bench.files.heal()
-        assert same_bits(bench.read(local), bench.values(local, 1))
-        bench.publish(pin)
-        pin.release()
-        assert same_bits(bench.read_published(local), bench.values(local, 1))
-        bench.expect_all_buffers_back()
-
     # -- damage -------------------------------------------------------------------------------------------------
 
     def flip(self, bench: TierBench, local: LocalShard, chunk: int = 1) -> None:
@@ -238,13 +182,6 @@ class TestDiskTier(TierContract):
         with pytest.raises(CorruptionError, match="the drive lost a write"):
             bench.read(local)
 
-    def test_a_file_cut_short_is_an_error(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        (name,) = self.shard_files(bench)
-        os.truncate(bench.folder.parent / "tier" / name, 10_000)
-        with pytest.raises(StorageError, match="the file ends after"):
-            bench.read(local)
-
     # -- the folder ---------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("name", ["model/a b/ü.x", "model/" + "long." * 100 + "x", "model/..", "model/a%2Fb"])
@@ -257,17 +194,6 @@ class TestDiskTier(TierContract):
         assert same_bits(bench.read(local), bench.values(local))
         assert len(self.shard_files(bench)) == 1
 
-    def test_long_names_that_begin_alike_have_files_of_their_own(self, bench: TierBench) -> None:
-        shards = []
-        for i in range(3):
-            spec = ArraySpec(name="model/" + "x" * 300 + str(i), shape=(50,), dtype="int8")
-            shards.append(LocalShard(spec, make_grid((50,), 1), 0))
-            bench.tier.create(shards[-1])
-            bench.shards[spec.name] = shards[-1]
-            bench.fill(shards[-1], bench.values(shards[-1], i))
-        for i, local in enumerate(shards):
-            assert same_bits(bench.read(local), bench.values(local, i))
-
     def test_close_removes_the_files_and_no_published_one(self, bench: TierBench) -> None:
         local = self.filled(bench)
         pin = bench.tier.pin(local.spec.name)
@@ -278,11 +204,6 @@ class TestDiskTier(TierContract):
         bench.tier.close()
         assert self.shard_files(bench) == []
         assert same_bits(bench.read_published(local), bench.values(local, 1))
-
-    def test_memory_is_not_adopted(self, bench: TierBench) -> None:
-        spec = ArraySpec(name="model/x", shape=(4,), dtype="float32")
-        with pytest.raises(UsageError, match="cannot adopt memory"):
-            bench.tier.create(LocalShard(spec, make_grid((4,), 1), 0), torch.zeros(4))
 
     @pytest.mark.timeout(60)
     def test_a_pinned_shard_is_changed_by_one_who_has_every_other_buffer(self, bench: TierBench) -> None:

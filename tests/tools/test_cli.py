@@ -63,12 +63,6 @@ def test_wrong_usage_ends_with_2_and_talks_on_stderr(words: list[str], capfd: py
         assert "Usage" in said.err
 
 
-def test_too_little_memory_is_an_error_that_says_the_least() -> None:
-    done = run("inspect", "x", "--memory", "63MiB")
-    assert done.returncode == 2
-    assert "expected at least 64MiB, got '63MiB'" in done.stderr
-
-
 def test_an_error_is_one_message_and_ends_with_1(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     done = run("doctor", "--path", missing, anew=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,10 @@ from zstore.errors import (
     CheckpointError,
     StorageError,
 )
-from zstore.io.buffers import Slabs
 from zstore.io.shards import open_resources
-from zstore.testing.faults import Fault, FaultyFiles, short_files
+from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.consolidate import consolidate_command
 from zstore.weights.cast import Castor, cast_into, castors
-from zstore.weights.file import BLOCK_BYTES, BlockFile, make_file
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import plan_files
 
@@ -180,7 +177,7 @@ FLOATS = hnp.arrays(np.float32, st.integers(1, 50), elements=st.floats(width=32,
 
 
 @given(FLOATS)
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_casts_are_those_of_torch(values: npt.NDArray[np.float32]) -> None:
     for dtype, native, kind in (
         ("float16", np.dtype(np.float16), torch.float16),
@@ -234,25 +231,6 @@ def test_doubles_may_not_fit_float32() -> None:
 
 
 # -- the file -------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_a_file_filled_in_any_order_has_every_byte(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    nbytes = data.draw(st.integers(1, 3 * BLOCK_BYTES))
-    cuts = sorted({0, nbytes, *data.draw(st.lists(st.integers(0, nbytes), max_size=6))})
-    content = np.random.default_rng(nbytes).integers(0, 256, nbytes).astype(np.uint8)
-    path = tmp_path_factory.mktemp("blocks") / "file"
-    files = short_files(1 << 20) if data.draw(st.booleans()) else FaultyFiles()
-    make_file(files, path, nbytes)
-    file = BlockFile(files, path, nbytes, Slabs(BLOCK_BYTES))
-    for first, stop in data.draw(st.permutations(list(itertools.pairwise(cuts)))):
-        assert not file.is_filled
-        file.fill(first, stop - first, lambda s, view, at=first: np.copyto(view, content[at + s : at + s + view.size]))
-    assert file.is_filled
-    assert path.read_bytes() == content.tobytes()
 
 
 # -- trouble --------------------------------------------------------------------------------------------------------

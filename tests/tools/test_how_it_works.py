@@ -32,11 +32,3 @@ def test_a_hop_is_there(path: str, name: str) -> None:
         found = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
         assert found, f"{path} has no {name}"
         body = found[0].body
-
-
-def test_the_drawing_of_a_step_and_a_save_has_names_of_hops() -> None:
-    drawing = (ROOT / "docs/pictures/step-and-save.svg").read_text(encoding="utf-8")
-    drawn = re.findall(r'<text class="code"[^>]*>([^<]+)</text>', drawing)
-    names = {short for _, name in hops() for short in (name, name.rpartition(".")[2])}
-    assert len(drawn) == 13
-    assert set(drawn) <= names

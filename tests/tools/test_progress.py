@@ -1,7 +1,6 @@
 """Progress on stderr: plain lines at most every 30 s, a bar in a terminal."""
 
 import io
-import threading
 
 from zstore.tools.progress import ProgressBar
 
@@ -36,16 +35,6 @@ def test_plain_lines_come_every_thirty_seconds() -> None:
         "verify: 900.00 MB of 1.00 GB (90 %), 0.01 GB/s",
         "verify: 1.00 GB in 100.0 s, 0.01 GB/s",
     ]
-
-
-def test_threads_lose_no_bytes() -> None:
-    with ProgressBar("read", stream=io.StringIO()) as progress:
-        threads = [threading.Thread(target=lambda: [progress.advance(1) for _ in range(2000)]) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert progress.done_bytes == 8000
 
 
 def test_a_terminal_gets_a_line_that_is_written_anew() -> None:

@@ -10,12 +10,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoints import save_arrays
 from tests.interop.deepspeed_data import DATA
-from zstore.checkpoint.lookahead import ReadAhead, Span, use_spans
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
@@ -155,38 +152,3 @@ def test_no_room_is_said_before_anything_is_written(saved: Path, tmp_path: Path)
 
 
 # -- reading ahead --------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_reading_ahead_gives_every_piece(saved: Path, arrays: dict[str, Array], data: st.DataObject) -> None:
-    names = data.draw(st.permutations(["model/w", "model/b", "model/long.rows", "optimizer/exp_avg/w"]))
-    ranges = []
-    for name in names:
-        first = data.draw(st.integers(0, arrays[name].size - 1))
-        ranges.append((name, first, data.draw(st.integers(first + 1, arrays[name].size))))
-    memory_bytes, depth = data.draw(st.sampled_from([1, 600_000, 16_000_000])), data.draw(st.integers(1, 3))
-    step = data.draw(st.integers(20_000, 500_000))
-    with open_checkpoint(saved) as reader, ReadAhead(reader, ranges, memory_bytes=memory_bytes, depth=depth) as ahead:
-        for name, first, stop in ranges:
-            for low in range(first, stop, step):
-                high = min(low + step, stop)
-                out = np.empty(high - low, arrays[name].dtype)
-                ahead.read(name, low, high, out)
-                assert out.tobytes() == arrays[name].reshape(-1)[low:high].tobytes()
-
-
-@pytest.mark.parametrize("last", [1, 2, 5])
-def test_the_error_of_one_use_ends_the_others_and_is_what_is_raised(saved: Path, last: int) -> None:
-    ranges = [("model/w", 0, 1003 * 301), ("model/long.rows", 0, 1_200_000)]
-    with open_checkpoint(saved) as reader:
-        for _ in range(10):
-            used: list[Span] = []
-
-            def use(span: Span, used: list[Span] = used) -> None:
-                used.append(span)
-                if len(used) == last:
-                    raise ArithmeticError
-
-            with pytest.raises(ArithmeticError):
-                use_spans(reader, ranges, use, "test-use")

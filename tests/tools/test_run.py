@@ -1,4 +1,4 @@
-"""`zstore run`: scripts that know nothing of it, on one machine, over ssh, over srun, and on two networks."""
+"""`zstore run`: scripts that know nothing of it, on one machine, and over ssh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.tools.run_machines import two_namespaces, with_programs
+from tests.tools.run_machines import with_programs
 
 RUN = [sys.executable, "-m", "zstore", "run", "--shutdown-timeout", "1"]
 
@@ -229,14 +229,3 @@ def test_no_host_keeps_ranks_that_nobody_watches(
         code, _, err = rest(process)
     assert code == (-signal.SIGKILL if lost == "launcher" else 128 + signal.SIGKILL)
     assert lost == "launcher" or "zstore: localhost was ended by SIGKILL" in err
-
-
-def test_two_machines_on_a_network_of_their_own(tmp_path: Path, environment: dict[str, str]) -> None:
-    (tmp_path / "hosts").write_text("10.77.0.1 slots=1\n10.77.0.2 slots=1\n")
-    with two_namespaces() as namespaces:
-        if namespaces is None:
-            pytest.skip("this process may not make network namespaces")
-        more = ["--hostfile", "hosts", "--export", "GLOO_SOCKET_IFNAME=cable"]
-        code, out, err = finish(tmp_path, environment | dict(namespaces), *more, "sums.py")
-    assert code == 0, err
-    assert out == [f"{rank}/2 3 {['0', '1', '0', None]} []" for rank in (0, 1)]

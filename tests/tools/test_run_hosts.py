@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.errors import UsageError
-from zstore.tools import cli
 from zstore.tools.run import plan as planning
-from zstore.tools.run.command import EPILOG
 from zstore.tools.run.hosts import Host, limit, parse_hostfile, select
 from zstore.tools.run.plan import RunOptions, make_jobs
 from zstore.tools.run.ranks import RunJob
@@ -177,25 +173,3 @@ def test_the_hostfile_of_deepspeed_is_read_for_its_scripts(hostfile: Path, monke
     monkeypatch.setattr(planning, "_JOB_HOSTFILE", hostfile)
     assert [job.machine for job in planned(as_deepspeed=True)] == ["a", "b"]
     assert planned()[0].ssh == ()
-
-
-# -- the command line -----------------------------------------------------------------------------------------------------
-
-PAGE = Path(__file__).parents[2] / "docs/launch.md"
-
-
-def parsed(line: str) -> RunOptions:
-    """The options of a command line, as `zstore` reads it."""
-    group: Any = typer.main.get_command(cli.app)
-    _, name, *rest = shlex.split(line, comments=True)
-    _, command, rest = group.resolve_command(group.make_context("zstore", [name]), [name, *rest])
-    return RunOptions(**command.make_context("run", rest).params)
-
-
-def test_every_command_line_that_is_printed_is_understood() -> None:
-    text = PAGE.read_text() + EPILOG
-    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("zstore run ")]
-    assert len(lines) > 15
-    for line in lines:
-        options = parsed(line)
-        assert options.script.endswith((".py", ".sh", ".train")), line

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 
 from zstore.errors import ConfigError
-from zstore.tools.sample.models import SHIPPED, Gpt, GptConfig, build_model, loss_of
+from zstore.tools.sample.models import Gpt, GptConfig, build_model, loss_of
 
 SMALL = GptConfig(hidden=32, num_layers=2, num_heads=2, max_positions=24)
 
@@ -49,14 +49,6 @@ def test_a_few_steps_learn_a_text_by_heart_and_generate_it() -> None:
         optimizer.step()
     out = model.generate(ids[:, :4], max_new_tokens=len(text) - 4, temperature=0)
     assert bytes(out[0].tolist()) == text
-
-
-def test_seq_len_beyond_the_shipped_positions_gets_more_of_them() -> None:
-    longest = SHIPPED["gpt-tiny"].max_positions
-    assert build_model("gpt-tiny", longest)._modules["transformer"].wpe.num_embeddings == longest
-    assert build_model("gpt-tiny", longest + 1)._modules["transformer"].wpe.num_embeddings == longest + 1
-    with pytest.raises(ConfigError, match="got a sequence of 25 tokens, but the model has 24"):
-        small_model()(torch.zeros(1, 25, dtype=torch.int64))
 
 
 NEO = {

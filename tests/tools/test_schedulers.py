@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests import warm
@@ -94,40 +92,36 @@ def test_pods_that_get_a_signal_save_and_start_again_for_nothing(tmp_path: Path,
     assert job["completions"] == job["parallelism"] == int(container["env"][1]["value"])
 
 
-def test_pods_that_lose_another_end_with_what_counts(tmp_path: Path, text: Path) -> None:
-    with pods(tmp_path, text, free_port()) as started:
-        started[1].kill()
-        _, said = started[0].communicate(timeout=200)
-        codes = [pod.wait(200) for pod in started]
-    assert codes == [1, -signal.SIGKILL], said
-    assert "rank 1 of 2 failed" in said
+STANDS_IN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+rank, folder = os.environ["RANK"], os.environ["TEST_FOLDER"]
+names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+assert [os.environ[name] for name in names] == ["2", rank, "2", "127.0.0.1"]
+open(f"{folder}/up-{rank}", "w")
+while not os.path.exists(f"{folder}/done"):
+    time.sleep(0.02)
+"""
+"""Ends as `zstore train` does: with 75 after a signal, with 0 when all is done."""
 
 
-def test_slurm_queues_a_stopped_run_again_until_it_is_done(tmp_path: Path, text: Path) -> None:
+def test_slurm_queues_a_stopped_run_again_until_it_is_done(tmp_path: Path) -> None:
     for name, program in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(f"#!{sys.executable}\n{program}")
         (tmp_path / name).chmod(0o700)
     variables = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "TEST_FOLDER": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
         "SLURM_NTASKS": "2",
         "SLURM_TASKS_PER_NODE": "2(x1)",
         "SLURM_JOB_NODELIST": "node1",
         "SLURM_JOB_ID": "7",
-        "MASTER_PORT": str(free_port()),
     }
-    run = tmp_path / "run"
 
-    def submit(*words: str, restarts: int = 0) -> subprocess.Popen[str]:
+    def submit(code: str, restarts: int = 0) -> subprocess.Popen[str]:
         own = os.environ | variables | {"SLURM_RESTART_COUNT": str(restarts)}
-        command = ["bash", str(EXAMPLES / "slurm.sh"), sys.executable, *words]
+        command = ["bash", str(EXAMPLES / "slurm.sh"), sys.executable, "-c", code]
         return subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True)
-
-    def train(steps: int) -> subprocess.Popen[str]:
-        words = ["-m", "zstore", "train", "--config", str(config_file(tmp_path)), "--model", "gpt-tiny", "--steps"]
-        words += [str(steps), "--seq-len", "16", "--data", str(text), "--save", str(run), "--save-every", "5"]
-        return submit(*words, "--resume", "auto")
 
     def end(job: subprocess.Popen[str]) -> tuple[int, int]:
         """Its code, and how often a job was queued again so far."""
@@ -136,30 +130,12 @@ def test_slurm_queues_a_stopped_run_again_until_it_is_done(tmp_path: Path, text:
         queued = tmp_path / "requeued"
         return job.returncode, queued.read_text().count("7\n") if queued.exists() else 0
 
-    job = train(1_000_000)
-    until(lambda: job.poll() is not None or (run.is_dir() and tags(run)))
+    job = submit(STANDS_IN)
+    until(lambda: job.poll() is not None or len(list(tmp_path.glob("up-*"))) == 2)
     job.send_signal(signal.SIGTERM)
     assert end(job) == (75, 1)
-    at = tags(run)[-1].record.step
-    assert end(train(at + 2)) == (0, 1)
-    assert tags(run)[-1].record.step == at + 2
-    fails = ["-c", "raise SystemExit(3)"]
-    assert end(submit(*fails, restarts=19)) == (3, 2)
-    assert end(submit(*fails, restarts=20)) == (3, 2)
-
-
-def test_a_full_drive_ends_a_run_with_1(tmp_path: Path, text: Path) -> None:
-    private = ["unshare", "--map-root-user", "--mount"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*private, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=False).returncode
-    ):
-        pytest.skip("may not mount")
-    (tmp_path / "run").mkdir()
-    mount = f"mount -t tmpfs -o size=400k tmpfs {tmp_path / 'run'}"
-    words = ["train", "--config", config_file(tmp_path), "--model", "gpt-tiny", "--steps", 3, "--seq-len", 16]
-    words += ["--data", text, "--save", tmp_path / "run", "--save-every", 1]
-    command = [*private, "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-m", "zstore", *words]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "No space left on device" in done.stderr or "room" in done.stderr
+    (tmp_path / "done").touch()
+    assert end(submit(STANDS_IN)) == (0, 1)
+    fails = "raise SystemExit(3)"
+    assert end(submit(fails, restarts=19)) == (3, 2)
+    assert end(submit(fails, restarts=20)) == (3, 2)

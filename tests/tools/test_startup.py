@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -66,22 +65,3 @@ def test_help_loads_no_arrays() -> None:
 def test_the_help_of_a_command_loads_nothing_that_draws(command: str) -> None:
     modules = loaded(command, "--help")
     assert modules & (HEAVY | {"rich.console", "rich.table", "rich.markdown"}) == set()
-
-
-def processor_s(*words: str) -> float:
-    """The least processor time of a process of Python, of three."""
-    taken = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, *words], capture_output=True, check=False, timeout=100)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.returncode == 0, done.stderr
-        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(taken)
-
-
-def test_commands_start_in_little_more_than_what_they_stand_on(saved: Path) -> None:
-    """A quiet machine takes under 0.6 s; here by the time of what each cannot do without, for machines differ."""
-    base_s = processor_s("-c", "import numpy, typer, pydantic, rich.console")
-    for words in (["--help"], ["inspect", "--help"], ["ls", str(saved)], ["inspect", str(saved)]):
-        assert processor_s("-m", "zstore", *words) < 2.5 * base_s + 0.1, words

@@ -25,7 +25,7 @@ from zstore.errors import (
     UsageError,
 )
 from zstore.tools.consolidate import consolidate_command
-from zstore.tools.train.command import OFFLOAD_ENVIRONMENT, train_command
+from zstore.tools.train.command import train_command
 
 FIELDS = (
     "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "disk_read_bytes", "disk_write_bytes", "peak_memory_bytes",
@@ -166,20 +166,3 @@ def test_a_resumed_run_refuses_another_order_of_data(tmp_path: Path, text: Path)
     for more in ({"seed": 2, "seq_len": None}, {"seq_len": 32}):
         with pytest.raises(CheckpointMismatchError, match="order of its data"):
             train_command(options(tmp_path, text, config, resume=str(tmp_path / "run"), **more))
-
-
-@pytest.mark.parametrize(("device", "value"), [("nvme", "passive"), ("none", None)])
-def test_with_offload_the_threads_of_torch_leave_the_cores_to_others_as_they_wait(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, device: str, value: str | None
-) -> None:
-    for name in OFFLOAD_ENVIRONMENT:
-        monkeypatch.setenv(name, "")  # so that it is restored
-        monkeypatch.delenv(name)
-    (tmp_path / "nvme").mkdir()
-    offload = {"device": device, "nvme_path": str(tmp_path / "nvme")}
-    config = config_file(tmp_path, zero_optimization={"stage": 2, "offload_optimizer": offload})
-    train_command(options(tmp_path, text, config, steps=1))
-    assert os.environ.get("OMP_WAIT_POLICY") == value
-    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    train_command(options(tmp_path, text, config, steps=1))
-    assert os.environ["OMP_WAIT_POLICY"] == "active"  # the user's own stays

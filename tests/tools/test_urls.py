@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import numpy as np
@@ -44,30 +43,6 @@ def url(run: Path) -> Iterator[str]:
     yield "memory://bucket/run"
     fs.store.clear()
     fs.pseudo_dirs[:] = [""]
-
-
-def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def test_inspect_and_verify_are_the_same(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    inspect_command(run, JSON)
-    here = told(capsys)
-    assert inspect_command(url, JSON) == 0
-    there = told(capsys)
-    assert there["arrays"] == here["arrays"]
-    assert there["checkpoint"] | {"path": ""} == here["checkpoint"] | {"path": ""}
-    assert verify_command(url, JSON) == 0
-    assert told(capsys)["faults"] == []
-
-
-def test_diff_compares_across_places_by_checksums(run: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert diff_command(run, url, common=JSON) == 0
-    assert told(capsys)["bytes"] == 0
-    assert diff_command(run / "step-00000001", url, common=JSON) == 1
-    (entry,) = told(capsys)["arrays"]
-    assert (entry["name"], entry["status"]) == ("model/b", "values")
 
 
 def test_other_softwares_checkpoints_are_not_read_behind_urls(url: str, tmp_path: Path) -> None:
