@@ -21,9 +21,11 @@ the service cut off is removed before the next ones come.
 
 from __future__ import annotations
 
+import filecmp
 import re
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -169,23 +171,46 @@ async def _put(
 async def _receive(upload: Upload, path: str, request: Request, offset: int, length: int) -> None:
     """Write the body of a request into a file from byte `offset` on. Raises CheckpointError if another connection sends it
     by now, UsageError unless `length` bytes come, DiskFullError if there is no room."""
-    part, sender, at, waiting = upload.part(path), upload.senders[path], offset, bytearray()
+    sender = upload.senders[path]
+
+    def check() -> None:
+        if upload.senders.get(path) is not sender:
+            raise CheckpointError(f"another connection sends {path}, or the upload was given up")
+
+    too_many = UsageError(f"{path}: more than the {length} bytes that Content-Range names were sent")
+    came = await _body_into(upload.part(path), request, length, too_many, offset=offset, check=check)
+    if came < length:
+        raise UsageError(f"{path}: {came} bytes came, {length} were to")
+
+
+async def _body_into(
+    path: Path,
+    request: Request,
+    most_bytes: int,
+    too_many: Exception,
+    *,
+    offset: int = 0,
+    check: Callable[[], None] = lambda: None,
+) -> int:
+    """Write the body of a request into a file from byte `offset` on, as it comes, and return its bytes; `check` is called
+    before each write. Raises `too_many` for more than `most_bytes`, UsageError if the connection ends early, DiskFullError if
+    there is no room; what came until then is in the file."""
+    came, waiting = 0, bytearray()
     try:
-        async with aiofiles.open(part, "r+b" if offset else "wb") as file:
+        async with aiofiles.open(path, "r+b" if offset else "wb") as file:
             await file.seek(offset)
 
             async def write() -> None:
-                if upload.senders.get(path) is not sender:
-                    raise CheckpointError(f"another connection sends {path}, or the upload was given up")
+                check()
                 await file.write(bytes(waiting))
                 waiting.clear()
 
             try:
                 async for piece in request.stream():
                     waiting += piece
-                    at += len(piece)
-                    if at > offset + length:
-                        raise UsageError(f"{path}: more than the {length} bytes that Content-Range names were sent")
+                    came += len(piece)
+                    if came > most_bytes:
+                        raise too_many
                     if len(waiting) >= _WRITE_BYTES:
                         await write()
                 await write()
@@ -193,9 +218,8 @@ async def _receive(upload: Upload, path: str, request: Request, offset: int, len
                 await write()
                 raise UsageError("the connection ended early") from error
     except OSError as error:
-        raise storage_error(error, "the file cannot be written", path=str(part)) from error
-    if at < offset + length:
-        raise UsageError(f"{path}: {at - offset} bytes came, {length} were to")
+        raise storage_error(error, "the file cannot be written", path=str(path)) from error
+    return came
 
 
 def _place_of(content_range: str | None, file: str, num_bytes: int) -> tuple[int, int]:
@@ -264,30 +288,30 @@ async def _companion(run: str, file: str, request: Request, library: Shared) -> 
     """Put a config or tokenizer file beside the checkpoints."""
     if not is_companion(file) or file.startswith(".") or "/" in file or "\\" in file:
         raise UsageError(f"{file!r:.100}: expected a model's config or tokenizer, as config.json")
-    await run_in_threadpool(_keep, library, run, file, await _small_body(request, MOST_COMPANION_BYTES))
-
-
-def _keep(library: Library, run: str, name: str, data: bytes) -> None:
-    """Write a file beside the checkpoints. If there are some, it may be made, but not replaced."""
-    folder, files = library.runs.folder_for_uploads(run), library.settings.files
-    path: Path = folder / name
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise CheckpointError(f"{name} is no file in the folder of {run!r}")
-    if path.is_file():
-        if path.read_bytes() == data:
-            return
-        if scan(folder).tags:
-            raise CheckpointError(
-                f"{run!r} has another {name} beside its checkpoints: expected a run of the same model; save under another name"
-            )
-    files.make_folder(folder)
-    part = folder / f".{name}.{uuid.uuid4().hex}.part"  # two clients may send one name at the same time
+    folder = await run_in_threadpool(library.runs.folder_for_uploads, run)
+    await run_in_threadpool(library.settings.files.make_folder, folder)
+    part = folder / f".{file}.{uuid.uuid4().hex}.part"  # two clients may send one name at the same time
     try:
-        files.write_small(part, data)
-        files.rename(part, path)
-    except BaseException:
-        files.unlink(part)
-        raise
+        await _body_into(part, request, MOST_COMPANION_BYTES, _too_large(MOST_COMPANION_BYTES))
+        await run_in_threadpool(_keep, library, run, part, folder / file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _keep(library: Library, run: str, part: Path, path: Path) -> None:
+    """Give a file that came its name beside the checkpoints. If there are some, it may be made, but not replaced."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise CheckpointError(f"{path.name} is no file in the folder of {run!r}")
+    if path.is_file():
+        if filecmp.cmp(part, path, shallow=False):
+            return
+        if scan(path.parent).tags:
+            raise CheckpointError(
+                f"{run!r} has another {path.name} beside its checkpoints: expected a run of the same model; save under "
+                "another name"
+            )
+    library.settings.files.sync_file(part)
+    library.settings.files.rename(part, path)
 
 
 async def _small_body(request: Request, most_bytes: int) -> bytes:
@@ -295,5 +319,9 @@ async def _small_body(request: Request, most_bytes: int) -> bytes:
     async for piece in request.stream():
         data += piece
         if len(data) > most_bytes:
-            raise HTTPException(413, f"the body of this request may have {most_bytes} bytes")
+            raise _too_large(most_bytes)
     return bytes(data)
+
+
+def _too_large(most_bytes: int) -> HTTPException:
+    return HTTPException(413, f"the body of this request may have {most_bytes} bytes")
