@@ -66,7 +66,8 @@ class Config:
     """Every key, typed."""
     source: str
     """Its source, for messages."""
-    reported: tuple[Notice, ...] = ()
+    notices: tuple[Notice, ...] = ()
+    """Each key that was set and does not act, once, with the reason."""
     resolved: bool = False
     frozen: bool = False
     """For an engine without an optimizer: there is no state to offload, and no step."""
@@ -75,14 +76,10 @@ class Config:
     keeps_whole: bool = False
     """Every rank keeps the whole state of the optimizer, and gradients of its own."""
 
-    def notices(self) -> list[Notice]:
-        """Return each key that was set and does not act, once, with the reason."""
-        return list(self.reported)
-
     def report(self) -> list[str]:
         """Return the notices as lines to print, those with the same reason in one."""
         keys: dict[str, list[str]] = {}
-        for notice in self.reported:
+        for notice in self.notices:
             keys.setdefault(notice.message, []).append(notice.key)
         return [f"{', '.join(names)}: {message}" for message, names in keys.items()]
 
@@ -99,11 +96,11 @@ class Config:
         if problems:
             raise ConfigError(problem_text(self.source, problems))
         if context.frozen:
-            notices = [notice for notice in self.reported if not notice.key.startswith(_OF_TRAINING)]
+            notices = [notice for notice in self.notices if not notice.key.startswith(_OF_TRAINING)]
             defaults = {key: value for key, value in defaults.items() if not key.startswith(_OF_TRAINING)}
             notices += [_defaults_notice(defaults)] if defaults else []
-            return replace(self, settings=settings, reported=tuple(notices), resolved=True, frozen=True)
-        notices = list(self.reported)
+            return replace(self, settings=settings, notices=tuple(notices), resolved=True, frozen=True)
+        notices = list(self.notices)
         for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
@@ -122,10 +119,10 @@ class Config:
             raise ConfigError(problem_text(self.source, [problem.message for problem in found]))
         whole, keeps = rule.whole_tensors or context.whole_tensors, rule.keeps_whole
         resolved = replace(
-            self, settings=settings, reported=tuple(notices), resolved=True, whole_tensors=whole, keeps_whole=keeps
+            self, settings=settings, notices=tuple(notices), resolved=True, whole_tensors=whole, keeps_whole=keeps
         )
         more = resolved._overlap_notice(context.world_size), resolved._non_finite_notice()
-        return replace(resolved, reported=(*notices, *(notice for notice in more if notice is not None)))
+        return replace(resolved, notices=(*notices, *(notice for notice in more if notice is not None)))
 
     def _non_finite_notice(self) -> Notice | None:
         """Say if another key decides on gradients that are not finite."""
@@ -399,7 +396,7 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, 
     settings, problems, notices = parse(raw)
     if problems:
         raise ConfigError(problem_text(name, [problem.message for problem in problems]))
-    return Config(settings=settings, source=name, reported=tuple(notices), resolved=False)
+    return Config(settings=settings, source=name, notices=tuple(notices), resolved=False)
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:

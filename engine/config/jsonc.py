@@ -12,20 +12,17 @@ from typing import Any, NoReturn
 from zstore.errors import ConfigError
 
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
-_COMMENT_OR_CHOICES = re.compile(
-    rf'{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/|\[[^\[\]{{}},"\n|]+(?:\|[^\[\]{{}},"\n|]+)+\]', re.DOTALL
-)
+_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=[ \t\r\n]*[\]}}])")
 
 
 def load_jsonc(text: str, source: str) -> dict[str, Any]:
     """Return the object that `text` holds; `source` names it in errors.
 
-    An array like `[0|1|2|3]`, as documentation shows choices, comes back as that string, so that the schema can name
-    the key and the choices. Raises ConfigError with source, line and column for anything else that is not JSON, and for a
-    key given twice, a number that is too large, and if the outermost value is not an object.
+    Raises ConfigError with source, line and column for what is not JSON, and for a key given twice, a number that is too
+    large, and if the outermost value is not an object.
     """
-    plain = _COMMENT_OR_CHOICES.sub(_without_comment, text.removeprefix("\ufeff"))
+    plain = _COMMENT.sub(_without_comment, text.removeprefix("\ufeff"))
     plain = _TRAILING_COMMA.sub(lambda found: " " if found.group() == "," else found.group(), plain)
     try:
         value = json.loads(plain, object_pairs_hook=_object, parse_float=_number, parse_constant=_not_finite)
@@ -56,11 +53,9 @@ def _hjson(text: str) -> dict[str, Any] | None:
 
 
 def _without_comment(found: re.Match[str]) -> str:
-    """Return a string as it is, choices as a string, and a comment as white space of its length."""
+    """Return a string as it is, and a comment as white space of its length."""
     text = found.group()
-    if text[0] == '"':
-        return text
-    return f'"{text}"' if text[0] == "[" else re.sub(r"[^\n]", " ", text)
+    return text if text[0] == '"' else re.sub(r"[^\n]", " ", text)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

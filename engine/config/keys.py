@@ -206,14 +206,22 @@ def _docstrings(kind: type) -> dict[str, str]:
     return found
 
 
-def known_keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def known_keys(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
     """Yield (dotted path, field) of each key of `section` and of the sections in it, in the order of the schema."""
-    for name, field in section.model_fields.items():
-        yield prefix + name, field
-        inner = section_of(field)
-        for one in section.variants.get(name, {"": inner}).values():
-            if one is not None:
-                yield from known_keys(one, f"{prefix}{name}.")
+    for written, key, field in spelled_keys(section):
+        if written == key:
+            yield key, field
+
+
+def spelled_keys(section: type[Section], outer: str = "", place: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
+    """Yield (dotted path as written, dotted path, field) of each spelling of the keys of `section` and of the sections in
+    it."""
+    for written, name in ({name: name for name in section.model_fields} | dict(section.renames)).items():
+        field = section.model_fields[name]
+        yield outer + written, place + name, field
+        for inner in section.variants.get(name, {"": section_of(field)}).values():
+            if inner is not None:
+                yield from spelled_keys(inner, f"{outer}{written}.", f"{place}{name}.")
 
 
 def acting(section: Section) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from zstore.errors import ConfigError, UsageError
 
-from .keys import Section, answer_type, problem_text, section_of
+from .keys import Section, answer_type, problem_text, section_of, spelled_keys
 from .optimizers import AdamParams, OptimizerSection
 from .schema import BATCH_KEYS, ConfigSections
 from .values import refusal, show
@@ -282,18 +282,9 @@ _SOURCE = "initialize(auto=...)"
 def _fields() -> Mapping[str, tuple[str, list[FieldInfo]]]:
     """Return, by each spelling of a dotted key, the schema's and the fields: several if its section is one of several."""
     found: dict[str, tuple[str, list[FieldInfo]]] = {}
-    for written, key, info in _spelled(ConfigSections):
+    for written, key, info in spelled_keys(ConfigSections):
         found.setdefault(written, (key, []))[1].append(info)
     return found
-
-
-def _spelled(section: type[Section], outer: str = "", place: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
-    for written, name in ({name: name for name in section.model_fields} | dict(section.renames)).items():
-        field = section.model_fields[name]
-        yield outer + written, place + name, field
-        for inner in section.variants.get(name, {"": section_of(field)}).values():
-            if inner is not None:
-                yield from _spelled(inner, f"{outer}{written}.", f"{place}{name}.")
 
 
 def read_answers(given: Mapping[str, Any] | None) -> dict[str, Any]:

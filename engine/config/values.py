@@ -1,7 +1,6 @@
 """Types of config values: pydantic's, and a description of each in words, for messages and for `docs/config.md`."""
 
 import json
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +24,6 @@ from pydantic_core import CoreSchema, core_schema
 from zstore.checkpoint import Keep
 from zstore.errors import UsageError
 from zstore.io import user_path
-
-_PLACEHOLDER = re.compile(r"\s*\[([^\[\]]*\|[^\[\]]*)\]\s*")
 
 
 def show(value: object) -> str:
@@ -64,7 +61,6 @@ class OneOf:
                 same_kind = isinstance(value, bool) == isinstance(option, bool)
                 if same_kind and key == (option.lower() if isinstance(option, str) else option):
                     return option
-            _filled_in(value)
             raise ValueError(f"choose one of {', '.join(map(show, options))}; got {show(value)}{self.advice(value)}")
 
         return core_schema.no_info_plain_validator_function(choose)
@@ -105,22 +101,9 @@ def _number(noun: str, about: Iterable[Any]) -> str:
 
 def refusal(kind: Any, value: object, error: Mapping[str, Any]) -> str:
     """Return the message about `value`, which pydantic refused as a `kind` with `error`."""
-    try:
-        _filled_in(value)
-    except ValueError as found:
-        return str(found)
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     return f"expected {expected(kind)}, got {show(value)}"
-
-
-def _filled_in(value: object) -> object:
-    """Return `value`. Raises ValueError for `[a|b|c]`, as documentation shows choices."""
-    placeholder = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
-    if placeholder:
-        choices = ", ".join(choice.strip() for choice in placeholder.group(1).split("|"))
-        raise ValueError(f"[{placeholder.group(1)}] is left in from documentation; choose one of {choices}")
-    return value
 
 
 def _whole(value: object) -> object:
@@ -128,7 +111,6 @@ def _whole(value: object) -> object:
 
 
 def _path(value: object) -> Path:
-    _filled_in(value)
     if not isinstance(value, str | Path) or not str(value):
         raise ValueError(f"expected a path, got {show(value)}")
     try:
@@ -185,7 +167,7 @@ def _none_if_off(value: object) -> object:
 Auto = Literal["auto"]
 """Takes the place of a value until `resolve` fills it in."""
 Bool = StrictBool
-Name = Annotated[StrictStr, BeforeValidator(_filled_in)]
+Name = StrictStr
 Whole = Annotated[int, Strict(), BeforeValidator(_whole)]
 """A whole number, `1e9` included."""
 Count = Annotated[Whole, Field(ge=0)]

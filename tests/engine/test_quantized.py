@@ -285,5 +285,5 @@ def test_masters_stay_exact_and_a_checkpoint_loads_without_the_keys(runs: list[d
 )
 def test_where_a_key_does_nothing_it_says_so(zero: dict[str, Any], key: str, said: str) -> None:
     config = load_config(_config(zero)).resolve(ResolveContext(world_size=1))
-    notices = {notice.key: notice.message for notice in config.notices()}
+    notices = {notice.key: notice.message for notice in config.notices}
     assert said in notices[f"zero_optimization.{key}"]

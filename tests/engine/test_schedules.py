@@ -241,7 +241,7 @@ def test_a_schedule_goes_on_from_the_position_that_is_asked_for() -> None:
     def schedule(**more: Any) -> NamedSchedule:
         section = {"type": "WarmupLR", "params": params | more}
         config = load_config({"train_batch_size": 1, "scheduler": section})
-        assert config.notices() == []
+        assert not config.notices
         resolved = config.resolve(ResolveContext(world_size=1, client_optimizer=True)).scheduler
         assert resolved is not None
         return named_schedule(resolved, adam(1))

@@ -50,7 +50,7 @@ NOTICES = [
 @pytest.mark.parametrize(("keys", "stage", "message"), NOTICES)
 def test_what_the_mode_comes_to_is_reported_once(keys: dict[str, Any], stage: int, message: str | None) -> None:
     given = make_config(stage, zstore={"step_overlap": "backward"}) | {"bf16": {"enabled": False}} | keys
-    notices = [str(n) for n in load_config(given).resolve(ResolveContext(world_size=2)).notices()]
+    notices = [str(n) for n in load_config(given).resolve(ResolveContext(world_size=2)).notices]
     assert [n for n in notices if "step_overlap" in n] == ([] if message is None else notices[-1:])
     assert message is None or message in notices[-1]
 
@@ -63,7 +63,7 @@ def test_auto_runs_behind_where_anything_is_offloaded(offloads: tuple[str, ...],
     given = {"train_batch_size": 1, "zero_optimization": zero, "zstore": {"step_overlap": "auto"}}
     resolved = load_config(given).resolve(ResolveContext(world_size=1))
     assert resolved.step_overlap == mode
-    assert [n for n in resolved.notices() if n.key == "zstore.step_overlap"] == []
+    assert [n for n in resolved.notices if n.key == "zstore.step_overlap"] == []
 
 
 def _non_finite(rank: int, folder: str) -> str:

@@ -237,4 +237,4 @@ def test_a_step_mode_that_needs_a_second_exchange_acts_as_none_and_says_so() -> 
         config = load_config(section | {"train_batch_size": 1, "zstore": {"step_overlap": "forward"}})
         resolved = config.resolve(ResolveContext(world_size=1))
         assert resolved.step_overlap == ("none" if needs else "forward")
-        assert [n.key for n in resolved.notices() if "whole tensors" in n.message] == ["zstore.step_overlap"] * needs
+        assert [n.key for n in resolved.notices if "whole tensors" in n.message] == ["zstore.step_overlap"] * needs

@@ -33,7 +33,7 @@ def test_every_key_of_a_common_config_is_explained(path: Path, capsys: pytest.Ca
     found = told(capsys, path, 0, hidden_size=64)
     statuses = {fact["key"]: fact["status"] for fact in found["keys"]}
     assert all(fact["text"] for fact in found["keys"])
-    for notice in load_config(path).notices():
+    for notice in load_config(path).notices:
         if ":" in notice.message and notice.key in statuses:
             assert statuses[notice.key] == notice.message.partition(":")[0]
     assert {key for key, value in found["resolved"].items() if value == "auto"} == set()

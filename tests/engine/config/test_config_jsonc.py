@@ -67,11 +67,6 @@ def test_number_kinds_are_kept() -> None:
     assert [type(item) for item in value.values()] == [float, int, float, float]
 
 
-def test_choices_left_in_from_documentation_come_back_as_text() -> None:
-    text = '{"stage": [0|1|2|3], "overlap_comm": [true|false], "plain": [1, 2]}'
-    assert load_jsonc(text, "ds.json") == {"stage": "[0|1|2|3]", "overlap_comm": "[true|false]", "plain": [1, 2]}
-
-
 def test_hjson_is_read_by_its_package_where_that_is_installed() -> None:
     pytest.importorskip("hjson")  # comes with DeepSpeed
     assert load_jsonc("{\n device: nvme # which\n betas: [0.9]\n}", "ds.json") == {"device": "nvme", "betas": [0.9]}

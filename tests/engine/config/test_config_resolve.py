@@ -44,7 +44,7 @@ def test_configs_that_people_have_become_plain_data(path: Path) -> None:
     context = CALLER if config.settings.train_batch_size != 1 else ResolveContext(world_size=1)
     plain = config.resolve(context)
     assert list(open_keys(plain.settings)) == []
-    assert plain.notices() == config.notices()
+    assert plain.notices == config.notices
     sizes = plain.batch
     assert sizes.train_batch_size == sizes.micro_batch_size * sizes.accumulation_steps * context.world_size
     # The section of our own keeps "auto" where it is a choice.
@@ -82,7 +82,7 @@ def test_sizes_are_from_the_hidden_size_or_those_of_keys_that_are_not_set() -> N
     assert [getattr(config.settings.zero_optimization, name) for name in names] == [10_000, 10_000, 9_000, 1_000]
     auto, plain = resolved(sections), resolved({"zero_optimization": {"stage": 3}})
     assert auto.settings.zero_optimization == plain.settings.zero_optimization
-    assert [notice.key for notice in auto.notices()] == ['"auto"']
+    assert [notice.key for notice in auto.notices] == ['"auto"']
 
 
 def test_what_has_no_default_is_named_all_at_once_with_how_to_answer() -> None:
@@ -110,7 +110,7 @@ def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
     params = config.scheduler.params
     assert isinstance(params, WarmupLRParams)
     assert (params.warmup_min_lr, params.warmup_max_lr, params.warmup_num_steps) == (0.0, 1e-3, 1000)
-    (line,) = [str(notice) for notice in config.notices() if notice.key == '"auto"']
+    (line,) = [str(notice) for notice in config.notices if notice.key == '"auto"']
     assert (
         "optimizer.params.lr = 0.001, optimizer.params.betas = [0.9, 0.999], optimizer.params.eps = 1e-08, "
         "optimizer.params.weight_decay = 0.0, scheduler.params.warmup_num_steps = 1000, "
@@ -247,7 +247,7 @@ def test_what_the_caller_passes_replaces_the_sections() -> None:
         }
     ).resolve(ResolveContext(world_size=1, client_optimizer=True, client_scheduler=True))
     assert (config.optimizer, config.scheduler) == (None, None)
-    assert [notice.key for notice in config.notices()] == ["optimizer", "scheduler"]
+    assert [notice.key for notice in config.notices] == ["optimizer", "scheduler"]
 
 
 def test_io_and_settings_of_our_own() -> None:

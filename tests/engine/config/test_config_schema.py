@@ -49,7 +49,7 @@ def subclasses(kind: type[Section]) -> Iterator[type[Section]]:
 
 
 def keys_of(config: Config) -> list[str]:
-    return [notice.key for notice in config.notices()]
+    return [notice.key for notice in config.notices]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -57,7 +57,7 @@ def test_configs_that_people_have_are_taken_as_they_are(path: Path) -> None:
     config = load_config(path)
     assert load_config(str(path)) == config
     assert len(keys_of(config)) == len(set(keys_of(config)))
-    assert all(notice.message for notice in config.notices())
+    assert all(notice.message for notice in config.notices)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"wandb": {"enabled": True, "entity": "x"}}, r"unknown key; the keys there are enabled, group, team, project$"),
     ({"optimizer": {"type": "Adam", "params": {"weight_decy": 0}}}, r"did you mean optimizer\.params\.weight_decay\?"),
     ({"zero_optimization": {"stage": 4}}, r"zero_optimization\.stage: choose one of 0, 1, 2, 3; got 4"),
-    ({"zero_optimization": {"stage": "[0|1|2|3]"}}, r"zero_optimization\.stage: .* choose one of 0, 1, 2, 3"),
     ({"zero_optimization": {"stage": True}}, r"stage: choose one of 0, 1, 2, 3; got true"),
     ({"zero_optimization": 3}, r"zero_optimization: expected an object .* got 3"),
     (
@@ -377,9 +376,7 @@ def test_any_object_gives_a_config_or_a_config_error(source: dict[str, Any]) -> 
 
 def test_a_file_with_comments(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(
-        '\ufeff{\n // stage\n "zero_optimization": {"stage": [0|1|2|3],}, # end\n "seed": -1}', encoding="utf-8"
-    )
+    path.write_text('\ufeff{\n // stage\n "zero_optimization": {"stage": 4,}, # end\n "seed": -1}', encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert str(caught.value).startswith(f"{path}: 2 problems:")

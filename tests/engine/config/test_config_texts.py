@@ -21,11 +21,11 @@ EVERYTHING = Path(__file__).parents[2] / "configs" / "zero3_nvme_everything.json
 
 
 def keys_of(config: Config) -> list[str]:
-    return [notice.key for notice in config.notices()]
+    return [notice.key for notice in config.notices]
 
 
 def test_no_effect_is_said_only_where_nothing_is_lost() -> None:
-    said = {notice.key.rpartition(".")[2]: notice.message for notice in load_config(EVERYTHING).notices()}
+    said = {notice.key.rpartition(".")[2]: notice.message for notice in load_config(EVERYTHING).notices}
     assert all(message.startswith("no effect: ") for message in said.values())
     frozen = load_config({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}})
     assert "not built: frozen weights keep the type" in frozen.report()[0]
@@ -57,7 +57,7 @@ def test_offload_param_below_stage_3_is_reported_and_ignored(stage: int, device:
     """DeepSpeed-Chat writes it at stage 2. Nothing of the section acts, its missing path included."""
     zero: dict[str, Any] = {"stage": stage, "offload_param": {"device": device, "pin_memory": True}}
     config = load_config({"train_batch_size": 1, "zero_optimization": zero})
-    (notice,) = config.notices()
+    (notice,) = config.notices
     assert str(notice).startswith(
         "zero_optimization.offload_param: not built: parameters are offloaded at stage 3 only"
     )
@@ -72,13 +72,13 @@ def test_offload_param_below_stage_3_is_reported_and_ignored(stage: int, device:
         assert store_key(resolved) == store_key(load_config({"zero_optimization": {"stage": stage}}))
     zero["stage"] = 3
     config = load_config({"train_batch_size": 1, "zero_optimization": zero})
-    assert (config.notices(), config.offload_param.device, config.pin_memory) == ([], device, True)
+    assert (config.notices, config.offload_param.device, config.pin_memory) == ((), device, True)
 
 
 def test_the_old_form_of_pinned_offload_pins() -> None:
     old = {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": True}
     config = load_config({"zero_optimization": old})
-    assert (config.notices(), config.offload_optimizer.device, config.pin_memory) == ([], "cpu", True)
+    assert (config.notices, config.offload_optimizer.device, config.pin_memory) == ((), "cpu", True)
     config = load_config({"zero_optimization": {"stage": 2, "cpu_offload_use_pin_memory": True}})
     assert keys_of(config) == ["zero_optimization.cpu_offload_use_pin_memory"]
 
