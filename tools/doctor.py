@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from zstore._version import __version__
-from zstore.errors import ConfigError, StorageError
+from zstore.errors import ConfigError
 from zstore.format import Bytes
-from zstore.io import PAGE_BYTES, Files, make_slab, num_cores, read_host_memory
+from zstore.io import Files, OpenFile, make_slab, num_cores, read_host_memory
 from zstore.sizes import format_bytes
 
 from .options import Json
@@ -51,7 +51,6 @@ class Folder:
 
     path: str
     free_bytes: int
-    writable: bool
     direct_io: bool | None = None
     """Transfers go past the page cache."""
     hard_links: bool | None = None
@@ -59,6 +58,15 @@ class Folder:
     read_bytes_per_s: float | None = None
     write_bytes_per_s: float | None = None
     """Over blocks that were written before, as swap files are."""
+
+    @property
+    def fault(self) -> str | None:
+        """Why zstore cannot work in the folder, with the remedy."""
+        if self.direct_io is None:
+            return f"{self.path} cannot be written: check its permissions, or give another folder"
+        if self.read_bytes_per_s is None:
+            return f"{self.path} has only {format_bytes(self.free_bytes)} free: free some space"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +81,6 @@ class Diagnosis:
     huge_pages: str | None
     """The kernel's mode: "always", "madvise" or "never"."""
     folder: Folder
-    fault: str | None
-    """Why zstore cannot work in the folder, with the remedy."""
-    advice: tuple[str, ...]
-    """Things that could be faster, with the remedy, and what to do next."""
 
 
 def doctor_command(
@@ -85,16 +89,17 @@ def doctor_command(
 ) -> int:
     """Print the report on stdout, as JSON or for people; 1 if something keeps zstore from working, else 0."""
     report = examine(path, rate_bytes=RATE_BYTES)
+    fault, advice = report.folder.fault, tuple(_advice(report))
     if json:
-        print_json(asdict(report))
+        print_json(asdict(report) | {"fault": fault, "advice": advice})
     else:
         console = make_console()
         for name, value in _rows(report):
             console.print(f"{name:<14}{printable(value)}", soft_wrap=True)
-        for line in (report.fault, *report.advice):
+        for line in (fault, *advice):
             if line is not None:
                 console.print(f"- {printable(line)}", soft_wrap=True)
-    return 0 if report.fault is None else 1
+    return 0 if fault is None else 1
 
 
 def examine(path: Path, *, rate_bytes: int) -> Diagnosis:
@@ -103,21 +108,15 @@ def examine(path: Path, *, rate_bytes: int) -> Diagnosis:
     The rates are measured on a file of `rate_bytes`, or less on a small drive. `ConfigError` if the folder does not exist.
     """
     folder, memory = examine_folder(path, rate_bytes), read_host_memory()
-    mode = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
-    huge_pages, devices = mode.group(1) if mode else None, tuple(_devices(memory.total_bytes or 0))
-    fault = None
-    if not folder.writable:
-        fault = f"{folder.path} cannot be written: check its permissions, or give another folder"
-    elif folder.read_bytes_per_s is None:
-        fault = f"{folder.path} has only {format_bytes(folder.free_bytes)} free: free some space"
+    mode = None
+    with contextlib.suppress(OSError):
+        mode = re.search(r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text())
     return Diagnosis(
         system=f"{platform.platform()}, Python {platform.python_version()}, torch {version('torch')}, zstore {__version__}",
-        devices=devices,
+        devices=tuple(_devices(memory.total_bytes or 0)),
         available_bytes=memory.available_bytes,
-        huge_pages=huge_pages,
+        huge_pages=mode.group(1) if mode else None,
         folder=folder,
-        fault=fault,
-        advice=tuple(_advice(folder, huge_pages, devices, memory.available_bytes)),
     )
 
 
@@ -127,39 +126,30 @@ def _devices(memory_bytes: int) -> Iterator[Device]:
 
     from zstore.engine.plan.precision import native_types
 
-    name = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    yield Device(
-        name=f"{name.group(1) if name else platform.machine()}, {num_cores()} cores",
-        memory_bytes=memory_bytes,
-        native=tuple(sorted(native_types(torch.device("cpu")))),
-    )
+    def native(*device: Any) -> tuple[str, ...]:
+        return tuple(sorted(native_types(torch.device(*device))))
+
+    yield Device(name=f"{platform.machine()}, {num_cores()} cores", memory_bytes=memory_bytes, native=native("cpu"))
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        native = tuple(sorted(native_types(torch.device("cuda", index))))
-        yield Device(name=properties.name, memory_bytes=properties.total_memory, native=native)
+        found = torch.cuda.get_device_properties(index)
+        yield Device(name=found.name, memory_bytes=found.total_memory, native=native("cuda", index))
 
 
-def _read(path: str) -> str:
-    """The text of a system file, or nothing if there is no such file."""
-    with contextlib.suppress(OSError):
-        return Path(path).read_text()
-    return ""
-
-
-def _advice(
-    folder: Folder, huge_pages: str | None, devices: tuple[Device, ...], available_bytes: int | None
-) -> Iterator[str]:
+def _advice(report: Diagnosis) -> Iterator[str]:
+    """Yield what could be faster, with the remedy, and what to do next."""
+    folder, memory = report.folder, ""
     if folder.direct_io is False:
         yield "no direct I/O here: transfers go through the page cache, slower and not counted in the host budget"
     if folder.hard_links is False:
         yield "no hard links here: checkpoints are copied in the background instead of linked"
-    if huge_pages == "never":
+    if report.huge_pages == "never":
         yield "no huge pages, half the direct I/O: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-    if not devices[-1].native:
+    if not report.devices[-1].native:
         yield 'no fast bf16 or fp16: train in fp32, which "bf16": {"enabled": "auto"} selects here'
-    memory = "" if available_bytes is None else f" --memory {available_bytes // 10**9}GB"
-    disk = f" --disk {folder.free_bytes // 10**9}GB"
-    yield f"see which config fits here: zstore plan --model M --gpus {len(devices) - 1}{memory}{disk}"
+    if report.available_bytes is not None:
+        memory = f" --memory {report.available_bytes // 10**9}GB"
+    limits = f"{memory} --disk {folder.free_bytes // 10**9}GB"
+    yield f"see which config fits here: zstore plan --model M --gpus {len(report.devices) - 1}{limits}"
 
 
 def _rows(report: Diagnosis) -> Iterator[tuple[str, str]]:
@@ -175,84 +165,56 @@ def _rows(report: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "direct I/O", words[folder.direct_io]
     yield "hard links", words[folder.hard_links]
     if folder.read_bytes_per_s is not None and folder.write_bytes_per_s is not None:
-        yield (
-            "drive",
-            f"reads {folder.read_bytes_per_s / 1e9:.2f} GB/s, writes {folder.write_bytes_per_s / 1e9:.2f} GB/s",
-        )
-
-
-# -- the folder ---------------------------------------------------------------------------------------------------------
+        read, write = folder.read_bytes_per_s / 1e9, folder.write_bytes_per_s / 1e9
+        yield "drive", f"reads {read:.2f} GB/s, writes {write:.2f} GB/s"
 
 
 def examine_folder(path: Path, rate_bytes: int) -> Folder:
-    """Try out a folder and measure its drive, on an eighth of the free space at most; nothing is left in it. `ConfigError` if
-    it does not exist."""
+    """Try out a folder and its drive, on at most an eighth of the free space; `ConfigError` if it does not exist."""
     if not path.is_dir():
         raise ConfigError(f"expected an existing folder, got {path}: create it, or give another --path")
     files, name = Files(), str(path.resolve())
     free_bytes = files.free_bytes(path)
     try:
         with tempfile.TemporaryDirectory(prefix=".zstore-doctor-", dir=path) as scratch:
+            rated, link = Path(scratch) / "rated", Path(scratch) / "link"
             num_blocks = min(rate_bytes, free_bytes // 8) // BLOCK_BYTES
-            read, write = _measure(files, Path(scratch) / "rate", num_blocks) if num_blocks else (None, None)
+            with files.opened(rated, write=True, create=True) as file:
+                read, write = _measure(files, file, num_blocks) if num_blocks else (None, None)
+            with contextlib.suppress(OSError):
+                os.link(rated, link)
             return Folder(
                 path=name,
                 free_bytes=free_bytes,
-                writable=True,
-                direct_io=_has_direct_io(files, Path(scratch) / "direct"),
-                hard_links=_has_hard_links(Path(scratch)),
+                direct_io=file.direct,
+                hard_links=link.exists(),
                 read_bytes_per_s=read,
                 write_bytes_per_s=write,
             )
     except OSError:
-        return Folder(path=name, free_bytes=free_bytes, writable=False)
+        return Folder(path=name, free_bytes=free_bytes)
 
 
-def _measure(files: Files, path: Path, num_blocks: int) -> tuple[float, float]:
-    """Return the bytes a second that are read from a file of so many blocks, and written over them."""
+def _measure(files: Files, file: OpenFile, num_blocks: int) -> tuple[float, float]:
+    """Return the bytes a second that are read from so many blocks of a new file, and written over them."""
     # Random bytes, since some drives store zeros for nothing. One block for each thread.
     slab = make_slab(_NUM_THREADS * BLOCK_BYTES)
     slab[:] = np.random.default_rng(0).integers(0, 256, slab.size, dtype=np.uint8)
-    with files.opened(path, write=True, create=True) as file:
-        files.allocate(file, num_blocks * BLOCK_BYTES)
-        rate = partial(_rate, slab, num_blocks)
-        for _ in range(2):  # over what was written before, as an update writes
-            write_rate = rate(partial(files.write_from, file), lambda: files.sync_data(file))
-        if hasattr(os, "posix_fadvise"):  # what goes through the page cache is read from the drive then
-            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return rate(partial(files.read_into, file), lambda: None), write_rate
 
+    def rate(move: Callable[[Bytes, int], None], finish: Callable[[], None] = lambda: None) -> float:
+        def work(thread: int) -> None:
+            for number in range(thread, num_blocks, _NUM_THREADS):
+                move(slab[thread * BLOCK_BYTES : (thread + 1) * BLOCK_BYTES], number * BLOCK_BYTES)
 
-def _rate(slab: Bytes, num_blocks: int, move: Callable[[Bytes, int], None], finish: Callable[[], None]) -> float:
-    """Move so many blocks from all threads; return bytes a second."""
+        started_s = time.perf_counter()
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            list(threads.map(work, range(_NUM_THREADS)))
+        finish()
+        return num_blocks * BLOCK_BYTES / (time.perf_counter() - started_s)
 
-    def work(thread: int) -> None:
-        for number in range(thread, num_blocks, _NUM_THREADS):
-            move(slab[thread * BLOCK_BYTES : (thread + 1) * BLOCK_BYTES], number * BLOCK_BYTES)
-
-    started_s = time.perf_counter()
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        list(threads.map(work, range(_NUM_THREADS)))
-    finish()
-    return num_blocks * BLOCK_BYTES / (time.perf_counter() - started_s)
-
-
-def _has_direct_io(files: Files, path: Path) -> bool:
-    try:
-        with files.opened(path, write=True, create=True) as file:
-            # Some file systems open such a file and refuse the transfer.
-            files.write_from(file, make_slab(PAGE_BYTES), 0)
-            return file.direct
-    except StorageError as error:
-        if error.errno in (None, 22):
-            return False
-        raise
-
-
-def _has_hard_links(folder: Path) -> bool:
-    (folder / "source").touch()
-    try:
-        os.link(folder / "source", folder / "link")
-    except OSError:
-        return False
-    return (folder / "link").stat().st_nlink == 2
+    files.allocate(file, num_blocks * BLOCK_BYTES)
+    for _ in range(2):  # over what was written before, as an update writes
+        write_rate = rate(partial(files.write_from, file), lambda: files.sync_data(file))
+    if hasattr(os, "posix_fadvise"):  # what goes through the page cache is read from the drive then
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return rate(partial(files.read_into, file)), write_rate
