@@ -30,8 +30,7 @@ from torch.futures import Future
 from zstore.checkpoint import MEMORY_BYTES, ArraySource, Range, ReadAhead, open_checkpoint
 from zstore.errors import UsageError
 from zstore.format import Box, flat_ranges
-from zstore.interop.dcp_names import key_of
-from zstore.interop.dcp_values import PICKLE, DcpState, decode_value
+from zstore.interop.dcp_state import PICKLE, DcpState, decode_value, key_of
 from zstore.io import UserPath, is_url, user_location
 from zstore.io.closing import closing_with
 from zstore.io.tensors import torch_dtype

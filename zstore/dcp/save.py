@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
 from zstore.checkpoint import COMPLETE, CheckpointBuilder, CheckpointPlan, Committer, new_save_id, sweep
 from zstore.errors import CheckpointError, UsageError
 from zstore.format import ArraySpec, client_array, make_grid, tiles
-from zstore.interop.dcp_names import STATE, Names, name_arrays
-from zstore.interop.dcp_names import Path as KeyPath
-from zstore.interop.dcp_values import make_document
+from zstore.interop.dcp_state import STATE, DcpState, name_arrays
+from zstore.interop.dcp_state import Path as KeyPath
 from zstore.io import Files, Flush, ShardSummary, make_read_only
 from zstore.io.tensors import dtype_name
 
@@ -66,7 +65,7 @@ class Save:
     def _lay_out(self, key: str, pieces: Sequence[TensorWriteData]) -> ArrayLayout:
         shape = tuple(pieces[0].size)
         dtype = dtype_name(pieces[0].properties.dtype, key)
-        spec = ArraySpec(name=self._names.arrays[key], shape=shape, dtype=dtype)
+        spec = ArraySpec(name=self._names[key], shape=shape, dtype=dtype)
         boxes = [box_of(piece) for piece in pieces]
         if not tiles(shape, boxes):
             held = sum(box.numel for box in boxes)
@@ -99,7 +98,7 @@ class Save:
                 for key, layout in self._layouts.items()
                 if key in mine or (layout.boxes and layout.grid.shard_valid_numel(rank) > 0)
             },
-            names={key: self._names.arrays[key] for key in mine if key not in self._layouts},
+            names={key: self._names[key] for key in mine if key not in self._layouts},
             sync=self._flush is None,
         )
 
@@ -130,16 +129,15 @@ class Save:
         )
 
     def _document(self, entries: Sequence[EntryReport]) -> dict[str, Any]:
-        values: list[tuple[KeyPath, Any]] = []
-        opaque: dict[str, str] = {}
+        state = DcpState(paths={layout.spec.name: self._paths[key] for key, layout in self._layouts.items()})
         for entry in entries:
             path = self._paths.get(entry.key, (entry.key,))
             if entry.is_value:
-                values.append((path, entry.value))
+                state.values.append((path, entry.value))
             elif entry.opaque is not None:
-                opaque[entry.opaque.name] = entry.kind
-                self._names.paths[entry.opaque.name] = path
-        return make_document(self._names, values, opaque)
+                state.opaque[entry.opaque.name] = entry.kind
+                state.paths[entry.opaque.name] = path
+        return state.document()
 
     def _summaries(self, plan: CheckpointPlan, entries: Sequence[EntryReport]) -> list[list[ShardSummary]]:
         """Return by rank, whose manifest names them, the shards of that number; makes their files read-only."""
@@ -164,14 +162,14 @@ class Save:
             self._flush.close()
 
 
-def _name(paths: dict[str, KeyPath], tensors: Iterable[str]) -> Names:
-    """Name tensors by their role; other entries become arrays only if they turn out to be opaque."""
+def _name(paths: dict[str, KeyPath], tensors: Iterable[str]) -> dict[str, str]:
+    """Return the array of each key, of tensors by their role; other entries become arrays only if they are opaque."""
     names = name_arrays({key: paths[key] for key in tensors})
-    taken = set(names.arrays.values())
-    for key in paths.keys() - names.arrays.keys():
-        names.arrays[key] = client_array(key)
-        if names.arrays[key] in taken:
-            raise UsageError(f"entry {key!r} and a tensor would both be the array {names.arrays[key]!r}: rename one")
+    taken = set(names.values())
+    for key in paths.keys() - names.keys():
+        names[key] = client_array(key)
+        if names[key] in taken:
+            raise UsageError(f"entry {key!r} and a tensor would both be the array {names[key]!r}: rename one")
     return names
 
 

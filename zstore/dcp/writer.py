@@ -30,8 +30,7 @@ from torch.futures import Future
 from zstore.checkpoint import tag_text
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, Box, Bytes, make_grid
-from zstore.interop.dcp_names import step_of
-from zstore.interop.dcp_values import BYTES, PICKLE, NotPlainError, encode_value
+from zstore.interop.dcp_state import BYTES, PICKLE, NotPlainError, encode_value, step_of
 from zstore.io import Files, UserPath, Workers, open_resources, user_path
 from zstore.io.closing import closing_with
 from zstore.io.tensors import bytes_of, dtype_name

@@ -24,9 +24,8 @@ from ..format.arrays import ArraySpec, Bytes, client_array
 from ..format.boxes import Box, gather, tiles
 from ..io.files import Files
 from ..io.shards import IoResources
-from .dcp_names import STATE, key_of, name_arrays, step_of
-from .dcp_names import Path as KeyPath
-from .dcp_values import BYTES, PICKLE, NotPlainError, encode_value, make_document
+from .dcp_state import BYTES, PICKLE, STATE, DcpState, NotPlainError, encode_value, key_of, name_arrays, step_of
+from .dcp_state import Path as KeyPath
 from .source import ForeignSource, record_of
 from .torchfile import Inert, TorchTensor, load_torch_file, opened_file
 
@@ -83,7 +82,7 @@ class LoadedBytes:
         out[:] = np.frombuffer(value, np.uint8)[first : first + out.size]
 
 
-_Blocks = list[tuple[Box, FileRange]]
+Blocks = list[tuple[Box, FileRange]]
 """The blocks of a tensor, and their places."""
 
 
@@ -98,14 +97,12 @@ class TorchDcpSource(ForeignSource):
 
     def __init__(self, folder: Path, resources: IoResources | None = None) -> None:
         metadata = _Metadata(folder)
-        tensors = metadata.tensors()
-        self._blocks = {spec.name: blocks for spec, blocks in tensors}
-        self._opaque: dict[str, FileRange | LoadedBytes] = {}
-        document = metadata.add_entries(self._opaque)
+        self._blocks = {spec.name: blocks for spec, blocks in metadata.tensors}
+        self._opaque = metadata.opaque
         self._found: dict[FileRange, TorchTensor] = {}
-        specs = [spec for spec, _ in tensors]
+        specs = [spec for spec, _ in metadata.tensors]
         specs += [ArraySpec(name=name, shape=(it.nbytes,), dtype="uint8") for name, it in self._opaque.items()]
-        record = record_of(folder, step_of(folder.resolve().name), {STATE: document})
+        record = record_of(folder, step_of(folder.resolve().name), {STATE: metadata.state.document()})
         super().__init__(folder, record, specs, resources, Files(direct=False))
 
     def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
@@ -157,65 +154,33 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Metadata:
-    """The content of `.metadata`, checked."""
+    """The content of `.metadata`, checked, and that of the entries that are plain data."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._path = folder / METADATA
-        with opened_file(self._path) as (file, _), self._checked():
+        self.opaque: dict[str, FileRange | LoadedBytes] = {}
+        """The place of each array of bytes."""
+        with opened_file(folder / METADATA) as (file, _), _checked(folder / METADATA):
             root = _Unpickler(file).load().state
-            self._entries: dict[str, Inert] = root["state_dict_metadata"]
+            entries: dict[str, Inert] = root["state_dict_metadata"]
             self._places = dict(self._place(index, info) for index, info in root["storage_data"].items())
             kept = root.get("planner_data")
-            kept = kept if isinstance(kept, dict) else {}
-            self._paths = {key: _key_path(key, kept.get(key)) for key in self._entries}
-            self._tensor_keys = [key for key, entry in self._entries.items() if entry.name == "TensorStorageMetadata"]
-            self._names = name_arrays({key: self._paths[key] for key in self._tensor_keys})
+            paths = {key: _key_path(key, kept.get(key) if isinstance(kept, dict) else None) for key in entries}
+            tensors = {key: entry.state for key, entry in entries.items() if entry.name == "TensorStorageMetadata"}
+            names = name_arrays({key: paths[key] for key in tensors})
+            self.tensors = [self._tensor(key, names[key], entry) for key, entry in tensors.items()]
+            """The array of each tensor, and its blocks."""
+            self.state = DcpState(paths={name: paths[key] for key, name in names.items()})
+            for key in [key for key in entries if key not in tensors]:
+                self._add_entry(key, paths[key])
 
-    @contextlib.contextmanager
-    def _checked(self) -> Iterator[None]:
-        """Name the file in the errors of the block; what fails in another way was not written by torch."""
-        try:
-            yield
-        except (CheckpointMismatchError, CorruptionError) as error:
-            if str(self._path.parent) in str(error):
-                raise
-            raise type(error)(f"{self._path}: {error}") from error
-        except Exception as error:
-            raise CorruptionError(
-                f"{self._path} is damaged, or was written in an unsupported way ({type(error).__name__}: {error!s:.200})"
-            ) from error
-
-    def tensors(self) -> list[tuple[ArraySpec, _Blocks]]:
-        """Return the array of each tensor, and its blocks."""
-        with self._checked():
-            return [self._tensor(key) for key in self._tensor_keys]
-
-    def add_entries(self, opaque: dict[str, FileRange | LoadedBytes]) -> dict[str, Any]:
-        """Add the arrays of bytes to `opaque`, and return the record's `state["dcp"]`."""
-        values: list[tuple[KeyPath, Any]] = []
-        kinds: dict[str, str] = {}
-        with self._checked():
-            for key in (key for key in self._entries if key not in self._names.arrays):
-                kind, value = _look(self._places[key, None])
-                if not kind:
-                    values.append((self._paths[key], value))
-                    continue
-                name = client_array(key)
-                if name in self._names.arrays.values():
-                    raise CheckpointMismatchError(f"{key!r} and a tensor would both be the array {name!r}")
-                opaque[name], kinds[name] = value, kind
-                self._names.paths[name] = self._paths[key]
-            return make_document(self._names, values, kinds)
-
-    def _tensor(self, key: str) -> tuple[ArraySpec, _Blocks]:
-        entry = self._entries[key].state
+    def _tensor(self, key: str, name: str, entry: dict[str, Any]) -> tuple[ArraySpec, Blocks]:
         shape = _extents(entry["size"])
         try:
-            spec = ArraySpec(name=self._names.arrays[key], shape=shape, dtype=entry["properties"].state[0])
+            spec = ArraySpec(name=name, shape=shape, dtype=entry["properties"].state[0])
         except ValueError as error:
             raise CheckpointMismatchError(f"{key!r}: {error}") from error
-        blocks: _Blocks = []
+        blocks: Blocks = []
         for chunk in entry["chunks"]:
             offsets, sizes = _extents(chunk.state["offsets"]), _extents(chunk.state["sizes"])
             box = Box(shape, offsets, sizes)
@@ -224,6 +189,21 @@ class _Metadata:
         if not tiles(shape, (box for box, _ in blocks)):
             raise CorruptionError(f"the blocks of {key!r} do not cover its {spec.numel} elements exactly once")
         return spec, blocks
+
+    def _add_entry(self, key: str, path: KeyPath) -> None:
+        """Add an entry that is no tensor to the state, as JSON if it is plain data, otherwise as an array of bytes."""
+        found: FileRange | LoadedBytes = self._places[key, None]
+        kind, name = PICKLE, client_array(key)
+        if self._places[key, None].nbytes <= _MOST_LOADED_BYTES:
+            with contextlib.suppress(NotPlainError, CheckpointMismatchError):
+                value = self._places[key, None].load()
+                if type(value) is not bytes:
+                    self.state.values.append((path, encode_value(value)))
+                    return
+                kind, found = BYTES, LoadedBytes(self._places[key, None], len(value))
+        if name in self.state.paths:
+            raise CheckpointMismatchError(f"{key!r} and a tensor would both be the array {name!r}")
+        self.opaque[name], self.state.opaque[name], self.state.paths[name] = found, kind, path
 
     def _place(self, index: Inert, info: Inert) -> tuple[tuple[str, tuple[int, ...] | None], FileRange]:
         offset, file = index.state.get("offset"), info.state["relative_path"]
@@ -236,13 +216,19 @@ class _Metadata:
         return (index.state["fqn"], None if offset is None else _extents(offset)), place
 
 
-def _look(place: FileRange) -> tuple[str, Any]:
-    """Return an empty kind and JSON for plain data, otherwise the kind and where its bytes are."""
-    if place.nbytes <= _MOST_LOADED_BYTES:
-        with contextlib.suppress(NotPlainError, CheckpointMismatchError):
-            value = place.load()
-            return (BYTES, LoadedBytes(place, len(value))) if type(value) is bytes else ("", encode_value(value))
-    return PICKLE, place
+@contextlib.contextmanager
+def _checked(path: Path) -> Iterator[None]:
+    """Name the file in the errors of the block; what fails in another way was not written by torch."""
+    try:
+        yield
+    except (CheckpointMismatchError, CorruptionError) as error:
+        if str(path.parent) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+    except Exception as error:
+        raise CorruptionError(
+            f"{path} is damaged, or was written in an unsupported way ({type(error).__name__}: {error!s:.200})"
+        ) from error
 
 
 def _extents(value: Any) -> tuple[int, ...]:

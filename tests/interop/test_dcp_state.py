@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,17 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError
-from zstore.interop.dcp_names import Path, key_of, name_arrays, paths_of
-from zstore.interop.dcp_values import DcpState, NotPlainError, decode_value, encode_value, make_document
+from zstore.interop.dcp_state import (
+    DcpState,
+    NotPlainError,
+    Path,
+    decode_value,
+    encode_value,
+    key_of,
+    name_arrays,
+)
 
 
 def there_and_back(paths: list[Path]) -> dict[str, str]:
     """The arrays by key, once it is sure that the paths come back."""
     names = name_arrays({key_of(path): path for path in paths})
-    back = paths_of(names.document(), names.arrays.values())
-    assert {name: key_of(path) for name, path in back.items()} == {name: key for key, name in names.arrays.items()}
-    assert set(back.values()) == set(paths)
-    return names.arrays
+    state = DcpState(paths={names[key_of(path)]: path for path in paths})
+    document = json.loads(json.dumps(state.document()))
+    assert DcpState.of({"dcp": document}, names.values()) == state
+    return names
 
 
 @pytest.mark.parametrize(
@@ -116,15 +124,15 @@ def test_what_takes_megabytes_is_no_plain_data() -> None:
 
 
 def test_a_damaged_record_is_refused() -> None:
-    good = make_document(name_arrays({"w": ("w",)}), [(("lr",), 0.1)], {})
+    good = DcpState(paths={"model/w": ("w",)}, values=[(("lr",), 0.1)]).document()
     assert DcpState.of({"dcp": good}, ["model/w"]).values == [(("lr",), 0.1)]
     for broken in (
         [],
         good | {"values": [[1]]},
         good | {"values": [["lr", 1]]},
         good | {"paths": {"model/w": [None]}},
+        good | {"paths": ["model/w"]},
         good | {"opaque": {"client/x": "exec"}},
-        good | {"model": "model"},
     ):
         with pytest.raises(CorruptionError):
             DcpState.of({"dcp": broken}, ["model/w"])
