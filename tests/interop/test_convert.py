@@ -153,7 +153,7 @@ def test_hostile_metadata_is_refused(theirs: Path, tmp_path: Path, monkeypatch: 
 
     for change, error, words in (
         (lambda _: Trap(), CheckpointMismatchError, "system"),
-        (lambda _: {}, CorruptionError, "is damaged, or was written in an unsupported way"),
+        (lambda _: {}, CorruptionError, "is not a valid `.metadata` .* or is damaged"),
         (elsewhere, CorruptionError, "not a file of the folder"),
         (smaller, CorruptionError, "do not cover its 21000 elements"),
         (outside, CorruptionError, "is not in a tensor of shape"),

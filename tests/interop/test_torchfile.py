@@ -144,12 +144,12 @@ def test_what_is_no_file_of_torch_save_is_refused(path: Path, tmp_path: Path) ->
     for drop in ("/data/0", "data.pkl"):
         shutil.copy(whole, path)
         rewrite(path, {}, drop)
-        with pytest.raises(CorruptionError, match=r"file\.pt is not a file of torch\.save"):
+        with pytest.raises(CorruptionError, match=r"file\.pt is not a valid file of torch\.save"):
             load_torch_file(path)
     torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
     for content in (path.read_bytes(), b"no archive at all", pickle.dumps({"a": 1}), b""):
         path.write_bytes(content)
-        with pytest.raises(CorruptionError, match=r"not a file of torch\.save as zip archive.* save it again"):
+        with pytest.raises(CorruptionError, match=r"not a valid file of torch\.save as zip archive.* save it again"):
             load_torch_file(path)
     path.unlink()
     with pytest.raises(CorruptionError, match="is missing"):

@@ -61,8 +61,7 @@ def name_arrays(paths: Mapping[str, Path]) -> dict[str, str]:
     """Return the array of each tensor, by key, given the path of each key. See [Note: paths]."""
     found = {key: _weight(path) or _optimizer_state(path) for key, path in paths.items()}
     roots: defaultdict[bool, set[Path]] = defaultdict(set)
-    for meaning in filter(None, found.values()):
-        root, slot, _ = meaning
+    for root, slot, _ in filter(None, found.values()):
         roots[slot == ""].add(root)
     names: dict[str, str] = {}
     taken: set[str] = set()

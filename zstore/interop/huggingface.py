@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CheckpointNotFoundError, CorruptionError, UsageError, storage_error
+from ..errors import CheckpointNotFoundError, CorruptionError, UsageError
 from ..format.arrays import (
     MAX_NAME,
     SAFETENSORS_DTYPES,
@@ -32,7 +32,7 @@ from ..format.arrays import (
 )
 from ..io.files import Files
 from ..io.shards import IoResources
-from .source import ForeignSource, record_of
+from .source import ForeignSource, opened_file, record_of
 
 _MAX_HEADER_BYTES = 100 * 1000 * 1000
 _MAX_VALUES = 2**21
@@ -79,43 +79,31 @@ class WeightsReader:
     def _find(self) -> dict[str, StoredWeight]:
         if not self.folder.is_dir():
             raise CheckpointNotFoundError(f"expected a folder with safetensors files, found none at {self.folder}")
-        index = self._index()
-        if index is None:
-            return self._header(self._only_file())
-        placed = _weight_map(index)
-        self.read_files.append(index.name)
+        main = self._main_file()
+        if main.name.endswith(SUFFIX):
+            return self._header(main)
+        placed = self._weight_map(main)
         found: dict[str, StoredWeight] = {}
         for name in dict.fromkeys(placed.values()):
             if Path(name).name != name or "\0" in name:
-                raise CorruptionError(f"{index} names {name!r:.200}, which is not a file beside it")
+                raise CorruptionError(f"{main} names {name!r:.200}, which is not a file beside it")
             found |= self._header(self.folder / name)
         lost = [name for name in placed if name not in found]
         if lost:
-            raise CorruptionError(f"{index} lists {lost[0]!r}, but {placed[lost[0]]} does not have it")
+            raise CorruptionError(f"{main} lists {lost[0]!r}, but {placed[lost[0]]} does not have it")
         return found
 
-    def _index(self) -> Path | None:
-        """Return the index of numbered files: that of a model, of diffusers' or of the only variant."""
-        usual = [self.folder / f"{stem}{SUFFIX}.index.json" for stem in STEMS]
-        found = sorted(self.folder.glob(f"*{SUFFIX}.index*.json"))
-        if (known := [path for path in usual if path in found]) or len(found) == 1:
-            return (known or found)[0]
-        if len(found) > 1 and not any((self.folder / f"{stem}{SUFFIX}").exists() for stem in STEMS):
-            names = ", ".join(path.name for path in found)
+    def _main_file(self) -> Path:
+        """Return the index of numbered files, or the only file: that of a model, of diffusers' or of the only variant."""
+        indices, files = (sorted(self.folder.glob(f"*{SUFFIX}{end}")) for end in (".index*.json", ""))
+        for found, end in ((indices, ".index.json"), (files, "")):
+            usual = [path for stem in STEMS if (path := self.folder / f"{stem}{SUFFIX}{end}") in found]
+            if usual or len(found) == 1:
+                return (usual or found)[0]
+        if found := indices or files:
             raise UsageError(
-                f"{self.folder} has several variants of the weights, {names}: leave one index in a copy of it"
-            )
-        return None
-
-    def _only_file(self) -> Path:
-        found = sorted(self.folder.glob(f"*{SUFFIX}"))
-        usual = [path for stem in STEMS if (path := self.folder / f"{stem}{SUFFIX}") in found]
-        if usual or len(found) == 1:
-            return (usual or found)[0]
-        if found:
-            raise UsageError(
-                f"{self.folder} has {len(found)} safetensors files and no model.safetensors.index.json that says which "
-                "belong together: save the model again with save_pretrained() of transformers or diffusers"
+                f"{self.folder} has {', '.join(path.name for path in found):.200}, and nothing says which belong together: "
+                "leave those of one model in a copy of it, or save it again with save_pretrained() of transformers or diffusers"
             )
         pickled = [path.name for pattern in _PICKLED for path in sorted(self.folder.glob(pattern))]
         if pickled:
@@ -127,29 +115,28 @@ class WeightsReader:
         raise CheckpointNotFoundError(f"{self.folder} has no safetensors files: expected model.safetensors or an index")
 
     def _header(self, path: Path) -> dict[str, StoredWeight]:
-        try:
-            file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would keep us waiting
-            try:
-                status = os.fstat(file)
-                size = status.st_size
-                length = int.from_bytes(os.pread(file, 8, 0), "little")
-                text = os.pread(file, length, 8) if length <= min(size - 8, _MAX_HEADER_BYTES) else b""
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise storage_error(error, "the weights cannot be read", path=str(path)) from error
-        self._seen[path] = _identity(status)
-        self.read_files.append(path.name)
-        try:
+        """Return the tensors of a file, by its header."""
+        with opened_file(path, "safetensors file") as (file, size):
+            self._seen[path] = _identity(os.fstat(file.fileno()))
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if length <= min(size - 8, _MAX_HEADER_BYTES) else b""
             if not text or len(text) != length:
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             entries = _json(text)
             self.kept_for |= {key: str(text) for key, text in (entries.pop("__metadata__", None) or {}).items()}
+            self.read_files.append(path.name)
             return {name: _weight(name, entry, path, 8 + length, size) for name, entry in entries.items()}
-        except UsageError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise CorruptionError(f"{path} is not a valid safetensors file: {error!s:.200}") from error
+
+    def _weight_map(self, path: Path) -> dict[str, str]:
+        """Return which file each tensor is in, by an index."""
+        with opened_file(path, "index of safetensors files") as (file, size):
+            if size > _MAX_HEADER_BYTES:
+                raise ValueError(f"it has {size} bytes")
+            placed = _json(file.read())["weight_map"]
+            if not all(isinstance(name, str) for name in placed.values()):
+                raise TypeError("its file names are not text")
+            self.read_files.append(path.name)
+            return dict(placed)
 
     def read_into(self, weight: StoredWeight, first: int, out: npt.NDArray[Any]) -> None:
         """Fill `out` (1-D, contiguous, of the weight's data type) with its flat elements from `first` on.
@@ -208,22 +195,6 @@ def _json(text: bytes) -> Any:
     if text.count(b",") + text.count(b"[") + text.count(b"{") > _MAX_VALUES:
         raise ValueError(f"more than {_MAX_VALUES} values")
     return json.loads(text)
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return which file each tensor is in, by an index."""
-    try:
-        size = index.stat().st_size
-        if size > _MAX_HEADER_BYTES:
-            raise ValueError(f"it has {size} bytes")
-        placed = _json(index.read_bytes())["weight_map"]
-        if not all(isinstance(name, str) for name in placed.values()):
-            raise TypeError("its file names are not text")
-    except OSError as error:
-        raise storage_error(error, "the index cannot be read", path=str(index)) from error
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise CorruptionError(f"{index} is not a valid index of safetensors files: {error!r:.200}") from error
-    return dict(placed)
 
 
 def _weight(name: str, entry: dict[str, Any], path: Path, data_offset: int, size: int) -> StoredWeight:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy.typing as npt
 
 from ..checkpoint.format import Record
 from ..checkpoint.names import array_path, step_tag, tag_text
 from ..checkpoint.source import ArraySource, StoredArray
-from ..errors import UsageError
+from ..errors import CheckpointMismatchError, CorruptionError, UsageError, ZstoreError, storage_error
 from ..format.arrays import ArraySpec, Bytes
 from ..format.partition import make_grid
 from ..io.files import Files
@@ -79,3 +81,32 @@ def record_of(folder: Path, step: int = 0, state: Mapping[str, Any] | None = Non
         manifest_sha256=(),
         state=state or {},
     )
+
+
+@contextmanager
+def opened_file(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file that is a `what`, say how many bytes it has, and name it in the errors of the block.
+
+    Raises StorageError if it cannot be read, CorruptionError if it is missing or no file, and if the block fails as it
+    does not for a `what`.
+    """
+    try:
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe would keep us waiting
+            raise CorruptionError(f"{path} is not a regular file")
+        with path.open("rb") as file:
+            yield file, about.st_size
+    except (CheckpointMismatchError, CorruptionError) as error:
+        if str(path.parent) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+    except ZstoreError:
+        raise
+    except FileNotFoundError as error:
+        raise CorruptionError(f"{path} is missing: copy it again") from error
+    except OSError as error:
+        raise storage_error(error, "the file cannot be read", path=str(path)) from error
+    except Exception as error:
+        raise CorruptionError(
+            f"{path} is not a valid {what}, or is damaged ({type(error).__name__}: {error!s:.200}): copy it again"
+        ) from error

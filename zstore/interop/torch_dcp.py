@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from ..io.files import Files
 from ..io.shards import IoResources
 from .dcp_state import BYTES, PICKLE, STATE, DcpState, NotPlainError, encode_value, key_of, name_arrays, step_of
 from .dcp_state import Path as KeyPath
-from .source import ForeignSource, record_of
-from .torchfile import Inert, TorchTensor, load_torch_file, opened_file
+from .source import ForeignSource, opened_file, record_of
+from .torchfile import Inert, TorchTensor, load_torch_file
 
 METADATA = ".metadata"
 _MOST_KEPT = 4096
@@ -160,7 +159,7 @@ class _Metadata:
         self._folder = folder
         self.opaque: dict[str, FileRange | LoadedBytes] = {}
         """The place of each array of bytes."""
-        with opened_file(folder / METADATA) as (file, _), _checked(folder / METADATA):
+        with opened_file(folder / METADATA, "`.metadata` of torch.distributed.checkpoint") as (file, _):
             root = _Unpickler(file).load().state
             entries: dict[str, Inert] = root["state_dict_metadata"]
             self._places = dict(self._place(index, info) for index, info in root["storage_data"].items())
@@ -214,21 +213,6 @@ class _Metadata:
         start, nbytes = _extents((info.state["offset"], info.state["length"]))
         place = FileRange(path=self._folder / file, offset=start, nbytes=nbytes)
         return (index.state["fqn"], None if offset is None else _extents(offset)), place
-
-
-@contextlib.contextmanager
-def _checked(path: Path) -> Iterator[None]:
-    """Name the file in the errors of the block; what fails in another way was not written by torch."""
-    try:
-        yield
-    except (CheckpointMismatchError, CorruptionError) as error:
-        if str(path.parent) in str(error):
-            raise
-        raise type(error)(f"{path}: {error}") from error
-    except Exception as error:
-        raise CorruptionError(
-            f"{path} is damaged, or was written in an unsupported way ({type(error).__name__}: {error!s:.200})"
-        ) from error
 
 
 def _extents(value: Any) -> tuple[int, ...]:

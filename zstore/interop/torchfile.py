@@ -11,14 +11,12 @@ Source: torch/serialization.py of torch 2.13.
 from __future__ import annotations
 
 import pickle
-import stat
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +24,7 @@ import numpy.typing as npt
 from ..errors import CheckpointMismatchError, CorruptionError, storage_error
 from ..format.arrays import Bytes, Shaped, numpy_dtype
 from ..io.files import Files
+from .source import opened_file
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +129,10 @@ def load_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
     """
     import torch
 
-    with opened_file(path) as (file, size):
+    with opened_file(path, "file of torch.save as zip archive (one of before torch 1.6: load and save it again)") as (
+        file,
+        size,
+    ):
         offset, nbytes = part or (0, size)
         if offset + nbytes > size:
             raise CorruptionError(
@@ -147,43 +149,14 @@ def load_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
                 view.seek(0)
                 with torch.serialization.safe_globals([(Inert.named(name), name) for name in unknown]):
                     found = torch.load(view, map_location="meta", weights_only=True)
-            return _Located(path, offset, offset + nbytes).of(found)
         except pickle.UnpicklingError as error:
+            lines = [line for line in str(error).splitlines() if line.strip() and "torch.load" not in line]
             raise CheckpointMismatchError(
                 f"{path} is not read: torch.load(weights_only=True) refuses its pickle, of which nothing was called "
-                f"({_reason(error)}). If you trust the file, load it with the software that wrote it, take that object "
-                "out, and save it again"
+                f"({lines[-1][:200] if lines else ''}). If you trust the file, load it with the software that wrote it, take "
+                "that object out, and save it again"
             ) from error
-        except OSError as error:
-            raise storage_error(error, "the file cannot be read", path=str(path)) from error
-        except CorruptionError:
-            raise
-        except Exception as error:
-            raise CorruptionError(
-                f"{path} is not a file of torch.save as zip archive, or is damaged ({_reason(error)}): copy it again; if "
-                "it is of torch before 1.6, load it with torch.load and save it again"
-            ) from error
-
-
-def _reason(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip() and "torch.load" not in line]
-    return f"{type(error).__name__}: {lines[-1][:200] if lines else ''}"
-
-
-@contextmanager
-def opened_file(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a file and say how many bytes it has. Raises CorruptionError if it is missing or no file, StorageError."""
-    try:
-        about = path.stat()
-        if not stat.S_ISREG(about.st_mode):
-            raise CorruptionError(f"{path} is not a regular file")
-        file = path.open("rb")
-    except FileNotFoundError as error:
-        raise CorruptionError(f"{path} is missing: copy it again") from error
-    except OSError as error:
-        raise storage_error(error, "the file cannot be read", path=str(path)) from error
-    with file:
-        yield file, about.st_size
+        return _Located(path, offset, offset + nbytes).of(found)
 
 
 class _Located:

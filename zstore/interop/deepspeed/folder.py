@@ -18,14 +18,16 @@ from pathlib import Path
 from ...checkpoint.names import natural_key, tag_text
 from ...errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError, listed
 
-_MODEL = re.compile(r"\A(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt\Z")
-_OPTIMIZER = re.compile(r"\A(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt\Z")
+_MODEL = re.compile(r"\A(?:zero_pp_rank_(\d+)_)?mp_rank_\d+_model_states\.pt\Z")
+_OPTIMIZER = re.compile(r"\A(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_?optim_states\.pt\Z")
 _PARALLEL = {
     "pipeline parallel": re.compile(r"\Alayer_\d+-model_.*model_states\.pt\Z"),
     "expert parallel (a mixture of experts)": re.compile(
         r"\A(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt\Z|\Aexpp_rank_\d+_.*\.pt\Z"
     ),
+    "tensor or pipeline parallel": re.compile(r"\A.*mp_rank_0*[1-9]\d*_.*states\.pt\Z"),
 }
+_KINDS = (_MODEL, _OPTIMIZER, *_PARALLEL.values())
 MODEL_STATES = "mp_rank_00_model_states.pt"
 """The file of all model states, at stages 1 and 2."""
 _MAX_HINT_BYTES = 4096
@@ -69,7 +71,7 @@ def find(location: Path, tag: str | None) -> CheckpointFiles | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return any(kind.match(name) for name in _names(path) for kind in (_MODEL, _OPTIMIZER, *_PARALLEL.values()))
+    return any(kind.match(name) for name in _names(path) for kind in _KINDS)
 
 
 def _names(path: Path) -> list[str]:
@@ -81,23 +83,24 @@ def _names(path: Path) -> list[str]:
 
 def _hinted(root: Path) -> str | None:
     """Return the tag that the root's hint names, None if there is none."""
-    for path in (root / "latest", root / "latest_universal"):
-        if not path.is_file():
-            continue
-        with path.open("rb") as file:
-            text = file.read(_MAX_HINT_BYTES)
-        try:
-            return tag_text(text.decode().strip())
-        except (UnicodeDecodeError, UsageError) as error:
-            raise CorruptionError(
-                f"{path} does not name a tag, but has {text[:60]!r}: give the tag's folder instead"
-            ) from error
-    return None
+    path = next((path for path in (root / "latest", root / "latest_universal") if path.is_file()), None)
+    if path is None:
+        return None
+    with path.open("rb") as file:
+        text = file.read(_MAX_HINT_BYTES)
+    try:
+        return tag_text(text.decode().strip())
+    except (UnicodeDecodeError, UsageError) as error:
+        raise CorruptionError(
+            f"{path} does not name a tag, but has {text[:60]!r}: give the tag's folder instead"
+        ) from error
 
 
 def _files(path: Path) -> CheckpointFiles:
     names = _names(path)
-    _refuse_parallel(path, names)
+    for what, kind in _PARALLEL.items():
+        if found := [name for name in names if kind.match(name)]:
+            raise refusal(path, what, f"{found[0]} and {len(found) - 1} more files of that kind")
     universal = {name: path / "zero" / name for name in _names(path / "zero")}
     if universal and MODEL_STATES in names:  # stage 3 has a file beside it, of the same content except the weights
         names = [name for name in names if name == MODEL_STATES or not _MODEL.match(name)]
@@ -128,23 +131,11 @@ def _by_rank(path: Path, names: list[str], kind: re.Pattern[str]) -> dict[int, P
     return found
 
 
-def _refuse_parallel(path: Path, names: list[str]) -> None:
-    """Raise CheckpointMismatchError for layouts in which no file alone describes a tensor."""
-    found = {what: [name for name in names if kind.match(name)] for what, kind in _PARALLEL.items()}
-    ranked = {name: _MODEL.match(name) or _OPTIMIZER.match(name) for name in names}
-    found["tensor or pipeline parallel"] = [name for name, match in ranked.items() if match and int(match[2]) > 0]
-    for what, files in found.items():
-        if files:
-            raise CheckpointMismatchError(
-                refusal(path, what, f"{files[0]} and {len(files) - 1} more files of that kind")
-            )
-
-
-def refusal(path: Path, what: str, why: str) -> str:
-    """Return the message for a parallel layout that is not read."""
-    return (
-        f"{path} is a {what} checkpoint of DeepSpeed ({why}), which is not read: the ranks hold parts of tensors, and how they "
-        "fit together is known to the program that trained. Export its weights with that program, as Hugging Face "
+def refusal(where: str | Path, what: str, why: str) -> CheckpointMismatchError:
+    """Return the error for a parallel layout, in which no file alone describes a tensor."""
+    return CheckpointMismatchError(
+        f"{where} is a {what} checkpoint of DeepSpeed ({why}), which is not read: the ranks hold parts of tensors, and how "
+        "they fit together is known to the program that trained. Export its weights with that program, as Hugging Face "
         "safetensors, and start from those"
     )
 

@@ -2,8 +2,8 @@
 
 [Note: flat tensors]
 At stages 1 and 2 a parameter group is one long vector, cut into as many parts as there are ranks: a tensor is a range of
-it, and may be in several parts (`Joined`). At stage 3 each tensor is cut by itself, its last part padded, and each rank's
-parts of a group of tensors follow each other (`Striped`).
+it, and may be in several parts. At stage 3 each tensor is cut by itself, its last part padded, and each rank's parts of a
+group of tensors follow each other.
 """
 
 from __future__ import annotations
@@ -42,11 +42,14 @@ Part = TorchTensor | MemoryPart
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A range of the concatenation of `parts`, all of one type, from its element `start` on."""
+class Elements:
+    """The elements of one global tensor in `parts`, all of one type. See [Note: flat tensors]."""
 
     parts: Sequence[Part]
     start: int = 0
+    """Of a range of the concatenation of all parts its first element; of a tensor that is cut, the first one in each part."""
+    cut: int | None = None
+    """How many elements of each part a tensor has that is cut by itself, padding included."""
 
     @property
     def dtype(self) -> str:
@@ -55,38 +58,13 @@ class Joined:
 
     def pieces(self, first: int, stop: int) -> Iterator[tuple[Part, int, int]]:
         """Yield the part, and the range in it, of each piece of flat elements `[first, stop)`, in order."""
-        begin, first, stop = 0, self.start + first, self.start + stop
+        begin, inside = (-self.start, 0) if self.cut is None else (0, self.start)
         for part in self.parts:
-            low, high = max(first, begin), min(stop, begin + part.numel)
+            end = begin + (part.numel if self.cut is None else self.cut)
+            low, high = max(first, begin), min(stop, end)
             if low < high:
-                yield part, low - begin, high - begin
-            begin += part.numel
-
-
-@dataclass(frozen=True)
-class Striped:
-    """`part_numel` elements of each part, from its element `start` on; the last part's may be padded."""
-
-    parts: Sequence[Part]
-    start: int
-    part_numel: int
-
-    @property
-    def dtype(self) -> str:
-        """Type of the elements, as Zarr names it."""
-        return self.parts[0].dtype
-
-    def pieces(self, first: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        position = first
-        while position < stop:
-            rank, inside = divmod(position, self.part_numel)
-            count = min(stop - position, self.part_numel - inside)
-            yield self.parts[rank], self.start + inside, self.start + inside + count
-            position += count
-
-
-Elements = Joined | Striped
-"""The elements of one global tensor."""
+                yield part, inside + low - begin, inside + high - begin
+            begin = end
 
 
 MASTER = "fp32"

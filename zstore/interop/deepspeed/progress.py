@@ -29,7 +29,7 @@ _SETTINGS = (
 """Settings of parameter groups that torch's optimizers and schedulers know."""
 
 _HYSTERESIS = 2
-"""DeepSpeed's defaults, if a checkpoint has none."""
+"""DeepSpeed's default, if a checkpoint has none."""
 
 SCALE_RULES = {
     "loss_scale_window": "scale_window",
@@ -41,8 +41,8 @@ SCALE_RULES = {
 """Settings by which a dynamic loss scale changes, and their names in DeepSpeed's scaler."""
 
 
-class ProgressRecord:
-    """Builds the record. `model` are rank 0's model states, `states` the optimizer's."""
+class Progress:
+    """Makes the record of rank 0's model states and the optimizer's `states`."""
 
     def __init__(self, model: Fields, states: States, files: Files) -> None:
         self._model = model
@@ -63,39 +63,42 @@ class ProgressRecord:
     @property
     def precision(self) -> str:
         """The precision that the model computed in: "bf16", "fp16" or "fp32"."""
-        for name, keys in (("bf16", ("bf16", "bfloat16")), ("fp16", ("fp16",))):
-            if any(table_of(self._config.get(key)).get("enabled") is True for key in keys):
-                return name
-        return "fp32"
+        sections = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}
+        enabled = (p for p, keys in sections.items() if any(self._section(key).get("enabled") is True for key in keys))
+        return next(enabled, "fp32")
+
+    def _section(self, key: str) -> Mapping[Any, Any]:
+        return table_of(self._config.get(key))
 
     def record(self, tag: str, parameters: Iterable[str]) -> Record:
         """Return the record of a checkpoint with these parameters."""
-        model, world_size = self._model, self._states.world_size
-        steps = model.count("global_steps")
         client = {
             key: self.client.of(value, key)
-            for key, value in model.entries.items()
+            for key, value in self._model.entries.items()
             if isinstance(key, str) and key not in DEEPSPEEDS_OWN
         }
+        state = {"client_state": client, "engine": self._engine(parameters)}
         self.notes += [f"client_state: {what}" for what in self.client.left_out]
-        self.notes += [f"{key!r}" for key in ("data_sampler", "random_ltd") if model.get(key) is not None]
+        self.notes += [f"{key!r}" for key in ("data_sampler", "random_ltd") if self._model.get(key) is not None]
         self.notes += self._states.notes
         return Record(
             id="",
             tag=tag,
-            step=steps,
-            world_size=world_size,
-            training_world_size=world_size,
+            step=self._model.count("global_steps"),
+            world_size=self._states.world_size,
+            training_world_size=self._states.world_size,
             metadata_sha256="",
             manifest_sha256=(),
-            state={"client_state": client, "engine": self._engine(steps, parameters)},
+            state=state,
         )
 
-    def _engine(self, steps: int, parameters: Iterable[str]) -> dict[str, Any]:
-        skipped = min(self._whole("skipped_steps", 0), steps)
-        batch = self._batch()
-        applied = {"step": float(steps - skipped), "updates": float(steps - skipped)}
-        known = self._states.parameters
+    def _engine(self, parameters: Iterable[str]) -> dict[str, Any]:
+        steps, batch, known = self._model.count("global_steps"), self._batch(), self._states.parameters
+        skipped = min(_whole(self._model.get("skipped_steps")) or 0, steps)
+        samples = _whole(self._model.get("global_samples"))
+        # Ours counts the updates of any optimizer; DeepSpeed's of one that counts itself.
+        applied = {"step": float(steps - skipped)}
+        scalars = {name: applied | (known[name].scalars if name in known else {}) for name in parameters}
         return {
             "counters": {
                 "global_steps": steps,
@@ -105,36 +108,22 @@ class ProgressRecord:
             "batch": batch,
             "seed": None,
             "precision": self.precision,
-            "scalars": {name: self._scalars(applied, name) if name in known else applied for name in parameters},
+            "scalars": {name: found | {"updates": found["step"]} for name, found in scalars.items()},
             "groups": [self._settings(group) for group in self._states.groups],
             "loss_scale": self._loss_scale(steps),
             "schedule": self._schedule(),
-            "data_position": self._whole("global_samples", steps * batch["train_batch_size"]),
+            "data_position": steps * batch["train_batch_size"] if samples is None else samples,
         }
-
-    def _scalars(self, applied: Mapping[str, float], name: str) -> dict[str, float]:
-        found = self._states.parameters[name].scalars
-        # Ours counts the updates of any optimizer; DeepSpeed's of one that counts itself.
-        return {**applied, **found, "updates": found.get("step", applied["updates"])}
-
-    def _whole(self, key: str, default: int) -> int:
-        value = self._model.get(key)
-        return value if type(value) is int and 0 <= value < 2**53 else default
 
     def _batch(self) -> dict[str, int]:
         """Return the batch sizes; the config may leave out those that follow from the others."""
-
-        def setting(key: str) -> int | None:
-            value = self._config.get(key)
-            return value if type(value) is int and 0 < value < 2**53 else None
-
-        train, micro = setting("train_batch_size"), setting("train_micro_batch_size_per_gpu")
-        accumulation = setting("gradient_accumulation_steps")
+        train, micro, accumulation = (
+            _whole(self._config.get(key))
+            for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        )
         ranks = self._states.world_size
-        if train is None:
-            train = (micro or 1) * (accumulation or 1) * ranks
-        if accumulation is None:
-            accumulation = max(1, train // ((micro or max(1, train // ranks)) * ranks))
+        train = train or (micro or 1) * (accumulation or 1) * ranks
+        accumulation = accumulation or max(1, train // ((micro or max(1, train // ranks)) * ranks))
         return {
             "train_batch_size": train,
             "micro_batch_size": micro or max(1, train // (accumulation * ranks)),
@@ -143,17 +132,15 @@ class ProgressRecord:
 
     def _settings(self, group: Mapping[Any, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for key, value in group.items():
-            if key not in _SETTINGS:
-                continue
-            if isinstance(value, bool):
-                found[key] = value
-            elif isinstance(value, list | tuple):
+        for key in (key for key in group if key in _SETTINGS):
+            value = group[key]
+            if isinstance(value, list | tuple):
                 numbers = [number_of(item, self._files) for item in value[:8]]
-                if None not in numbers:
-                    found[key] = numbers
-            elif (number := number_of(value, self._files)) is not None:
-                found[key] = number
+                value = None if None in numbers else numbers
+            elif not isinstance(value, bool):
+                value = number_of(value, self._files)
+            if value is not None:
+                found[key] = value
         return found
 
     def _loss_scale(self, steps: int) -> dict[str, Any]:
@@ -164,20 +151,17 @@ class ProgressRecord:
             value = number_of(found.get(key), self._files)
             return value if value is not None and math.isfinite(value) else default
 
-        configured = table_of(self._config.get("fp16")).get("hysteresis")
+        rules: dict[str, Any] = {name: found.get(key) for name, key in SCALE_RULES.items()}
+        known = all(isinstance(value, bool | int | float) for value in rules.values())
+        hysteresis = _whole(self._section("fp16").get("hysteresis"))
         return {
             "scale": number("cur_scale", 1.0),
-            "hysteresis_left": int(number("cur_hysteresis", configured if type(configured) is int else _HYSTERESIS)),
+            "hysteresis_left": int(number("cur_hysteresis", _HYSTERESIS if hysteresis is None else hysteresis)),
             "iteration": int(number("cur_iter", steps)),
             "last_overflow": int(number("last_overflow_iter", -1)),
-            "rules": self._rules(found),
+            # Of another scale than a dynamic one there are none.
+            "rules": rules if known and found.get("dynamic") is True else None,
         }
-
-    def _rules(self, scaler: Mapping[Any, Any]) -> dict[str, Any] | None:
-        """Return the settings by which a dynamic scale changes; None for any other, and if some are missing."""
-        found: dict[str, Any] = {name: scaler.get(key) for name, key in SCALE_RULES.items()}
-        known = all(isinstance(value, bool | int | float) for value in found.values())
-        return found if known and scaler.get("dynamic") is True else None
 
     def _schedule(self) -> Any:
         """Return the schedule's state as the engine writes its own; DeepSpeed's schedulers and torch's keep the same."""
@@ -185,12 +169,11 @@ class ProgressRecord:
         if not isinstance(state, dict):
             return None
         plain = Plain(f"{self._model.where}: lr_scheduler")
-        found = {
-            key: number
-            if (number := number_of(value, self._files)) is not None and not isinstance(value, int)
-            else value
-            for key, value in state.items()
-        }
-        result = plain.of(found, "lr_scheduler")
+        result = plain.of(state, "lr_scheduler")
         self.notes += plain.left_out + [f"lr_scheduler: {name}" for name in plain.tensors]
         return result
+
+
+def _whole(value: Any) -> int | None:
+    """Return a count; None for anything else."""
+    return value if type(value) is int and 0 <= value < 2**53 else None

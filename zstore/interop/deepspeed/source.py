@@ -19,8 +19,8 @@ from ...io.shards import IoResources
 from ..source import ForeignSource
 from ..torchfile import TorchTensor
 from .folder import CheckpointFiles, check_ranks, find, refusal
-from .pieces import MASTER, Elements, Joined, MemoryPart, States, Striped
-from .progress import ProgressRecord
+from .pieces import MASTER, Elements, MemoryPart, States
+from .progress import Progress
 from .states import StateReader
 from .values import Fields, buffer_names, shapes_of, table_of, tensor_of
 
@@ -46,17 +46,16 @@ class DeepSpeedSource(ForeignSource):
         files = Files(direct=False)
         self._folder = folder
         self._model = _model_states(folder)
-        _refuse_parallel(folder, self._model)
         self._elements: dict[str, Elements] = {}
         self._specs: dict[str, ArraySpec] = {}
         states = StateReader(folder, self._model, files).read()
         self._add_arrays(states)
-        progress = ProgressRecord(self._model, states, files)
+        progress = Progress(self._model, states, files)
         parameters = [name.removeprefix("model/") for name in self._specs if name.startswith("model/")]
         record = progress.record(folder.path.name, parameters)
         for name, value in progress.client.tensors.items():
             part = value if isinstance(value, TorchTensor) else MemoryPart(value.reshape(-1), value.dtype.name)
-            self._add(name, value.shape, Joined([part]))
+            self._add(name, value.shape, Elements([part]))
         super().__init__(folder.path, record, self._specs.values(), resources, files)
         self.kind = _kind(folder, states, progress)
         self.notes = (*progress.notes, _ALWAYS_LOST)
@@ -78,7 +77,10 @@ class DeepSpeedSource(ForeignSource):
         self._elements[name] = elements
 
     def _add_arrays(self, states: States) -> None:
-        aliases = self._aliases(states)
+        module = {name: value for name, value in self._model.fields("module").entries.items() if isinstance(name, str)}
+        tensors = {name: value for name, value in module.items() if isinstance(value, TorchTensor)}
+        buffers = buffer_names(self._model)
+        aliases = self._aliases({} if states.stage == 3 else tensors)
         other_names: dict[str, tuple[str, ...]] = {}
         for alias, name in aliases.items():
             other_names[name] = (*other_names.get(name, ()), alias)
@@ -88,32 +90,24 @@ class DeepSpeedSource(ForeignSource):
                     self._add(model_array(name), parameter.shape, elements, other_names.get(name, ()))
                 else:
                     self._add(optimizer_array(key, name), parameter.shape, elements)
-        buffers = buffer_names(self._model)
-        known = {*states.parameters, *aliases, *buffers}
-        self._add_buffers(buffers)
-        striped = states.stage == 3
-        if striped:
-            self._add_frozen_fragments(states.world_size, other_names)
-        for name, value in table_of(self._model.get("module")).items():
-            if isinstance(name, str) and name not in known and isinstance(value, TorchTensor) and not striped:
-                self._add(model_array(name), value.shape, Joined([value]), other_names.get(name, ()))
-
-    def _add_buffers(self, names: set[str]) -> None:
-        seen = set()
-        for name, value in self._model.fields("module").entries.items():
-            if name in names and isinstance(value, TorchTensor) and (not value.numel or value.identity not in seen):
+        seen, others = set(), {*buffers, *aliases, *states.parameters}
+        for name, value in tensors.items():
+            if name in buffers and (not value.numel or value.identity not in seen):
                 seen.add(value.identity)
-                self._add(buffer_array(name), value.shape, Joined([value]))
+                self._add(buffer_array(name), value.shape, Elements([value]))
+            elif name not in others and states.stage != 3:
+                self._add(model_array(name), value.shape, Elements([value]), other_names.get(name, ()))
+        if states.stage == 3:
+            self._add_frozen_fragments(states.world_size, other_names)
 
     def _add_frozen_fragments(self, world_size: int, aliases: Mapping[str, tuple[str, ...]]) -> None:
         found = self._model.get("frozen_param_shapes")
-        shapes = shapes_of(found, f"{self._model.where}: frozen_param_shapes") if found else {}
-        if not shapes:
+        if not found:
             return
         check_ranks(self._folder, self._folder.model, world_size, "model states")
         others = [Fields.load(self._folder.model[rank]) for rank in range(1, world_size)]
         ranks = [model.fields("frozen_param_fragments") for model in (self._model, *others)]
-        for name, shape in shapes.items():
+        for name, shape in shapes_of(found, f"{self._model.where}: frozen_param_shapes").items():
             parts = [tensor_of(rank.get(name), f"{rank.where}: {name[:200]!r}") for rank in ranks]
             cut = -(-math.prod(shape) // world_size)
             if any(part.numel < min(cut, math.prod(shape) - rank * cut) for rank, part in enumerate(parts)):
@@ -121,55 +115,40 @@ class DeepSpeedSource(ForeignSource):
                     f"{self._folder.path}: the frozen parameter {name!r} has no values in the model states (it may have been "
                     "on NVMe, of which DeepSpeed saves no parameters): save again without offload_param"
                 )
-            self._add(model_array(name), shape, Striped(parts, 0, cut), aliases.get(name, ()))
+            self._add(model_array(name), shape, Elements(parts, 0, cut), aliases.get(name, ()))
 
-    def _aliases(self, states: States) -> dict[str, str]:
-        """Return the names of tied parameters that are stored under another name."""
+    def _aliases(self, tensors: Mapping[str, TorchTensor]) -> dict[str, str]:
+        """Return the names of tied parameters that are stored under another name, the first one."""
         shared = self._model.get("shared_params")
         if isinstance(shared, dict):
             return {a: b for a, b in shared.items() if isinstance(a, str) and isinstance(b, str)}
         first: dict[Any, str] = {}
-        aliases: dict[str, str] = {}
-        for name, value in table_of(self._model.get("module")).items():
-            if isinstance(name, str) and isinstance(value, TorchTensor) and value.numel and states.stage != 3:
-                kept = first.setdefault(value.identity, name)
-                if kept != name:
-                    aliases[name] = kept
-        return aliases
+        names = {name: first.setdefault(value.identity, name) for name, value in tensors.items() if value.numel}
+        return {name: kept for name, kept in names.items() if kept != name}
 
 
 def _model_states(folder: CheckpointFiles) -> Fields:
-    if not folder.model:
-        raise CorruptionError(
-            f"{folder.path} has no *_model_states.pt: it is incomplete; copy it again, or take another tag"
-        )
+    """Return rank 0's model states. Raises CheckpointMismatchError if they tell of a layout that file names do not."""
     if 0 not in folder.model:
         raise CorruptionError(
-            f"{folder.path} has no model states of rank 0: copy them from the machine that rank 0 ran on"
+            f"{folder.path} has no model states of rank 0, *_model_states.pt: it is incomplete; copy it again, also from "
+            "the machine that rank 0 ran on, or take another tag"
         )
-    return Fields.load(folder.model[0])
-
-
-def _refuse_parallel(folder: CheckpointFiles, model: Fields) -> None:
-    """Raise CheckpointMismatchError if the model states tell of a layout that file names do not."""
+    model = Fields.load(folder.model[0])
     dims = table_of(model.get("checkpoint_parallel_dimensions"))
     degrees = {
-        "tensor parallel": max(_degree(model.get("mp_world_size")), _degree(dims.get("tp_degree"))),
-        "pipeline parallel": _degree(dims.get("pp_degree")),
+        "tensor parallel": (model.get("mp_world_size"), dims.get("tp_degree")),
+        "pipeline parallel": (dims.get("pp_degree"),),
     }
-    for what, degree in degrees.items():
-        if degree > 1:
-            raise CheckpointMismatchError(refusal(folder.path, what, f"of degree {degree}"))
-    experts = model.get("num_experts")
-    if model.get("ds_autoep_layers") or model.get("autoep_layers") or (isinstance(experts, list) and experts):
-        raise CheckpointMismatchError(refusal(folder.path, "expert parallel", "its model states tell of experts"))
+    for what, found in degrees.items():
+        if degree := max((value for value in found if type(value) is int and value > 1), default=0):
+            raise refusal(folder.path, what, f"of degree {degree}")
+    if any(model.get(key) for key in ("ds_autoep_layers", "autoep_layers", "num_experts")):
+        raise refusal(folder.path, "expert parallel", "its model states tell of experts")
+    return model
 
 
-def _degree(value: Any) -> int:
-    return value if type(value) is int else 1
-
-
-def _kind(folder: CheckpointFiles, states: States, progress: ProgressRecord) -> str:
+def _kind(folder: CheckpointFiles, states: States, progress: Progress) -> str:
     details = [f"stage {states.stage}", progress.precision]
     if folder.universal:
         details.append("universal")

@@ -8,99 +8,243 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointMismatchError, CorruptionError
 from ...io.files import Files
 from ..torchfile import Inert, TorchTensor, brief, load_torch_file
 from .folder import CheckpointFiles, check_ranks, refusal
-from .pieces import MASTER, Elements, Joined, Part, Shapes, States, Striped, TrainedParameter
+from .pieces import MASTER, Elements, Part, Shapes, States, TrainedParameter
 from .values import Fields, flat_of, indices_of, number_of, scalars_of, shapes_of, table_of, tensor_of
-from .whole import WholeStates
+from .whole import whole_states
 
 
-@dataclass(frozen=True)
 class StateReader:
     """Reads the optimizer's files of a folder whose model states, rank 0's, are `model`."""
 
-    folder: CheckpointFiles
-    model: Fields
-    files: Files
+    def __init__(self, folder: CheckpointFiles, model: Fields, files: Files) -> None:
+        self._folder = folder
+        self._model = model
+        self._files = files
+        self._states = States(stage=0, world_size=1)
+        self._ranks: list[Fields] = []
+        """The optimizer's states of each rank."""
 
     def read(self) -> States:
         """Return the states; of a folder that has no optimizer's files, none of them."""
-        if self.folder.universal:
+        if self._folder.universal:
             return self._universal()
-        if not self.folder.optimizer:
-            return WholeStates(self.model, self.files).read()
-        first = min(self.folder.optimizer)
+        if not self._folder.optimizer:
+            return whole_states(self._model, self._files)
+        first = min(self._folder.optimizer)
         head = self._state_of(first)
         stage, world_size = _stage_of(head), _world_size_of(head)
-        if head.get("ds_zero_partition_groups") is not None:
-            raise CheckpointMismatchError(refusal(self.folder.path, "expert parallel", "its ranks partition in groups"))
-        check_ranks(self.folder, self.folder.optimizer, world_size, "optimizer states")
-        ranks = [head if rank == first else self._state_of(rank) for rank in range(world_size)]
-        states = States(stage=stage, world_size=world_size, scaler=head.get("loss_scaler"))
+        check_ranks(self._folder, self._folder.optimizer, world_size, "optimizer states")
+        self._ranks = [head if rank == first else self._state_of(rank) for rank in range(world_size)]
+        self._states = States(stage=stage, world_size=world_size, scaler=head.get("loss_scaler"))
         if stage == 3:
-            _Stage3(self.folder, self.files, ranks, states).read(self._shapes())
+            self._stage_3()
         else:
-            has_shapes = self.model.get("param_shapes") is not None
-            _Stage2(self.folder, self.files, ranks, states).read(self._shapes() if has_shapes else self._sliced(ranks))
-        return states
+            self._stage_2()
+        return self._states
 
     def _state_of(self, rank: int) -> Fields:
-        return Fields.load(self.folder.optimizer[rank]).fields("optimizer_state_dict")
+        return Fields.load(self._folder.optimizer[rank]).fields("optimizer_state_dict")
 
     def _shapes(self) -> list[Shapes]:
-        where = f"{self.model.where}: param_shapes"
-        return [shapes_of(shapes, where) for shapes in self.model.items("param_shapes")]
+        where = f"{self._model.where}: param_shapes"
+        return [shapes_of(shapes, where) for shapes in self._model.items("param_shapes")]
 
-    def _sliced(self, ranks: Sequence[Fields]) -> list[Shapes]:
+    def _add(
+        self,
+        shapes: Shapes,
+        starts: Sequence[tuple[int, int | None]],
+        flat: Mapping[str, Sequence[Part]],
+        states: Sequence[Mapping[Any, Any]],
+        group: Mapping[Any, Any],
+    ) -> None:
+        """Add parameters, of which each has its start and cut in the ranks' flat tensors of each state.
+
+        Raises CorruptionError if the numbers in the ranks' `states` differ.
+        """
+        each = [scalars_of(state, group, self._files) for state in states]
+        steps = {numbers.get("step") for numbers in each}
+        if len(steps) > 1:
+            raise CorruptionError(
+                f"{self._folder.path}: {', '.join(shapes)[:80]}: ranks are at different steps ({sorted(map(str, steps))[:5]}): "
+                "files of two saves are mixed; take another tag"
+            )
+        if any(len({part.dtype for part in parts}) > 1 for parts in flat.values()):
+            raise CorruptionError(
+                f"{self._folder.path}: {', '.join(shapes)[:80]}: the ranks' parts have different types"
+            )
+        for (name, shape), (start, cut) in zip(shapes.items(), starts, strict=True):
+            elements = {key: Elements(parts, start, cut) for key, parts in flat.items()}
+            self._states.parameters[name] = TrainedParameter(shape, elements, dict(each[0]))
+
+    def _slots(self, state: Mapping[Any, Any], is_slot: Callable[[int], bool]) -> list[str]:
+        """Return the keys of a state that have as many elements as `is_slot` takes, as those that are cut as the master is;
+        other tensors with extents are left out, and noted."""
+        names = []
+        for key, value in state.items():
+            if not isinstance(key, str) or key == "step" or not isinstance(value, TorchTensor) or not value.shape:
+                continue
+            if key and "/" not in key and is_slot(value.numel):
+                names.append(key)
+            else:
+                self._states.notes.append(
+                    f"the optimizer's {key[:80]!r}, which is not partitioned as the parameters are"
+                )
+        return names
+
+    def _short(self, where: str, found: int, expected: int) -> CorruptionError:
+        return CorruptionError(
+            f"{self._folder.path}: {where} has {found} elements, its parameters need {expected}: files of two runs are mixed, "
+            "or damaged"
+        )
+
+    # -- flat groups: stages 1 and 2, and bf16 without a stage --------------------------------------------------------
+
+    def _stage_2(self) -> None:
+        bases = [rank.get("base_optimizer_state") for rank in self._ranks]
+        if isinstance(bases[0], list):
+            raise CheckpointMismatchError(
+                f"{self._folder.path} was saved with zero_optimization.elastic_checkpoint, which is not read: save it without"
+            )
+        optimizers = [
+            Fields(base, f"{rank.where}: base_optimizer_state") for base, rank in zip(bases, self._ranks, strict=True)
+        ]
+        self._states.groups = [table_of(group) for group in optimizers[0].items("param_groups")]
+        has_shapes = self._model.get("param_shapes") is not None
+        for number, shapes in enumerate(self._shapes() if has_shapes else self._sliced()):
+            self._group(number, shapes, [_state_of_group(optimizer, number) for optimizer in optimizers])
+
+    def _sliced(self) -> list[Shapes]:
         """Return the shapes with bf16 and no stage: the fragments name the parameters, and the weights have the shapes."""
-        module = self.model.fields("module")
+        module = self._model.fields("module")
         groups: list[Shapes] = []
-        for rank in ranks:
+        for rank in self._ranks:
             for number, mapping in enumerate(rank.items("param_slice_mappings")):
                 groups += [{}] if number == len(groups) else []
                 for name in table_of(mapping):
                     groups[number].setdefault(name, tensor_of(module.get(name), f"{module.where}: {brief(name)}").shape)
         return groups
 
-    # -- universal folders ------------------------------------------------------------------------------------------
+    def _group(self, number: int, shapes: Shapes, states: Sequence[Mapping[Any, Any]]) -> None:
+        where = f"parameter group {number}"
+        masters = [
+            flat_of(rank.item("single_partition_of_fp32_groups", number), f"{rank.where}: {where}")
+            for rank in self._ranks
+        ]
+        flat: dict[str, Sequence[TorchTensor]] = {MASTER: masters}
+        for name in self._slots(states[0], lambda numel: numel >= max(masters[0].numel, 1)):
+            flat[name] = [flat_of(state.get(name), f"{where}: {name}") for state in states]
+        starts: list[tuple[int, int | None]] = []
+        end = start = 0
+        for shape, padding in zip(shapes.values(), self._paddings(number, len(shapes)), strict=True):
+            starts.append((start, None))
+            end = start + math.prod(shape)
+            start = end + padding
+        for key, parts in flat.items():
+            if end > (numel := sum(part.numel for part in parts)):
+                raise self._short(f"{where}: {key}", numel, end)
+        # The padding for the ranks is less than two elements for each.
+        if (numel := sum(part.numel for part in masters)) - start > 2 * len(self._ranks):
+            raise self._short(where, numel, start)
+        self._add(shapes, starts, flat, states, self._states.groups[number])
+
+    def _paddings(self, number: int, count: int) -> list[int]:
+        """Return the elements behind each parameter of a group that align the next one."""
+        found = self._ranks[0].get("param_alignment_paddings")
+        if not isinstance(found, list) or number >= len(found):
+            return [0] * count
+        if len(found[number]) != count or any(type(n) is not int or n < 0 for n in found[number]):
+            raise CorruptionError(f"{self._ranks[0].where}: the paddings of group {number} do not fit its parameters")
+        return list(found[number])
+
+    # -- stage 3: tensors that are cut one by one ---------------------------------------------------------------------
+
+    def _stage_3(self) -> None:
+        bases = [rank.fields("optimizer_state_dict") for rank in self._ranks]
+        self._states.groups = [table_of(group) for group in bases[0].items("param_groups")]
+        owners = {key: group for group in self._states.groups for key in indices_of(group)}
+        for number, shapes in enumerate(self._shapes()):
+            states = [table_of(table_of(base.get("state")).get(number)) for base in bases]
+            self._sub_group(number, shapes, states, owners.get(number, {}))
+
+    def _sub_group(
+        self, number: int, shapes: Shapes, states: Sequence[Mapping[Any, Any]], group: Mapping[Any, Any]
+    ) -> None:
+        where = f"sub-group {number}"
+        starts: list[tuple[int, int | None]] = []
+        numel = 0
+        for shape in shapes.values():
+            cut = -(-math.prod(shape) // len(self._ranks))
+            starts.append((numel, cut))
+            numel += cut
+        masters = [tensor_of(rank.item("fp32_flat_groups", number), f"{rank.where}: {where}") for rank in self._ranks]
+        # The file on NVMe is named by an attribute of the master.
+        keys = [master.attributes.get("ds_id") for master in masters]
+        flat: dict[str, Sequence[Part]] = {
+            MASTER: [self._part(m, numel, rank, f"{keys[rank]}", where) for rank, m in enumerate(masters)]
+        }
+        for name in self._slots(states[0], lambda found: found in (0, numel)):
+            tensors = [tensor_of(state.get(name), f"{where}: {name}") for state in states]
+            flat[name] = [self._part(t, numel, rank, f"{name}-{keys[rank]}", where) for rank, t in enumerate(tensors)]
+        self._add(shapes, starts, flat, states, group)
+
+    def _part(self, value: TorchTensor, numel: int, rank: int, file: str, where: str) -> Part:
+        """Return a rank's flat tensor, from `file` beside the archive if it was on NVMe."""
+        if value.numel == numel:
+            return flat_of(value, where)
+        if value.numel:
+            raise self._short(f"{where} of rank {rank}", value.numel, numel)
+        # The name is looked up among the existing ones; it is never made a path.
+        path = self._folder.offloaded.get(rank, {}).get(f"{file}.tensor.swp")
+        if path is None:
+            raise CorruptionError(
+                f"{self._folder.path}: state of {where} of rank {rank} was on NVMe, and offloaded_tensors/rank{rank:02d} does "
+                f"not have {file[:80]!r}: copy that folder from the machine that rank ran on"
+            )
+        found, expected = path.stat().st_size, numel * value.itemsize
+        if found < expected:
+            raise CorruptionError(f"{path} has {found} bytes, expected at least {expected}: it is truncated")
+        self._states.num_offloaded += 1
+        return TorchTensor(path=path, offset=0, shape=(numel,), stride=(1,), dtype=value.dtype, itemsize=value.itemsize)
+
+    # -- universal folders --------------------------------------------------------------------------------------------
 
     def _universal(self) -> States:
-        path = self.folder.universal.get("optimizer_state.pt")
-        head = Fields.load(path) if path is not None else Fields({}, str(self.folder.path))
-        stage, world_size = _stage_of(head), max(1, self.model.count("dp_world_size"))
+        path = self._folder.universal.get("optimizer_state.pt")
+        head = Fields.load(path) if path is not None else Fields({}, str(self._folder.path))
+        stage, world_size = _stage_of(head), max(1, self._model.count("dp_world_size"))
         states = States(stage=stage, world_size=world_size, scaler=head.get("loss_scaler"))
         states.groups = [table_of(group) for group in head.items("param_groups")] if path is not None else []
         inner = table_of(table_of(head.get("optimizer_state_dict")).get("state")) if stage == 3 else {}
         for number, shapes in enumerate(self._shapes()):
-            step = number_of(table_of(inner.get(number)).get("step"), self.files)
+            step = number_of(table_of(inner.get(number)).get("step"), self._files)
             for name, shape in shapes.items():
                 states.parameters[name] = self._universal_parameter(name, shape, step)
         return states
 
     def _universal_parameter(self, name: str, shape: tuple[int, ...], step: float | None) -> TrainedParameter:
         # The name is looked up among the existing ones; it is never made a path.
-        base = self.folder.universal.get(name)
+        base = self._folder.universal.get(name)
         if base is None:
             raise CorruptionError(
-                f"{self.folder.path}: the universal folder lacks parameter {name[:200]!r}: it is incomplete"
+                f"{self._folder.path}: the universal folder lacks parameter {name[:200]!r}: it is incomplete"
             )
         found: dict[str, Elements] = {}
         for file in sorted(base.glob("*.pt")):
             value = load_torch_file(file)
             value = value.get("param") if isinstance(value, dict) else value
             if file.stem == "step":
-                step = number_of(value, self.files)
+                step = number_of(value, self._files)
                 continue
             tensor = flat_of(value, str(file))
             if tensor.numel != math.prod(shape):
                 raise CorruptionError(f"{file} holds {tensor.numel} elements, parameter {name!r} has shape {shape}")
-            found[file.stem] = Joined([tensor])
+            found[file.stem] = Elements([tensor])
         if MASTER not in found:
             raise CorruptionError(f"{base} has no {MASTER}.pt: the universal folder is incomplete")
         return TrainedParameter(shape, found, {} if step is None else {"step": step})
@@ -122,163 +266,12 @@ def _world_size_of(state: Fields) -> int:
     counts = counts if isinstance(counts, list) else [counts]
     if not counts or any(type(n) is not int or not 0 < n <= 2**20 for n in counts):
         raise CorruptionError(f"{state.where}: invalid number of partitions")
-    if len(set(counts)) > 1:
+    if len(set(counts)) > 1 or state.get("ds_zero_partition_groups") is not None:
         cut = f"its parameter groups are cut for {sorted(set(counts))} ranks"
-        raise CheckpointMismatchError(refusal(Path(state.where), "expert parallel", cut))
+        raise refusal(state.where, "expert parallel", cut)
     return int(counts[0])
 
 
-@dataclass
-class _Layout:
-    """The common part of the two layouts. `ranks` are the optimizer's states of each rank."""
-
-    folder: CheckpointFiles
-    files: Files
-    ranks: Sequence[Fields]
-    states: States
-
-    def same_scalars(
-        self, where: str, states: Sequence[Mapping[Any, Any]], group: Mapping[Any, Any]
-    ) -> dict[str, float]:
-        """Return the numbers that all ranks have. Raises CorruptionError if they differ."""
-        each = [scalars_of(state, group, self.files) for state in states]
-        steps = {numbers.get("step") for numbers in each}
-        if len(steps) > 1:
-            raise CorruptionError(
-                f"{self.folder.path}: {where}: ranks are at different steps ({sorted(map(str, steps))[:5]}): files of two "
-                "saves are mixed; take another tag"
-            )
-        return each[0]
-
-    def slot_names(self, state: Mapping[Any, Any], is_slot: Callable[[TorchTensor], bool]) -> list[str]:
-        """Return the keys of a state that are cut as the master is; other tensors with extents are left out, and noted."""
-        names = []
-        for key, value in state.items():
-            if not isinstance(key, str) or key == "step" or not isinstance(value, TorchTensor) or not value.shape:
-                continue
-            if key and "/" not in key and is_slot(value):
-                names.append(key)
-            else:
-                self.states.notes.append(
-                    f"the optimizer's {key[:80]!r}, which is not partitioned as the parameters are"
-                )
-        return names
-
-    def short(self, where: str, found: int, expected: int) -> CorruptionError:
-        """Return the error for a flat tensor that does not have the elements of its parameters."""
-        return CorruptionError(
-            f"{self.folder.path}: {where} has {found} elements, its parameters need {expected}: files of two runs are mixed, "
-            "or damaged"
-        )
-
-
-class _Stage2(_Layout):
-    """Flat groups: stages 1 and 2, and bf16 without a stage."""
-
-    def read(self, groups: Sequence[Shapes]) -> None:
-        """Fill in the parameters."""
-        bases = [rank.get("base_optimizer_state") for rank in self.ranks]
-        if isinstance(bases[0], list):
-            raise CheckpointMismatchError(
-                f"{self.folder.path} was saved with zero_optimization.elastic_checkpoint, which has no settings of the "
-                "optimizer and is not read: save it with DeepSpeed's default, or as a universal checkpoint"
-            )
-        optimizers = [
-            Fields(base, f"{rank.where}: base_optimizer_state") for base, rank in zip(bases, self.ranks, strict=True)
-        ]
-        self.states.groups = [table_of(group) for group in optimizers[0].items("param_groups")]
-        all_paddings = self.ranks[0].get("param_alignment_paddings")
-        for number, shapes in enumerate(groups):
-            paddings: Any = [0] * len(shapes)
-            if isinstance(all_paddings, list) and number < len(all_paddings):
-                paddings = all_paddings[number]
-            if len(paddings) != len(shapes) or any(type(n) is not int or n < 0 for n in paddings):
-                raise CorruptionError(
-                    f"{self.ranks[0].where}: the paddings of group {number} do not fit its parameters"
-                )
-            states = [self._state(optimizer, number) for optimizer in optimizers]
-            self._group(number, shapes, paddings, states)
-
-    def _group(self, number: int, shapes: Shapes, paddings: Sequence[int], states: Sequence[Mapping[Any, Any]]) -> None:
-        where = f"parameter group {number}"
-        masters = [
-            flat_of(rank.item("single_partition_of_fp32_groups", number), f"{rank.where}: {where}")
-            for rank in self.ranks
-        ]
-        least = max(masters[0].numel, 1)
-        flat: dict[str, Sequence[TorchTensor]] = {MASTER: masters}
-        for name in self.slot_names(states[0], lambda value: value.numel >= least):
-            flat[name] = [flat_of(state.get(name), f"{where}: {name}") for state in states]
-        if any(len({part.dtype for part in parts}) > 1 for parts in flat.values()):
-            raise CorruptionError(f"{where}: the ranks' parts have different types")
-        scalars = self.same_scalars(where, states, self.states.groups[number])
-        start = 0
-        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-            elements: dict[str, Elements] = {key: Joined(parts, start) for key, parts in flat.items()}
-            self.states.parameters[name] = TrainedParameter(shape, elements, dict(scalars))
-            end = start + math.prod(shape)
-            start = end + padding
-            for key, parts in flat.items():
-                if end > (numel := sum(part.numel for part in parts)):
-                    raise self.short(f"{where}: {key}", numel, end)
-        # The padding for the ranks is less than two elements for each.
-        if (numel := sum(part.numel for part in masters)) - start > 2 * len(self.ranks):
-            raise self.short(where, numel, start)
-
-    def _state(self, optimizer: Fields, number: int) -> Mapping[Any, Any]:
-        indices = indices_of(table_of(optimizer.item("param_groups", number)))
-        return table_of(table_of(optimizer.get("state")).get(indices[0] if len(indices) == 1 else number))
-
-
-class _Stage3(_Layout):
-    """Tensors that are cut one by one."""
-
-    def read(self, groups: Sequence[Shapes]) -> None:
-        """Fill in the parameters."""
-        bases = [rank.fields("optimizer_state_dict") for rank in self.ranks]
-        self.states.groups = [table_of(group) for group in bases[0].items("param_groups")]
-        owners = {key: group for group in self.states.groups for key in indices_of(group)}
-        for number, shapes in enumerate(groups):
-            states = [table_of(table_of(base.get("state")).get(number)) for base in bases]
-            self._sub_group(number, shapes, states, owners.get(number, {}))
-
-    def _sub_group(
-        self, number: int, shapes: Shapes, states: Sequence[Mapping[Any, Any]], group: Mapping[Any, Any]
-    ) -> None:
-        where = f"sub-group {number}"
-        cuts = [-(-math.prod(shape) // len(self.ranks)) for shape in shapes.values()]
-        numel = sum(cuts)
-        masters = [tensor_of(rank.item("fp32_flat_groups", number), f"{rank.where}: {where}") for rank in self.ranks]
-        # The file on NVMe is named by an attribute of the master.
-        keys = [master.attributes.get("ds_id") for master in masters]
-        flat: dict[str, list[Part]] = {
-            MASTER: [self._part(m, numel, rank, f"{keys[rank]}", where) for rank, m in enumerate(masters)]
-        }
-        for name in self.slot_names(states[0], lambda value: value.numel in (0, numel)):
-            tensors = [tensor_of(state.get(name), f"{where}: {name}") for state in states]
-            flat[name] = [self._part(t, numel, rank, f"{name}-{keys[rank]}", where) for rank, t in enumerate(tensors)]
-        scalars = self.same_scalars(where, states, group)
-        start = 0
-        for (name, shape), cut in zip(shapes.items(), cuts, strict=True):
-            elements: dict[str, Elements] = {key: Striped(parts, start, cut) for key, parts in flat.items()}
-            self.states.parameters[name] = TrainedParameter(shape, elements, dict(scalars))
-            start += cut
-
-    def _part(self, value: TorchTensor, numel: int, rank: int, file: str, where: str) -> Part:
-        """Return a rank's flat tensor, from `file` beside the archive if it was on NVMe."""
-        if value.numel == numel:
-            return flat_of(value, where)
-        if value.numel:
-            raise self.short(f"{where} of rank {rank}", value.numel, numel)
-        # The name is looked up among the existing ones; it is never made a path.
-        path = self.folder.offloaded.get(rank, {}).get(f"{file}.tensor.swp")
-        if path is None:
-            raise CorruptionError(
-                f"{self.folder.path}: state of {where} of rank {rank} was on NVMe, and offloaded_tensors/rank{rank:02d} does "
-                f"not have {file[:80]!r}: copy that folder from the machine that rank ran on"
-            )
-        found, expected = path.stat().st_size, numel * value.itemsize
-        if found < expected:
-            raise CorruptionError(f"{path} has {found} bytes, expected at least {expected}: it is truncated")
-        self.states.num_offloaded += 1
-        return TorchTensor(path=path, offset=0, shape=(numel,), stride=(1,), dtype=value.dtype, itemsize=value.itemsize)
+def _state_of_group(optimizer: Fields, number: int) -> Mapping[Any, Any]:
+    indices = indices_of(table_of(optimizer.item("param_groups", number)))
+    return table_of(table_of(optimizer.get("state")).get(indices[0] if len(indices) == 1 else number))

@@ -10,8 +10,7 @@ Source: deepspeed/runtime/fp16/fused_optimizer.py and unfused_optimizer.py of 0.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from ...format.arrays import numpy_dtype
 from ...io.files import Files
 from ..torchfile import TorchTensor
-from .pieces import MASTER, Joined, States, TrainedParameter
+from .pieces import MASTER, Elements, States, TrainedParameter
 from .values import Fields, buffer_names, indices_of, scalars_of, table_of
 
 _COMPARED_NUMEL = 4096
@@ -29,55 +28,82 @@ class _UnmatchedError(Exception):
     """The optimizer's tensors do not tell which parameters they are of."""
 
 
-class WholeStates:
-    """Reads the optimizer's state from model states."""
+def whole_states(model: Fields, files: Files) -> States:
+    """Return the states in model states; without parameters if the optimizer kept none, or none that can be matched."""
+    states = States(stage=0, world_size=max(1, model.count("dp_world_size")))
+    optimizer = model.get("optimizer")
+    if not isinstance(optimizer, dict):
+        return states
+    inner = table_of(optimizer.get("optimizer_state_dict", optimizer))
+    groups = inner.get("param_groups")
+    states.groups = [table_of(group) for group in groups] if isinstance(groups, list) else []
+    states.scaler = optimizer
+    try:
+        states.parameters = _Matching(model, files).match(optimizer, table_of(inner.get("state")), states.groups)
+    except _UnmatchedError as error:
+        states.notes.append(f"the optimizer's state, as {error}")
+    return states
+
+
+class _Matching:
+    """Finds the parameters of nameless tensors, in the model's order. See [Note: nameless tensors]."""
 
     def __init__(self, model: Fields, files: Files) -> None:
-        self._model = model
         self._files = files
-        self._left = self._candidates()
-        """Parameters that nothing was matched with yet, in the model's order."""
+        self._weights: dict[str, TorchTensor] = {}
+        """The model's parameters, tied ones under their first name."""
+        self._found: dict[str, TrainedParameter] = {}
+        buffers, seen = buffer_names(model), set[Any]()
+        for name, value in model.fields("module").entries.items():
+            if isinstance(value, TorchTensor) and name not in buffers and value.identity not in seen:
+                self._weights[name] = value
+                seen |= {value.identity} if value.numel else set()
 
-    def read(self) -> States:
-        """Return the states; without parameters if the optimizer kept none, or none that can be matched."""
-        states = States(stage=0, world_size=max(1, self._model.count("dp_world_size")))
-        optimizer = self._model.get("optimizer")
-        if not isinstance(optimizer, dict):
-            return states
-        inner = table_of(optimizer.get("optimizer_state_dict", optimizer))
-        groups = inner.get("param_groups")
-        states.groups = [table_of(group) for group in groups] if isinstance(groups, list) else []
-        states.scaler = optimizer
+    def match(
+        self, optimizer: Mapping[Any, Any], states: Mapping[Any, Any], groups: Sequence[Mapping[Any, Any]]
+    ) -> dict[str, TrainedParameter]:
+        """Return the trained parameters. Raises _UnmatchedError."""
         flat, single = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
-        try:
+        shapes: list[set[tuple[int, ...]]] = []
+        for number, group in enumerate(groups):
+            shapes.append(set())
+            after: str | None = None
             if isinstance(flat, list):
-                for number, master in enumerate(flat):
-                    self._flat(number, master, table_of(table_of(inner.get("state")).get(number)), states)
-            else:
-                self._single(single if isinstance(single, list) else None, table_of(inner.get("state")), states)
-        except _UnmatchedError as error:
-            states.parameters.clear()
-            states.notes.append(f"the optimizer's state, as {error}")
-        return states
-
-    def _candidates(self) -> dict[str, TorchTensor]:
-        """Return the model's parameters, tied ones under their first name."""
-        buffers, seen = buffer_names(self._model), set[Any]()
-        found: dict[str, TorchTensor] = {}
-        for name, value in self._model.fields("module").entries.items():
-            if not isinstance(value, TorchTensor) or name in buffers or (value.numel and value.identity in seen):
+                if not isinstance(master := _nth(flat, number), TorchTensor):
+                    raise _UnmatchedError(f"group {number} has no flat master")
+                start = 0
+                while start < master.numel:
+                    after = self._take(after, set(), master, start)
+                    slots = {
+                        key: v for key, v in _slots(table_of(states.get(number))).items() if v.shape == master.shape
+                    }
+                    self._add(after, {MASTER: master} | slots, start, table_of(states.get(number)), group)
+                    start += self._weights[after].numel
                 continue
-            seen.add(value.identity)
-            found[name] = value
-        return found
+            for position, index in enumerate(indices_of(group)):
+                if not (own := table_of(states.get(index))):
+                    continue
+                slots, master = _slots(own), _nth(_nth(single, number), position)
+                if (given := _nth(group.get("param_names"), position)) in self._weights:
+                    after = given
+                else:
+                    after = self._take(
+                        after, {v.shape for v in (*slots.values(), *([master] if master else []))}, master
+                    )
+                    shapes[-1].add(self._weights[after].shape)
+                self._add(after, {MASTER: master or self._weights[after]} | slots, 0, own, group)
+        if not isinstance(single, list) and any(one & other for i, one in enumerate(shapes) for other in shapes[:i]):
+            raise _UnmatchedError("its parameter groups have tensors of one shape and no names")
+        return self._found
 
     def _take(self, after: str | None, shapes: set[tuple[int, ...]], master: Any, start: int = 0) -> str:
         """Return the first parameter behind `after` of these shapes whose values are those of `master`, cast."""
-        behind = after is None
-        for name, weight in self._left.items():
-            if behind and shapes <= {weight.shape} and (master is None or self._agree(weight, master, start)):
+        names = list(self._weights)
+        for name in names[0 if after is None else names.index(after) + 1 :]:
+            weight = self._weights[name]
+            fits = name not in self._found and shapes <= {weight.shape}
+            if fits and (master is None or self._agree(weight, master, start)):
                 return name
-            behind = behind or name == after
         raise _UnmatchedError("its tensors do not fit the weights in the model's order")
 
     def _agree(self, weight: TorchTensor, master: TorchTensor, start: int) -> bool:
@@ -91,59 +117,11 @@ class WholeStates:
         with np.errstate(over="ignore", invalid="ignore"):
             return exact.astype(kept.dtype).tobytes() == kept.tobytes()
 
-    def _flat(self, number: int, master: Any, own: Mapping[Any, Any], states: States) -> None:
-        """Match one flat master, of a parameter group."""
-        if not isinstance(master, TorchTensor):
-            raise _UnmatchedError(f"group {number} has no flat master")
-        group = states.groups[number] if number < len(states.groups) else {}
-        flat = {MASTER: master} | {key: value for key, value in _slots(own).items() if value.shape == master.shape}
-        start, name, used = 0, None, []
-        while start < master.numel:
-            name = self._take(name, set(), master, start)
-            used.append(name)
-            shape = self._left[name].shape
-            states.parameters[name] = TrainedParameter(
-                shape,
-                {key: Joined([value], start) for key, value in flat.items()},
-                scalars_of(own, group, self._files),
-            )
-            start += math.prod(shape)
-        for name in used:
-            del self._left[name]
-
-    def _single(self, masters: list[Any] | None, state: Mapping[Any, Any], states: States) -> None:
-        """Match a state for each parameter, and a master for each if there are any."""
-        shapes_of_groups: list[set[tuple[int, ...]]] = []
-        for number, group in enumerate(states.groups):
-            names, own_masters = group.get("param_names"), masters[number] if masters else None
-            name, used = None, []
-            shapes_of_groups.append(set())
-            for position, index in enumerate(indices_of(group)):
-                own = table_of(state.get(index))
-                if not own:
-                    continue
-                slots = _slots(own)
-                master = _nth(own_masters, position)
-                shapes = {value.shape for value in (*slots.values(), *((master,) if master else ()))}
-                if (given := _nth(names, position)) in self._left:
-                    name = given
-                else:
-                    name = self._take(name, shapes, master)
-                    shapes_of_groups[-1].add(self._left[name].shape)
-                used.append(name)
-                weight = self._left[name]
-                found = {MASTER: master or weight} | slots
-                states.parameters[name] = TrainedParameter(
-                    weight.shape,
-                    {key: Joined([value]) for key, value in found.items()},
-                    scalars_of(own, group, self._files),
-                )
-            for name in used:
-                self._left.pop(name, None)
-        if masters is None and any(
-            one & other for i, one in enumerate(shapes_of_groups) for other in shapes_of_groups[:i]
-        ):
-            raise _UnmatchedError("its parameter groups have tensors of one shape and no names")
+    def _add(
+        self, name: str, found: Mapping[str, TorchTensor], start: int, own: Mapping[Any, Any], group: Mapping[Any, Any]
+    ) -> None:
+        elements = {key: Elements([value], start) for key, value in found.items()}
+        self._found[name] = TrainedParameter(self._weights[name].shape, elements, scalars_of(own, group, self._files))
 
 
 def _slots(state: Mapping[Any, Any]) -> dict[str, TorchTensor]:
