@@ -68,16 +68,6 @@ def test_a_csv_file_for_each_metric(tmp_path: Path) -> None:
     assert columns(tmp_path / "metrics" / "job") == found
 
 
-def test_a_resumed_run_goes_on_at_the_end(tmp_path: Path) -> None:
-    with start(csv_config(tmp_path)) as engine:
-        step(engine)
-        engine.save_checkpoint(str(tmp_path / "saved"))
-    with start(csv_config(tmp_path)) as engine:
-        engine.load_checkpoint(str(tmp_path / "saved"))
-        step(engine)
-    assert [samples for samples, _ in columns(tmp_path / "job")["train_loss"]] == [4, 8]
-
-
 def test_the_loss_scale_of_fp16_and_a_skipped_step(tmp_path: Path) -> None:
     with start(csv_config(tmp_path, **FP16)) as engine:
         step(engine)
@@ -147,7 +137,8 @@ def test_a_broken_monitor_keeps_nothing_from_the_others(tmp_path: Path, caplog: 
     monitors.write({"a/b": 2.0}, 2)
     monitors.close()
     monitors.close()
-    assert (tmp_path / "a_b.csv").read_text().split() == ["step,b", "1,1.0", "2,2.0"]
+    CsvMonitor(tmp_path).write({"a/b": 3.0}, 3)  # a resumed run
+    assert (tmp_path / "a_b.csv").read_text().split() == ["step,b", "1,1.0", "2,2.0", "3,3.0"]
     assert [record.getMessage().rpartition("on: ")[2] for record in caplog.records] == ["RuntimeError: no writer"]
 
 
@@ -250,12 +241,6 @@ def test_a_missing_package_is_an_error_that_names_the_extra(
         start(make_config(**{name: {"enabled": True}}))
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_before_the_model_is_changed(tmp_path: Path) -> None:
-    (tmp_path / "job").write_text("a file")
-    with pytest.raises(ConfigError, match="csv_monitor: the monitor cannot be opened: FileExistsError"):
-        start(csv_config(tmp_path))
-
-
 def _on_ranks(rank: int, folder: str) -> tuple[bool, str]:
     with start(csv_config(Path(folder) / "good")) as engine:
         step(engine)
@@ -263,7 +248,8 @@ def _on_ranks(rank: int, folder: str) -> tuple[bool, str]:
     try:
         start(csv_config(Path(folder) / "bad"))
     except (ConfigError, RankError) as error:
-        return has_monitors, type(error).__name__
+        found = "csv_monitor: the monitor cannot be opened: FileExistsError" in str(error)
+        return has_monitors, type(error).__name__ if found else str(error)
     return has_monitors, "no error"
 
 
