@@ -15,29 +15,6 @@ from tests.engine.models import make_net
 from zstore.errors import UsageError
 
 
-def test_counters_and_boundaries() -> None:
-    with start(gradient_accumulation_steps=2, train_batch_size=4) as engine:
-        assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (4, 2)
-        assert engine.gradient_accumulation_steps() == 2
-        assert engine.get_global_grad_norm() is None
-        before = [p.clone() for p in engine.parameters()]
-        assert not engine.is_gradient_accumulation_boundary()
-        one_step(engine)
-        assert engine.is_gradient_accumulation_boundary()
-        assert (engine.micro_steps, engine.global_steps, engine.was_step_applied()) == (1, 0, False)
-        assert all(torch.equal(a, b) for a, b in zip(before, engine.parameters(), strict=True))
-        one_step(engine)
-        assert (engine.micro_steps, engine.global_steps, engine.was_step_applied()) == (2, 1, True)
-        assert not any(torch.equal(a, b) for a, b in zip(before, engine.parameters(), strict=True))
-        assert engine.get_lr() == [1e-2]
-        assert engine.get_global_grad_norm() > 0
-        assert (engine.world_size, engine.global_rank, engine.local_rank) == (1, 0, 0)
-        statistics = engine.statistics()
-        assert statistics.forward_s > 0
-        assert statistics.backward_s > 0
-        assert statistics.optimizer_s > 0
-
-
 def test_it_is_a_module_and_hands_out_the_models_attributes() -> None:
     model = linear()
     model.extra = "mine"

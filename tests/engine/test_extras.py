@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-import pytest
 import torch
 
-import zstore
 from tests.layout import Layout
-from zstore.engine.optim.kernel import TorchKernel
-from zstore.engine.optim.rules import Rule
-from zstore.engine.optim.rules import register as register_rule
 
 torch.set_num_threads(1)
 
@@ -36,37 +30,3 @@ def test_the_core_and_the_config_name_no_extra() -> None:
         for name in files
     }
     assert {name: words for name, words in found.items() if words} == {}
-
-
-class HalfSGD(torch.optim.Optimizer):
-    """Half of SGD."""
-
-    def __init__(self, params: Any, lr: float = 0.5) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"] / 2)
-
-
-@pytest.mark.parametrize("device", ["none", "cpu"])
-def test_a_rule_brings_an_optimizer(device: str) -> None:
-    register_rule(Rule(kinds=(HalfSGD,), kernel=TorchKernel))
-    torch.manual_seed(2)
-    model, inputs = torch.nn.Linear(3, 2), torch.randn(4, 3)
-    plain = torch.nn.Linear(3, 2)
-    plain.load_state_dict(model.state_dict())
-    optimizer = HalfSGD(plain.parameters())
-    zero = {"stage": 1, "offload_optimizer": {"device": device}}
-    config = {"train_batch_size": 4, "gradient_clipping": 0, "zero_optimization": zero}
-    with zstore.initialize(model=model, optimizer=HalfSGD(model.parameters()), config=config)[0] as engine:
-        for _ in range(3):
-            optimizer.zero_grad()
-            plain(inputs).square().mean().backward()
-            optimizer.step()
-            engine.backward(engine(inputs).square().mean())
-            engine.step()
-        assert torch.equal(model.weight, plain.weight)

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.engine.bits import engine_digests
+from tests.engine.bits import SPILLS, engine_digests
 from tests.engine.runs import make_config, start, state_of, step, take_steps
 from tests.engine.step_modes import say
 from zstore.errors import DiskFullError, RankError
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 
-# Parameters are on disk too: their files, or those of the state.
+# Parameters are on disk too: their files, or those of the state; or of gradients that wait there.
 FULL = [
     ("allocate", "none", "*.shard"),
     ("write", "backward", "*/parameter*.shard"),
+    ("write", "none", "*/gradient*.shard"),
 ]
 MORE_FULL = [
     ("allocate", "forward", "*/model*.shard"),
@@ -28,13 +29,15 @@ MORE_FULL = [
 
 
 def _full_in_mid_step(rank: int, folder: str, kind: str, mode: str, pattern: str) -> tuple[list[Any], list[Any], str]:
-    config = make_config(3, "nvme", f"{folder}/nvme", zstore={"step_overlap": mode})
+    waits = {"host_budget_bytes": SPILLS} if "gradient" in pattern else {}
+    config = make_config(3, "nvme", f"{folder}/nvme", zstore={"step_overlap": mode} | waits)
     if pattern != "*.shard":
         config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": f"{folder}/nvme"}
     with start(config) as engine:
         whole = [engine_digests(engine) for _ in range(4) if step(engine) is None]
     files = FaultyFiles()
     with start(config, _files=files) as engine:
+        assert bool(engine.training_state.state.spilled) == bool(waits)
         take_steps(engine, 2)
         engine.save_checkpoint(f"{folder}/ckpt")
         if rank == 1:

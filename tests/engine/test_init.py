@@ -80,7 +80,7 @@ def _build_on_ranks(rank: int, folder: str, names: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_values_are_the_plain_models_on_every_rank(world_size: int, tmp_path: Path) -> None:
     names = ["handmade", "Llama", "T5"]
     assert run_ranks(_build_on_ranks, world_size, str(tmp_path), names) == [[]] * world_size
@@ -131,7 +131,7 @@ def _train_on_ranks(rank: int, folder: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_training_goes_as_from_a_plain_model_on_every_rank(world_size: int, tmp_path: Path) -> None:
     assert run_ranks(_train_on_ranks, world_size, str(tmp_path)) == [[]] * world_size
 

@@ -15,7 +15,7 @@ from tests.engine.models import batch, make_net
 from tests.engine.runs import ADAM, make_config, start, step
 from tests.reference import Reference
 from zstore.engine import Engine
-from zstore.errors import CheckpointMismatchError, UsageError
+from zstore.errors import CheckpointMismatchError
 from zstore.testing.ranks import run_ranks
 
 OWN_LR = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 4}}
@@ -146,16 +146,6 @@ def test_a_model_that_differs(saved: tuple[Path, dict[str, Any]], caplog: pytest
         pytest.raises(CheckpointMismatchError, match=r"model/embed.weight: shape \(1203, 56\) in the checkpoint"),
     ):
         engine.load_checkpoint(str(folder), load_module_strict=False)
-
-
-def test_a_mixture_is_mended_by_a_whole_load_only(saved: tuple[Path, dict[str, Any]]) -> None:
-    folder, _ = saved
-    with other() as engine:
-        engine.training_state.pending.torn = True
-        with pytest.raises(UsageError, match="load a whole checkpoint, without options"):
-            engine.load_checkpoint(str(folder), load_module_only=True)
-        engine.load_checkpoint(str(folder))
-        step(engine)
 
 
 def _fine_tune(rank: int, folder: str) -> list[Any]:

@@ -209,9 +209,10 @@ def stepped(rank: int, name: str, precision: str, mode: str, clip: float, accumu
 
 
 def _stepped(rank: int, everything: bool) -> list[tuple[str, Any, list[str]]]:
+    names = list(ELEMENT_WISE) if everything else list(ELEMENT_WISE)[1::2]
     found = [
         (name, settings, stepped(rank, name, *settings))
-        for number, name in enumerate(ELEMENT_WISE)
+        for number, name in enumerate(names)
         for settings in (SETTINGS if everything else SETTINGS[number % 4 :][:1])
     ]
     return [one for one in found if one[2]]

@@ -1,10 +1,9 @@
-"""The engine's small parts by themselves: loader, random states, update, norm, buckets, units."""
+"""The engine's small parts by themselves: loader, random states, norm, buckets, units."""
 
 from __future__ import annotations
 
 import math
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch import nn
 
 from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config.resolve import BatchSizes
-from zstore.engine.optim.update import _admitted
 from zstore.engine.params.record import ParameterRecord, make_record, named_parameters
 from zstore.engine.params.sharding import Sharding
 from zstore.engine.params.units import find_units
@@ -126,26 +124,6 @@ def test_derived_random_states_differ_by_step_and_rank() -> None:
         derive_rng_state(3, step, rank)
         seen.add(tuple(draw()))
     assert len(seen) == 3
-
-
-# -- update -----------------------------------------------------------------------------------------------------------
-
-
-@given(st.data())
-def test_the_admitted_are_changed_in_order_and_those_that_are_ready_together(data: st.DataObject) -> None:
-    numels = data.draw(st.lists(st.integers(1, 9), max_size=12))
-    kinds = data.draw(st.lists(st.sampled_from(["ready", "late", "never"]), min_size=len(numels), max_size=len(numels)))
-    records: Any = [SimpleNamespace(owned_numel=numel, kind=kind) for numel, kind in zip(numels, kinds, strict=True)]
-
-    def admit(record: Any, wait: bool) -> bool:
-        return record.kind == "ready" or (wait and record.kind == "late")
-
-    groups = list(_admitted(records, admit, 10))
-    assert [one for some in groups for one in some] == [one for one in records if one.kind != "never"]
-    for some in groups:
-        assert sum(one.owned_numel for one in some) <= 10
-        assert all(one.kind == "ready" for one in some[1:])  # nobody is waited for while others are held
-    assert [one for some in _admitted(records, None, 10) for one in some] == records
 
 
 # -- norm -------------------------------------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def _load_on_ranks(rank: int, folder: str, swap: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_every_rank_has_its_rows(world_size: int, tmp_path: Path) -> None:
     folder = saved("Llama", tmp_path / "model")
     assert run_ranks(_load_on_ranks, world_size, str(folder), str(tmp_path)) == [[]] * world_size

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from tests.engine.schedule_cases import KNOWN, adam, made
@@ -45,35 +43,6 @@ def test_a_warm_up_of_0_steps_is_one_of_1() -> None:
     """As in DeepSpeed before it refused 0; the Trainer of transformers answers "auto" with 0."""
     ((name, params, expected),) = (case for case in KNOWN if case[1] == {"warmup_num_steps": 1})
     test_rates_are_deepspeeds(name, params | {"warmup_num_steps": 0}, expected)
-
-
-@given(st.integers(1, 9), st.integers(1, 30), st.floats(0, 1), st.floats(0, 1), st.booleans())
-@settings(deadline=None, max_examples=50)
-def test_warm_up_and_decay_are_lines_between_points(
-    warm: int, more: int, low: float, high: float, decays: bool
-) -> None:
-    params = {"warmup_min_lr": low, "warmup_max_lr": high, "warmup_num_steps": warm, "warmup_type": "linear"}
-    corners = max(2, warm)
-    total = corners + more
-    found = rates(
-        "WarmupDecayLR" if decays else "WarmupLR", params | ({"total_num_steps": total} if decays else {}), 45
-    )
-    heights = [low, high, low if decays else high]
-    expected = [low, *np.interp(np.arange(44), [0, corners, total], heights)]
-    assert found == pytest.approx(expected, abs=1e-12)
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1), st.integers(0, 4), st.floats(0, 2))
-@settings(deadline=None, max_examples=50)
-def test_a_cycle_is_two_lines_and_then_a_decay(
-    up: int, down: int, low: float, high: float, every: int, rate: float
-) -> None:
-    params = {"cycle_min_lr": low, "cycle_max_lr": high, "cycle_first_step_size": up, "cycle_second_step_size": down}
-    found = rates("OneCycle", params | {"decay_step_size": every, "decay_lr_rate": rate}, 25)
-    end = up + down
-    cycle = list(np.interp(np.arange(end + 1), [0, up, end], [low, high, low]))
-    after = [low / (1 + rate * step / every) if every else low for step in range(1, 26)]
-    assert found == pytest.approx((cycle + after)[:25], abs=1e-9)
 
 
 def test_momentum_goes_the_other_way() -> None:

@@ -84,26 +84,6 @@ def test_layouts_are_what_their_sources_describe(blocks: int, name: str) -> None
         assert layout[head if len(layout) > 1 else 0].tolist() == pairs
 
 
-@given(blocks=st.integers(1, 40), count=st.integers(0, 4), causal=st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_random_blocks_are_as_many_as_asked_and_always_the_same(blocks: int, count: int, causal: bool) -> None:
-    direction = CAUSAL if causal else {}
-    arguments = {"different_layout_per_head": True, "num_sliding_window_blocks": 1, "num_global_blocks": 0}
-    layout = layout_of(pattern_of("bigbird", num_random_blocks=count, **direction, **arguments), 3, blocks)
-    layout_of.cache_clear()
-    assert layout.equal(layout_of(pattern_of("bigbird", num_random_blocks=count, **direction, **arguments), 3, blocks))
-    for head in layout:
-        for row, columns in enumerate(head):
-            assert columns[row]
-            most = row + 1 if causal else blocks
-            assert not columns[most:].any()
-            # One of them may be the block itself.
-            assert min(count, most) <= columns.sum() <= min(count, most) + 1
-    if blocks > 30 and count:
-        assert len(layout) == 3
-        assert not layout[0].equal(layout[1])
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("tokens", [37, 256])
@@ -124,10 +104,6 @@ def test_attention_is_dense_attention_under_the_mask_and_flex_attention_the_same
     with torch.no_grad():
         mixed = flex_attention(query, key, value, block_mask=block_mask(pattern, heads, tokens))
     torch.testing.assert_close(mixed, attend(query, key, value, pattern), atol=2e-6, rtol=0)
-
-
-def test_blocks_that_nothing_attends_to_are_left_out_by_flex_attention() -> None:
-    assert block_mask(pattern_of("bslongformer", **CAUSAL), 4, 1024).sparsity() > 60
 
 
 def test_fewer_heads_of_keys_a_causal_call_and_a_cache_of_keys() -> None:

@@ -138,7 +138,6 @@ def test_trains_sharded_to_the_bit(name: str, on_two_ranks: list[dict[str, list[
 @pytest.mark.parametrize("name", WRITERS)
 def test_ranks_write_what_the_plain_model_does(name: str, on_two_ranks: list[dict[str, list[str]]], nvme: Path) -> None:
     assert [found[f"{name} writes"] for found in on_two_ranks] == [[], []]
-    assert write(name, 0, 1) == []
     assert write(name, 0, 1, offload_param={"device": "nvme", "nvme_path": str(nvme)}) == []
 
 

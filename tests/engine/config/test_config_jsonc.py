@@ -2,7 +2,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.engine.config.jsonc import load_jsonc
@@ -39,6 +39,7 @@ def noisy_json(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
     return value, draw(st.sampled_from(["", "\ufeff"])) + draw(NOISE) + write(value) + draw(NOISE)
 
 
+@settings(max_examples=40)
 @given(noisy_json())
 def test_comments_and_trailing_commas_do_not_change_the_value(case: tuple[dict[str, Any], str]) -> None:
     value, text = case
