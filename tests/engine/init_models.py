@@ -115,12 +115,7 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 def config_of(
     folder: Path | str, stage: int = 3, state: str = "nvme", own: str = "nvme", **keys: Any
 ) -> dict[str, Any]:
-    config = make_config(stage, state, folder, **keys)
-    if own != "none":
-        config["zero_optimization"]["offload_param"] = {"device": own} | (
-            {"nvme_path": str(folder)} if own == "nvme" else {}
-        )
-    return config
+    return make_config(stage, state, folder, own, **keys)
 
 
 def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:

@@ -26,10 +26,14 @@ torch.set_num_threads(1)
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 
 
-def make_config(stage: int = 1, tier: str = "none", nvme: str | Path = "", **keys: Any) -> dict[str, Any]:
+def make_config(
+    stage: int = 1, tier: str = "none", nvme: str | Path = "", own: str = "none", **keys: Any
+) -> dict[str, Any]:
+    """A config with the optimizer's state on `tier` and parameters on `own`."""
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
-    if tier != "none":
-        zero["offload_optimizer"] = {"device": tier} | ({"nvme_path": str(nvme)} if tier == "nvme" else {})
+    for section, device in (("offload_optimizer", tier), ("offload_param", own)):
+        if device != "none":
+            zero[section] = {"device": device} | ({"nvme_path": str(nvme)} if device == "nvme" else {})
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,

@@ -39,10 +39,8 @@ def data(number: int) -> tuple[Any, ...]:
 
 def config(mode: str, nvme: str | Path, *, threshold: int = 0, **keys: Any) -> dict[str, Any]:
     """Everything on disk at stage 3, one micro-batch a step."""
-    made = make_config(3, "nvme", nvme, zstore={"step_overlap": mode}, gradient_accumulation_steps=1)
-    zero = made["zero_optimization"]
-    zero["offload_param"] = {"device": "nvme", "nvme_path": str(nvme)}
-    zero["stage3_param_persistence_threshold"] = threshold
+    made = make_config(3, "nvme", nvme, "nvme", zstore={"step_overlap": mode}, gradient_accumulation_steps=1)
+    made["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
     return made | keys
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 import zstore
 from tests.engine.bits import digest
 from tests.engine.models import Net, batch, make_net
-from tests.engine.runs import make_config, start, state_of, step, unchanged, whole
-from zstore.errors import ConfigError, NonFiniteError, RankError, RunFolderError, UsageError
+from tests.engine.runs import make_config, start, state_of, step, unchanged
+from zstore.errors import ConfigError, NonFiniteError, RunFolderError, UsageError
 from zstore.testing.ranks import run_ranks
 
 # -- initialize -----------------------------------------------------------------------------------------------------
@@ -211,39 +211,3 @@ def test_a_loss_that_is_nan_leaves_every_bit_as_it_was(tmp_path: Path, stage: in
 @pytest.mark.parametrize(("stage", "tier"), [pytest.param(1, "none", marks=pytest.mark.soak), (3, "nvme")])
 def test_a_loss_that_is_nan_on_one_rank_is_an_error_on_all(tmp_path: Path, stage: int, tier: str) -> None:
     run_ranks(poison, 2, str(tmp_path), stage, tier, "bf16", 1)
-
-
-# -- one rank of several --------------------------------------------------------------------------------------------
-
-
-def one_rank_errs(rank: int, folder: str) -> list[str]:
-    """What rank 1 alone does wrong is an error on both, and both go on."""
-    os.makedirs(f"{folder}/nvme", exist_ok=True)
-    own = UsageError if rank == 1 else RankError
-    seen: list[str] = []
-    Path(folder, "file").touch()
-    bad_path = f"{folder}/file/below" if rank == 1 else f"{folder}/nvme"
-    with pytest.raises(RunFolderError if rank == 1 else RankError) as caught:
-        start(make_config(3, "nvme", bad_path))
-    seen.append(str(caught.value))
-    with start(make_config(3, "nvme", f"{folder}/nvme")) as engine:
-        step(engine)
-        before = state_of(engine)
-        with pytest.raises(own) as wrong:
-            engine.save_checkpoint(f"{folder}/ckpt", "../x" if rank == 1 else "x")
-        seen.append(str(wrong.value))
-        # An index that the embedding does not have, on every rank: units that were gathered are released.
-        with pytest.raises(IndexError):
-            engine(torch.full((1, 4), 99999))
-        assert state_of(engine) == before
-        step(engine)
-        engine.save_checkpoint(f"{folder}/ckpt", client_state={"a": 1})
-    return seen
-
-
-def test_what_one_rank_does_wrong_is_an_error_on_all(tmp_path: Path) -> None:
-    first, second = run_ranks(one_rank_errs, 2, str(tmp_path))
-    for ours, theirs in zip(first, second, strict=True):
-        assert ours.startswith("rank 1 of 2 failed")
-        assert theirs in ours
-    assert whole(tmp_path / "ckpt") == ["step-00000002"]

@@ -22,6 +22,8 @@ from zstore.engine import Engine
 from zstore.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,
+    RankError,
+    RunFolderError,
     UsageError,
 )
 from zstore.format.partition import WHOLE_BYTES
@@ -288,12 +290,20 @@ def test_frozen_parameters_and_a_changed_choice_of_them(tmp_path: Path) -> None:
 
 
 def _odd_ranks(rank: int, folder: str) -> dict[str, Any]:
-    engine = start(2, "none", folder)
     found: dict[str, Any] = {}
+    with pytest.raises(
+        RunFolderError if rank == 1 else RankError, match="rank 1 of 2 failed" if rank == 0 else "below"
+    ):
+        start(2, "nvme", f"{folder}/file/below" if rank == 1 else folder)
+    engine = start(2, "none", folder)
     with engine:
         train(engine, 1)
+        # An index that the embedding does not have, on every rank.
+        with pytest.raises(IndexError):
+            engine(torch.full((1, 4), 99999))
         for name, action in {
             "state": lambda: engine.save_checkpoint(folder, "bad", {"x": object()} if rank == 1 else {}),
+            "tag": lambda: engine.save_checkpoint(folder, "../x" if rank == 1 else "x"),
             "folder": lambda: engine.save_checkpoint(f"{folder}/file/below", "bad"),
             "folders": lambda: engine.save_checkpoint(f"{folder}/of-{rank}", "bad"),
             "absent": lambda: engine.load_checkpoint(folder, "absent"),
@@ -312,8 +322,8 @@ def _odd_ranks(rank: int, folder: str) -> dict[str, Any]:
 def test_ranks_that_differ(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     first, second = run_ranks(_odd_ranks, 2, str(tmp_path))
-    assert first["state"] == "RankError"
-    assert second["state"] == "UsageError"
+    assert first["state"] == first["tag"] == "RankError"
+    assert second["state"] == second["tag"] == "UsageError"
     assert first["folder"] not in ("RankError", "")
     assert second["folder"] != ""
     assert first["folders"] == "RankError"

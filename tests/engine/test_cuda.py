@@ -93,18 +93,14 @@ STEPS = 2
 def config_of(
     nvme: Path, stage: int, tier: str, parameters: str, overlap: str, *, precision: str = "bf16", clip: float = 0.25
 ) -> dict[str, Any]:
-    config = make_config(stage, tier, nvme, zstore={"step_overlap": overlap}, gradient_clipping=clip)
+    config = make_config(stage, tier, nvme, parameters, zstore={"step_overlap": overlap}, gradient_clipping=clip)
     del config["bf16"], config["scheduler"]
     config["optimizer"] = {"type": "AdamW", "params": ADAM}
     if precision != "fp32":
         config[precision] = {"enabled": True} | ({"loss_scale": 128.0} if precision == "fp16" else {})
-    zero = config["zero_optimization"]
-    if tier != "none":
-        zero["offload_optimizer"]["pin_memory"] = True
-    if parameters != "none":
-        zero["offload_param"] = {"device": parameters, "pin_memory": True}
-        if parameters == "nvme":
-            zero["offload_param"]["nvme_path"] = str(nvme)
+    for section in ("offload_optimizer", "offload_param"):
+        if section in config["zero_optimization"]:
+            config["zero_optimization"][section]["pin_memory"] = True
     return config
 
 

@@ -92,10 +92,9 @@ def test_a_missing_step_of_the_hand_over_is_noticed(forgotten: str, chosen: tupl
 
 
 def pinned_config(nvme: Path, **keys: Any) -> dict[str, Any]:
-    config = make_config(3, "nvme", nvme, **keys)
-    zero = config["zero_optimization"]
-    zero["offload_optimizer"]["pin_memory"] = True
-    zero["offload_param"] = {"device": "nvme", "nvme_path": str(nvme), "pin_memory": True}
+    config = make_config(3, "nvme", nvme, "nvme", **keys)
+    for section in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][section]["pin_memory"] = True
     return config
 
 
@@ -114,9 +113,8 @@ def pinned_config(nvme: Path, **keys: Any) -> dict[str, Any]:
 def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_memory_is_new(
     optimizer: str, parameters: str, mode: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(3, optimizer, nvme, zstore={"step_overlap": mode}, gradient_accumulation_steps=1)
+    config = make_config(3, optimizer, nvme, parameters, zstore={"step_overlap": mode}, gradient_accumulation_steps=1)
     zero = config["zero_optimization"]
-    zero["offload_param"] = {"device": parameters} | ({"nvme_path": str(nvme)} if parameters == "nvme" else {})
     for section in ("offload_optimizer", "offload_param"):
         zero.setdefault(section, {"device": "none"})["pin_memory"] = True
     admit, is_over = UpdateInBackward._admit, threading.Event()
@@ -152,9 +150,9 @@ def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_m
 
 
 def test_as_much_host_memory_is_pinned_as_planned() -> None:
-    config = make_config(3, "cpu", gradient_accumulation_steps=1)
-    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True
-    config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+    config = make_config(3, "cpu", own="cpu", gradient_accumulation_steps=1)
+    for section in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][section]["pin_memory"] = True
     with FakeDevice() as device, start(config, make_net(width=400, layers=4), _streams=device) as engine:
         for number in range(2):
             engine.backward(engine(*batch(number, 0, 0)))

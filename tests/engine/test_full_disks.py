@@ -30,9 +30,8 @@ MORE_FULL = [
 
 def _full_in_mid_step(rank: int, folder: str, kind: str, mode: str, pattern: str) -> tuple[list[Any], list[Any], str]:
     waits = {"host_budget_bytes": SPILLS} if "gradient" in pattern else {}
-    config = make_config(3, "nvme", f"{folder}/nvme", zstore={"step_overlap": mode} | waits)
-    if pattern != "*.shard":
-        config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": f"{folder}/nvme"}
+    own = "none" if pattern == "*.shard" else "nvme"
+    config = make_config(3, "nvme", f"{folder}/nvme", own, zstore={"step_overlap": mode} | waits)
     with start(config) as engine:
         whole = [engine_digests(engine) for _ in range(4) if step(engine) is None]
     files = FaultyFiles()

@@ -8,56 +8,38 @@ import random
 import signal
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zstore
-from tests.engine.bits import ADAM, assert_equal
+from tests.engine.bits import Case, assert_equal
 from tests.engine.models import batch, make_net
-from tests.reference import Reference
 from zstore.checkpoint import tags
 from zstore.testing.ranks import kill_ranks
 
 STEPS = 7
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
-    """What is trained, and where its state is."""
+    """What is trained, where its state is, and on how many ranks."""
 
+    case: Case
     world_size: int = 1
-    stage: int = 0
-    tier: str = "none"
-    parameters: str = "none"
-    overlap: str = "none"
-    precision: str = "fp32"
 
     def config(self, folder: Path) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self.stage, "stage3_param_persistence_threshold": 100}
-        for section, tier in (("offload_optimizer", self.tier), ("offload_param", self.parameters)):
-            if tier != "none":
-                zero[section] = {"device": tier} | ({"nvme_path": str(folder / "nvme")} if tier == "nvme" else {})
-        found: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_clipping": 0.0,
-            "optimizer": {"type": "AdamW", "params": ADAM},
-            "zero_optimization": zero,
-            "steps_per_print": 0,
-            "zstore": {"keep": 1, "step_overlap": self.overlap},
-        }
-        if self.precision == "bf16":
-            found["bf16"] = {"enabled": True}
+        found = self.case.config(self.world_size, str(folder / "nvme"))
+        found["zstore"]["keep"] = 1
         return found
 
 
-def _train(rank: int, given: dict[str, Any], base: str, die: tuple[int, float] | None) -> None:
+def _train(rank: int, run: Run, base: str, die: tuple[int, float] | None) -> None:
     """Resume, compare with the plain loop, and go on to the last step; after the save of step `die[0]` and so many times that
     step's seconds as `die[1]` says the process is killed."""
-    run, folder = Run(**given), Path(base)
-    reference = Reference(make_net(), run.world_size, stage=run.stage, precision=run.precision, adam=ADAM)
+    folder, reference = Path(base), run.case.reference(run.world_size)
     (folder / "nvme").mkdir(exist_ok=True)
     is_first = not any((folder / "ckpt").glob("[!.]*/zstore.json"))
     with (
@@ -90,7 +72,7 @@ def _go(run: Run, folder: Path, die: tuple[int, float] | None, least: int) -> tu
     Raises AssertionError if it resumed an earlier step than `least`, or ranks resumed different ones."""
     for rank in range(run.world_size):
         (folder / f"log-{rank}").unlink(missing_ok=True)
-    ended = kill_ranks(_train, run.world_size, asdict(run), str(folder), die, timeout_s=250)
+    ended = kill_ranks(_train, run.world_size, run, str(folder), die, timeout_s=250)
     lines = [json.loads(line) for path in folder.glob("log-*") for line in path.read_text().splitlines()]
     resumed = {line["resumed"] for line in lines if "resumed" in line}
     assert len(resumed) <= 1
@@ -115,10 +97,10 @@ def _show(run: Run, folder: Path, rng: random.Random, starts: int) -> int:
 
 
 RUNS = {
-    "device": Run(),
-    "disk": Run(stage=3, tier="nvme", parameters="nvme", overlap="forward"),
-    "two in memory": Run(world_size=2, stage=2, tier="cpu", precision="bf16"),
-    "two on disk": Run(world_size=2, stage=3, tier="nvme", parameters="cpu"),
+    "device": Run(Case(0, "none", "fp32", 1, 0.0)),
+    "disk": Run(Case(3, "nvme", "fp32", 1, 0.0, parameters="nvme", overlap="forward")),
+    "two in memory": Run(Case(2, "cpu", "bf16", 1, 0.0), 2),
+    "two on disk": Run(Case(3, "nvme", "fp32", 1, 0.0, parameters="cpu"), 2),
 }
 
 
@@ -131,16 +113,10 @@ def _all_runs(rng: random.Random) -> list[Run]:
     places = [(0, "none", "none"), *((stage, tier, "none") for stage in (1, 2) for tier in ("none", "cpu", "nvme"))]
     places += [(3, tier, other) for tier in ("none", "cpu", "nvme") for other in ("none", "cpu", "nvme")]
     return [
-        Run(
-            world_size=world_size,
-            stage=stage,
-            tier=tier,
-            parameters=parameters,
-            overlap=rng.choice(("none", "backward", "forward", "auto")),
-            precision=rng.choice(("fp32", "bf16")),
-        )
+        Run(Case(stage, tier, rng.choice(("fp32", "bf16")), 1, 0.0, parameters=parameters, overlap=overlap), world_size)
         for world_size in (1, 2)
         for stage, tier, parameters in places
+        for overlap in [rng.choice(("none", "backward", "forward", "auto"))]
     ]
 
 

@@ -22,10 +22,7 @@ torch.set_num_threads(1)
 
 
 def config(nvme: Path, *, stage: int = 3, params: bool = False) -> dict[str, Any]:
-    found = make_config(stage, "nvme", nvme)
-    if params:
-        found["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(nvme)}
-    return found
+    return make_config(stage, "nvme", nvme, "nvme" if params else "none")
 
 
 def net(seed: int = 0) -> Net:

@@ -14,8 +14,6 @@ import zstore
 from tests.engine.bits import digest, engine_digests
 from tests.engine.block_models import VOCAB, WIDTH, Base, Mix, ids_of, loss_of, settings, train, trainable
 from tests.engine.models import Block
-from tests.engine.transformers_models import build as build_transformers
-from tests.engine.transformers_models import checkpoint_layers
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 
@@ -49,19 +47,6 @@ def with_adapters(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
 def adapted(model: nn.Module) -> nn.Module:
     """A base loaded in bf16, adapters made in fp32."""
     return with_adapters(model.bfloat16(), ("up", "down")).train()
-
-
-class Llama(nn.Module):
-    """transformers' Llama with adapters on attention, checkpointed, as fine-tuning scripts have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner: Any = with_adapters(build_transformers("Llama"), ("q_proj", "v_proj"))
-        checkpoint_layers(self.inner, reentrant=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.inner(input_ids=ids, labels=ids).loss
-        return loss
 
 
 class Quantized(nn.Module):
@@ -187,7 +172,6 @@ def _decay_and_none(named: dict[str, nn.Parameter]) -> list[Any]:
 MIXES = {
     "adapters": Mix(lambda: adapted(Base(_blocks(3)))),
     "adapters, accumulated without sync": Mix(lambda: adapted(Base(_blocks(3))), accumulation=2),
-    "adapters on Llama": Mix(Llama),
     "groups": Mix(lambda: Base(_blocks()), groups=_decay_and_none),
     "int8": Mix(lambda: Base([Quantized(), Quantized()])),
     "buffers": Mix(lambda: Base([Counting(), Counting()])),

@@ -42,11 +42,7 @@ def group(backend: str, rank: int, world_size: int, folder: str) -> Iterator[Wor
 
 
 def config(stage: int, nvme: str, **keys: Any) -> dict[str, Any]:
-    made = make_config(stage, "nvme", nvme, gradient_clipping=0.25, **keys)
-    made["zero_optimization"]["offload_param"] = {"device": "cpu"}
-    if stage < 3:
-        del made["zero_optimization"]["offload_param"]
-    return made
+    return make_config(stage, "nvme", nvme, "cpu" if stage == 3 else "none", gradient_clipping=0.25, **keys)
 
 
 def trained(made: dict[str, Any], rank: int, model: nn.Module | None = None) -> tuple[list[float], dict[str, str]]:
@@ -82,115 +78,76 @@ def test_one_rank_trains_as_a_process_alone(backend: str, nvme: Path, tmp_path: 
     assert found == [trained(config(stage, str(nvme)), 0) for stage in (1, 3)]
 
 
-@pytest.mark.parametrize("backend", ["gloo", over_nccl(1)])
-def test_collectives_of_one_rank(backend: str, tmp_path: Path) -> None:
-    with group(backend, 0, 1, str(tmp_path)) as world:
-        assert world.all_gather_object({"a": [1, "b"]}) == [{"a": [1, "b"]}]
-        world.all_gather_object(None)
-        if backend == "nccl":
-            send = torch.arange(8, dtype=torch.bfloat16, device=world.device).view(1, 8)
-            mean = torch.empty_like(send[0])
-            world.reduce_scatter_mean(mean, send, kind="reduce_scatter").wait()
-            assert torch.equal(mean, send[0])
+def _exchanged(world: World, rank: int) -> dict[str, Any]:
+    """Return what two ranks gave each other."""
+    values = world.all_gather_object({"rank": rank, "text": "x" * (5 + rank)})
+    sent = torch.full((5,), float(rank + 1))
+    world.broadcast(sent, source=1)  # of the host, wherever the backend's collectives are
+    out = torch.empty(4, dtype=torch.bfloat16, device=world.device)
+    world.all_gather(out, torch.full((2,), rank, dtype=torch.bfloat16, device=world.device))
+    moved = torch.full((3,), rank, device=world.device)
+    world.transfer(moved, 0, 1)
+    try:
+        world.raise_together(ValueError("mine") if rank == 1 else None)
+        error = ""
+    except Exception as raised:
+        error = str(raised).partition(";")[0]
+    return {"values": values, "sent": sent.tolist(), "out": out.tolist(), "moved": moved.tolist(), "error": error}
 
 
-def _exchange(rank: int, backend: str, folder: str) -> dict[str, Any]:
+def _quantized(rank: int, keys: dict[str, Any], nvme: str) -> tuple[list[float], dict[str, int], str]:
+    """Return the losses, the bytes sent, and the bits of a parameter."""
+    made = config(3, nvme)
+    made["zero_optimization"] |= keys
+    with start(made) as engine:
+        losses = steps_of(engine, rank)
+        sent = {kind: engine.statistics().sent_bytes[kind] for kind in ("all_gather", "reduce_scatter")}
+        return losses, sent, digest(engine.get_full_parameter("blocks.0.up.weight"))  # type: ignore[arg-type]
+
+
+def _on_two_ranks(rank: int, backend: str, folder: str, nvme: str) -> dict[str, Any]:
     torch_dist.destroy_process_group()
     os.environ["LOCAL_RANK"] = str(rank)
     with group(backend, rank, 2, folder) as world:
-        values = world.all_gather_object({"rank": rank, "text": "x" * (5 + rank)})
-        sent = torch.full((5,), float(rank + 1))
-        world.broadcast(sent, source=1)  # of the host, wherever the backend's collectives are
-        out = torch.empty(4, dtype=torch.bfloat16, device=world.device)
-        world.all_gather(out, torch.full((2,), rank, dtype=torch.bfloat16, device=world.device))
-        moved = torch.full((3,), rank, device=world.device)
-        world.transfer(moved, 0, 1)
-        try:
-            world.raise_together(ValueError("mine") if rank == 1 else None)
-            error = ""
-        except Exception as raised:
-            error = str(raised)
-        return {
-            "values": values,
-            "sent": sent.tolist(),
-            "out": out.tolist(),
-            "moved": moved.tolist(),
-            "error": error.partition(";")[0],
-        }
-
-
-@pytest.mark.parametrize("backend", ["gloo", over_nccl(2)])
-def test_two_ranks_exchange(backend: str, tmp_path: Path) -> None:
-    found = run_ranks(_exchange, 2, backend, str(tmp_path))
-    everyone = [{"rank": 0, "text": "xxxxx"}, {"rank": 1, "text": "xxxxxx"}]
-    for rank, one in enumerate(found):
-        assert one["values"] == everyone
-        assert one["sent"] == [2.0] * 5
-        assert one["out"] == [0.0, 0.0, 1.0, 1.0]
-        assert one["moved"] == [0, 0, 0]
-        assert one["error"] == ("mine" if rank else "rank 1 of 2 failed")
-
-
-def _train(rank: int, backend: str, folder: str, nvme: str) -> list[Any]:
-    torch_dist.destroy_process_group()
-    os.environ["LOCAL_RANK"] = str(rank)
-    with group(backend, rank, 2, folder):
+        found: dict[str, Any] = {"exchanged": _exchanged(world, rank)}
         plain = make_config(0, gradient_clipping=0.25)
-        found = [trained(plain, rank)[0], *(trained(config(stage, nvme), rank)[0] for stage in (1, 2, 3))]
+        losses = [trained(plain, rank)[0], *(trained(config(stage, nvme), rank)[0] for stage in (1, 2, 3))]
         with zstore.Init(config=config(3, nvme)):
             net = make_net()
         with zstore.gather(net.embed.weight, modifier_rank=0), torch.no_grad():
             net.embed.weight.mul_(1.0 if rank == 0 else 7.0)  # rank 0's values count
-        found.append(trained(config(3, nvme), rank, net)[0])
-        whole = []
+        found["losses"] = [*losses, trained(config(3, nvme), rank, net)[0]]
         with start(config(3, nvme)) as engine:
             engine.save_checkpoint(f"{folder}/ckpt")
-            values = engine.get_full_parameter("blocks.0.up.weight")
-            assert values is not None
-            whole.append(digest(values))
+            found["saved"] = engine_digests(engine)
         with start(config(3, nvme), make_net(1)) as engine:
             engine.load_checkpoint(f"{folder}/ckpt")
-            values = engine.get_full_parameter("blocks.0.up.weight")
-            assert values is not None
-            whole.append(digest(values))
-        return [found, whole]
-
-
-@pytest.mark.parametrize("backend", ["gloo", over_nccl(2)])
-def test_two_ranks_train_save_and_load(backend: str, nvme: Path, tmp_path: Path) -> None:
-    folder = tempfile.mkdtemp(dir=tmp_path)
-    for losses, (saved, loaded) in run_ranks(_train, 2, backend, folder, str(nvme), timeout_s=240):
-        plain, *others = losses
-        for other in others:
-            assert other == pytest.approx(plain, rel=2e-2)
-        assert loaded == saved
+            found["loaded"] = engine_digests(engine)
+        found["quantized"] = [_quantized(rank, keys, nvme) for keys in ({}, QUANTIZED)]
+        return found
 
 
 QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 
 
-def _train_quantized(rank: int, backend: str, folder: str, nvme: str) -> list[Any]:
-    torch_dist.destroy_process_group()
-    os.environ["LOCAL_RANK"] = str(rank)
-    found: list[Any] = []
-    with group(backend, rank, 2, folder):
-        for keys in ({}, QUANTIZED):
-            made = config(3, nvme)
-            made["zero_optimization"] |= keys
-            with start(made) as engine:
-                losses = steps_of(engine, rank)
-                sent = {kind: engine.statistics().sent_bytes[kind] for kind in ("all_gather", "reduce_scatter")}
-                values = engine.get_full_parameter("blocks.0.up.weight")
-                assert values is not None
-                found.append((losses, sent, digest(values)))
-    return found
-
-
 @pytest.mark.parametrize("backend", ["gloo", over_nccl(2)])
-def test_two_ranks_exchange_integers(backend: str, nvme: Path, tmp_path: Path) -> None:
-    one, other = run_ranks(_train_quantized, 2, backend, str(tmp_path), str(nvme), timeout_s=240)
-    assert [weight for *_, weight in one] == [weight for *_, weight in other]
-    for (exact, whole, _), (losses, sent, _) in (one, other):
+def test_two_ranks_exchange_train_save_and_load(backend: str, nvme: Path, tmp_path: Path) -> None:
+    folder = tempfile.mkdtemp(dir=tmp_path)
+    ranks = run_ranks(_on_two_ranks, 2, backend, folder, str(nvme), timeout_s=240)
+    for rank, found in enumerate(ranks):
+        assert found["exchanged"] == {
+            "values": [{"rank": 0, "text": "xxxxx"}, {"rank": 1, "text": "xxxxxx"}],
+            "sent": [2.0] * 5,
+            "out": [0.0, 0.0, 1.0, 1.0],
+            "moved": [0, 0, 0],
+            "error": "mine" if rank else "rank 1 of 2 failed",
+        }
+        plain, *others = found["losses"]
+        for other in others:
+            assert other == pytest.approx(plain, rel=2e-2)
+        assert found["loaded"] == found["saved"]
+        (exact, whole, _), (losses, sent, bits) = found["quantized"]
+        assert bits == ranks[0]["quantized"][1][2]
         assert losses == pytest.approx(exact, rel=2e-2)
         # Bytes and halves of bytes, with a scale for each 256 elements, for two bytes; biases stay whole.
         assert 0.5 < sent["all_gather"] / whole["all_gather"] < 0.75

@@ -30,13 +30,7 @@ class Named(Enum):
 
 
 def config_of(nvme: Path, stage: int, tier: str, own: str = "none", **keys: Any) -> dict[str, Any]:
-    def place(device: str) -> dict[str, str]:
-        return {"device": device, "nvme_path": str(nvme)}
-
-    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100}
-    zero |= {"offload_optimizer": place(tier)} if tier != "none" else {}
-    zero |= {"offload_param": place(own)} if own != "none" else {}
-    return make_config(stage, zero_optimization=zero, **keys)
+    return make_config(stage, tier, nvme, own, **keys)
 
 
 def tiers(engine: Engine) -> dict[str, str]:

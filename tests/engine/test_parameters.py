@@ -130,17 +130,6 @@ def test_replaced_data_is_named_at_the_next_forward_and_put_back(place: str, cha
         assert trains(engine)
 
 
-def test_replaced_data_is_named_at_the_step_of_a_loop_that_calls_the_model_itself() -> None:
-    with start() as engine:
-        loss = engine.module(*batch(0, 0, 0))
-        engine.backward(loss)
-        replace_data(engine.module)
-        with pytest.raises(UsageError, match="got other memory"):
-            engine.step()
-        engine.step()
-        assert engine.global_steps == 1
-
-
 def test_a_parameter_that_comes_later_is_named() -> None:
     with start() as engine:
         with pytest.raises(UsageError, match=r"engine\.late = Parameter"):
@@ -280,14 +269,6 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(place: str) -> None:
         assert engine_digests(engine) == before
         wrong["shift"] = state["shift"]
         assert engine.load_state_dict(wrong, strict=False) == (["start"], ["odd"])
-
-
-def test_a_model_that_is_its_own_master_loads_as_without_an_engine(tmp_path: Path) -> None:
-    with start(bf16={"enabled": False}) as engine:
-        state = make_net(3).state_dict()
-        engine.module.load_state_dict(state)
-        assert torch.equal(engine.get_full_parameter("start"), state["start"])
-        assert trains(engine)
 
 
 def test_state_dicts_leave_frozen_parameters_out_where_asked() -> None:

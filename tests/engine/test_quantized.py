@@ -15,8 +15,6 @@ from torch import nn
 import zstore
 from tests.engine.bits import digest
 from zstore.engine.access.safe_access import safe_get_full_fp32_param, safe_get_full_grad
-from zstore.engine.config.config import load_config
-from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.extras.zeropp.quantized import BLOCK_NUMEL, BlockCode, encoded_bytes
 from zstore.testing.ranks import run_ranks
 
@@ -269,21 +267,3 @@ def test_a_forward_computes_with_rounded_weights_and_a_gradient_is_the_mean_of_r
 def test_masters_stay_exact_and_a_checkpoint_loads_without_the_keys(runs: list[dict[str, dict[str, Any]]]) -> None:
     run = runs[0]["one backward"]
     assert run["loaded"] == run["masters"]
-
-
-@pytest.mark.parametrize(
-    ("zero", "key", "said"),
-    [
-        ({"stage": 2, "zero_quantized_weights": True}, "zero_quantized_weights", "at stage 3 only, and the stage is 2"),
-        (
-            {"stage": 1, "zero_quantized_gradients": True},
-            "zero_quantized_gradients",
-            "at stages 2 and 3, and the stage is 1",
-        ),
-        ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights", "one rank sends nothing"),
-    ],
-)
-def test_where_a_key_does_nothing_it_says_so(zero: dict[str, Any], key: str, said: str) -> None:
-    config = load_config(_config(zero)).resolve(ResolveContext(world_size=1))
-    notices = {notice.key: notice.message for notice in config.notices}
-    assert said in notices[f"zero_optimization.{key}"]

@@ -135,14 +135,6 @@ class Adapted(torch.nn.Module):
         return self.base(ids) * self.gain
 
 
-def adapted_config(tier: str, nvme: Path, **keys: Any) -> dict[str, Any]:
-    config = make_config(3, tier, nvme, scheduler=None, **keys)
-    if tier != "none":
-        path = {"nvme_path": str(nvme)} if tier == "nvme" else {}
-        config["zero_optimization"]["offload_param"] = {"device": tier, **path}
-    return config
-
-
 def linked(folder: Path, tag: str, rank: int = 0) -> dict[str, bool]:
     with open_checkpoint(folder, tag) as reader:
         return {entry.array: entry.linked for entry in reader.manifest(rank).shards if "model/" in entry.array}
@@ -151,7 +143,7 @@ def linked(folder: Path, tag: str, rank: int = 0) -> dict[str, bool]:
 @pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
 def test_frozen_parameters_are_written_once(tmp_path: Path, nvme: Path, tier: str) -> None:
     ckpt = tmp_path / "ckpt"
-    with start(adapted_config(tier, nvme), Adapted()) as engine:
+    with start(make_config(3, tier, nvme, tier, scheduler=None), Adapted()) as engine:
         step(engine)
         first = engine.save_checkpoint(str(ckpt), "one").wait()
         step(engine)
@@ -162,7 +154,7 @@ def test_frozen_parameters_are_written_once(tmp_path: Path, nvme: Path, tier: st
         assert [name for name, is_linked in linked(ckpt, "two").items() if not is_linked] == ["model/gain"]
         step(engine)
         expected = state_of_adapted(engine)
-    with start(adapted_config(tier, nvme), Adapted(seed=3)) as engine:
+    with start(make_config(3, tier, nvme, tier, scheduler=None), Adapted(seed=3)) as engine:
         engine.load_checkpoint(str(ckpt), "two")
         step(engine)
         assert state_of_adapted(engine) == expected

@@ -108,14 +108,3 @@ def test_a_scheduler_that_needs_a_metric_is_stepped_in_the_loop() -> None:
             used += [step[0] for step in train(engine, 1)]
             scheduler.step(1.0)
     assert used == [1e-2, 1e-2, 5e-3]
-
-
-def test_the_rates_of_the_engine_follow_a_list() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    groups = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0, "lr": 0.5}]
-    section = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2], "warmup_num_steps": 1}}
-    config = make_config(gradient_accumulation_steps=1, bf16={"enabled": False}, scheduler=section)
-    with zstore.initialize(model=model, model_parameters=groups, config=config)[0] as engine:
-        train(engine, 3)
-        assert engine.get_lr() == [0.1, 0.2]
