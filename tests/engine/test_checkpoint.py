@@ -294,7 +294,7 @@ def _odd_ranks(rank: int, folder: str) -> dict[str, Any]:
     with pytest.raises(
         RunFolderError if rank == 1 else RankError, match="rank 1 of 2 failed" if rank == 0 else "below"
     ):
-        start(2, "nvme", f"{folder}/file/below" if rank == 1 else folder)
+        start(2, "nvme", f"{folder}/file/below" if rank == 1 else f"{folder}/nvme")
     engine = start(2, "none", folder)
     with engine:
         train(engine, 1)
@@ -331,4 +331,4 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     assert first["absent"] == second["absent"] == "CheckpointNotFoundError"
     assert first["state back"] == second["state back"] == [0.0, 0.0]
     assert first["finite"]
-    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["loss-0"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["loss-0", "nvme"]

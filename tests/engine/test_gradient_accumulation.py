@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import zstore
-from tests.engine.bits import STATIC_SCALE, assert_equal
+from tests.engine.bits import STATIC_SCALE
 from tests.engine.models import batch, make_net
 from tests.engine.runs import constant_rate_config, make_config, start, state_of, step
-from tests.reference import Reference
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 
@@ -119,37 +117,6 @@ def test_gradients_travel_in_the_type_that_is_asked_for() -> None:
     for by_stage in run_ranks(_sent, 2):
         for usual, narrow, wide in by_stage:
             assert usual == narrow == wide / 2 > 0
-
-
-class Twice(nn.Module):
-    """Recomputes a block that it uses twice, so that the block's gradients come in two parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](x)
-        for _ in range(2):
-            x = checkpoint(self.blocks[1], x, use_reentrant=True)
-        return x.float().square().mean()
-
-
-@pytest.mark.parametrize("away", [{}, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}])
-def test_parts_of_a_gradient_are_added_as_autograd_adds_them(away: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    expected = Reference(Twice(), 1, precision="bf16", accumulation=2, adam={"lr": 1e-2, "weight_decay": 0.0})
-    torch.manual_seed(0)
-    config = constant_rate_config(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0, **away})
-    with start(config, Twice()) as engine:
-        for number in range(3):
-            inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * number + m)) for m in range(2)]
-            for x in inputs:
-                engine.backward(engine(x.bfloat16()))
-                engine.step()
-            expected.step([[(x.bfloat16(),)] for x in inputs])
-            assert engine.get_global_grad_norm() == expected.norm
-            assert_equal(engine, expected)
 
 
 def test_few_gradients_are_there_in_the_parameters_type_at_a_time() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zstore
+from tests.engine.runs import placed
 from zstore.engine import Engine
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
@@ -75,16 +76,12 @@ def _plain(act: Act, world_size: int = 1, steps: int = 3) -> tuple[list[float], 
 
 
 def _config(zero: dict[str, Any], folder: str, **more: Any) -> dict[str, Any]:
-    named = {
-        key: {**value, "nvme_path": folder} if isinstance(value, dict) and value["device"] == "nvme" else value
-        for key, value in zero.items()
-    }
     return {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_clipping": 0.0,
         "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}},
-        "zero_optimization": named,
+        "zero_optimization": placed(zero, folder),
         **more,
     }
 
@@ -188,22 +185,6 @@ def test_gradients_accumulate_in_sight(tmp_path: Path) -> None:
                 theirs.grad.mul_(0.5)
             engine.step()
         assert engine.module[0].weight.grad is None
-
-
-def test_clipping_by_the_engine_shows_in_whole_gradients(tmp_path: Path) -> None:
-    def clips(model: Any) -> Act:
-        def act(parameters: list[nn.Parameter]) -> float:
-            for bound in (2.0, 0.5, 1.0):
-                (torch.nn.utils.clip_grad_norm_(parameters, bound) if model is None else model.clip_grad_norm_(bound))
-            return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-
-        return act
-
-    wanted = _plain(clips(None))
-    assert all(norm == pytest.approx(0.5) for norm in wanted[0])
-    for zero in (*WHOLE.values(), *SHARDED.values()):
-        engine = _engine(zero, tmp_path)
-        _assert_close(_ours(clips(engine), engine), wanted)
 
 
 def _rank(rank: int, zeros: list[dict[str, Any]], act: Act, folder: str) -> list[Any]:

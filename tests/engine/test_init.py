@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,23 +149,6 @@ def test_masters_stay_in_the_files_that_they_were_built_in(precision: str, tmp_p
         assert expected <= engine.statistics().store.disk_write_bytes < 1.1 * expected
         assert not any(name.startswith("building") for name in files_in(tmp_path))
         step(engine)
-
-
-def test_what_was_built_on_the_drive_is_no_reason_to_refuse_a_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its files become those of the run."""
-    config = config_of(tmp_path)
-    with zstore.initialize(model=make_net(), config=config)[0] as engine:
-        needed_bytes = engine.training_state.plan.file_bytes
-    model = make_net()
-    built_bytes = sum(p.nbytes for p in model.parameters() if p.nbytes >= 64 * 1024)
-    free = SimpleNamespace(free=needed_bytes - built_bytes)
-    monkeypatch.setattr("zstore.engine.plan.run.shutil.disk_usage", lambda _: free)
-    with pytest.raises(DiskFullError):
-        zstore.initialize(model=make_net(), config=config)
-    zstore.Init(module=model, config=config)
-    zstore.initialize(model=model, config=config)[0].close()
 
 
 def test_a_model_may_be_release_after_it_was_built(tmp_path: Path) -> None:
@@ -414,25 +396,6 @@ def test_an_engine_made_within_the_block_trains_as_from_a_plain_model(tmp_path: 
         found.append(state_of(engine))
     assert found == [_train(config, in_shards=False)] * 2
     assert files_in(tmp_path) == []
-
-
-def test_initialize_that_fails_within_the_block_leaves_nothing_of_it(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    models = []
-
-    def fail() -> None:
-        with zstore.Init(config=config):
-            models.append(make_net())
-            zstore.initialize(model=models[0], config=config | {"bogus": 1})
-
-    with pytest.raises(ConfigError, match="bogus"):
-        fail()
-    assert files_in(tmp_path) == []
-    with pytest.raises(UsageError, match="build it again"):
-        zstore.initialize(model=models[0], config=config)
-    with zstore.Init(config=config):
-        model = make_net()
-    zstore.initialize(model=model, config=config)[0].close()
 
 
 def test_parameters_on_the_meta_device_are_refused(tmp_path: Path) -> None:

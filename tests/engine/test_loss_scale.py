@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import zstore
@@ -74,24 +72,6 @@ def scales(scaler: LossScaler, trace: str) -> list[str]:
 @pytest.mark.parametrize(("changes", "trace", "expected"), TRACES)
 def test_the_scale_follows_overflows_as_deepspeeds_does(changes: dict[str, Any], trace: str, expected: str) -> None:
     assert scales(LossScaler(settings=rules(**changes), non_finite="skip"), trace) == expected.split()
-
-
-@given(st.integers(1, 4), st.integers(1, 3), st.booleans(), st.text("X.", max_size=40), st.integers(0, 40))
-@settings(deadline=None, max_examples=100)
-def test_a_resumed_scale_goes_on_as_the_first_would_have(
-    window: int, hysteresis: int, consecutive: bool, trace: str, at: int
-) -> None:
-    chosen = rules(
-        loss_scale_window=window,
-        hysteresis=hysteresis,
-        consecutive_hysteresis=consecutive,
-        raise_error_at_min_scale=False,
-    )
-    one, whole = LossScaler(settings=chosen, non_finite="skip"), LossScaler(settings=chosen, non_finite="skip")
-    first = scales(one, trace[:at])
-    other = LossScaler(settings=chosen, non_finite="skip")
-    other.load(one.state())
-    assert first + scales(other, trace[at:]) == scales(whole, trace)
 
 
 # -- skipped steps ----------------------------------------------------------------------------------------------------

@@ -110,18 +110,6 @@ def test_reuse_saves_reads_for_memory(nvme: Path) -> None:
     assert far.units.live_peak_numel > near.units.live_peak_numel
 
 
-def test_persistence_is_limited_in_sum(nvme: Path) -> None:
-    def resident(**zero: Any) -> int:
-        with start(offloaded(nvme, stage3_param_persistence_threshold=1000, **zero), wide_net()) as engine:
-            records = engine.training_state.state.records
-            return sum(record.numel for record in records if record.residency is Residency.RESIDENT)
-
-    every = resident()
-    assert every > 1500
-    assert 1000 < resident(stage3_model_persistence_threshold=1500) <= 1500
-    assert resident(stage3_model_persistence_threshold=0) == 0
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 

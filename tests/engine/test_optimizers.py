@@ -1,4 +1,4 @@
-"""Optimizers of the client's: each element-wise one does on disk what torch does, others are refused by name."""
+"""Optimizers of the client's: each element-wise one does on disk what torch does."""
 
 from __future__ import annotations
 
@@ -222,32 +222,6 @@ def _stepped(rank: int, everything: bool) -> list[tuple[str, Any, list[str]]]:
 def test_on_two_ranks_each_does_what_torch_does_bit_for_bit(everything: bool) -> None:
     for failed in run_ranks(_stepped, 2, everything, timeout_s=240):
         assert failed == []
-
-
-# -- refused ----------------------------------------------------------------------------------------------------------
-
-
-class TrustedAdam(torch.optim.Adam):
-    """As LAMB: Adam's step, as long as the whole weight. A class that derives from an element-wise one is none."""
-
-
-NOT_ELEMENT_WISE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "LBFGS": lambda net: torch.optim.LBFGS(net.parameters()),
-    "TrustedAdam": lambda net: TrustedAdam(net.parameters()),
-}
-
-
-@pytest.mark.parametrize("name", NOT_ELEMENT_WISE)
-@pytest.mark.parametrize(("stage", "tier"), [(1, "none"), (1, "nvme"), (3, "cpu")])
-def test_others_are_refused_by_name(name: str, stage: int, tier: str, tmp_path: Path) -> None:
-    net = model()
-    before = {key: value.clone() for key, value in net.state_dict().items()}
-    config = make_config(stage, tier, tmp_path, scheduler=None, optimizer=None)
-    message = rf"optimizer {name} is not known to update each element by itself, .* use one of SGD, Adagrad"
-    with pytest.raises(UsageError, match=message):
-        zstore.initialize(model=net, optimizer=NOT_ELEMENT_WISE[name](net), config=config)
-    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
-    assert list(tmp_path.iterdir()) == []
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------

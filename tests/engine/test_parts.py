@@ -1,4 +1,4 @@
-"""The engine's small parts by themselves: loader, random states, norm, buckets, units."""
+"""The engine's small parts by themselves: loader, random states, norm, units."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
@@ -19,7 +17,6 @@ from zstore.engine.params.record import ParameterRecord, make_record, named_para
 from zstore.engine.params.sharding import Sharding
 from zstore.engine.params.units import find_units
 from zstore.engine.training.loader import TrainingLoader
-from zstore.engine.zero.collectives import pack, plan_buckets, unpack
 from zstore.engine.zero.norm import norm_of_sums, sum_of_squares
 from zstore.errors import UsageError
 
@@ -155,47 +152,6 @@ def test_the_norm_shows_what_is_not_finite() -> None:
     assert norm_of_sums([("b", [9.0]), ("a", [12.0, 4.0])]) == 5.0
     assert math.isnan(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, math.nan]))])]))
     assert math.isinf(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, -math.inf], dtype=torch.float16))])]))
-
-
-# -- buckets ----------------------------------------------------------------------------------------------------------
-
-
-def records_of(shapes: list[tuple[int, ...]], world_size: int, rank: int = 0, stage: int = 1) -> list[ParameterRecord]:
-    sharding = Sharding.of_stage(stage, world_size)
-    return [
-        make_record(f"p{i}", (), nn.Parameter(torch.randn(shape)), group=0, sharding=sharding, rank=rank)
-        for i, shape in enumerate(shapes)
-    ]
-
-
-shapes = st.lists(
-    st.one_of(
-        st.just(()),
-        st.tuples(st.integers(0, 200)),
-        st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3)),
-    ),
-    max_size=5,
-)
-
-
-@given(shapes, st.integers(1, 5), st.integers(1, 2000))
-@settings(deadline=None, max_examples=150)
-def test_buckets_hold_everything_once_within_their_limit(
-    shapes: list[tuple[int, ...]], world_size: int, limit: int
-) -> None:
-    records = records_of(shapes, world_size)
-    buckets = plan_buckets(records, world_size, limit)
-    assert all(bucket.cols * world_size <= max(limit, 16 * world_size) for bucket in buckets)
-    back = {record: torch.full((record.numel,), math.nan) for record in records}
-    for bucket in buckets:
-        matrix = pack(bucket, world_size, lambda record: record.full)
-        assert matrix.shape == (world_size, bucket.cols)
-        unpack(bucket, matrix, lambda record: back[record])
-        padding = sum(record.grid.shard_numel for record in {s.record: 0 for s in bucket.segments}) * world_size
-        assert bucket.cols * world_size <= padding
-        nothing = pack(bucket, world_size, lambda record: None)
-        assert not nothing.any()
-    assert all(torch.equal(values, record.full) for record, values in back.items())
 
 
 # -- units ------------------------------------------------------------------------------------------------------------
