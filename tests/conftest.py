@@ -11,6 +11,9 @@ from typing import Any
 # Two workers on two cores: torch's threads would spin against each other. Before torch is imported, and for every child.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# One that hangs is ended by SIGABRT, and then shows where its threads are.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
 # What a shell runs in the background ignores Ctrl-C, and so do its children: tests that press it would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -95,6 +98,19 @@ def no_process_group_is_left() -> Iterator[None]:
     if torch_dist is not None and torch_dist.is_available() and torch_dist.is_initialized():
         torch_dist.destroy_process_group()
         pytest.fail("the test left torch.distributed initialized; destroy the process group")
+
+
+@pytest.fixture(autouse=True)
+def no_path_is_left() -> Iterator[None]:
+    """Fail a test that leaves PYTHONPATH changed, as the stand-in for DeepSpeed does: later processes would have it."""
+    before = os.environ.get("PYTHONPATH")
+    yield
+    if os.environ.get("PYTHONPATH") != before:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+        pytest.fail("the test left PYTHONPATH changed: let a process of its own install the stand-in for DeepSpeed")
 
 
 def pytest_collection_finish() -> None:

@@ -176,12 +176,26 @@ def run(
     if input is not None:
         options["stdin"] = PIPE
     with Popen(args, **options) as process:
-        out, err = process.communicate(input, timeout)
+        try:
+            out, err = process.communicate(input, timeout)
+        except BaseException:
+            if isinstance(process, subprocess.Popen):
+                _kill_with_stacks(process)
+            raise
     done = CompletedProcess(args, process.wait(), out, err)
     if check and done.returncode:
         sys.stderr.write(err if isinstance(err, str) else (err or b"").decode())
         raise CalledProcessError(done.returncode, list(args), out, err)
     return done
+
+
+def _kill_with_stacks(process: subprocess.Popen[Any]) -> None:
+    """End a process started anew, and let its last words, the stacks of its threads, be this test's."""
+    process.send_signal(signal.SIGABRT)
+    with contextlib.suppress(TimeoutExpired):
+        _, err = process.communicate(timeout=10)
+        sys.stderr.write(err if isinstance(err, str) else (err or b"").decode())
+    process.kill()
 
 
 def ends_within(process: Any, seconds: float) -> bool:

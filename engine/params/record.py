@@ -140,8 +140,7 @@ class ParameterRecord:
     @property
     def owned_numel(self) -> int:
         """Elements of this rank's rows."""
-        first, stop = self.owned_range
-        return stop - first
+        return self.owned_range[1] - self.owned_range[0]
 
     def owned(self) -> torch.Tensor:
         """Return this rank's own rows, 1-D without padding: the memory that an update writes to.
@@ -169,8 +168,7 @@ class ParameterRecord:
     def shard_memory(self, rows: torch.Tensor | None = None) -> None:
         """Keep this rank's rows, or 1-D `rows` in place of them, in memory of their own and release the rest."""
         first, stop = self.owned_range
-        memory = self.full.new_zeros(self.state_grid.shard_numel)
-        self.shard = memory[: stop - first]
+        self.shard = self.full.new_zeros(self.state_grid.shard_numel)[: stop - first]
         self.shard.copy_(self.full[first:stop] if rows is None else rows)
         self.release()
 
@@ -258,6 +256,8 @@ class ParameterRecord:
         self.point_at_placeholder()
         self.is_rounded = False
         if not self.is_in_place:
+            if not self.full.untyped_storage().resizable():  # an array of numpy has it, and keeps its values
+                self.full = torch.empty(self.numel, dtype=self.dtype, device=self.full.device)
             self.full.untyped_storage().resize_(0)
 
     def point_at_placeholder(self) -> None:

@@ -1,6 +1,7 @@
 """What a wheel contains: one top-level package, each file once. See docs/design/0001-packages.md."""
 
 import configparser
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 SOURCES = {"zstore": ROOT / "zstore", "zstore/engine": ROOT / "engine", "zstore/tools": ROOT / "tools"}
 
 
@@ -61,7 +63,7 @@ def test_a_wheel_is_enough_to_run(wheel: Path, tmp_path: Path) -> None:
         "sys.argv = ['zstore', '--version']; zstore.tools.cli.main()\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
 
 
@@ -91,7 +93,8 @@ def test_the_links_are_links_to_the_folders_beside() -> None:
 
 def test_no_top_level_engine_or_tools_can_be_imported() -> None:
     code = "import importlib.util as u; print([n for n in ('engine', 'tools') if u.find_spec(n)])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "docs")
+    command, place = [sys.executable, "-c", code], ROOT / "docs"
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=place, env=ENVIRONMENT)
     assert done.stdout.strip() == "[]"
 
 
