@@ -137,8 +137,6 @@ class Config:
         asked = self.own.step_overlap
         gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
         message = None
-        if asked == "forward" and self.stage < 3:
-            return None  # already reported for the config alone
         overlaps = asked in ("backward", "forward")
         if overlaps and self.whole_tensors:
             message = (

@@ -18,8 +18,6 @@ _SECRET = "zstore.storage_options"
 _REFUSED = "is not supported: "
 _CLOSE = 0.72
 """How close a key of the same section must be to be guessed, as difflib counts."""
-_CLOSE_ELSEWHERE = 0.85
-"""How close a key of another section must be."""
 _MOST_HOMES = 2
 """Most sections that are named as the home of a key: one like "enabled" has too many."""
 _MOST_KEYS = 8
@@ -170,23 +168,20 @@ def _is_missing(error: ErrorDetails, path: Sequence[str]) -> bool:
 
 
 def _nearest(section: type[Section], path: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown key of `section`, the last part of `path`: the known key that is meant,
-    if one is really close, else the keys of the section that act, if they are few."""
-    prefix, name = "".join(f"{part}." for part in path[:-1]), path[-1]
-    everywhere = [key for key, _ in known_keys(ConfigSections)]
-    homes = list(dict.fromkeys(key for key in everywhere if key.rpartition(".")[2] == name and key != prefix + name))
+    """Return the end of a sentence about an unknown key of `section`, the last part of `path`: its sections if it is known
+    elsewhere, else the key that is meant if one is really close, else the keys of the section that act, if they are few."""
+    *outer, name = path
+    homes = {key.rpartition(".")[0] for key, _ in known_keys(ConfigSections) if key.rpartition(".")[2] == name}
+    homes -= {".".join(outer)}
     if 0 < len(homes) <= _MOST_HOMES:
-        outer = [key.rpartition(".")[0] for key in homes]
-        return f"; it belongs {' or '.join(f'in {one}' if one else 'at the top of the config' for one in outer)}"
+        return (
+            f"; it belongs {' or '.join(f'in {one}' if one else 'at the top of the config' for one in sorted(homes))}"
+        )
     here = [*section.model_fields, *section.renames]
     longer = {section.renames.get(key, key) for key in here if name in key and len(name) >= _TELLING}
     close = list(longer) if len(longer) == 1 else difflib.get_close_matches(name, here, n=1, cutoff=_CLOSE)
     if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    names = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
-    far = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE_ELSEWHERE)
-    if far and far[0] != name:
-        return f"; did you mean {names[far[0]]}?"
+        return f"; did you mean {'.'.join([*outer, close[0]])}?"
     keys = [key for key, field in section.model_fields.items() if about(field)[0] is Status.BUILT]
     return f"; the keys there are {', '.join(keys)}" if len(keys) <= _MOST_KEYS else ""
 

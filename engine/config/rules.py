@@ -23,9 +23,6 @@ def idle_keys(settings: ConfigSections) -> Iterator[Notice]:
         )
     if zero.offload_optimizer.device == "cpu" and zero.offload_optimizer.nvme_path is not None:
         yield Notice("zero_optimization.offload_optimizer.nvme_path", 'no effect: the device is "cpu"')
-    if own.step_overlap == "forward" and zero.stage < 3:
-        message = f"updated behind step(), at stage 3 alone, and the stage is {zero.stage}"
-        yield Notice("zstore.step_overlap", f"no effect: only what is gathered before its use can be {message}")
     if own.activations != "disk" and own.activations_path is not None:
         yield Notice("zstore.activations_path", 'no effect: zstore.activations is not "disk"')
     for key in ("wall_clock_breakdown", "memory_breakdown"):
