@@ -11,7 +11,6 @@ import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -29,7 +28,7 @@ from torch.futures import Future
 
 from zstore.checkpoint import MEMORY_BYTES, ArraySource, Range, ReadAhead, open_checkpoint
 from zstore.errors import UsageError
-from zstore.format import Box, flat_ranges
+from zstore.format import ArraySpec, Box, flat_ranges
 from zstore.interop.dcp_state import PICKLE, DcpState, decode_value, key_of
 from zstore.io import UserPath, is_url, user_location
 from zstore.io.closing import closing_with
@@ -58,8 +57,6 @@ class Reader(StorageReader):
     ) -> None:
         self._storage_options = storage_options
         self.path = user_location(path)
-        self.load_id = uuid4().hex
-        """Of the load that is under way, or was last."""
         self._tag = tag
         self._trust_pickles = trust_pickles
         self._source: ArraySource | None = None
@@ -72,7 +69,6 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: UserPath | None = None) -> None:
         """Begin to read another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
         self.close()
-        self.load_id = uuid4().hex
         if checkpoint_id is not None:
             self.path, self._tag = user_location(checkpoint_id), None
 
@@ -82,12 +78,12 @@ class Reader(StorageReader):
         self._state = DcpState.of(source.record.state, source.arrays)
         self._arrays = {key_of(path): name for name, path in self._state.paths.items()}
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-            key: BytesStorageMetadata() if name in self._state.opaque else self._describe(source, name)
+            key: BytesStorageMetadata() if name in self._state.opaque else _describe(source.arrays[name].spec)
             for key, name in self._arrays.items()
         }
         entries |= {key_of(path): BytesStorageMetadata() for path, _ in self._state.values}
         paths = {key_of(path): path for path in (*self._state.paths.values(), *(p for p, _ in self._state.values))}
-        ids = StorageMeta(checkpoint_id=source.location, save_id=source.record.id, load_id=self.load_id)
+        ids = StorageMeta(checkpoint_id=source.location, save_id=source.record.id)
         return Metadata(entries, planner_data=paths, storage_meta=ids, version=CURRENT_DCP_VERSION)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +116,9 @@ class Reader(StorageReader):
             elif key in values:
                 planner.load_bytes(item, _pickled(decode_value(values[key])))
             else:
-                planner.load_bytes(item, self._opaque(source, self._arrays[key]))
+                content = source.read_array(self._arrays[key]).tobytes()
+                is_pickle = self._state.opaque[self._arrays[key]] == PICKLE
+                planner.load_bytes(item, io.BytesIO(content) if is_pickle else _pickled(content))
         with ReadAhead(source, [each for block in blocks for each in block.ranges]) as ahead:
             for block in blocks:
                 block.read(ahead)
@@ -147,19 +145,6 @@ class Reader(StorageReader):
             self._forget = closing_with(self, self._source.close)
         return self._source
 
-    def _describe(self, source: ArraySource, name: str) -> TensorStorageMetadata:
-        spec = source.arrays[name].spec
-        size = torch.Size(spec.shape)
-        return TensorStorageMetadata(
-            properties=TensorProperties(dtype=torch_dtype(spec.dtype)),
-            size=size,
-            chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
-        )
-
-    def _opaque(self, source: ArraySource, name: str) -> io.BytesIO:
-        content = source.read_array(name).tobytes()
-        return io.BytesIO(content) if self._state.opaque[name] == PICKLE else _pickled(content)
-
     def close(self) -> None:
         """Close the checkpoint; a second call does nothing."""
         forget, self._forget, self._source = self._forget, None, None
@@ -170,6 +155,13 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: UserPath) -> bool:
         """Tell whether checkpoints can be read there; whether one is there shows when it is opened."""
         return True
+
+
+def _describe(spec: ArraySpec) -> TensorStorageMetadata:
+    """Return a tensor as DCP knows it. See [Note: one chunk]."""
+    size = torch.Size(spec.shape)
+    chunks = [ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)]
+    return TensorStorageMetadata(properties=TensorProperties(dtype=torch_dtype(spec.dtype)), size=size, chunks=chunks)
 
 
 def _pickled(value: object) -> io.BytesIO:

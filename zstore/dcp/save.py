@@ -93,11 +93,7 @@ class Save:
         return RankWork(
             folder=str(self._folder),
             rank=rank,
-            arrays={
-                key: layout
-                for key, layout in self._layouts.items()
-                if key in mine or (layout.boxes and layout.grid.shard_valid_numel(rank) > 0)
-            },
+            arrays={key: each for key, each in self._layouts.items() if key in mine or each.is_owned_by(rank)},
             names={key: self._names[key] for key in mine if key not in self._layouts},
             sync=self._flush is None,
         )
@@ -107,26 +103,22 @@ class Save:
     def commit(self, stored: Iterable[EntryReport]) -> None:
         """Complete the checkpoint from all ranks' files, and commit it. Raises CheckpointError if a part is missing."""
         entries = list(stored)
+        opaque = [entry.opaque for entry in entries if entry.opaque is not None]
+        grids = {layout.spec.name: layout.grid for layout in self._layouts.values()}
+        plan = CheckpointPlan(
+            tag=self._tag,
+            step=self._step,
+            world_size=len(self._plans),
+            save_id=self.id,
+            specs={spec.name: spec for spec in (*(layout.spec for layout in self._layouts.values()), *opaque)},
+            grids=grids | {spec.name: make_grid(spec.stored_shape, 1) for spec in opaque},
+        )
         state = {STATE: self._document(entries)}
-        plan = self._plan([entry.opaque for entry in entries if entry.opaque is not None])
         self._files.remove_tree(self._folder / PIECES_FOLDER)
         builder = CheckpointBuilder(plan, self._folder, self._files)
         for rank, summaries in enumerate(self._summaries(plan, entries)):
             builder.write_manifest(rank, COMPLETE, summaries, {}, sync=False)
         self._committer.commit(builder.finish(state, sync=self._flush is None), self._flush)
-
-    def _plan(self, opaque: Sequence[ArraySpec]) -> CheckpointPlan:
-        """Return the plan of a checkpoint of all tensors, and of arrays of bytes."""
-        specs = {layout.spec.name: layout.spec for layout in self._layouts.values()}
-        grids = {layout.spec.name: layout.grid for layout in self._layouts.values()}
-        return CheckpointPlan(
-            tag=self._tag,
-            step=self._step,
-            world_size=len(self._plans),
-            save_id=self.id,
-            specs=specs | {spec.name: spec for spec in opaque},
-            grids=grids | {spec.name: make_grid(spec.stored_shape, 1) for spec in opaque},
-        )
 
     def _document(self, entries: Sequence[EntryReport]) -> dict[str, Any]:
         state = DcpState(paths={layout.spec.name: self._paths[key] for key, layout in self._layouts.items()})

@@ -9,9 +9,9 @@ by one rank, its owner.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch.distributed.checkpoint.planner import TensorWriteData
@@ -37,6 +37,10 @@ class ArrayLayout:
     boxes: tuple[Box, ...] = ()
     """All pieces, if pieces pass through files; empty if every rank writes its own shards."""
 
+    def is_owned_by(self, rank: int) -> bool:
+        """Return whether a rank puts a shard together out of pieces."""
+        return bool(self.boxes) and self.grid.shard_valid_numel(rank) > 0
+
     @staticmethod
     def of(spec: ArraySpec, boxes: Sequence[Box], world_size: int) -> ArrayLayout:
         """Return how an array in `boxes`, which tile it, is written."""
@@ -45,15 +49,13 @@ class ArrayLayout:
             return ArrayLayout(spec=spec, grid=make_grid(spec.stored_shape, 1))
         runs = [next(box.overlap(0, spec.numel)) for box in pieces]
         shard_numel = max(run.numel for run in runs)
-        grid = None
-        if (
+        are_rows = (
             len(pieces) <= world_size
             and shard_numel % spec.row_numel == 0
             and all(run.numel == box.numel for run, box in zip(runs, pieces, strict=True))
             and all(run.at % shard_numel == 0 for run in runs)
-        ):
-            grid = grid_of_rows(spec.stored_shape, shard_numel // spec.row_numel)
-        if grid is not None:
+        )
+        if are_rows and (grid := grid_of_rows(spec.stored_shape, shard_numel // spec.row_numel)) is not None:
             return ArrayLayout(spec=spec, grid=grid)
         return ArrayLayout(spec=spec, grid=make_grid(spec.stored_shape, world_size), boxes=pieces)
 
@@ -73,47 +75,34 @@ class RankWork:
     """Whether ranks make their files durable; else rank 0 does, all at once."""
 
 
-@dataclass
 class RankWriter:
     """Writes one rank's part of a save."""
 
-    share: RankWork
-    resources: IoResources
-    _buffered: Files = field(default_factory=lambda: Files(direct=False))
-    _written: list[Path] = field(default_factory=list)
-    """Shard files that are not durable yet."""
+    def __init__(self, share: RankWork, resources: IoResources) -> None:
+        self.share, self.resources, self.folder = share, resources, Path(share.folder)
+        self._buffered = Files(direct=False)
+        self._rendezvous = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self.check)
 
-    def __post_init__(self) -> None:
-        self._rendezvous = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self.check_others)
-
-    @cached_property
-    def folder(self) -> Path:
-        """The save's temporary folder."""
-        return Path(self.share.folder)
-
-    def check_folder(self) -> None:
-        """Raise CheckpointError if this rank does not see the folder that rank 0 made."""
+    def check(self) -> None:
+        """Raise CheckpointError if another rank gave up the save, or this one does not see the folder that rank 0 made."""
+        for path in self._rendezvous.folder.glob("failed-*.json"):
+            if (told := self._rendezvous.posted(path.name)) is not None:
+                raise CheckpointError(f"another rank gave up the save: {told.get('reason')}")
         if not self.folder.is_dir():
             raise CheckpointError(
-                f"rank {self.share.rank} does not see {self.folder}, which rank 0 made: the folder is local to a machine; give "
-                "one that all ranks share"
+                f"rank {self.share.rank} does not see {self.folder}, which rank 0 made: the save was given up, or the folder "
+                "is local to a machine; give one that all ranks share"
             )
 
     def write_box(self, spec: ArraySpec, grid: Grid, box: Box, data: Bytes) -> ShardSummary:
-        """Write the shard that `box` is; `data` are its elements' bytes. It is durable after `syncs`."""
+        """Write the shard that `box` is; `data` are its elements' bytes."""
         run = next(box.overlap(0, spec.numel))
         return self._write(spec, grid, run.at // grid.shard_numel, FillRuns.of(data, spec.itemsize, run.at))
-
-    def syncs(self) -> list[Callable[[], None]]:
-        """Return a task for each shard file that makes it durable: many at once, for drives coalesce concurrent flushes."""
-        written, self._written = self._written, []
-        return [partial(self.resources.files.sync_file, path) for path in written if self.share.sync]
 
     def _write(self, spec: ArraySpec, grid: Grid, shard: int, fill: Fill | FillRuns) -> ShardSummary:
         path = self.folder / array_path(spec.name) / shard_file(len(spec.stored_shape), shard)
         self.resources.files.make_folder(path.parent)
-        self._written.append(path)
-        return write_shard(replace(self.resources, sync=False), path, spec, grid, shard, fill)
+        return write_shard(replace(self.resources, sync=self.share.sync), path, spec, grid, shard, fill)
 
     # -- pieces for others -------------------------------------------------------------------------------------------
 
@@ -129,11 +118,6 @@ class RankWriter:
     def _piece_path(self, layout: ArrayLayout, box: Box) -> Path:
         return self.folder / PIECES_FOLDER / array_path(layout.spec.name) / f"piece-{layout.boxes.index(box)}"
 
-    def owned(self) -> list[ArrayLayout]:
-        """Return the arrays of which this rank puts a shard together."""
-        layouts = self.share.arrays.values()
-        return [each for each in layouts if each.boxes and each.grid.shard_valid_numel(self.share.rank) > 0]
-
     def assemble_shard(self, layout: ArrayLayout) -> ShardSummary:
         """Write this rank's shard of an array out of all ranks' pieces; waits for them."""
         spec, grid, shard = layout.spec, layout.grid, self.share.rank
@@ -147,10 +131,11 @@ class RankWriter:
                 self._rendezvous.wait_until(path.exists, TIMEOUT_S, lambda failure=failure: failure)  # type: ignore[misc]
             files = [(opened.enter_context(self._buffered.opened(path)), box) for path, box in pieces]
 
+            def read(file: OpenFile, start: int, out: Bytes) -> None:
+                self._buffered.read_into(file, out, start * spec.itemsize)
+
             def fill(low: int, high: int, out: Bytes) -> None:
-                filled = 0
-                for file, box in files:
-                    filled += gather(box, low, high, spec.itemsize, partial(self._read_piece, file, spec.itemsize), out)
+                filled = sum(gather(box, low, high, spec.itemsize, partial(read, file), out) for file, box in files)
                 if filled != high - low:
                     raise CheckpointError(
                         f"array {spec.name!r}: the pieces of all ranks have {filled} elements in [{low}, {high}), expected "
@@ -158,19 +143,6 @@ class RankWriter:
                     )
 
             return self._write(spec, grid, shard, fill)
-
-    def _read_piece(self, file: OpenFile, itemsize: int, start: int, out: Bytes) -> None:
-        self._buffered.read_into(file, out, start * itemsize)
-
-    def check_others(self) -> None:
-        """Raise CheckpointError if another rank gave up the save."""
-        for path in self._rendezvous.folder.glob("failed-*.json"):
-            if (told := self._rendezvous.posted(path.name)) is not None:
-                raise CheckpointError(f"another rank gave up the save: {told.get('reason')}")
-        if not self.folder.is_dir():
-            raise CheckpointError(
-                f"{self.folder} is gone: the save was given up, or the folder is not shared by all ranks"
-            )
 
     def give_up(self, error: BaseException) -> None:
         """Tell ranks that wait for this one's pieces that none will come. Never raises."""

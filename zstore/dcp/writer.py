@@ -14,22 +14,23 @@ import contextlib
 import io
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zstore.checkpoint import tag_text
 from zstore.errors import UsageError
-from zstore.format import ArraySpec, Box, Bytes, make_grid
+from zstore.format import ArraySpec, Box, make_grid
 from zstore.interop.dcp_state import BYTES, PICKLE, NotPlainError, encode_value, step_of
 from zstore.io import Files, UserPath, Workers, open_resources, user_path
 from zstore.io.closing import closing_with
@@ -38,6 +39,8 @@ from zstore.remote.url import shown
 
 from .save import EntryReport, Save
 from .work import RankWork, RankWriter, box_of
+
+_of_thread = threading.local()
 
 
 class Writer(StorageWriter):
@@ -63,8 +66,6 @@ class Writer(StorageWriter):
         self._save: Save | None = None
         self._forget: Callable[[], None] | None = None
         self._path = _folder_of(path)
-        self.save_id = ""
-        """On rank 0 the id of the checkpoint that is written, or was last, as its record has it."""
 
     # -- DCP's calls, in their order ---------------------------------------------------------------------------------
 
@@ -81,19 +82,18 @@ class Writer(StorageWriter):
             raise UsageError("zstore.dcp.Writer writes one checkpoint of all ranks: leave out use_collectives=False")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check one rank's entries as far as possible (all ranks)."""
-        for item in plan.items:
-            if item.tensor_data is not None:
-                dtype_name(item.tensor_data.properties.dtype, item.index.fqn)
+        """Leave the plan as it is: rank 0 checks those of all (all ranks)."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose names and layouts, and begin the checkpoint (rank 0)."""
         step = step_of(self._path.name) if self._step is None else self._step
         self._save = Save(self._path, step, plans, self._files)
-        self.save_id = self._save.id
         self._forget = closing_with(self, self._save.abandon)
-        _call_at_the_end_of_the_thread(self._forget)  # which does nothing after `finish`
+        if threading.current_thread() is not threading.main_thread():
+            # That of `async_save` has saved as it ends, or failed on whichever rank, which DCP tells nobody but the future.
+            _of_thread.held = held = set[None]()
+            weakref.finalize(held, self._forget).atexit = False  # it does nothing after `finish`
         return self._save.begin(overwrite=self._overwrite)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -105,7 +105,7 @@ class Writer(StorageWriter):
         with open_resources(num_threads=self._num_threads, files=self._files) as resources:
             writer = RankWriter(share, resources)
             try:
-                writer.check_folder()
+                writer.check()
                 with Workers(self._num_threads, f"zstore-dcp-{share.rank}") as workers:
                     future.set_result(_write(writer, plan, planner, workers))
             except BaseException as error:
@@ -139,30 +139,6 @@ class Writer(StorageWriter):
         """Tell whether checkpoints can be written there."""
         return "://" not in os.fspath(checkpoint_id)
 
-    def storage_meta(self) -> StorageMeta | None:
-        """Return the checkpoint's metadata for planners."""
-        return StorageMeta(checkpoint_id=str(self._path))
-
-
-class _Call:
-    """Is called as nothing holds it any more."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-
-    def __del__(self) -> None:
-        self._call()
-
-
-_of_thread = threading.local()
-
-
-def _call_at_the_end_of_the_thread(call: Callable[[], object]) -> None:
-    """Call `call` as this thread ends, if it is not the main one: that of `async_save` has saved then, or failed on whichever
-    rank, which DCP tells nobody but the future."""
-    if threading.current_thread() is not threading.main_thread():
-        _of_thread.call = _Call(call)
-
 
 def _folder_of(path: UserPath) -> Path:
     """Return the checkpoint's own folder. Raises UsageError if `path` cannot be one."""
@@ -184,9 +160,9 @@ def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Wo
 
     items = sorted(plan.items, key=goes_last)
     results = workers.run([partial(_write_item, writer, item, planner) for item in items], here=True)
-    for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in writer.owned()], here=True):
+    owned = [each for each in writer.share.arrays.values() if each.is_owned_by(writer.share.rank)]
+    for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in owned], here=True):
         results.append(WriteResult(MetadataIndex(wrote.array), 0, EntryReport(wrote=wrote)))
-    workers.run(writer.syncs(), here=True)
     return results
 
 
@@ -197,8 +173,13 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
         return _write_value(writer, item, planner)
     layout = writer.share.arrays[item.index.fqn]
     box = box_of(written)
-    data = _bytes(item, planner.resolve_data(item), layout.spec, box)
-    wrote = None
+    tensor: Any = planner.resolve_data(item)
+    data, wrote = bytes_of(tensor), None
+    if data.size != box.numel * layout.spec.itemsize or dtype_name(tensor.dtype) != layout.spec.dtype:
+        raise UsageError(
+            f"{item.index.fqn!r}: the plan has {box.numel} elements of {layout.spec.dtype} at {box.offsets}, the state dict a "
+            f"tensor of shape {tuple(tensor.shape)} in {tensor.dtype}"
+        )
     if box.numel and layout.boxes:
         writer.write_piece(layout, box, data)
     elif box.numel:
@@ -206,24 +187,13 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
     return WriteResult(item.index, data.size, EntryReport(wrote=wrote))
 
 
-def _bytes(item: WriteItem, tensor: Any, spec: ArraySpec, box: Box) -> Bytes:
-    data = bytes_of(tensor)
-    if data.size != box.numel * spec.itemsize or dtype_name(tensor.dtype) != spec.dtype:
-        raise UsageError(
-            f"{item.index.fqn!r}: the plan has {box.numel} elements of {spec.dtype} at {box.offsets}, the state dict a tensor "
-            f"of shape {tuple(tensor.shape)} in {tensor.dtype}"
-        )
-    return data
-
-
 def _write_value(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> WriteResult:
-    key = item.index.fqn
+    key, value = item.index.fqn, cast("Any", ...)
     # Only a planner that pickles the very objects of the state dict lets them be looked at instead.
     names = ("lookup_object", "resolve_data", "transform_object")
-    is_default = isinstance(planner, DefaultSavePlanner) and all(
-        getattr(type(planner), name) is getattr(DefaultSavePlanner, name) for name in names
-    )
-    value = planner.lookup_object(item.index) if isinstance(planner, DefaultSavePlanner) and is_default else ...
+    own = (getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in names)
+    if isinstance(planner, DefaultSavePlanner) and all(own):
+        value = planner.lookup_object(item.index)
     if type(value) is bytes:
         kind, content = BYTES, value
     else:
