@@ -33,14 +33,12 @@ class NetworkTraffic:
         self._lock = threading.Lock()
         self.requests = 0
         self.read_bytes = 0
-        self.written_bytes = 0
 
-    def count(self, *, requests: int = 0, read_bytes: int = 0, written_bytes: int = 0) -> None:
+    def count(self, *, requests: int = 0, read_bytes: int = 0) -> None:
         """Add the traffic of an operation."""
         with self._lock:
             self.requests += requests
             self.read_bytes += read_bytes
-            self.written_bytes += written_bytes
 
 
 class Folder(ABC):

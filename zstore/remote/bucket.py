@@ -233,7 +233,6 @@ class BucketFolder(UrlFolder):
                 raise
             if self.read_range(file, 0, len(data) + 1) != data:
                 raise FileExistsError(f"{self.location_of(file)} is there already") from None
-        self.traffic.count(written_bytes=len(data))
 
     def send(self, source: Path, file: str) -> int:
         """Copy a local file to `file` in bounded memory and return its bytes; if that fails nothing is under its name."""
@@ -250,7 +249,6 @@ class BucketFolder(UrlFolder):
                     os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
         self._run(send, f"upload {source}", file)
-        self.traffic.count(written_bytes=size)
         return size
 
     def _send_parts(self, data: IO[bytes], inner: str, nbytes: int) -> None:

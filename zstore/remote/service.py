@@ -2,7 +2,7 @@
 
 [Note: URLs of a service]
 `http://host:port/<run>` is a run, `http://host:port/<run>/<checkpoint>` a checkpoint of it, each part percent-encoded. A proxy
-may serve it below a path, and nothing in a URL tells that path from a run, so `find_service` asks the server.
+may serve it below a path, and nothing in a URL tells that path from a run, so `open_folder` asks the server.
 
 [Note: who sees the token]
 It is sent to a server only after that said, asked without it, that it is a service of zstore; no redirect is followed. Messages
@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import urllib3
@@ -106,8 +106,8 @@ class ServiceConnection:
     ) -> Answer:
         """Return the answer to one try of a request; `path` begins with `/` and is encoded, with its query.
 
-        Raises the errors of `refuse` for statuses from 300 on that are not in `accept`, and an error that `Retries` tries again
-        for a connection that fails. A `body` that is a file has its length in `headers`.
+        Raises what a status from 300 on means that is not in `accept`, and an error that `Retries` tries again for a connection
+        that fails. A `body` that is a file has its length in `headers`.
         """
         url, timeout = f"{self.base}{path}", urllib3.Timeout(connect=_CONNECT_S, read=timeout_s)
         headers = {**self.headers, **(headers or {})}
@@ -121,7 +121,7 @@ class ServiceConnection:
         except (NewConnectionError, ConnectTimeoutError) as error:
             raise ConnectionError(f"no connection to {self.base}: {error.__cause__ or 'it takes too long'}") from error
         if answer.status >= 300 and answer.status not in accept:
-            refuse(answer.status, _text_of_problem(answer.data), url=url, has_token="Authorization" in self.headers)
+            raise _refusal(answer, url, has_token="Authorization" in self.headers)
         return answer
 
     def call(self, operation: Callable[[], T], what: str, path: str) -> T:
@@ -141,21 +141,20 @@ class ServiceConnection:
             return len(answer.data), answer.json()
 
         nbytes, found = self.call(attempt, f"{method} {path}", self.base)
-        self.traffic.count(read_bytes=nbytes, written_bytes=len(body or b""))
+        self.traffic.count(read_bytes=nbytes)
         return found
 
 
-def refuse(status: int, problem: str, *, url: str, has_token: bool) -> NoReturn:
-    """Raise the error that a status means: one of ours, or ServiceBusyError if the request may be repeated."""
-    text = f"{url}: {problem}" if problem else f"{url}: the answer was {status}"
-    if status == 401:
+def _refusal(answer: Answer, url: str, *, has_token: bool) -> Exception:
+    """Return the error that an answer means: one of ours, or ServiceBusyError if the request may be repeated."""
+    problem = _text_of_problem(answer.data)
+    text = f"{url}: {problem or f'the answer was {answer.status}'}"
+    if answer.status == 401:
         what = "does not accept the token given" if has_token else "needs a token"
-        raise UsageError(f"{url.partition('://')[2].partition('/')[0]} {what}: give it by {_TOKENS_GO}")
-    if status in _REFUSALS:
-        raise _REFUSALS[status](text)
-    if status in _PASSING:
-        raise ServiceBusyError(text)
-    raise StorageError(text if problem else f"{text}, which zstore does not expect")
+        return UsageError(f"{url.partition('://')[2].partition('/')[0]} {what}: give it by {_TOKENS_GO}")
+    if answer.status in _PASSING:
+        return ServiceBusyError(text)
+    return _REFUSALS.get(answer.status, StorageError)(text)
 
 
 def _text_of_problem(data: bytes) -> str:
@@ -287,48 +286,40 @@ def parse_url(url: str) -> tuple[str, list[str]]:
     return f"{parts.scheme}://{address}{'' if port is None else f':{port}'}", inside
 
 
-def find_service(
+def open_folder(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
-) -> ServiceFolder | None:
-    """Return what a URL names in the service that answers there; None if another server answers.
+) -> BucketFolder | ServiceFolder:
+    """Return the folder at `url`: what it names in the service of zstore that answers there, see [Note: URLs of a service];
+    otherwise see `open_bucket`. A service's option is `token`, else the variable ZSTORE_TOKEN.
 
-    `storage_options`: `token`, else the variable ZSTORE_TOKEN. Raises UsageError for options that make no sense, StorageError
-    if nobody answers. See [Note: URLs of a service].
+    Raises UsageError if nothing opens the URL or the options make no sense, StorageError if no server answers.
     """
+    if not is_http(url):
+        return open_bucket(url, storage_options, retries=retries)
     options = dict(storage_options or {})
-    token = options.get("token")
+    token = options.pop("token", None)
     if not isinstance(token, str | None):
         raise UsageError('the storage option token must be text: write token="..." with the quotes')
     address, inside = parse_url(url)
     for num_above in range(len(inside) + 1):
         base = "/".join([address, *map(quote_path, inside[:num_above])])
-        if not ServiceConnection(base, retries=retries).is_service():
-            continue
-        if unknown := sorted(options.keys() - {"token"}):
-            raise UsageError(f"{base} is a service of zstore: expected the storage option token, got {unknown}")
-        connection = ServiceConnection(base, token=token or os.environ.get(TOKEN_VARIABLE) or None, retries=retries)
-        return ServiceFolder(connection, "/".join(inside[num_above:]))
-    return None
-
-
-def open_folder(
-    url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
-) -> BucketFolder | ServiceFolder:
-    """Return the folder at `url`: that of a service if `zstore serve` answers there, which an HTTP server is asked; otherwise
-    see `open_bucket`.
-
-    Raises UsageError if nothing opens the URL or the options make no sense, StorageError if no server answers.
-    """
-    is_http = url.startswith(("http://", "https://"))
-    found = find_service(url, storage_options, retries=retries) if is_http else None
-    if found is None:
+        if ServiceConnection(base, retries=retries).is_service():
+            break
+    else:
         return open_bucket(url, storage_options, retries=retries)
-    if not found.run:
-        base = found.connection.base
-        runs = [run["name"] for run in found.connection.ask("GET", "/api/runs")["runs"]]
+    if options:
+        raise UsageError(f"{base} is a service of zstore: expected the storage option token, got {sorted(options)}")
+    connection = ServiceConnection(base, token=token or os.environ.get(TOKEN_VARIABLE) or None, retries=retries)
+    if num_above == len(inside):
+        runs = [run["name"] for run in connection.ask("GET", "/api/runs")["runs"]]
         some = ", ".join(f"{base}/{quote_path(run)}" for run in runs[:5]) or "none so far"
         raise UsageError(f"{base} is a service: name one of its runs, as {base}/RUN. It has: {some}")
-    return found
+    return ServiceFolder(connection, "/".join(inside[num_above:]))
+
+
+def is_http(url: str) -> bool:
+    """Return whether an HTTP server is at `url`, which may be a service of zstore."""
+    return url.startswith(("http://", "https://"))
 
 
 class UploadPlace:
@@ -340,7 +331,7 @@ class UploadPlace:
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self._url, self._options = url, dict(storage_options or {})
         self._bucket: BucketFolder | None = None
-        self.is_service = url.startswith(("http://", "https://"))
+        self.is_service = is_http(url)
         """Whether it is a run of a service, if anything."""
         if self.is_service:
             address, inside = parse_url(url)

@@ -28,7 +28,7 @@ from ..errors import (
 from ..io.pool import Workers
 from .bucket import UrlFolder
 from .service import ServiceBusyError, ServiceFolder, UploadPlace
-from .target import Advance, Target, files_here
+from .target import Advance, files_here
 from .url import Retries
 
 _COMMIT_S = 1800.0
@@ -39,13 +39,14 @@ _MOST_LINES_BYTES = 512 * 1024
 """About how many bytes of a journal go in one request."""
 
 
-class ServiceTarget(Target):
-    """An upload to the run `folder`."""
+class ServiceTarget:
+    """An upload to the run `folder`. See `BucketTarget` for its calls."""
 
     def __init__(self, folder: ServiceFolder, tag: str) -> None:
         self.location = folder.location_of(tag_folder(tag))
         self._run, self._connection = folder.run, folder.connection
         self._offered: dict[str, Any] = {}
+        self.facts: Mapping[str, Any] = {}
 
     @property
     def _path(self) -> str:
@@ -129,9 +130,7 @@ class ServiceTarget(Target):
                 raise ServiceBusyError(f"the answer was {answer.status}: {answer.data[:500].decode(errors='replace')}")
             return size - there
 
-        nbytes = connection.call(attempt, f"upload {source}", f"{connection.base}{path}")
-        connection.traffic.count(written_bytes=nbytes)
-        return nbytes
+        return connection.call(attempt, f"upload {source}", f"{connection.base}{path}")
 
     def commit(self, reader: CheckpointReader) -> list[str]:
         """The service applies retention too."""

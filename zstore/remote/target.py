@@ -1,4 +1,4 @@
-"""The target of an upload, and that of a bucket: no renames, the record last.
+"""The target of an upload to a bucket: no renames, the record last.
 
 [Note: the order of an upload]
     1  <tag>.lock-<id>      written: an upload is under way; names its run, its process and the time
@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -66,41 +65,6 @@ NUM_THREADS = 4
 """Files that one process uploads at a time; to a bucket each takes about three parts of 8 MiB in memory."""
 
 
-class Target(ABC):
-    """One checkpoint on its way. Calls: rank 0's `begin`, once metadata and manifests are there; each rank's `send`, with the
-    `facts` of rank 0; rank 0's `commit`, or `discard` if anything fails."""
-
-    location: str
-    """URL of the tag, as people name it."""
-    facts: Mapping[str, Any]
-    """Where the files go, as JSON; other ranks set it to what rank 0 has."""
-
-    @abstractmethod
-    def begin(
-        self, reader: CheckpointReader, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None
-    ) -> list[str]:
-        """Announce the files of a checkpoint; return messages for the user. Checkpoints that `keep` does not keep go once it is
-        committed.
-
-        Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` if the same run saved it).
-        """
-
-    @abstractmethod
-    def send(
-        self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
-    ) -> int:
-        """Send `files`, their bytes by path, from the folder `top`; return the bytes that went. They are those of `rank`, None:
-        of all ranks. `advance` is called with the bytes of each file that is there, and may raise."""
-
-    @abstractmethod
-    def commit(self, reader: CheckpointReader) -> list[str]:
-        """Publish the checkpoint, once every rank has sent its files; return a message for each failure after that."""
-
-    @abstractmethod
-    def discard(self, *, ended: bool) -> None:
-        """Give up. Never raises. `ended`: no rank sends any more."""
-
-
 def files_here(reader: CheckpointReader) -> dict[str, int]:
     """Return path and bytes of all files of a local checkpoint, or of a rank's part of one, except the two that are written
     last."""
@@ -108,14 +72,12 @@ def files_here(reader: CheckpointReader) -> dict[str, int]:
     return {file: size for file, size in found.items() if size is not None and file not in (METADATA_FILE, RECORD_FILE)}
 
 
-def all_shard_files(reader: CheckpointReader) -> dict[str, int]:
-    """Return path and bytes of the shard files that all ranks of the saving run wrote."""
-    entries = (entry for rank in range(reader.record.world_size) for entry in reader.manifest(rank).shards)
-    return {reader.array(entry.array).shard_file(entry.shard): entry.file_bytes for entry in entries}
+class BucketTarget:
+    """An upload of run `run_id` into the folder of checkpoints `folder`. See [Note: the order of an upload].
 
-
-class BucketTarget(Target):
-    """An upload of run `run_id` into the folder of checkpoints `folder`. See [Note: the order of an upload]."""
+    Calls: rank 0's `begin`, once metadata and manifests are there; each rank's `send`, with the `facts` of rank 0; rank 0's
+    `commit`, or `discard` if anything fails.
+    """
 
     def __init__(self, folder: BucketFolder, tag: str, save_id: str, run_id: str) -> None:
         self.folder = folder
@@ -124,7 +86,9 @@ class BucketTarget(Target):
         self._lock = own_name(self._name, LOCK, save_id)
         self._keep: Keep | None = None
         self.location = folder.location_of(self._name)
-        self.facts = {}
+        """URL of the tag, as people name it."""
+        self.facts: Mapping[str, Any] = {}
+        """Where the files go, as JSON; other ranks set it to what rank 0 has."""
 
     @property
     def stage(self) -> BucketFolder:
@@ -134,7 +98,11 @@ class BucketTarget(Target):
     def begin(
         self, reader: CheckpointReader, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None
     ) -> list[str]:
-        """Sweep, check that the tag may be written, choose the stage and lock it."""
+        """Sweep, check that the tag may be written, choose the stage and lock it; return messages for the user. Those
+        that `keep` does not keep go once this one is committed.
+
+        Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` if the same run saved it).
+        """
         self._keep = keep
         messages = sweep(self.folder, self._run_id)
         run = self._run_id if replaces_own else ""
@@ -155,6 +123,9 @@ class BucketTarget(Target):
     def send(
         self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
     ) -> int:
+        """Send `files`, their bytes by path, from the folder `top`; return the bytes that went. They are those of `rank`, None:
+        of all ranks. `advance` is called with the bytes of each file that is there, and may raise."""
+
         def send(file: str) -> int:
             nbytes = self.stage.send(top / file, file)
             advance(nbytes)
@@ -163,10 +134,13 @@ class BucketTarget(Target):
         return sum(workers.run([partial(send, file) for file in files]))
 
     def commit(self, reader: CheckpointReader) -> list[str]:
-        """That all files arrived is checked by a listing. The record's `committed_ns` is set again: it is the largest there."""
+        """Publish the checkpoint, once every rank has sent its files, which a listing shows; return a message for each failure
+        after that. The record's `committed_ns` is set again: it is the largest there."""
         stage = self.stage
-        found = stage.sizes("")
-        for file, nbytes in (files_here(reader) | all_shard_files(reader)).items():
+        found, sent = stage.sizes(""), files_here(reader)
+        for entry in (entry for rank in range(reader.record.world_size) for entry in reader.manifest(rank).shards):
+            sent[reader.array(entry.array).shard_file(entry.shard)] = entry.file_bytes
+        for file, nbytes in sent.items():
             if found.get(file) != nbytes:
                 listed = "nothing" if file not in found else f"{found[file]} bytes"
                 raise CheckpointError(f"{stage.location_of(file)}: {nbytes} bytes were sent, {listed} arrived")
@@ -196,7 +170,8 @@ class BucketTarget(Target):
         return messages
 
     def discard(self, *, ended: bool) -> None:
-        """Remove the uploaded files; those that cannot be removed now, or come after, are swept by the next save."""
+        """Give up: remove the uploaded files; those that cannot be removed now, or come after, are swept by the next save.
+        Never raises. `ended`: no rank sends any more."""
         with contextlib.suppress(OSError, ZstoreError):
             # Without its lock, the folder may be a user's, or by now another upload's.
             if self.facts and self.folder.has(self._lock) and not self.stage.has(RECORD_FILE):

@@ -42,10 +42,11 @@ from ..ranks.rendezvous import MOST_PAUSE_S, Board
 from .bucket import BucketFolder, part_bytes
 from .service import ServiceFolder, UploadPlace
 from .service_target import ServiceTarget
-from .target import NUM_THREADS, Advance, BucketTarget, Target, files_here
+from .target import NUM_THREADS, Advance, BucketTarget, files_here
 from .url import PATIENT, Retries
 
 T = TypeVar("T")
+Target = BucketTarget | ServiceTarget
 
 _END_S = 30.0
 """How long rank 0 waits for the other ranks to stop sending, once it gave up, and to see that it committed."""
@@ -66,9 +67,9 @@ def require_uploads(url: str, storage_options: Mapping[str, Any] | None = None) 
 
 def target_in(folder: BucketFolder | ServiceFolder, tag: str, save_id: str, run_id: str) -> Target:
     """Return the target of a save of training run `run_id` under `tag` in an open `UploadPlace`."""
-    if isinstance(folder, ServiceFolder):
-        return ServiceTarget(folder, tag)
-    return BucketTarget(folder, tag, save_id, run_id)
+    return (
+        ServiceTarget(folder, tag) if isinstance(folder, ServiceFolder) else BucketTarget(folder, tag, save_id, run_id)
+    )
 
 
 def upload_checkpoint(
@@ -93,7 +94,13 @@ def upload_checkpoint(
         folder, files = place.open(PATIENT), files_here(reader)
         num_threads = NUM_THREADS
         if memory_bytes is not None and isinstance(folder, BucketFolder):
-            num_threads = min(NUM_THREADS, _at_a_time(max(files.values()), memory_bytes))
+            part = part_bytes(max(files.values()))
+            num_threads = min(NUM_THREADS, memory_bytes // (_MOST_PARTS_HELD * part))
+            if num_threads == 0:
+                raise BudgetError(
+                    f"the largest file is uploaded in parts of {part}, which takes about {_MOST_PARTS_HELD * part} bytes of "
+                    f"memory, but {memory_bytes} are available: allow more"
+                )
         target = target_in(folder, reader.record.tag, reader.record.id, reader.record.run)
         try:
             messages = target.begin(reader, overwrite=overwrite)
@@ -103,17 +110,6 @@ def upload_checkpoint(
         except BaseException:
             target.discard(ended=True)
             raise
-
-
-def _at_a_time(largest_bytes: int, memory_bytes: int) -> int:
-    """Return how many files go to a bucket at a time, the largest of which has so many bytes."""
-    part = part_bytes(largest_bytes)
-    if _MOST_PARTS_HELD * part > memory_bytes:
-        raise BudgetError(
-            f"a file of {largest_bytes} bytes is uploaded in parts of {part}, which takes about {_MOST_PARTS_HELD * part} "
-            f"bytes of memory, but {memory_bytes} are available: allow more"
-        )
-    return memory_bytes // (_MOST_PARTS_HELD * part)
 
 
 def save_to_url(
