@@ -43,29 +43,23 @@ def fs(tmp_path: Path) -> Iterator[ObjectFileSystem]:
 def test_a_run_goes_on_from_a_url_with_the_same_bits(
     tier: str, stage: int, tmp_path: Path, fs: ObjectFileSystem, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with start(remote_config(tmp_path, 2, tier)) as engine:
+    own: dict[str, Any] = {"upload_folder": None} if tier == "nvme" else {}
+    with start(remote_config(tmp_path, 2, tier, **own)) as engine:
         step(engine)
         summary = engine.save_checkpoint(URL, client_state={"note": "here"}).wait()
         assert summary.url == f"{URL}/step-00000001"
+        assert not summary.path.exists()
+        if tier == "nvme":  # linked beside its drive, and not written again
+            assert summary.path.is_relative_to(tmp_path / "nvme" / "zstore-uploads")
+            assert summary.num_linked > 0
         step(engine)
         expected = state_of(engine)
-    with start(remote_config(tmp_path, stage, tier)) as engine:
+    with start(remote_config(tmp_path, stage, tier, **own)) as engine:
         path, state = engine.load_checkpoint(URL)
         assert (path, state) == (f"{URL}/step-00000001", {"note": "here"})
         step(engine)
         assert state_of(engine) == expected
     assert "% more than needed, since chunks are read whole" in caplog.text
-    assert not list((tmp_path / "local").glob("*/step-*"))
-
-
-def test_state_on_disk_is_linked_beside_its_drive_and_not_written_again(tmp_path: Path, fs: ObjectFileSystem) -> None:
-    with start(remote_config(tmp_path, 2, "nvme", upload_folder=None)) as engine:
-        step(engine)
-        ticket = engine.save_checkpoint(URL, wait=False)
-        summary = ticket.wait()
-    assert summary.path.is_relative_to(tmp_path / "nvme" / "zstore-uploads")
-    assert summary.num_linked > 0
-    assert not summary.path.exists()
 
 
 def test_training_goes_on_while_the_upload_waits(tmp_path: Path, fs: ObjectFileSystem) -> None:
@@ -85,61 +79,57 @@ def test_training_goes_on_while_the_upload_waits(tmp_path: Path, fs: ObjectFileS
         assert state_of(engine) == saved
 
 
-@pytest.mark.parametrize("how", ["wait", "handle", "next save"])
-def test_an_upload_that_fails_surfaces_and_the_next_save_goes_on(
-    how: str, tmp_path: Path, fs: ObjectFileSystem
-) -> None:
+def test_an_upload_that_fails_surfaces_and_the_next_save_goes_on(tmp_path: Path, fs: ObjectFileSystem) -> None:
     fs.faults.append(RequestFault(kind="write", pattern="*/c.*", times=None, error=lambda: PermissionError("no key")))
     with start(remote_config(tmp_path)) as engine:
         step(engine)
         ticket = engine.save_checkpoint(URL, wait=False)
-        calls = {
-            "handle": ticket.wait,
-            "wait": engine.wait_for_checkpoint,
-            "next save": lambda: engine.save_checkpoint(URL),
-        }
+        for call in (ticket.wait, engine.wait_for_checkpoint):
+            with pytest.raises(CheckpointError, match=r"was not saved to .* no key"):
+                call()
+        engine.save_checkpoint(URL, wait=False)
         with pytest.raises(CheckpointError, match=r"was not saved to .* no key"):
-            calls[how]()
+            engine.save_checkpoint(URL)
         fs.faults.clear()
-        if how == "handle":
-            with pytest.raises(CheckpointError):
-                engine.wait_for_checkpoint()
         step(engine)
         engine.save_checkpoint(URL)
     with open_checkpoint(open_folder(URL, {"folder": str(tmp_path / "objects")})) as saved:
         assert saved.record.step == 2
 
 
-def _train(rank: int, tmp_path: Path, steps: int, load: bool) -> dict[str, Any]:
+def _train(rank: int, tmp_path: Path, load: bool) -> dict[str, Any]:
     import tests.checkpoint.object_store  # noqa: F401 - makes the protocol known
 
+    message = ""
+    if not load:
+        config = remote_config(tmp_path)
+        config["zstore"]["storage_options"]["deny_writes"] = "*/c.1*"
+        with start(config) as engine:
+            step(engine)
+            ticket = engine.save_checkpoint(URL, wait=False)
+            with pytest.raises(CheckpointError) as raised:
+                ticket.wait()
+            message = str(raised.value)
+            with pytest.raises((CheckpointError, RankError)):
+                engine.wait_for_checkpoint()
     with start(remote_config(tmp_path, 3)) as engine:
         if load:
             engine.load_checkpoint(URL)
-        for _ in range(steps):
-            step(engine)
+        step(engine)
         if not load:
             engine.save_checkpoint(URL)
-        return {"parameters": state_of(engine)["counters"], "steps": engine.global_steps}
+        return {"message": message, "steps": engine.global_steps}
 
 
-def _fail_on_rank_1(rank: int, tmp_path: Path) -> str:
-    import tests.checkpoint.object_store  # noqa: F401
-
-    config = remote_config(tmp_path)
-    config["zstore"]["storage_options"]["deny_writes"] = "*/c.1*"
-    with start(config) as engine:
-        step(engine)
-        ticket = engine.save_checkpoint(URL, wait=False)
-        try:
-            ticket.wait()
-        except CheckpointError as error:
-            message = str(error)
-        try:
-            engine.wait_for_checkpoint()
-        except (CheckpointError, RankError):
-            return message
-        return "no error"
+def test_two_ranks_save_to_a_url_and_one_goes_on(tmp_path: Path, fs: ObjectFileSystem) -> None:
+    for told in run_ranks(_train, 2, tmp_path, False):  # a save that fails on one rank surfaces on every rank
+        assert f"{URL}/step-00000001" in told["message"]
+        assert "403 Forbidden" in told["message"]
+    with start(remote_config(tmp_path)) as engine:
+        engine.load_checkpoint(URL)
+        assert engine.global_steps == 1
+        engine.save_checkpoint(URL, tag="again")
+    assert run_ranks(_train, 2, tmp_path, True)[1]["steps"] == 2
 
 
 def _die_while_uploading(rank: int, tmp_path: Path) -> str:
@@ -179,57 +169,29 @@ def test_a_rank_that_is_killed_while_it_uploads_is_told_to_the_others(tmp_path: 
     assert {name for name in names if run_of(name) is None} == {"after", "latest"}
 
 
-def test_two_ranks_save_to_a_url_and_one_goes_on(tmp_path: Path, fs: ObjectFileSystem) -> None:
-    run_ranks(_train, 2, tmp_path, 2, False)
-    with start(remote_config(tmp_path)) as engine:
-        engine.load_checkpoint(URL)
-        assert engine.global_steps == 2
-        engine.save_checkpoint(URL, tag="again")
-    assert run_ranks(_train, 2, tmp_path, 1, True)[1]["steps"] == 3
-
-
-def test_an_upload_that_fails_on_one_rank_surfaces_on_every_rank(tmp_path: Path) -> None:
-    for message in run_ranks(_fail_on_rank_1, 2, tmp_path):
-        assert f"{URL}/step-00000001" in message
-        assert "403 Forbidden" in message
-
-
 def test_the_command_trains_to_a_url_and_goes_on_from_it(tmp_path: Path, fs: ObjectFileSystem) -> None:
-    text, config = tmp_path / "text.txt", tmp_path / "ds.json"
+    text, config, model = tmp_path / "text.txt", tmp_path / "ds.json", tmp_path / "model.json"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     own = {"keep": 1, "upload_folder": str(tmp_path / "local")}
     config.write_text(json.dumps({"train_batch_size": 4, "optimizer": ADAM, "zstore": own}))
-    model = tmp_path / "model.json"
     model.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 300}))
+    options: dict[str, Any] = {"config": config, "model": str(model), "data": text, "save": URL}
+    options |= {"metrics": tmp_path / "metrics", "storage_option": (f"folder={tmp_path / 'objects'}",)}
 
-    def train(steps: int, resume: str | None, seq_len: int | None) -> list[float]:
-        metrics = tmp_path / f"{steps}-{resume}.jsonl".replace("/", "_")
-        train_command(
-            TrainOptions(
-                config=config,
-                model=str(model),
-                steps=steps,
-                data=text,
-                save=URL,
-                resume=resume,
-                metrics=metrics,
-                seq_len=seq_len,
-                seed=3 if resume is None else None,
-                storage_option=(f"folder={tmp_path / 'objects'}",),
-            )
-        )
-        return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+    def train(steps: int, **more: Any) -> list[float]:
+        options["metrics"].unlink(missing_ok=True)
+        train_command(TrainOptions(**options, steps=steps, **more))
+        return [json.loads(line)["loss"] for line in options["metrics"].read_text().splitlines()]
 
-    whole = train(3, None, 16)
+    whole = train(3, seed=3, seq_len=16)
     for name in [name for name in fs.objects() if name.startswith("bucket/run/")]:
         fs.rm_file(name)
-    first = train(2, None, 16)
-    assert first == whole[:2]
-    assert train(3, f"{URL}:step-00000002", None) == whole[2:]
+    assert train(2, seed=3, seq_len=16) == whole[:2]
+    assert train(3, resume=f"{URL}:step-00000002") == whole[2:]
     assert [info.tag for info in tags(open_folder(URL, {"folder": str(tmp_path / "objects")}))] == ["step-00000003"]
-    assert train(4, "auto", None)
+    assert train(4, resume="auto")
     with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint with the tag 'nowhere'"):
-        train(5, f"{URL}:nowhere", None)
+        train(5, resume=f"{URL}:nowhere")
 
 
 def test_storage_options_are_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
