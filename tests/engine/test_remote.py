@@ -39,22 +39,20 @@ def fs(tmp_path: Path) -> Iterator[ObjectFileSystem]:
     ObjectFileSystem.clear_instance_cache()
 
 
-@pytest.mark.parametrize(("tier", "stage"), [("none", 3), ("nvme", 1)])
 def test_a_run_goes_on_from_a_url_with_the_same_bits(
-    tier: str, stage: int, tmp_path: Path, fs: ObjectFileSystem, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, fs: ObjectFileSystem, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own: dict[str, Any] = {"upload_folder": None} if tier == "nvme" else {}
-    with start(remote_config(tmp_path, 2, tier, **own)) as engine:
+    """State on disk is linked beside its drive, and not written again."""
+    with start(remote_config(tmp_path, 2, "nvme", upload_folder=None)) as engine:
         step(engine)
         summary = engine.save_checkpoint(URL, client_state={"note": "here"}).wait()
         assert summary.url == f"{URL}/step-00000001"
+        assert summary.path.is_relative_to(tmp_path / "nvme" / "zstore-uploads")
         assert not summary.path.exists()
-        if tier == "nvme":  # linked beside its drive, and not written again
-            assert summary.path.is_relative_to(tmp_path / "nvme" / "zstore-uploads")
-            assert summary.num_linked > 0
+        assert summary.num_linked > 0
         step(engine)
         expected = state_of(engine)
-    with start(remote_config(tmp_path, stage, tier, **own)) as engine:
+    with start(remote_config(tmp_path, 1, "nvme")) as engine:
         path, state = engine.load_checkpoint(URL)
         assert (path, state) == (f"{URL}/step-00000001", {"note": "here"})
         step(engine)

@@ -42,7 +42,7 @@ class Save:
     def __init__(self, path: Path, step: int, plans: Sequence[SavePlan], files: Files | None = None) -> None:
         if not all(plan.usable for plan in plans):
             raise UsageError(
-                "the planner left out what is as in its last save: zstore.dcp.Writer needs whole plans, so leave out "
+                "the planner left out the entries of its last save: zstore.dcp.Writer needs whole plans, so leave out "
                 "enable_plan_caching=True"
             )
         self._plans = plans

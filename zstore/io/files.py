@@ -67,7 +67,7 @@ def is_url(location: UserPath) -> bool:
 def user_path(path: UserPath) -> Path:
     """Return a path absolute, from the present working folder, with `~` and `~USER` for home folders and without `..`.
 
-    Symbolic links stay, except those before a `..`. Raises UsageError for what is no path, or if there is no such home folder.
+    Symbolic links stay, except those before a `..`. Raises UsageError for other things, and if there is no such home folder.
     """
     given: object = path
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None

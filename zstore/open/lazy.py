@@ -70,7 +70,7 @@ class LazyArray:
 
     def __getitem__(self, key: Key) -> Any:
         items = _expanded(key, self.ndim)
-        # numpy says what comes of an array that takes no memory, and what is wrong with the key.
+        # numpy says what comes of an array that takes no memory, and which error a key has.
         wanted = np.broadcast_to(np.zeros((), self.dtype), self.shape)[items]
         index = [item if isinstance(item, slice) else _slice_of(item) for item in items if item is not None]
         counts = [len(range(*item.indices(extent))) for item, extent in zip(index, self.shape, strict=True)]

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import sys
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -58,17 +57,6 @@ class UrlFolder(Folder):
     @property
     def path(self) -> Path:
         raise UsageError(f"{self.location} is behind a URL and has no path on this machine: read it through its reader")
-
-    @abstractmethod
-    def read_range(self, file: str, start: int, stop: int) -> bytes:
-        """Return bytes `[start, stop)` of a file, fewer if it ends before.
-
-        Raises FileNotFoundError if it is missing, StorageError for other failures.
-        """
-
-    @abstractmethod
-    def size(self, file: str) -> int:
-        """Return the file's bytes; FileNotFoundError if it is missing, IsADirectoryError if it is a folder."""
 
     def location_of(self, file: str) -> str:
         return f"{self.location}/{file}"

@@ -121,7 +121,7 @@ class DiskTier(Tier):
             layout = shard.layout
             self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, packed=shard.pack is not None)
         if shard.pack is None:
-            with contextlib.suppress(StorageError):  # the shard is gone; `close` removes what is left
+            with contextlib.suppress(StorageError):  # the shard is gone; `close` removes the rest
                 self._drop_spare(shard)  # a version that was read meanwhile
         elif len(shard.in_use) == 1:  # else somebody reads an earlier version there
             shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
