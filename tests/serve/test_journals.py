@@ -126,7 +126,10 @@ def test_a_page_that_follows_a_run_learns_when_steps_are_repeated(tmp_path: Path
     again = get(base, "/api/runs/run/steps")
     assert again["epoch"] != before["epoch"]
     assert (again["columns"]["step"], again["columns"]["loss"][-3:]) == (list(range(1, 11)), [1.0, 2.0, 2.0])
-    # Another file of the same name, as after a restore from a backup.
+    # An empty one goes again; another file has the same name, as after a restore from a backup.
+    (empty := write(tmp_path / "run", run="empty")).touch()
+    assert get(base, "/api/runs/run/steps") == again
+    empty.unlink()
     (tmp_path / "run" / f"journal-{RUN_ID}.jsonl").unlink()
     write(tmp_path / "run", start(), step(1))
     replaced = get(base, "/api/runs/run/steps")

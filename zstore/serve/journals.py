@@ -119,7 +119,7 @@ class RunJournals:
                 new = {name: self._newest_at(name, size) for name, size in sizes.items() if name not in self._done}
                 self._done |= dict.fromkeys(sorted(new, key=lambda name: new[name]), 0)
                 for name in self._done:
-                    self._read_on(name, sizes[name])
+                    self._read_on(name, sizes.get(name, 0))
             newest = self._samples[b"step"].newest
             for self._last_step in decode_lines(newest[-1]) if newest else ():
                 self._last_at = max(self._last_at, _at(self._last_step))
