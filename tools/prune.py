@@ -8,15 +8,7 @@ from typing import Annotated
 
 import typer
 
-from zstore.checkpoint import (
-    Keep,
-    TagInfo,
-    joined_files,
-    plan_lines,
-    remove_each,
-    stored_files,
-    weigh,
-)
+from zstore.checkpoint import Keep, TagInfo, joined_files, plan_lines, remove_each, stored_files, weigh
 from zstore.errors import UsageError
 from zstore.open.sources import folder_of
 from zstore.remote.target import remover
@@ -76,14 +68,15 @@ def prune_folder(
     for line in plan_lines(fates, freed_bytes, dry_run=dry_run):
         print(printable(line), file=sys.stderr if common.json else sys.stdout, flush=True)
     removed: list[str] = []
-    total_bytes = sum(fate.size_bytes for fate in doomed.values())
-    with reporting(f"prune {place}", common, total_bytes=total_bytes) as progress:
+    remove_one = remover(place)
+    with reporting(f"prune {place}", common, total_bytes=sum(fate.size_bytes for fate in doomed.values())) as progress:
 
-        def gone(info: TagInfo) -> None:
+        def remove(info: TagInfo) -> None:
+            remove_one(info)
             removed.append(info.tag)
             progress.advance(doomed[info.location].size_bytes)
 
-        messages = [] if dry_run else remove_each([fate.info for fate in doomed.values()], remover(place), gone)
+        messages = [] if dry_run else remove_each([fate.info for fate in doomed.values()], remove)
         for message in messages:
             progress.say(f"zstore: {message}")
         progress.document |= {

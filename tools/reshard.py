@@ -36,7 +36,7 @@ def reshard_command(
     *,
     tag: Tag = None,
     codec: Annotated[
-        Literal["none", "zstd", "blosc"],
+        Literal["none", "zstd"],
         typer.Option(help="Compress the chunks; the result reads like any checkpoint."),
     ] = "none",
     common: Common = DEFAULTS,

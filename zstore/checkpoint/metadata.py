@@ -50,7 +50,7 @@ def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> d
         attributes["data_type"] = spec.dtype
     sharding = {
         "chunk_shape": [grid.chunk_rows, *extents_of_cols(spec.row_extents, grid.chunk_cols)] if some else [],
-        "codecs": _PLAIN_CODECS if codec is None else [_BYTES, codec.document(spec.itemsize), _CRC32C],
+        "codecs": _PLAIN_CODECS if codec is None else [_BYTES, codec.document(), _CRC32C],
         "index_codecs": _PLAIN_CODECS,
         "index_location": "start",
     }
@@ -173,7 +173,7 @@ def parse_array(document: Mapping[str, Any], where: str) -> tuple[ArraySpec, Gri
     if document != array_document(spec, grid, codec):
         raise CheckpointMismatchError(
             f"{where}: the array is coded in a way that this version does not read (expected shards of "
-            "[bytes little, crc32c] chunks, or such with zstd or blosc between the two, with the index at the start, keys "
+            "[bytes little, crc32c] chunks, or such with zstd between the two, with the index at the start, keys "
             "with `.`): use a newer version"
         )
     return spec, grid, codec
@@ -184,7 +184,7 @@ def _parse_codec(document: Mapping[str, Any], spec: ArraySpec, where: str) -> Co
     if not isinstance(codecs, list) or len(codecs) != 3:
         return None  # the plain ones, or unsupported ones
     try:
-        return parse_codec(codecs[1], spec.itemsize)
+        return parse_codec(codecs[1])
     except ValueError as error:
         raise CheckpointMismatchError(
             f"{where}: the array is coded in a way that this version does not read ({error}): use a newer version"

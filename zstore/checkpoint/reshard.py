@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..format.arrays import ArraySpec
-from ..format.codecs import CODECS, MAX_BLOSC_BYTES, Codec
+from ..format.codecs import CODECS, Codec
 from ..format.partition import Grid, grid_in_checkpoint, make_grid
 from ..io.archives import write_packed
 from ..io.files import make_read_only
@@ -81,8 +81,6 @@ class _Reshard:
             grids={name: self._grid(specs, name, world_size) for name in specs},
             codec=codec,
         )
-        if codec is not None and codec.name == "blosc":
-            self._check_chunks()
 
     def _grid(self, specs: Mapping[str, ArraySpec], name: str, world_size: int) -> Grid:
         if self._keeps_layout:
@@ -90,13 +88,6 @@ class _Reshard:
         shape = specs[name].stored_shape
         grid = make_grid(shape, 1 if name.startswith(_WHOLE) else world_size)
         return grid_in_checkpoint(shape, specs[name].itemsize, grid)
-
-    def _check_chunks(self) -> None:
-        for name, grid in self._plan.grids.items():
-            if grid.chunk_numel * self._plan.specs[name].itemsize > MAX_BLOSC_BYTES:
-                raise UsageError(
-                    f"array {name!r} has chunks of over {MAX_BLOSC_BYTES} bytes, which blosc cannot have: use zstd"
-                )
 
     def run(self, advance: Callable[[int], None], before_commit: Callable[[Path], None]) -> Path:
         """Write, commit and return the tag's folder."""

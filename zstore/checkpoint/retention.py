@@ -50,26 +50,18 @@ class Keep:
         if not isinstance(tags, tuple) or not all(isinstance(tag, str) and tag for tag in tags):
             raise UsageError(f"keep: tags are {tags!r}; expected a list of names or patterns")
 
-    @property
-    def metric(self) -> str | None:
-        """Name of the metric of `best`."""
-        return None if self.best is None else _parse_metric(self.best)[0]
-
     def reasons(self, infos: Sequence[TagInfo]) -> list[list[str]]:
         """Return why each checkpoint of `infos`, the oldest first, stays; nothing for one that goes."""
         best = self._best(infos)
         found: list[list[str]] = []
         for number, info in enumerate(infos):
-            reasons = []
-            if number >= len(infos) - self.last:
-                reasons.append("last")
-            if self.every is not None and info.record.step % self.every == 0:
-                reasons.append("every")
-            if number == best:
-                reasons.append("best")
-            if any(fnmatch.fnmatchcase(info.tag, pattern) for pattern in self.tags):
-                reasons.append("tag")
-            found.append(reasons)
+            rules = {
+                "last": number >= len(infos) - self.last,
+                "every": self.every is not None and info.record.step % self.every == 0,
+                "best": number == best,
+                "tag": any(fnmatch.fnmatchcase(info.tag, pattern) for pattern in self.tags),
+            }
+            found.append([reason for reason, keeps in rules.items() if keeps])
         return found
 
     def _best(self, infos: Sequence[TagInfo]) -> int | None:
@@ -119,17 +111,17 @@ def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
     Raises CheckpointNotFoundError if there is none, or if none has the metric that the rules go by.
     """
     catalog = scan(folder)
-    tags = catalog.tags
-    if not tags:
+    if not catalog.tags:
         raise CheckpointNotFoundError(f"{folder} has no committed checkpoint")
-    if keep.metric is not None and all(metric_of(info.record.state, keep.metric) is None for info in tags):
+    metric = None if keep.best is None else _parse_metric(keep.best)[0]
+    if metric is not None and all(metric_of(info.record.state, metric) is None for info in catalog.tags):
         raise CheckpointNotFoundError(
-            f"no checkpoint in {folder} has the metric {keep.metric!r}: give the name under which it was passed to "
+            f"no checkpoint in {folder} has the metric {metric!r}: give the name under which it was passed to "
             "save_checkpoint(metrics=...), or of a number in its client_state"
         )
     return [
         Fate(info=info, reasons=tuple(reasons), size_bytes=stored_files(info.folder).size_bytes)
-        for info, reasons in _reasons(folder, keep, tags, catalog)
+        for info, reasons in _reasons(folder, keep, catalog.tags, catalog)
     ]
 
 
@@ -161,18 +153,12 @@ def plan_lines(fates: Sequence[Fate], freed_bytes: int, *, dry_run: bool) -> lis
     return lines
 
 
-def remove_each(
-    infos: Sequence[TagInfo], remove: Callable[[TagInfo], None], removed: Callable[[TagInfo], None] = lambda info: None
-) -> list[str]:
-    """Remove checkpoints in this order; `removed` is called for each. Returns a message for each that could not be removed.
-
-    Frees only files that no other checkpoint links.
-    """
+def remove_each(infos: Sequence[TagInfo], remove: Callable[[TagInfo], None]) -> list[str]:
+    """Remove checkpoints with `remove`, in this order. Returns a message for each that could not be removed."""
     messages: list[str] = []
     for info in infos:
         with noting(messages, f"checkpoint {info.tag!r} could not be removed"):
             remove(info)
-            removed(info)
     return messages
 
 

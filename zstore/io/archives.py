@@ -39,7 +39,7 @@ def write_packed(
     def encode(chunk: int, buffer: Buffer) -> tuple[bytes, int]:
         with buffer:
             fill_chunk(buffer.bytes, fill, spec, grid, shard, chunk)
-            stored = codec.encode(buffer.bytes, spec.itemsize)
+            stored = codec.encode(buffer.bytes)
         return stored, crc32c(stored)
 
     def chunks() -> Iterator[Ticket[tuple[bytes, int]]]:
