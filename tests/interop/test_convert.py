@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 import zstore.dcp
 from zstore.checkpoint.reader import open_checkpoint, tags
@@ -27,6 +29,7 @@ from zstore.open.sources import open_source
 from zstore.tools.cli import app
 from zstore.tools.convert import convert_command
 
+DOCS = Path(__file__).parents[2] / "docs"
 alone = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 
@@ -112,18 +115,6 @@ class Trap:
 
     def __reduce__(self) -> Any:
         return os.system, ("touch trapped",)
-
-
-@alone
-def test_objects_are_kept_as_bytes_and_never_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    dcp.save({"odd": Trap(), "w": torch.ones(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
-    convert(tmp_path / "a", tmp_path / "ours")
-    with open_checkpoint(tmp_path / "ours") as reader:
-        assert reader.record.state["dcp"]["opaque"] == {"client/odd": "pickle"}
-    with pytest.raises(BaseException, match=r"'odd' .* is a pickle"):
-        dcp.load({"odd": None, "w": torch.zeros(3)}, storage_reader=zstore.dcp.Reader(tmp_path / "ours"), no_dist=True)
-    assert not (tmp_path / "trapped").exists()
 
 
 def test_hostile_metadata_is_refused(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +209,6 @@ def test_a_deepspeed_folder_becomes_all_others(kind: str, tmp_path: Path) -> Non
             assert reader.read_array(name).tobytes() == source.read_array(name).tobytes()
 
 
-# -- Hugging Face -----------------------------------------------------------------------------------------------------
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -247,13 +235,41 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
             convert_command(tmp_path, tmp_path / "out", **options)  # type: ignore[arg-type]
 
 
-def test_the_command_prints_its_plan_and_json(theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+# -- the pages --------------------------------------------------------------------------------------------------------
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
+
+
+def run(line: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        app(["convert", str(theirs), str(tmp_path / "w.pt"), "--to", "torch", "--memory", "128MiB", "--json"])
+        app(shlex.split(line)[1:])
     assert ended.value.code in (0, None)
-    printed = capsys.readouterr()
-    assert "plan: 7 tensors, 89.44 kB" in printed.err
-    assert "from torch DCP to" in printed.err
-    report = json.loads(printed.out)
-    assert (report["to"], report["path"]) == ("torch", str(tmp_path / "w.pt"))
-    assert report["bytes"] > 0
+
+
+@alone
+def test_the_example_of_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks("dcp.md", "python")
+    exec(block, {})
+    for line in ("zstore inspect ckpt", "zstore verify ckpt", "zstore consolidate ckpt out"):
+        assert f"`{line}`" in (DOCS / "dcp.md").read_text()
+        run(line)
+    assert load_file("out/model.safetensors")["weight"].shape == (4, 16)
+
+
+@alone
+def test_the_examples_of_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    weight = torch.randn(100, 30)
+    dcp.save({"model": {"w": weight}, "step": 30}, checkpoint_id="theirs/step-30", no_dist=True)
+    (block,) = blocks("convert.md", "bash")
+    for line in block.splitlines():
+        run(line)
+    assert torch.equal(torch.load("model.pt", weights_only=True)["w"], weight)
+    assert torch.equal(load_file("hf/model.safetensors")["w"], weight.bfloat16())
+    target = {"model": {"w": torch.zeros(100, 30)}, "step": 0}
+    dcp.load(target, storage_reader=zstore.dcp.Reader("again"), no_dist=True)
+    assert target["step"] == 30
+    assert torch.equal(target["model"]["w"], weight)

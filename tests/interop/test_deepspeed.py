@@ -111,15 +111,6 @@ def test_a_tag_is_found_by_latest_by_name_and_by_its_folder(tmp_path: Path) -> N
             open_source(tmp_path)
 
 
-def test_a_checkpoint_of_ours_in_the_same_folder_is_the_newest(tmp_path: Path) -> None:
-    write(tmp_path)
-    with open_source(tmp_path) as source:
-        source.tag = "ours"
-        reshard_checkpoint(source, tmp_path, 1)
-    assert step_of(tmp_path)[0] == "ours"
-    assert step_of(tmp_path, "global_step9")[0] == "global_step9"
-
-
 # -- what is in it ----------------------------------------------------------------------------------------------------
 
 
@@ -308,23 +299,3 @@ def test_names_are_no_paths(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "theirs"]
     with open_checkpoint(tmp_path / "deep" / "out") as ours:
         assert ours.read_array(f"model/{evil}").tolist() == NUMBERS[:20].reshape(4, 5).tolist()
-
-
-class Caller:
-    """Has a function called as it is unpickled."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __reduce__(self) -> Any:
-        return os.system, (self.text,)
-
-
-def test_calls_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
-    flag = tmp_path / "called"
-    write(tmp_path / "model", model={"client": [Caller(f"touch {flag}")]})
-    write(tmp_path / "rank", ranks=[states(0), states(1) | {"extra": Caller(f"touch {flag}")}])
-    for root in (tmp_path / "model", tmp_path / "rank"):
-        with pytest.raises(CheckpointMismatchError, match=r"posix\.system"):
-            open_source(root)
-    assert not flag.exists()

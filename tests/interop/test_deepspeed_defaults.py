@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.schedule_cases import KNOWN, adam
 from zstore.engine.adapters.deepspeed import optimizers
 from zstore.engine.config.keys import Section, Status, about, known_keys, section_of
 from zstore.engine.config.optimizers import OptimizerSection
@@ -199,21 +198,3 @@ def test_a_class_of_the_stand_in_has_the_defaults_of_deepspeeds(name: str) -> No
         common = (expected.keys() & group.keys()) - {"params"}
         assert {"lr", "weight_decay"} <= common
         assert {key: _alike(group[key]) for key in common} == {key: _alike(expected[key]) for key in common}
-
-
-@pytest.mark.parametrize(("name", "params", "expected"), KNOWN)
-@pytest.mark.parametrize("first", [-1, 3])
-def test_a_schedule_of_the_stand_in_does_what_deepspeeds_does(
-    name: str, params: dict[str, Any], expected: list[float], first: int
-) -> None:
-    def settings(kind: Any) -> list[Any]:
-        optimizer, found = adam(2), []
-        schedule = kind(optimizer, **params, last_batch_iteration=first)
-        for at in (*[None] * len(expected), 2, None):
-            found.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
-            schedule.step(at)
-        return [*found, schedule.get_last_lr(), schedule.state_dict()]
-
-    ours, theirs = getattr(optimizers, name), _named(f"runtime.lr_schedules:{name}")
-    assert settings(ours) == settings(theirs)
-    assert ours.order.split() == list(inspect.signature(theirs).parameters)[1:]

@@ -177,25 +177,6 @@ def test_several_files_of_diffusers(way: Way, variant: str, tmp_path: Path) -> N
         assert torch.equal(load_file(tmp_path / "cut" / file)[name], weights[name])
 
 
-def test_diffusers_itself_opens_them(tmp_path: Path) -> None:
-    diffusers = pytest.importorskip("diffusers")
-    sizes = {"block_out_channels": (32,), "norm_num_groups": 32, "layers_per_block": 1}
-    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
-    model = diffusers.UNet2DModel(sample_size=8, in_channels=3, out_channels=3, **sizes, **blocks)
-    model.save_pretrained(tmp_path / "unet", max_shard_size="200KB")
-    model.save_pretrained(tmp_path / "unet", variant="fp16")
-    assert len(list((tmp_path / "unet").glob("*-of-*.safetensors"))) > 1
-    for number, way in enumerate((_convert, _consolidate, _by_a_checkpoint)):
-        (tmp_path / str(number)).mkdir()
-        out = tmp_path / str(number) / "out"
-        way(tmp_path / "unet", out)
-        again = diffusers.UNet2DModel.from_pretrained(out)
-        assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-    consolidate_command(tmp_path / "unet", tmp_path / "cut", "fp32", 200_000)
-    again = diffusers.UNet2DModel.from_pretrained(tmp_path / "cut")
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-
-
 @WAYS
 def test_modules_of_sentence_transformers(way: Way, tmp_path: Path) -> None:
     config = transformers.BertConfig(vocab_size=101, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,

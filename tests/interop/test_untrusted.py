@@ -15,14 +15,10 @@ import pytest
 
 from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.forging import Forge, record_digest, tree_of
-from tests.interop.watching import MOST_GROWN_BYTES, grown, sparse
+from tests.interop.watching import MOST_GROWN_BYTES, grown, sparse, use
 from zstore.checkpoint.catalog import scan
 from zstore.checkpoint.reader import open_checkpoint, tags
-from zstore.checkpoint.reshard import reshard_checkpoint
-from zstore.checkpoint.verify import verify_checkpoint
-from zstore.errors import CheckpointNotFoundError, CorruptionError, ZstoreError
-from zstore.tools.consolidate import consolidate_command
-from zstore.tools.inspect import inspect_command
+from zstore.errors import CheckpointNotFoundError, CorruptionError
 
 W = "model/h.0.weight"
 SHARD = f"{W}/c.0.0"
@@ -53,40 +49,6 @@ def path(original: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def forge(path: Path) -> Forge:
     return Forge(path)
-
-
-def use(path: Path, out: Path) -> list[str]:
-    """Do all that one does with a checkpoint; return the errors and faults. Anything but an error of ours fails."""
-    problems: list[str] = []
-
-    def attempt(action: Callable[[], Any]) -> None:
-        try:
-            found = action()
-            problems.extend(map(str, found or ()))
-        except ZstoreError as error:
-            problems.append(str(error))
-
-    def read_all() -> None:
-        with open_checkpoint(path) as reader:
-            for name in reader.arrays:
-                reader.read_array(name)
-            for rank in range(reader.record.world_size):
-                reader.rank_state(rank)
-
-    def verify() -> list[Any]:
-        with open_checkpoint(path) as reader:
-            return verify_checkpoint(reader)
-
-    def reshard() -> None:
-        with open_checkpoint(path) as reader:
-            reshard_checkpoint(reader, out / "reshard", 3)
-
-    attempt(read_all)
-    attempt(verify)
-    attempt(reshard)
-    attempt(lambda: consolidate_command(path, out / "weights", "fp32", 10**9) and None)
-    attempt(lambda: inspect_command(path.parent) and None)
-    return problems
 
 
 # -- what the metadata says -----------------------------------------------------------------------------------------
@@ -125,13 +87,9 @@ ARRAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a name with a lone surrogate": (lambda d: own(d).update(name="model/\ud800"), "lone surrogates"),
     "a name without end": (lambda d: own(d).update(name="model/" + "x" * 2**20), "at most 4096"),
     "the manifests' group": (lambda d: own(d).update(name="manifest/rank-00000.json"), "belongs to the format"),
-    "no end of rows": (lambda d: reshape(d, [2**60, 32]), "whole numbers from 0"),
     "no end of elements": (lambda d: reshape(d, [2**40, 2**40]), "larger than any array"),
     "no end of extents": (lambda d: reshape(d, [1] * 10_000), "larger than any array"),
     "negative rows": (lambda d: reshape(d, [-1, 32]), "whole numbers from 0"),
-    "half a row": (lambda d: reshape(d, [0.5, 32]), "whole numbers from 0"),
-    "rows as text": (lambda d: reshape(d, ["64", 32]), "whole numbers from 0"),
-    "true rows": (lambda d: reshape(d, [True, 32]), "whole numbers from 0"),
     "deep rows": (lambda d: reshape(d, nested(700)), "whole numbers from 0"),
     "shards of no rows": (lambda d: cuts(d).update(chunk_shape=[0, 32]), "not whole rows"),
     "huge shards": (lambda d: cuts(d).update(chunk_shape=[2**30, 32]), "more than 16 times"),
@@ -142,7 +100,6 @@ ARRAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a petabyte": (lambda d: reshape(d, [2**43, 32], [2**42, 32], [2**22, 32]), "no checksums for each"),
     "another type": (lambda d: d.update(data_type="float64"), "bytes, expected"),
     "objects": (lambda d: d.update(data_type="object"), "cannot be stored"),
-    "a deep type": (lambda d: d.update(data_type=nested(700)), "as text"),
     "another codec": (lambda d: inner(d)["codecs"].append({"name": "pickle"}), "coded in a way"),
     "a transformer": (lambda d: d.update(storage_transformers=[{"name": "x"}]), "coded in a way"),
     "a fill value": (lambda d: d.update(fill_value=0), "coded in a way"),
@@ -162,19 +119,7 @@ def test_hostile_metadata_of_an_array_is_refused(case: str, forge: Forge, tmp_pa
     assert not list((tmp_path / "out").rglob("zstore.json"))
 
 
-GROUPS = [
-    "..",
-    "../..",
-    "/",
-    "/etc",
-    "",
-    "model/..",
-    "model/h.0.weight/deeper",
-    "manifest",
-    "strange",
-    "\ud800",
-    "a\0b",
-]
+GROUPS = ["..", "../..", "/", "/etc", "", "model/..", f"{W}/deeper", "manifest", "strange", "\ud800", "a\0b"]
 
 
 @pytest.mark.parametrize("folder", GROUPS, ids=repr)
@@ -192,11 +137,9 @@ RECORDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an id that leads up": (lambda r: r.update(id="../../elsewhere"), "32 lower-case hex"),
     "no end of ranks": (lambda r: r.update(world_size=2**40), "to be from 0"),
     "ranks without manifests": (lambda r: r.update(world_size=1000), "digests of 1000 manifests"),
-    "a negative rank": (lambda r: r.update(world_size=-1), "to be from 0"),
     "text for a step": (lambda r: r.update(step="1"), "to be a int"),
     "deep state": (lambda r: r.update(state={"x": nested(700)}), "levels deep"),
     "a newer version": (lambda r: r.update(version=2**70), "install a newer one"),
-    "a deep version": (lambda r: r.update(version=nested(700)), "expected a format version"),
     "another format": (lambda r: r.update(format="x" * 2**20), "expected format"),
     "wrong digests": (lambda r: r.update(manifest_sha256=[1, 2]), "digests of 2 manifests"),
 }
@@ -211,7 +154,7 @@ def test_a_hostile_record_is_refused(case: str, forge: Forge, tmp_path: Path) ->
     forge.put("zstore.json", json.dumps(document).encode())
     problems = use(forge.path, tmp_path / "out")
     assert all(words in problem and len(problem) < 2000 for problem in problems)
-    assert len(problems) == 5
+    assert len(problems) == 6
     assert tags(forge.path.parent) == []
     assert words in scan(forge.path.parent).refusals[0].reason
 
@@ -292,15 +235,6 @@ def test_pipes_and_folders_in_place_of_files_are_refused_at_once(
     assert all(Path(name).name in problem for problem in problems)
 
 
-def test_swapped_and_cut_files_are_refused(forge: Forge, tmp_path: Path) -> None:
-    first, second = forge.read(SHARD), forge.read(f"{W}/c.1.0")
-    for data in (second, first[:-1], first + b"\0", first[:4096], b"", first[4096:]):
-        forge.put(SHARD, data)
-        problems = use(forge.path, tmp_path / "out")
-        assert len(problems) >= 4
-        assert all("c.0.0" in problem for problem in problems)
-
-
 def test_an_index_that_leads_elsewhere_is_refused(forge: Forge, tmp_path: Path) -> None:
     for offset, nbytes in ((2**63, 8), (0, 8), (4096, 2**40), (2**64 - 1, 8)):
 
@@ -308,7 +242,7 @@ def test_an_index_that_leads_elsewhere_is_refused(forge: Forge, tmp_path: Path) 
             data[:16] = entry[0].to_bytes(8, "little") + entry[1].to_bytes(8, "little")
 
         forge.forge_shard(SHARD, change)
-        assert any("belongs to another layout" in problem for problem in use(forge.path, tmp_path / "out"))
+        assert any("belongs to another layout" in problem for problem in use(forge.path, tmp_path / f"out-{offset}"))
         forge.restore()
 
 
@@ -354,6 +288,6 @@ def test_hostile_files_take_little_memory(original: Path, tmp_path: Path) -> Non
     forge.put("zarr.json", b'{"a":[' + b"[]," * 2**24 + b"[]]}")
     forge.seal()
     paths.append(forge.path)
-    growth = grown("tests.interop.test_untrusted", original, tmp_path / "out", paths)
+    growth = grown("tests.interop.watching", original, tmp_path / "out", paths)
     assert len(growth) == len(paths)
     assert max(growth.values()) < MOST_GROWN_BYTES, growth

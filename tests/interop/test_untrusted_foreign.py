@@ -1,4 +1,4 @@
-"""Checkpoints of other software from elsewhere: an error of ours or what is in them, soon, with little memory, nowhere else."""
+"""Checkpoints from elsewhere, of other software and ours: an error of ours or what is in them, soon, with little memory."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.forging import tree_of
 from tests.interop import deepspeed_data
 from tests.interop.watching import MOST_GROWN_BYTES, grown, sparse
@@ -165,7 +166,7 @@ def test_a_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
 LIMIT_S = 10.0
 """No example may take longer; one takes some milliseconds."""
 FUZZ = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-KINDS = ["dcp", "hugging-face", "stage2-fp32-3", "stage3-fp16-2", "universal-stage1-2"]
+KINDS = ["zstore", "dcp", "hugging-face", "stage2-fp32-3", "stage3-fp16-2", "universal-stage1-2"]
 
 
 class Patient:
@@ -175,7 +176,13 @@ class Patient:
         self.root = root
         self.folder = root / "ckpt"
         self.resources = resources
-        if kind == "dcp":
+        self.has_checksums = kind == "zstore"
+        if self.has_checksums:
+            arrays = {"model/w": np.arange(640, dtype=np.float32).reshape(40, 16), "optimizer/m/w": np.ones((40, 16))}
+            self.folder = save_arrays(self.folder, arrays, world_size=2, small={"client/n": np.arange(6)})
+            for file in self.folder.rglob("*.*"):
+                file.chmod(0o644 if file.is_file() else 0o755)
+        elif kind == "dcp":
             save_dcp(self.folder)
         elif kind == "hugging-face":
             save_hugging_face(self.folder)
@@ -241,7 +248,7 @@ def treated(patient: Patient) -> Iterator[None]:
 @FUZZ
 @given(data=st.data())
 def test_changed_bytes_give_an_error_or_values(patient: Patient, data: st.DataObject) -> None:
-    """These formats have no checksums: what is in the files is what is read."""
+    """The formats of others have no checksums: what is in the files is what is read."""
     with treated(patient):
         for _ in range(data.draw(st.integers(1, 3))):
             file = data.draw(st.sampled_from(sorted(patient.files)))
@@ -258,7 +265,8 @@ def test_changed_bytes_give_an_error_or_values(patient: Patient, data: st.DataOb
                 content = bytearray(data.draw(st.binary(max_size=200)))
             (patient.folder / file).write_bytes(content)
         before = tree_of(patient.folder)
-        patient.read_all()
+        found = patient.read_all()
+        assert not patient.has_checksums or all(content == patient.right[name] for name, content in found.items())
         if data.draw(st.integers(0, 3)) == 0:
             with contextlib.suppress(ZstoreError):
                 convert_command(patient.folder, patient.root / "out")

@@ -1,4 +1,4 @@
-"""How much memory a process takes that uses files from elsewhere, and what one does with checkpoints of other software."""
+"""How much memory a process takes that uses files from elsewhere, and what one does with a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from zstore.checkpoint.reader import CheckpointReader
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import ZstoreError
 from zstore.format.arrays import numpy_dtype
 from zstore.open.sources import open_source
@@ -75,11 +77,12 @@ def sparse(path: Path, nbytes: int) -> None:
 
 
 def use(path: Path, out: Path) -> list[str]:
-    """Do all that one does with a checkpoint of other software; return the errors. Anything but one of ours fails."""
+    """Do all that one does with a checkpoint; return the errors and faults. Anything but an error of ours fails."""
     out.mkdir(parents=True)
     return _errors_of(
         lambda: read_some(path),
-        lambda: convert_command(path, out / "ours", to="zstore"),
+        lambda: verify(path),
+        lambda: convert_command(path, out / "ours", to="zstore", world_size=3),
         lambda: convert_command(path, out / "it.pt", to="torch"),
         lambda: consolidate_command(path, out / "weights", "fp32", 10**9),
         lambda: inspect_command(path),
@@ -95,16 +98,24 @@ def _errors_of(*actions: Callable[[], Any]) -> list[str]:
     problems: list[str] = []
     for action in actions:
         try:
-            action()
+            found = action()
+            problems += map(str, found if isinstance(found, list) else ())
         except ZstoreError as error:
             problems.append(str(error))
     return problems
 
 
+def verify(path: Path) -> list[Any]:
+    """Return the faults of one of ours; of others, which have no checksums, none."""
+    with open_source(path) as source:
+        return verify_checkpoint(source) if isinstance(source, CheckpointReader) else []
+
+
 def read_some(path: Path) -> None:
     """Read all of small arrays, both ends of large ones."""
     with open_source(path) as source:
-        source.rank_state(0)
+        for rank in range(source.record.world_size):
+            source.rank_state(rank)
         for name, array in source.arrays.items():
             if array.spec.nbytes <= _MOST_READ_BYTES:
                 source.read_array(name)

@@ -12,10 +12,21 @@ import fsspec
 import numpy as np
 import pytest
 
+import zstore
 from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.retention import Keep
+from zstore.errors import CheckpointNotFoundError
 from zstore.io.files import Files
 from zstore.remote.bucket import BucketFolder
+from zstore.remote.service import open_folder
 from zstore.tools import cli, opening
+from zstore.tools.consolidate import consolidate_command
+from zstore.tools.convert import convert_command
+from zstore.tools.inspect import inspect_command
+from zstore.tools.prune import prune_folder
+from zstore.tools.reshard import reshard_command
+from zstore.tools.verify import verify_command
 
 URL = "memory://bucket/run"
 ARRAYS = {"model/w": np.arange(300_000, dtype=np.float32).reshape(1000, 300), "model/b": np.zeros(77, np.float32)}
@@ -128,3 +139,36 @@ def test_memory_that_was_asked_for_holds_or_is_refused(name: str, run: Run, monk
     assert re.search(r"give `--memory \d+MiB` or more", err), err
     code, _, err = run(name)
     assert code == (1 if name == "diff" else 0), err
+
+
+# -- behind URLs ------------------------------------------------------------------------------------------------------
+
+
+def test_other_softwares_checkpoints_are_not_read_behind_urls(memory: Any, tmp_path: Path) -> None:
+    memory.pipe_file("/bucket/theirs/model.safetensors", b"x")
+    theirs, out = "memory://bucket/theirs", tmp_path / "out"
+    for call in (
+        lambda: inspect_command(theirs),
+        lambda: verify_command(theirs),
+        lambda: consolidate_command(theirs, out, "fp32", 10**9),
+        lambda: reshard_command(theirs, out),
+        lambda: convert_command(theirs, out),
+        lambda: zstore.open_checkpoint(theirs),
+        lambda: prune_folder(theirs, Keep()),
+    ):
+        with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+            call()
+
+
+@pytest.mark.parametrize("world_size", [None, 3])
+def test_a_resharded_checkpoint_that_is_uploaded_is_found_where_json_says(
+    world_size: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to, run = "memory://bucket/again", save_arrays(tmp_path / "run", ARRAYS, world_size=2, step=2)
+    assert reshard_command(run, to, world_size, common=opening.Common(json=True)) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["url"] == f"{to}/step-00000002"
+    with open_checkpoint(open_folder(to)) as reader:
+        assert reader.record.world_size == (world_size or 2)
+    # Where it was in between is of no use to anybody.
+    assert "zstore-reshard-" not in printed.err + printed.out

@@ -19,15 +19,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.checkpoint.checkpoints import save_arrays
+from tests.engine.models import make_net
+from tests.engine.runs import make_config, start
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.errors import (
-    CheckpointError,
-    StorageError,
-)
+from zstore.errors import CheckpointError, CheckpointMismatchError, StorageError
 from zstore.io.shards import open_resources
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.consolidate import consolidate_command
+from zstore.tools.opening import Common
 from zstore.weights.cast import Castor, cast_into, castors
+from zstore.weights.choose import frozen_weights
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 from zstore.weights.layout import plan_files
 
@@ -131,26 +132,6 @@ def test_config_and_tokenizer_files_are_copied(arrays: dict[str, Array], tmp_pat
     assert (tmp_path / "out/config.json").read_text() == "inner"
 
 
-def test_transformers_loads_a_tied_model(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=100, n_positions=16)
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config)
-    arrays = {f"model/{name}": tensor.detach().numpy() for name, tensor in model.named_parameters()}
-    assert "model/lm_head.weight" not in arrays
-    save_arrays(tmp_path / "ckpt", arrays, world_size=2)
-    config.save_pretrained(tmp_path / "ckpt")
-    consolidate_command(tmp_path / "ckpt", tmp_path / "out", "fp16", 50_000)
-    loaded, report = transformers.GPT2LMHeadModel.from_pretrained(
-        tmp_path / "out", dtype=torch.float16, output_loading_info=True
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert loaded.lm_head.weight is loaded.transformer.wte.weight
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, model.get_parameter(name).to(torch.float16))
-
-
 # -- what a type cannot hold ----------------------------------------------------------------------------------------
 
 
@@ -230,9 +211,6 @@ def test_doubles_may_not_fit_float32() -> None:
     assert target.tolist() == [np.finfo(np.float32).max, np.finfo(np.float32).min, 1.0]
 
 
-# -- the file -------------------------------------------------------------------------------------------------------
-
-
 # -- trouble --------------------------------------------------------------------------------------------------------
 
 
@@ -243,3 +221,46 @@ def test_a_full_disk_stops_all_threads_with_an_error(kind: Any, saved: Path, tmp
         layouts = plan_files(list_weights(reader, "float16"), 10**6)
         with pytest.raises(StorageError, match="No space left"):
             write_weights(reader, layouts, tmp_path, overflow="error", advance=lambda _: None)
+
+
+# -- frozen parameters ---------------------------------------------------------------------------------------------
+
+ONE = np.ones((4, 3), np.float32)
+WEIGHTS = {f"model/{name}": ONE * i for i, name in enumerate(("h.0.w", "h.1.w", "h.10.w", "norm.bias", "odd[0].w"), 1)}
+ADAM = {f"optimizer/exp_avg/{name}": ONE for name in ("h.1.w", "norm.bias")}
+
+
+def test_frozen_parameters_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_arrays(tmp_path / "ckpt", WEIGHTS | ADAM)
+    common = Common(json=True)
+    assert consolidate_command(tmp_path / "ckpt", tmp_path / "out", "fp32", exclude_frozen=True, common=common) == 0
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert set(found) == {"h.1.w", "norm.bias"}
+    assert all(np.array_equal(found[name].numpy(), WEIGHTS[f"model/{name}"]) for name in found)
+    printed = capsys.readouterr()
+    assert printed.err.startswith("plan: 2 tensors as fp32")
+    assert "leaving out 3: " in printed.err.splitlines()[0]
+    told = json.loads(printed.out)
+    assert (told["path"], told["files"]) == (str(tmp_path / "out"), ["model.safetensors"])
+    assert (told["left_out"], told["bytes"]) == (["h.0.w", "h.10.w", "odd[0].w"], 2 * ONE.nbytes)
+    save_arrays(tmp_path / "none", WEIGHTS | {"optimizer/exp_avg/other": ONE})
+    with pytest.raises(CheckpointMismatchError, match="no weights but frozen ones"):
+        consolidate_command(tmp_path / "none", tmp_path / "empty", exclude_frozen=True)
+
+
+def test_without_any_state_it_cannot_be_known_which_are_frozen(tmp_path: Path) -> None:
+    save_arrays(tmp_path, WEIGHTS, record={"engine": {"scalars": "odd"}})
+    with open_checkpoint(tmp_path) as source, pytest.raises(CheckpointMismatchError, match="does not say which"):
+        frozen_weights(source)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_engines_frozen_parameters_are_left_out(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    net, config = make_net(), make_config()
+    del config["optimizer"]
+    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    names = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+    with start(config, net, optimizer=kind(trained, lr=1e-2)) as engine:
+        engine.save_checkpoint(tmp_path / "ckpt")
+    assert consolidate_command(tmp_path / "ckpt", tmp_path / "out", "fp32", exclude_frozen=True) == 0
+    assert set(load_file(tmp_path / "out/model.safetensors")) == names | {"shift"}

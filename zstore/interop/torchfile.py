@@ -34,7 +34,7 @@ _loading = threading.Lock()
 
 
 class Inert:
-    """An object of a class that is known by name alone: its content in the pickle, and nothing was called."""
+    """An object of a class that is known by name alone, that of its subclass: its content in the pickle."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -52,11 +52,6 @@ class Inert:
     def name(self) -> str:
         """Full name of the class."""
         return type(self).__name__
-
-    @staticmethod
-    def named(name: str) -> type[Inert]:
-        """Return a new class for the objects of the class `name`."""
-        return type(name, (Inert,), {})
 
 
 def brief(value: Any) -> str:
@@ -147,7 +142,7 @@ def load_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
             with _loading, warnings.catch_warnings(action="ignore"):
                 unknown = torch.serialization.get_unsafe_globals_in_checkpoint(view)
                 view.seek(0)
-                with torch.serialization.safe_globals([(Inert.named(name), name) for name in unknown]):
+                with torch.serialization.safe_globals([(type(name, (Inert,), {}), name) for name in unknown]):
                     found = torch.load(view, map_location="meta", weights_only=True)
         except pickle.UnpicklingError as error:
             lines = [line for line in str(error).splitlines() if line.strip() and "torch.load" not in line]
