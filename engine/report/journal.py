@@ -163,16 +163,9 @@ class RunJournal:
             elif isinstance(told, BaseException):
                 self._add("save", **save, state="failed", problem=_text_of(told))
             else:
-                self._add(
-                    "save",
-                    **save,
-                    state="committed" if told.url is None else "uploaded",
-                    stall_s=stall_s,
-                    elapsed_s=told.elapsed_s,
-                    linked_bytes=told.all_linked_bytes,
-                    written_bytes=told.all_written_bytes,
-                    uploaded_bytes=told.all_uploaded_bytes,
-                )
+                state = "committed" if told.url is None else "uploaded"
+                moved = {f"{how}_bytes": getattr(told, f"all_{how}_bytes") for how in ("linked", "written", "uploaded")}
+                self._add("save", **save, state=state, stall_s=stall_s, elapsed_s=told.elapsed_s, **moved)
                 self._send()
 
         return tell
@@ -289,13 +282,9 @@ class RunJournal:
 def _memory_record(training: Training) -> dict[str, Any]:
     """Return the record of the bytes that this rank holds between two steps, and of the gradients in one, as planned."""
     device, plan = training.world.device, training.plan
-    gradients = plan.held["gradients"]
-    planned = {"device": gradients.device, "host": gradients.host, "disk": gradients.disk}
-    arrays = [
-        *placed_arrays(training),
-        ("transfer buffers", "host", "buffers", training.state.store.statistics().pool_bytes),
-    ]
-    arrays += [("gradients", tier, "gradients", nbytes) for tier, nbytes in planned.items()]
+    buffer_bytes = training.state.store.statistics().pool_bytes
+    arrays = [*placed_arrays(training), ("transfer buffers", "host", "buffers", buffer_bytes)]
+    arrays += [("gradients", tier, "gradients", nbytes) for tier, nbytes in vars(plan.held["gradients"]).items()]
     is_cuda = device.type == "cuda"
     return {
         "kind": "memory",
