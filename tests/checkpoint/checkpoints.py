@@ -25,6 +25,9 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import Grid, grid_in_checkpoint, make_grid
 from zstore.io.files import Files
+from zstore.remote.service import UploadPlace
+from zstore.remote.upload import save_to_url
+from zstore.remote.url import PATIENT, Retries
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.store import TierName
 
@@ -95,6 +98,16 @@ class World:
     def save(self, folder: Path, *, step: int = 1, **options: Any) -> list[SaveSummary]:
         """Save on every rank; raises the first rank's error once all ended."""
         return wait_all(self.begin_save(folder, step=step, **options))
+
+
+def begin_upload(
+    world: World, local: Path, url: str, options: Mapping[str, Any], *, retries: Retries = PATIENT, **fields: Any
+) -> list[SaveHandle]:
+    """Begin to save to a URL by way of the folder `local`, each rank with a thread of its own."""
+    save_id, board, place = new_save_id(), ThreadBoard(), UploadPlace(url, options)
+    fields = {"run_id": "run", "timeout_s": 60.0, **fields}
+    requests = [world.request(local, rank, save_id, **fields) for rank in range(len(world.stores))]
+    return [save_to_url(request, place, board, retries=retries) for request in requests]
 
 
 def wait_all(handles: Sequence[SaveHandle]) -> list[SaveSummary]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 import zstore
-from tests.checkpoint.checkpoints import ThreadBoard, World, open_world, save_arrays, wait_all
+from tests.checkpoint.checkpoints import World, begin_upload, open_world, save_arrays, wait_all
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, refused, tags
@@ -20,9 +20,9 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointExistsError
 from zstore.io.pool import Workers
 from zstore.remote.bucket import PART_BYTES, BucketFolder
-from zstore.remote.service import UploadPlace, open_folder
+from zstore.remote.service import open_folder
 from zstore.remote.target import BucketTarget, files_here
-from zstore.remote.upload import save_to_url, upload_checkpoint
+from zstore.remote.upload import upload_checkpoint
 
 pytest.importorskip("s3fs", reason="extra s3")
 pytest.importorskip("moto", reason="extra test")
@@ -49,17 +49,8 @@ class Bucket:
         self.fs = self.folder.fs
         self.fs.mkdir(name)
 
-    def save(self, world: World, *, step: int = 1, **fields: Any) -> list[Any]:
-        save_id, board = new_save_id(), ThreadBoard()
-        handles: list[Any] = [
-            save_to_url(
-                world.request(self.local, rank, save_id, step=step, **{"run_id": "run", **fields}),
-                UploadPlace(self.url, self.options),
-                board,
-            )
-            for rank in range(len(world.stores))
-        ]
-        return wait_all(handles)
+    def save(self, world: World, **fields: Any) -> None:
+        wait_all(begin_upload(world, self.local, self.url, self.options, **fields))
 
     def names(self) -> set[str]:
         self.fs.invalidate_cache()

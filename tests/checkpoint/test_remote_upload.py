@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.checkpoint.checkpoints import ThreadBoard, World, open_world, save_arrays, wait_all
+from tests.checkpoint.checkpoints import World, begin_upload, open_world, save_arrays, wait_all
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
 from tests.waiting import until
 from zstore.checkpoint.handle import SaveHandle
@@ -38,9 +38,9 @@ from zstore.errors import (
 )
 from zstore.ranks.rendezvous import StoreBoard
 from zstore.remote.bucket import PART_BYTES
-from zstore.remote.service import UploadPlace, open_folder
+from zstore.remote.service import open_folder
 from zstore.remote.target import BucketTarget, has_ended
-from zstore.remote.upload import save_to_url, upload_checkpoint
+from zstore.remote.upload import upload_checkpoint
 from zstore.remote.url import Retries
 from zstore.testing.ranks import run_ranks
 
@@ -66,20 +66,11 @@ class Remote:
         self.folder: Any = open_folder(URL, self.options, retries=QUICK)
         self.fs: ObjectFileSystem = self.folder.fs
 
-    def begin(self, world: World, *, step: int = 1, **fields: Any) -> list[SaveHandle]:
-        save_id, board = new_save_id(), ThreadBoard()
-        return [
-            save_to_url(
-                world.request(self.local, rank, save_id, step=step, **{"run_id": "run", "timeout_s": 60.0, **fields}),
-                UploadPlace(URL, self.options),
-                board,
-                retries=QUICK,
-            )
-            for rank in range(len(world.stores))
-        ]
+    def begin(self, world: World, **fields: Any) -> list[SaveHandle]:
+        return begin_upload(world, self.local, URL, self.options, retries=QUICK, **fields)
 
     def save(self, world: World, **fields: Any) -> list[Any]:
-        return wait_all(self.begin(world, **fields))  # type: ignore[arg-type]
+        return wait_all(self.begin(world, **fields))
 
     def fail(self, world: World, **fields: Any) -> list[str]:
         """The messages of all ranks of a save that must fail."""

@@ -11,12 +11,11 @@ import numpy.typing as npt
 import pytest
 import urllib3
 
-from tests.checkpoint.checkpoints import ThreadBoard, World, open_world, save_arrays, wait_all
+from tests.checkpoint.checkpoints import World, begin_upload, open_world, save_arrays, wait_all
 from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
 from tests.serve.upload_kills import digests
 from tests.waiting import until
-from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.retention import Keep
@@ -30,7 +29,7 @@ from zstore.errors import (
 from zstore.io.pool import Workers
 from zstore.remote.service import UploadPlace
 from zstore.remote.target import files_here
-from zstore.remote.upload import save_to_url, target_in, upload_checkpoint
+from zstore.remote.upload import target_in, upload_checkpoint
 from zstore.remote.url import Retries
 from zstore.testing.faults import FaultyFiles
 
@@ -57,16 +56,7 @@ def url(tmp_path: Path, serve: Serve) -> str:
 
 
 def save(world: World, local: Path, url: str, **fields: Any) -> list[Any]:
-    save_id = new_save_id()
-    place, board = UploadPlace(url, OPTIONS), ThreadBoard()
-    return wait_all(
-        [
-            save_to_url(
-                world.request(local, rank, save_id, **{"run_id": "run", "timeout_s": 60.0, **fields}), place, board
-            )
-            for rank in range(len(world.stores))
-        ]
-    )
+    return wait_all(begin_upload(world, local, url, OPTIONS, **fields))
 
 
 def assert_same(folder: Path, world: World) -> None:
