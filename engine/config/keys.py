@@ -10,7 +10,7 @@ from itertools import pairwise
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Union, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from .inactive import INACTIVE
@@ -109,7 +109,7 @@ class Section(BaseModel):
     renames: ClassVar[Mapping[str, str]] = {}
     """Other spellings of keys."""
     variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {}
-    """Keys that hold one of several sections, by the value of the key `type` beside them."""
+    """Keys that hold one of several sections, by the value of the key `type` beside them; missing ones are empty."""
     switch: ClassVar[str | None] = None
     """The key that turns the section on; if it is off, the other keys have no effect."""
     gives_batch: ClassVar[bool] = False
@@ -137,6 +137,7 @@ class Section(BaseModel):
                 f"expected an object with keys as {', '.join(list(cls.model_fields)[:3])}; got {show(data)}"
             )
         known = {name: value for name, value in data.items() if value is not None or name not in cls.model_fields}
+        known |= {name: {} for name in cls.variants if name not in known}
         for spelling, name in cls.renames.items():
             value = known.pop(spelling, None)
             if value is not None and known.setdefault(name, value) != value:
@@ -174,6 +175,16 @@ class Section(BaseModel):
     def is_off(self) -> bool:
         """Whether the section's switch is off."""
         return self.switch is not None and getattr(self, self.switch) in (None, False, "none")
+
+
+def by_type(kinds: Mapping[str, type[Section]], none: type[Section]) -> PlainValidator:
+    """Return what reads a key of `Section.variants`; if the `type` is wrong, only that is reported."""
+
+    def read(value: object, info: ValidationInfo) -> object:
+        kind = kinds.get(info.data.get("type", ""))
+        return none() if kind is None else kind.model_validate(value)
+
+    return PlainValidator(read)
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

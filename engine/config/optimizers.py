@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import PlainValidator, create_model
-from pydantic_core.core_schema import ValidationInfo
+from pydantic import create_model
 
-from .keys import ConfigProblem, Section, Status, about, built
+from .keys import ConfigProblem, Section, Status, about, built, by_type
 from .values import Auto, BelowOne, Bool, OneOf, Real, Words
 
 _PASS = "to initialize(optimizer=...) and leave this section out"
@@ -174,12 +173,6 @@ OPTIMIZERS: dict[str, type[OptimizerParams]] = {
 """By the names of their classes; extras add theirs."""
 
 
-def _by_type(value: object, info: ValidationInfo) -> object:
-    """Read the arguments as the optimizer's own; if its name is wrong, only that is reported."""
-    kind = OPTIMIZERS.get(info.data.get("type", ""))
-    return OptimizerParams() if kind is None else kind.model_validate(value)
-
-
 def _usual_name(data: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the section as written, with the usual name of the optimizer."""
     name = data.get("type")
@@ -199,15 +192,12 @@ class OptimizerSection(Section):
     """Name of the optimizer. Adam means AdamW unless adam_w_mode is false; FusedAdam, CPUAdam and DeepSpeedCPUAdam are
     other names of Adam, CPUAdagrad of Adagrad, FusedLion and CPULion of Lion, FusedLamb of Lamb: there is one update on
     every device."""
-    params: Annotated[OptimizerParams, PlainValidator(_by_type)]
+    params: Annotated[OptimizerParams, by_type(OPTIMIZERS, OptimizerParams)]
 
     @classmethod
     def rewrite(cls, data: object) -> object:
-        """Take missing arguments for none, and other names of an optimizer for its usual one."""
-        if not isinstance(data, Mapping):
-            return data
-        found = _usual_name(data)
-        return found if found.get("params") is not None else found | {"params": {}}
+        """Take other names of an optimizer for its usual one."""
+        return _usual_name(data) if isinstance(data, Mapping) else data
 
     def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
         return self.params.conflicts(settings, self.type)

@@ -1,12 +1,11 @@
 """The section `scheduler` of a config: one section of arguments for each schedule, with DeepSpeed's keys and defaults."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PlainValidator
-from pydantic_core.core_schema import ValidationInfo
+from pydantic import Field
 
-from .keys import Section, built
+from .keys import Section, built, by_type
 from .values import Auto, BelowOne, Bool, Count, OneOf, Position, Positive, Real, Words, expected
 
 ScheduleName = Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
@@ -120,12 +119,6 @@ SCHEDULES: Mapping[str, type[SchedulerParams]] = {
 _OTHERS = "; or pass any other scheduler to initialize(lr_scheduler=...) and leave this section out"
 
 
-def _by_type(value: object, info: ValidationInfo) -> object:
-    """Read the arguments as the schedule's own; if its name is wrong, only that is reported."""
-    kind = SCHEDULES.get(info.data.get("type", ""))
-    return SchedulerParams() if kind is None else kind.model_validate(value)
-
-
 class SchedulerSection(Section):
     """The learning rate's schedule, stepped by `engine.step()`."""
 
@@ -133,12 +126,4 @@ class SchedulerSection(Section):
 
     type: Annotated[ScheduleName, OneOf(lambda _: _OTHERS)]
     """Name of the schedule."""
-    params: Annotated[SchedulerParams, PlainValidator(_by_type)]
-
-    @classmethod
-    def rewrite(cls, data: object) -> object:
-        """Take missing arguments for none, so that those without a default are named."""
-        if isinstance(data, Mapping) and data.get("params") is None:
-            known: dict[Any, Any] = dict(data)
-            return known | {"params": {}}
-        return data
+    params: Annotated[SchedulerParams, by_type(SCHEDULES, SchedulerParams)]
