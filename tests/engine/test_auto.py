@@ -1,4 +1,4 @@
-"""A config that says "auto" wherever it may trains at every stage and tier: through `initialize`, and `zstore train`."""
+"""A config that says "auto" wherever it may trains at every stage and tier; and what `zstore train` answers to it."""
 
 from __future__ import annotations
 
@@ -71,21 +71,6 @@ def test_all_auto_trains_through_initialize(stage: int, tier: str, alone: Path) 
         for _ in range(2):
             step(engine)
         assert state_of(engine) == answered
-
-
-@pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (3, "nvme")])
-def test_all_auto_trains_through_the_train_command(
-    stage: int, tier: str, alone: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, metrics, text = alone / "ds.json", alone / "m.jsonl", alone / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
-    path.write_text(json.dumps(everything(alone, stage, tier)))
-    train_command(
-        TrainOptions(config=Path("ds.json"), model="gpt-tiny", steps=2, seq_len=8, data=text, metrics=metrics)
-    )
-    assert [row["lr"] for row in rows(metrics)] == [0, pytest.approx(1e-3)]
-    (line,) = [record.message for record in caplog.records if record.message.startswith('ds.json: "auto": ')]
-    assert "no answer was given, so these defaults are used: optimizer.params." in line
 
 
 def test_the_command_answers_what_its_options_say(alone: Path) -> None:

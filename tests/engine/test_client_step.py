@@ -28,7 +28,7 @@ Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam's step, as long as the whole weight: https://arxiv.org/abs/1904.00962. Clips by the norm of all gradients."""
+    """A step as long as the whole weight, along the mean of gradients that are clipped by the norm of all."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -36,20 +36,14 @@ class Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        total = torch.stack([p.grad.norm() for p in trained]).norm()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state |= {"step": 0, "mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
-                state["step"] += 1
-                gradient = p.grad / total.clamp(min=1.0)
-                state["mean"].lerp_(gradient, 0.1)
-                state["square"].lerp_(gradient.square(), 0.01)
-                towards = state["mean"] / (state["square"].sqrt() + 1e-6)
-                p.sub_(towards * (group["lr"] * p.norm() / towards.norm().clamp(min=1e-6)))
+        total = torch.stack([p.grad.norm() for p in trained]).norm().clamp(min=1.0)
+        for p in trained:
+            state = self.state[p]
+            if not state:
+                state |= {"step": 0, "mean": torch.zeros_like(p)}
+            state["step"] += 1
+            mean = state["mean"].lerp_(p.grad / total, 0.1)
+            p.sub_(mean * (self.defaults["lr"] * p.norm() / mean.norm().clamp(min=1e-6)))
 
 
 def muon(net: nn.Module) -> torch.optim.Optimizer:

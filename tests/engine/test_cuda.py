@@ -299,20 +299,6 @@ def test_compiled_units_train_as_others(nvme: Path) -> None:
         assert train(engine) == pytest.approx(plain, rel=1e-4)
 
 
-@pytest.mark.parametrize("case", [ON_DEVICE[0], ON_DEVICE[2], ON_HOST[4]])
-def test_states_that_were_moved_away_come_back(case: tuple[Any, ...], nvme: Path) -> None:
-    expected = trained(config_of(nvme, *case))
-    with start(config_of(nvme, *case)) as engine:
-        losses = train(engine, 1)
-        held = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
-        engine.offload_states()
-        if DEVICE == "cuda" and case in ON_DEVICE:
-            assert torch.cuda.memory_allocated() < held
-        engine.reload_states()
-        losses += train(engine, 1)
-        assert (losses, engine_digests(engine)) == expected
-
-
 @pytest.mark.parametrize("coded_bits", [4, 8])
 def test_a_code_of_the_device_is_that_of_the_host(coded_bits: int) -> None:
     code = BlockCode((256 * 7, 96), coded_bits)

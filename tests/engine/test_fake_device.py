@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,9 @@ from tests.engine.bits import Case, compare
 from tests.engine.fake_device import FakeDevice, HandOverError
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, moved_since, start, state_of, step
-from zstore.checkpoint import open_checkpoint
-from zstore.engine.build import takeover
 from zstore.engine.optim.in_backward import UpdateInBackward
-from zstore.engine.plan.run import plan_run
 from zstore.errors import NonFiniteError
 from zstore.testing.ranks import run_ranks
-from zstore.tools.sample.models import build_model, loss_of
 
 STEPS = 2
 # (stage, optimizer's tier, precision, accumulation, clip, parameters' tier, step mode)
@@ -217,33 +211,3 @@ def test_a_checkpoint_names_the_share_that_the_device_updates(tmp_path: Path, ca
         assert (
             caplog.text.count(f'resumed with offload_optimizer "ratio": {ratio} from a checkpoint of 0.5') == warnings
         )
-
-
-def test_a_device_that_is_filled_trains_and_the_log_and_the_checkpoint_name_the_share(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(2, "cpu")
-    config["zero_optimization"]["offload_optimizer"]["ratio"] = "auto"
-    ids = torch.arange(16).view(1, 16)
-    caplog.set_level(logging.INFO, "zstore")
-    found = []
-    for device_bytes in (56_000_000, 200_000_000):
-        monkeypatch.setattr(takeover, "plan_run", partial(plan_run, device_bytes=device_bytes))
-        torch.manual_seed(0)
-        caplog.clear()
-        with FakeDevice() as device, start(config, build_model("gpt-tiny", 16), _streams=device) as engine:
-            losses = []
-            for _ in range(2 * engine.gradient_accumulation_steps()):
-                losses.append(engine.backward(loss_of(engine(input_ids=ids, labels=ids))).item())
-                engine.step()
-            engine.save_checkpoint(str(tmp_path / str(device_bytes)), "a")
-            ratio = engine.training_state.plan.settings.ratio
-            # With all of it on the device there is nothing to say.
-            assert (f'bits depend on this share ("ratio": {ratio:g})' in caplog.text) == (ratio > 0)
-        with open_checkpoint(tmp_path / str(device_bytes)) as saved:
-            assert saved.record.state["engine"]["offload_ratio"] == ratio
-        found.append((ratio, losses))
-    (some, losses), (none, others) = found
-    assert 0 < some < 1
-    assert none == 0
-    assert losses == others  # this device rounds as the CPU does

@@ -20,7 +20,6 @@ from tests.engine.runs import make_config, start, state_of
 from zstore.engine import Engine
 from zstore.engine.params.record import Residency
 from zstore.engine.zero import fetch
-from zstore.engine.zero.unshard import UnitStatistics
 from zstore.errors import RankError, RunFolderError, StorageError, UsageError
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
@@ -266,51 +265,6 @@ def test_nothing_is_updated_from_values_that_could_not_be_read(nvme: Path) -> No
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
-
-
-class Fickle(torch.nn.Module):
-    """Runs its layers in the order that it is told; on `skips` it leaves the last one out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(4)])
-        self.order = [0, 1, 2, 3]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number in self.order:
-            x = x + torch.tanh(self.layers[number](x))
-        return x.float().square().mean()
-
-
-ORDERS = [[0, 1, 2, 3], [0, 1, 2, 3], [3, 1, 0, 2], [3, 1, 0, 2], [0, 1], [0, 1, 2, 3, 2], [0, 1, 2, 3, 2]]
-
-
-def _fickle(rank: int, tier: str, folder: str) -> tuple[list[float], dict[str, int]]:
-    torch.manual_seed(0)
-    model = Fickle()
-    config = make_config(3) if tier == "none" else offloaded(folder, tier)
-    config |= {"gradient_accumulation_steps": 1}
-    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    losses = []
-    with start(config, model) as engine:
-        for order in ORDERS:
-            model.order = order
-            loss = engine(torch.ones(2, 16, dtype=torch.bfloat16))
-            losses.append(float(loss.detach()))
-            engine.backward(loss)
-            engine.step()
-        units = engine.statistics().units or UnitStatistics()
-        return losses, {"orders": units.orders, "dropped": units.dropped, "ahead": units.gathered_ahead}
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_an_order_that_changes_is_recorded_anew(nvme: Path, world_size: int) -> None:
-    expected, _ = run_ranks(_fickle, 1, "none", str(nvme))[0]
-    for losses, units in run_ranks(_fickle, world_size, "cpu", str(nvme)):
-        assert losses == expected
-        assert units["orders"] == 4
-        assert units["dropped"] > 0
-        assert units["ahead"] > 0
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
