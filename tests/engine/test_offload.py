@@ -224,8 +224,9 @@ def test_an_error_of_the_drive_fails_every_rank(nvme: Path, world_size: int, ste
         assert "rank 1 of 2 failed to read the parameters of unit 'blocks.2'" in messages[0]
 
 
-def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str, list[str]]:
-    """Return what was raised in a step whose headers are looked at late, as on CUDA, and what it changed on this rank."""
+def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str, bool, list[str]]:
+    """Return what was raised in a step whose headers are looked at late, as on CUDA, whether the state counts as torn, and what
+    was changed on this rank."""
     files = FaultyFiles()
     keys = {"zstore": {"step_overlap": mode}, "gradient_accumulation_steps": 1}
     message = "no error"
@@ -242,26 +243,26 @@ def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str
         except (StorageError, RankError) as error:
             message = type(error).__name__
         files.heal()
-        engine.training_state.pending.torn = False  # the digests are wanted all the same
+        torn, engine.training_state.pending.torn = engine.training_state.pending.torn, False  # the digests are wanted
         after = engine_digests(engine)
-    return message, [name for name in after if after[name] != before[name]]
+    return message, torn, [name for name in after if after[name] != before[name]]
 
 
 # The step mode, and the read that fails: of the forward, or of the backward.
 LATE = [(mode, first) for mode in ("none", "backward") for first in (0, 1)]
 
 
-def _late_read_errors(rank: int, folder: str) -> list[tuple[str, list[str]]]:
+def _late_read_errors(rank: int, folder: str) -> list[tuple[str, bool, list[str]]]:
     return [_late_read_error(rank, folder, mode, first) for mode, first in LATE]
 
 
 def test_nothing_is_updated_from_values_that_could_not_be_read(nvme: Path) -> None:
     for (mode, first), ranks in zip(LATE, zip(*run_ranks(_late_read_errors, 2, str(nvme)), strict=True), strict=True):
-        messages, changed = zip(*ranks, strict=True)
-        assert messages == ("RankError", "StorageError"), (mode, first)
-        # Behind the last block there is the norm alone, whose gradient is final before the block is gathered again.
-        was_final = {"norm.weight", "norm.bias"} if (mode, first) == ("backward", 1) else set()
-        assert {name.rpartition("/")[2] for names in changed for name in names} <= was_final, (mode, first)
+        assert [message for message, *_ in ranks] == ["RankError", "StorageError"], (mode, first)
+        for _, torn, changed in ranks:
+            # Behind the last block there is the norm, whose gradient is final before the block is gathered again; a rank that
+            # hears of the failure late may have gone on, and says that its state is a mixture.
+            assert not changed or (torn and (mode, first) == ("backward", 1)), (mode, first, changed)
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
