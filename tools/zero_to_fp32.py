@@ -37,9 +37,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     With `lazy_mode` too they are tensors, all in memory. Raises CheckpointNotFoundError if there is none.
     """
     with open_checkpoint(checkpoint_dir, tag) as checkpoint:
-        weights = checkpoint.consolidated("fp32")
         frozen = frozen_weights(checkpoint.source) if exclude_frozen_parameters else set()
-        return weights.load([name for name in weights if name not in frozen])
+        return checkpoint.load_state_dict(exclude=sorted(frozen), dtype="fp32")
 
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:

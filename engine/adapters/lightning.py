@@ -186,7 +186,7 @@ def _reading_folders(load: Callable[..., Any]) -> Callable[..., Any]:
             return load(path, map_location=map_location, weights_only=weights_only)
         with open_checkpoint(path) as checkpoint:
             state = join(checkpoint.state.get("client_state", {}), lambda name: checkpoint[name][...])
-            weights = checkpoint.consolidated().load()
+            weights = checkpoint.load_state_dict()
         return {**_unpacked(state, path, weights_only is False), "state_dict": weights}
 
     return load_either

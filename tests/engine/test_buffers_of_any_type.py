@@ -101,7 +101,7 @@ def test_each_type_comes_back_to_the_bit_from_every_file(world_size: int, tmp_pa
     _assert_same(torch.load(tmp_path / "pickled", weights_only=True), wanted)
     for folder in ("one", "three", "flat"):
         with zstore.open_checkpoint(tmp_path / folder) as checkpoint:
-            _assert_same(checkpoint.consolidated().load(), wanted)
+            _assert_same(checkpoint.load_state_dict(), wanted)
     for name, dtype in _BITS.items():
         array = zarr.open_array(tmp_path / "one/buffer" / name, mode="r")
         values = torch.from_numpy(array[...].view("uint8")) if dtype != torch.bool else torch.from_numpy(array[...])

@@ -201,7 +201,7 @@ def test_a_model_alone_makes_an_engine_that_saves_it(
         assert "names no optimizer: the engine evaluates, loads and saves" in caplog.text
         engine.save_checkpoint(str(tmp_path), client_state={"epoch": 2})
     with zstore.open_checkpoint(tmp_path) as opened:
-        saved = opened.consolidated().load()
+        saved = opened.load_state_dict()
     assert saved.keys() <= plain.keys()
     assert all(torch.equal(saved[name], plain[name]) for name in saved)
     with zstore.initialize(model=make_net(5), config=config)[0] as other:

@@ -89,9 +89,9 @@ def test_the_commands_say_what_they_say_of_the_folder(
         }
     assert command("inspect", url)["arrays"] == command("inspect", str(run))["arrays"]
     assert command("inspect", there[0]["path"])["checkpoint"]["tag"] == "first 50%"
-    assert command("verify", f"{url}:first 50%")["faults"] == []
+    assert command("verify", f"{url}@first 50%")["faults"] == []
     assert command("diff", url, str(run))["bytes"] == 0
-    (entry,) = command("diff", f"{url}:first 50%", url, exit_code=1)["arrays"]
+    (entry,) = command("diff", f"{url}@first 50%", url, exit_code=1)["arrays"]
     assert (entry["name"], entry["status"]) == ("model/h.0.weight", "values")
     command("consolidate", url, str(tmp_path / "theirs"), "--dtype", "bf16")
     command("consolidate", str(run), str(tmp_path / "ours"), "--dtype", "bf16")

@@ -78,14 +78,14 @@ class OfOpen:
     """Reads rows of an array of an open checkpoint, of its weights, and by torch.distributed.checkpoint."""
 
     def __init__(self, opened: Any) -> None:
-        self.array, self.weights = opened["model/w"], opened.consolidated("fp32")
+        self.array, self.opened = opened["model/w"], opened
         self.reader = zstore.dcp.Reader(opened.location)
         self.reader.read_metadata()  # opened here
 
     def __call__(self, number: int) -> Any:
         state = {"model": {"w": torch.zeros(ROWS, WIDTH)}}
         torch.distributed.checkpoint.load(state, storage_reader=self.reader, no_dist=True)
-        return np.stack([self.array[number], self.weights["w"][number], state["model"]["w"][number]])
+        return np.stack([self.array[number], self.opened.load_state_dict("w")["w"][number], state["model"]["w"][number]])
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from ..io.files import UserPath
 from ..weights.cast import Overflow
 from ..weights.choose import choose
 from ..weights.from_checkpoint import DTYPES, list_weights, read_weights
-from ..weights.layout import Weight
 from ..weights.writer import lost_text
 from .lazy import LazyArray
 from .sources import open_source
@@ -68,7 +67,7 @@ def load_state_dict(
     `overflow` is "inf" or "clamp").
     """
     with open_checkpoint(location, tag, storage_options=storage_options) as checkpoint:
-        return checkpoint.consolidated(dtype, overflow=overflow).load(names)
+        return checkpoint.load_state_dict(names, dtype=dtype, overflow=overflow)
 
 
 class Checkpoint(Mapping[str, LazyArray], Closing):
@@ -120,11 +119,6 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
         """JSON beside the arrays: counters, scheduler, loss scale, position in the data, the user's own."""
         return self.source.record.state
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.spec.nbytes for array in self.source.arrays.values())
-
     def __getitem__(self, name: str) -> LazyArray:
         try:
             stored = self.source.arrays[name]
@@ -155,9 +149,32 @@ class Checkpoint(Mapping[str, LazyArray], Closing):
         if self._closed:
             raise UsageError(f"the checkpoint {self.location} was closed: read its arrays before, or open it again")
 
-    def consolidated(self, dtype: Dtype = None, *, overflow: Overflow = "error") -> Weights:
-        """Return the parameters, as tensors of `dtype`, and the buffers by their names in the state dict, read one by one."""
-        return Weights(self, _zarr_name(dtype), overflow)
+    def load_state_dict(
+        self,
+        names: str | Sequence[str] | None = None,
+        *,
+        exclude: Sequence[str] = (),
+        dtype: Dtype = None,
+        overflow: Overflow = "error",
+    ) -> dict[str, Tensor]:
+        """Return the parameters, as tensors of `dtype`, and the buffers, but for those that `exclude` names, by their names in
+        the state dict; see `zstore.load_state_dict`."""
+        from ..io.tensors import as_torch
+
+        self.check_open()
+        source, target = self.source, _zarr_name(dtype)
+        weights = {weight.name: weight for weight in list_weights(source, target)}
+        for weight in [*weights.values()]:
+            weights |= dict.fromkeys(source.arrays[weight.array].spec.aliases, weight)
+        patterns = [] if names is None else [names] if isinstance(names, str) else list(names)
+        chosen = choose(sorted(weights, key=natural_key), patterns, exclude) if names is None or patterns else []
+        found, lost = read_weights(
+            source, list({weights[name].name: weights[name] for name in chosen}.values()), overflow
+        )
+        if lost and overflow == "error":
+            raise CheckpointError(lost_text(lost, target or "", 'Choose "bf16", or overflow="clamp" (or "inf")'))
+        tensors = {name: as_torch(values) for name, values in found.items()}
+        return {name: tensors[weights[name].name] for name in chosen}
 
     def verify(self) -> list[VerifyFault]:
         """Check every byte, and return each fault; an empty list means a whole checkpoint."""
@@ -209,65 +226,8 @@ def _open_again(location: str, storage_options: Mapping[str, Any], save_id: str)
     return source
 
 
-def _unpickled(location: str, storage_options: Mapping[str, Any], save_id: str) -> Checkpoint:
-    return Checkpoint(_open_again(location, storage_options, save_id), storage_options)
-
-
-class Weights(Mapping[str, "Tensor"]):
-    """A checkpoint's parameters and buffers as tensors of one precision, by their names in the state dict.
-
-    `weights[name]` reads, casts and returns a tensor in host memory, anew each time. Tied parameters have each of their names.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, dtype: str | None, overflow: Overflow) -> None:
-        self._checkpoint = checkpoint
-        self._overflow: Overflow = overflow
-        source = checkpoint.source
-        found = sorted(list_weights(source, dtype), key=lambda weight: natural_key(weight.name))
-        self._weights = {weight.name: weight for weight in found}
-        for weight in found:
-            named = f"model/{weight.name}"  # an average has no other names
-            for alias in source.arrays[named if named in source.arrays else weight.array].spec.aliases:
-                self._weights.setdefault(alias, weight)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._load([self._weight(name)])[self._weight(name).name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._weights
-
-    def __repr__(self) -> str:
-        return f"<Weights of {self._checkpoint.location}: {len(self)} names>"
-
-    def load(self, names: str | Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return those that `names` names, or all; see `load_state_dict`."""
-        patterns = [] if names is None else [names] if isinstance(names, str) else list(names)
-        chosen = choose(self._weights, patterns) if names is None or patterns else []
-        wanted = {self._weights[name].name: self._weights[name] for name in chosen}
-        tensors = self._load(list(wanted.values()))
-        return {name: tensors[self._weights[name].name] for name in chosen}
-
-    def _weight(self, name: str) -> Weight:
-        try:
-            return self._weights[name]
-        except KeyError:
-            raise KeyError(f"{self._checkpoint.location} has no weight {name!r}; it has {len(self)} names") from None
-
-    def _load(self, weights: list[Weight]) -> dict[str, Tensor]:
-        from ..io.tensors import as_torch
-
-        self._checkpoint.check_open()
-        found, lost = read_weights(self._checkpoint.source, weights, self._overflow)
-        if lost and self._overflow == "error":
-            dtype = self._weights[lost[0].name].dtype
-            raise CheckpointError(lost_text(lost, dtype, 'Choose "bf16", or overflow="clamp" (or "inf")'))
-        return {name: as_torch(values) for name, values in found.items()}
+def _unpickled(*opened: Any) -> Checkpoint:
+    return Checkpoint(_open_again(*opened), opened[1])
 
 
 def _zarr_name(dtype: Dtype) -> str | None:
