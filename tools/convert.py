@@ -39,7 +39,7 @@ def convert_command(
         str,
         typer.Argument(
             metavar="SRC",
-            help="A checkpoint of zstore, DeepSpeed or torch.distributed.checkpoint, or a folder of safetensors; SRC:TAG "
+            help="A checkpoint of zstore, DeepSpeed or torch.distributed.checkpoint, or a folder of safetensors; SRC@TAG "
             "means the same as --tag.",
         ),
     ],

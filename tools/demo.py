@@ -114,7 +114,7 @@ class Demo:
         metrics = self.folder / "zero1-memory.jsonl"
         self._zstore(
             "train", "--config", config, "--model", self.model, "--steps", self.steps, "--save", self.folder / "run-1",
-            "--resume", f"{self.folder / 'run'}:step-{middle:08d}", "--metrics", metrics,
+            "--resume", f"{self.folder / 'run'}@step-{middle:08d}", "--metrics", metrics,
         )  # fmt: skip
         return _rows(metrics)
 

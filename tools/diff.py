@@ -46,7 +46,7 @@ def diff_command(
     before: Annotated[
         str,
         typer.Argument(
-            metavar="A", help="A checkpoint: its folder or URL, DIR:TAG, or a folder of checkpoints (then its newest)."
+            metavar="A", help="A checkpoint: its folder or URL, DIR@TAG, or a folder of checkpoints (then its newest)."
         ),
     ],
     after: Annotated[

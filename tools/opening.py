@@ -97,7 +97,7 @@ def open_location(
 ) -> Iterator[ArraySource]:
     """Open the checkpoint that `location` and `tag` name for the length of a `with` block.
 
-    `location` is a checkpoint's folder, a folder of checkpoints (then its newest one, or `tag`), or either's URL; `DIR:TAG`
+    `location` is a checkpoint's folder, a folder of checkpoints (then its newest one, or `tag`), or either's URL; `DIR@TAG`
     and `DIR/TAG` mean the same as `DIR` with `tag`. See `zstore.open.sources.open_source` for more. Raises BudgetError if
     a memory limit that was given is too small for the metadata.
     """

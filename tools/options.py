@@ -66,7 +66,7 @@ Location = Annotated[
     str,
     typer.Argument(
         metavar="CKPT",
-        help="A folder of checkpoints (its newest, or --tag), one checkpoint's own folder, or CKPT:TAG; a URL works "
+        help="A folder of checkpoints (its newest, or --tag), one checkpoint's own folder, or CKPT@TAG; a URL works "
         "too. Checkpoints of DeepSpeed, torch.distributed.checkpoint and Hugging Face open as they are.",
     ),
 ]

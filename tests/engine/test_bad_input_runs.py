@@ -83,12 +83,12 @@ def test_a_resume_that_cannot_be_is_named_and_changes_nothing(train: Any, tmp_pa
     # Nothing to resume from is a fresh start only where `auto` was asked for.
     code, err = train("--steps", 1, "--data", text, "--save", save, "--resume", tmp_path / "missing")
     assert (code, save.exists()) == (1, False)
-    assert "expected DIR or DIR:TAG of a saved checkpoint" in err
+    assert "expected DIR or DIR@TAG of a saved checkpoint" in err
     assert train("--steps", 1, "--data", text, "--save", save, "--resume", "auto")[0] == 0
     assert whole(save) == ["step-00000001"]
 
     for words, message in (
-        (["--resume", f"{save}:best"], "'best'"),
+        (["--resume", f"{save}@best"], "'best'"),
         (["--resume", "auto", "--seed", 5], "--seed 5: the checkpoint was trained with 0"),
         (["--resume", "auto", "--seq-len", 16], "--seq-len 16: the checkpoint was trained with 32"),
         (["--resume", "auto", "--model", "gpt-small"], "is of another model or optimizer"),

@@ -185,11 +185,11 @@ def test_the_command_trains_to_a_url_and_goes_on_from_it(tmp_path: Path, fs: Obj
     for name in [name for name in fs.objects() if name.startswith("bucket/run/")]:
         fs.rm_file(name)
     assert train(2, seed=3, seq_len=16) == whole[:2]
-    assert train(3, resume=f"{URL}:step-00000002") == whole[2:]
+    assert train(3, resume=f"{URL}@step-00000002") == whole[2:]
     assert [info.tag for info in tags(open_folder(URL, {"folder": str(tmp_path / "objects")}))] == ["step-00000003"]
     assert train(4, resume="auto")
     with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint with the tag 'nowhere'"):
-        train(5, resume=f"{URL}:nowhere")
+        train(5, resume=f"{URL}@nowhere")
 
 
 def test_storage_options_are_not_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

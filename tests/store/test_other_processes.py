@@ -85,7 +85,9 @@ class OfOpen:
     def __call__(self, number: int) -> Any:
         state = {"model": {"w": torch.zeros(ROWS, WIDTH)}}
         torch.distributed.checkpoint.load(state, storage_reader=self.reader, no_dist=True)
-        return np.stack([self.array[number], self.opened.load_state_dict("w")["w"][number], state["model"]["w"][number]])
+        return np.stack(
+            [self.array[number], self.opened.load_state_dict("w")["w"][number], state["model"]["w"][number]]
+        )
 
 
 @pytest.fixture

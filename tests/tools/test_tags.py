@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder a command means: `--tag TAG`, `DIR:TAG` and `DIR/TAG` are the same in all of them."""
+"""Which checkpoint of a folder a command means: `--tag TAG`, `DIR@TAG` and `DIR/TAG` are the same in all of them."""
 
 from __future__ import annotations
 
@@ -80,17 +80,16 @@ def _folder_of(tag: str) -> str:
 
 
 FORMS = [
-    *((form, tag) for form in ("{run} --tag", "{run}:TAG", "url --tag") for tag in TAGS),
+    *((form, tag) for form in ("{run} --tag", "{run}@TAG", "url --tag") for tag in TAGS),
     ("{run}/TAG", TAGS[0]),
-    # A URL has colons of its own: only --tag names a tag with one.
-    ("url:TAG", TAGS[0]),
+    ("url@TAG", TAGS[1]),
 ]
 OTHERS = [command for command in COMMANDS if command != "inspect"]
 
 
 @pytest.mark.parametrize(
     ("command", "form", "tag"),
-    [*(("inspect", *form) for form in FORMS), *((command, "{run}:TAG", TAGS[1]) for command in OTHERS)],
+    [*(("inspect", *form) for form in FORMS), *((command, "{run}@TAG", TAGS[1]) for command in OTHERS)],
 )
 def test_a_tag_may_be_named_in_three_ways(
     command: str, form: str, tag: str, folder: Path, tmp_path: Path, run: Run
@@ -99,7 +98,7 @@ def test_a_tag_may_be_named_in_three_ways(
     if form.startswith("url"):
         fsspec.filesystem("memory").put(str(folder), "/bucket/run", recursive=True)
         place = URL
-    ckpt = f"{place}:{tag}" if form.endswith(":TAG") else f"{place}/{tag}" if form.endswith("/TAG") else place
+    ckpt = f"{place}@{tag}" if form.endswith("@TAG") else f"{place}/{tag}" if form.endswith("/TAG") else place
     out = tmp_path / "out"
     words = [word.format(run=ckpt, out=out) for word in COMMANDS[command]]
     code, told, stderr = run(*words, *(["--tag", tag] if form.endswith("--tag") else []))
@@ -111,7 +110,7 @@ def test_a_tag_may_be_named_in_three_ways(
     ("command", "form"),
     [
         ("inspect", "--tag"),
-        *((command, ":TAG") for command in (*COMMANDS, "diff")),
+        *((command, "@TAG") for command in (*COMMANDS, "diff")),
     ],
 )
 def test_a_tag_that_is_not_there_is_answered_with_those_that_are(
@@ -129,26 +128,27 @@ def test_a_tag_that_is_not_there_is_answered_with_those_that_are(
 
 
 def test_two_tags_are_one_too_many(folder: Path, run: Run) -> None:
-    code, _, stderr = run("inspect", f"{folder}:{TAGS[0]}", "--tag", "newest")
+    code, _, stderr = run("inspect", f"{folder}@{TAGS[0]}", "--tag", "newest")
     assert code == 2
-    assert f"names the tag {TAGS[0]!r}, and --tag names 'newest': name one of them" in stderr
+    assert f"names the tag {TAGS[0]!r}, and 'newest' is named beside it: name one of them" in stderr
     code, _, stderr = run("inspect", folder / TAGS[0], "--tag", "newest")
     assert code == 1
     assert "name the folder above it to choose by tag" in stderr
 
 
-def test_a_folder_with_colons_is_meant_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "run:1").mkdir()
-    assert split_location(tmp_path / "run:1") == (f"{tmp_path}/run:1", None)
-    assert split_location(f"{tmp_path}/run:1:step-2") == (f"{tmp_path}/run:1", "step-2")
-    assert split_location(f"{tmp_path}/none:step-2") == (f"{tmp_path}/none:step-2", None)
+def test_a_folder_that_is_there_is_meant_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run@1").mkdir()
+    assert split_location(tmp_path / "run@1") == (f"{tmp_path}/run@1", None)
+    assert split_location(f"{tmp_path}/run@1@step-2") == (f"{tmp_path}/run@1", "step-2")
+    assert split_location(f"{tmp_path}/none@step-2") == (f"{tmp_path}/none@step-2", None)
     assert split_location("s3://bucket/run") == ("s3://bucket/run", None)
-    assert split_location("s3://bucket/run:step-2") == ("s3://bucket/run", "step-2")
-    assert split_location("s3://bucket:9000/run") == ("s3://bucket:9000/run", None)
+    assert split_location("s3://bucket/run@step-2") == ("s3://bucket/run", "step-2")
+    assert split_location("s3://bucket/run@1/") == ("s3://bucket/run@1/", None)
+    assert split_location("s3://me@bucket") == ("s3://me@bucket", None)
     assert split_location(tmp_path, "x") == (str(tmp_path), "x")
     with pytest.raises(UsageError, match="name one of them"):
-        split_location(f"{tmp_path}:x", "x")
+        split_location(f"{tmp_path}@x", "x")
 
 
 def test_resume_means_the_same(folder: Path) -> None:
-    assert resume_source(f"{folder}:{TAGS[1]}", None) == (str(folder), TAGS[1])
+    assert resume_source(f"{folder}@{TAGS[1]}", None) == (str(folder), TAGS[1])

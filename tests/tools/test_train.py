@@ -46,7 +46,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(tmp_path: Path, 
     whole, again = tmp_path / "whole.jsonl", tmp_path / "again.jsonl"
     train_command(options(tmp_path, text, disk, save=tmp_path / "run", save_every=2, metrics=whole, seed=3))
     train_command(
-        options(tmp_path, text, disk, resume=f"{tmp_path / 'run'}:step-00000002", metrics=again, seq_len=None)
+        options(tmp_path, text, disk, resume=f"{tmp_path / 'run'}@step-00000002", metrics=again, seq_len=None)
     )
     first, second = rows(whole), rows(again)
     assert [row["step"] for row in first] == [1, 2, 3, 4]
@@ -93,7 +93,7 @@ def test_two_processes_and_one_see_the_same_batches(tmp_path: Path, text: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("save stall") == 2
     train_command(
-        options(tmp_path, text, config, resume=f"{tmp_path / 'run'}:step-00000002", metrics=tmp_path / "one.jsonl")
+        options(tmp_path, text, config, resume=f"{tmp_path / 'run'}@step-00000002", metrics=tmp_path / "one.jsonl")
     )
     two, one = rows(tmp_path / "two.jsonl"), rows(tmp_path / "one.jsonl")
     assert [row["loss"] for row in one] == pytest.approx([row["loss"] for row in two[2:]], abs=0.02)
@@ -120,7 +120,7 @@ def test_a_second_run_does_not_replace_the_checkpoints_of_the_first(tmp_path: Pa
     assert not metrics.exists()  # nothing was trained
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     # A run may go back and write its own again.
-    train_command(options(tmp_path, text, config, save=str(run), resume=f"{run}:step-00000002"))
+    train_command(options(tmp_path, text, config, save=str(run), resume=f"{run}@step-00000002"))
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000002", "step-00000004"]
 
 

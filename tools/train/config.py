@@ -53,7 +53,7 @@ class TrainOptions:
         str | None,
         typer.Option(
             help="Resume from a checkpoint; DIR may be a URL. auto: from the newest in --save, if there is one.",
-            metavar="DIR[:TAG]|auto",
+            metavar="DIR[@TAG]|auto",
         ),
     ] = None
     nproc: Annotated[int, typer.Option(help="Processes to start on this machine.", min=1, metavar="N")] = 1

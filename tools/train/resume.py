@@ -31,7 +31,7 @@ class Position:
 def resume_source(
     resume: str | None, save: str | None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Source | None:
-    """Return what `DIR`, `DIR:TAG` or `auto` names; None to start fresh. Raises CheckpointNotFoundError for a DIR that is not
+    """Return what `DIR`, `DIR@TAG` or `auto` names; None to start fresh. Raises CheckpointNotFoundError for a DIR that is not
     there."""
     if resume is None:
         return None
@@ -45,7 +45,7 @@ def resume_source(
     if tag is not None or is_url(folder) or Path(folder).is_dir():
         return folder, tag
     raise CheckpointNotFoundError(
-        f"--resume {resume}: expected DIR or DIR:TAG of a saved checkpoint, but there is no such folder"
+        f"--resume {resume}: expected DIR or DIR@TAG of a saved checkpoint, but there is no such folder"
     )
 
 

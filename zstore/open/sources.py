@@ -16,8 +16,8 @@ from ..errors import CheckpointNotFoundError, UsageError
 from ..io.files import UserPath, is_url, user_location, user_path
 from ..io.shards import IoResources
 
-_URL_WITH_TAG = re.compile(r"(.+://[^/]+/.+):([^/:]+)")
-"""A colon before the path belongs to the address."""
+_URL_WITH_PATH = re.compile(r".+://[^/]+/.")
+"""An `@` before the path belongs to the address."""
 
 
 def open_source(
@@ -27,15 +27,14 @@ def open_source(
     resources: IoResources | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ArraySource:
-    """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder. A location
-    `FOLDER@TAG` that is not there itself means `tag` in `FOLDER`.
+    """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder; see
+    `split_location`.
 
     `storage_options` are those of the fsspec file system of a URL. Raises CheckpointNotFoundError, CorruptionError if it
-    is damaged, CheckpointMismatchError if it is of a kind or version that is not read,
-    UsageError for a URL that nothing opens. `resources` stays the caller's.
+    is damaged, CheckpointMismatchError if it is of a kind or version that is not read, UsageError for a URL that nothing
+    opens. `resources` stays the caller's.
     """
-    place = user_location(location)
-    text = None if tag is None else tag_text(tag)
+    place, text = split_location(location, None if tag is None else tag_text(tag))
     folder = folder_of(place, storage_options)
     try:
         return open_checkpoint(folder, text, resources=resources)
@@ -43,30 +42,23 @@ def open_source(
         # Only if there is none of ours: a run that moved here goes on in the same folder.
         if folder.is_local and (foreign := _open_foreign(place, text, resources)) is not None:
             return foreign
-        above, _, name = place.rpartition("@")
-        if tag is not None or not above or not name or "/" in name or (folder.is_local and folder.path.exists()):
-            raise
-    return open_source(above, name, resources=resources, storage_options=storage_options)
+        raise
 
 
 def split_location(location: UserPath, tag: str | None = None) -> tuple[str, str | None]:
-    """Return path or URL, and the tag, of `DIR`, `DIR:TAG`, `DIR@TAG`, or `DIR` and a `tag` beside it (None: not named).
+    """Return path or URL, and the tag, of `FOLDER`, `FOLDER@TAG`, or `FOLDER` and a `tag` beside it (None: not named).
 
-    An existing local folder is taken literally; in a URL `open_source` sees to `@`. Raises UsageError if there are two tags.
+    An existing local folder is taken literally, and so is a URL that ends with a slash. Raises UsageError if there are two
+    tags.
     """
-    text = user_location(location)
-    places: list[tuple[str, str]] = []
-    if is_url(text):
-        if (match := _URL_WITH_TAG.fullmatch(text)) is not None:
-            places = [(match[1], match[2])]
-    elif not Path(text).is_dir():
-        cuts = [(text[:at], text[at + 1 :]) for at, character in enumerate(text) if character in ":@"]
-        places = [(folder, name) for folder, name in cuts if name and "/" not in name and Path(folder).is_dir()]
-    if not places:
-        return text, tag
+    place = user_location(location)
+    folder, _, name = place.rpartition("@")
+    is_there = _URL_WITH_PATH.match(folder) if is_url(place) else Path(folder).is_dir() and not Path(place).is_dir()
+    if not folder or not name or "/" in name or not is_there:
+        return place, tag
     if tag is not None:
-        raise UsageError(f"{text} names the tag {places[0][1]!r}, and --tag names {tag!r}: name one of them")
-    return places[0]
+        raise UsageError(f"{place} names the tag {name!r}, and {tag!r} is named beside it: name one of them")
+    return folder, name
 
 
 def _open_foreign(location: str, tag: str | None, resources: IoResources | None) -> ArraySource | None:
