@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,8 +26,6 @@ from ..config.config import load_config, read_config
 from .offload import active_offload, find_blocks
 
 _log = logging.getLogger("zstore")
-_ENABLING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-"""Methods of transformers' models, the newer one first."""
 
 
 class _Process:
@@ -61,12 +59,13 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    raw = {} if deepspeed_config is None else deepspeed_config
-    raw = read_config(raw) if isinstance(raw, str | os.PathLike) else raw
-    if isinstance(raw, Mapping):  # other sections are not read
-        former = raw.get("activation_checkpointing") or {}
-        raw = {"activation_checkpointing": former | {name: value for name, value in given.items() if value is not None}}
-    config = load_config(raw, name="zstore.checkpointing.configure(...)")
+    is_path = isinstance(deepspeed_config, str | os.PathLike)
+    raw = read_config(deepspeed_config) if is_path else deepspeed_config or {}
+    section = {
+        **(raw.get("activation_checkpointing") or {}),
+        **{key: one for key, one in given.items() if one is not None},
+    }
+    config = load_config({"activation_checkpointing": section}, name="zstore.checkpointing.configure(...)")
     for line in config.report():
         _log.warning("zstore.checkpointing.configure: %s", line)
     _Process.in_cpu = config.settings.activation_checkpointing.cpu_checkpointing
@@ -87,27 +86,25 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     Tensors anywhere else than directly in `args` are kept as they are.
     """
     keeping: AbstractContextManager[object] = nullcontext()
-    if _Process.in_cpu and torch.is_grad_enabled() and active_offload() is None:
+    if _Process.in_cpu and torch.is_grad_enabled() and active_offload.get() is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         keeping = torch.autograd.graph.save_on_cpu(pin_memory=device_type == "cuda", device_type=device_type)
     with keeping:
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Do as `checkpoint`, which is not reentrant either."""
-    return checkpoint(function, *args)
+non_reentrant_checkpoint = checkpoint
+"""DeepSpeed's other name: `checkpoint` is not reentrant either."""
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
     """Let the blocks of `model` be computed again in the backward: it is changed in place, one of transformers' by its own
     method. Raises UsageError if the model has no blocks."""
+    theirs: Any = model
     if getattr(model, "supports_gradient_checkpointing", False):
-        for name in _ENABLING:
-            method: Any = getattr(model, name, None)
-            if method is not None:
-                method(**{name.replace("enable", "kwargs"): {"use_reentrant": False}})
-                return
+        newer = getattr(model, "activation_checkpointing_enable", None)
+        (newer or theirs.gradient_checkpointing_enable)({"use_reentrant": False})
+        return
     blocks = find_blocks(model)
     if not blocks:
         raise UsageError(

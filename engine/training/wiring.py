@@ -10,8 +10,7 @@ from zstore.io import Files
 from zstore.ranks.world import World
 
 from ..activations.checkpointing import checkpoint_blocks
-from ..activations.offload import ActivationOffload
-from ..activations.tiers import make_tier
+from ..activations.offload import ActivationOffload, make_tier
 from ..build.model import check_model, normalize_in_type_of_statistics, place_buffers
 from ..build.takeover import BuiltModel, check_store, open_run_store, warn_of_fallbacks
 from ..config.config import Config
