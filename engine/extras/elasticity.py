@@ -47,10 +47,10 @@ class ElasticitySection(Section):
     gives_batch = True
 
     enabled: Bool = built(False)
-    """Take train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps from this section and the
-    world size. A world size that is not valid is an error with version 0.1, and gets a batch of its own with 0.2."""
+    """Take the batch sizes and accumulation steps from this section and the world size. A world size that is not valid is an
+    error with version 0.1, and gets a batch of its own with 0.2."""
     max_train_batch_size: Positive | None = built(None)
-    """Most samples of a step. The batch within it that has the most valid world sizes is taken. Needed."""
+    """Most samples of a step: the batch within it that has the most valid world sizes is taken. Needed."""
     micro_batch_sizes: Sizes | None = built(None)
     """Samples that one rank may take through one forward. Needed."""
     min_gpus: Positive = built(1)
@@ -58,14 +58,11 @@ class ElasticitySection(Section):
     max_gpus: Positive = built(10_000)
     """Most ranks that count as valid."""
     version: Version = built("0.2")
-    """0.2 counts in nodes of num_gpus_per_node ranks; 0.1 does not read that key. With one rank per node they are the
-    same."""
+    """0.2 counts in nodes of num_gpus_per_node ranks; 0.1 does not read that key."""
     num_gpus_per_node: Positive = built(1)
-    """Ranks of a node, of which valid world sizes are multiples, with version 0.2. A max_gpus of less than a node is no
-    limit."""
+    """Ranks of a node, of which valid world sizes are multiples. A max_gpus of less than a node is no limit."""
     prefer_larger_batch: Bool = built(True)
-    """Of batches with as many valid world sizes take the larger; false: the smaller. A rank takes the largest
-    micro-batch that fits either way."""
+    """Of batches with as many valid world sizes take the larger; false: the smaller."""
     ignore_non_elastic_batch_info: Bool = built(False)
     """Ignore batch sizes in the config beside this section. false: they are an error."""
 
@@ -78,12 +75,10 @@ class ElasticitySection(Section):
         if self.max_gpus < self.min_gpus:
             raise ValueError("min_gpus is more than max_gpus; make them a range")
         per_node = self.num_gpus_per_node if self.version == "0.2" else 1
-        most = maximum // per_node
+        most, larger = maximum // per_node, self.prefer_larger_batch
         if max(sizes) > most:
-            raise ValueError(
-                f"the largest micro-batch is {max(sizes)}, and a step may have {most} samples"
-                + (f" on each of {per_node} ranks of a node" if per_node > 1 else "")
-            )
+            node = f" on each of {per_node} ranks of a node" if per_node > 1 else ""
+            raise ValueError(f"the largest micro-batch is {max(sizes)}, and a step may have {most} samples{node}")
         largest = most // min(sizes)
         nodes = range(max(1, self.min_gpus // per_node), 1 + min(largest, self.max_gpus // per_node or largest))
         found = []
@@ -92,16 +87,13 @@ class ElasticitySection(Section):
             shares = [batch // size for size in sizes if batch % size == 0]
             valid = tuple(n * per_node for n in nodes if any(share % n == 0 for share in shares))
             found.append((batch * per_node, valid))
-        larger = self.prefer_larger_batch
         best = max(found, key=lambda one: (len(one[1]), one[0] if larger else -one[0]))
         if self.version == "0.1" or world_size is None or world_size in best[1]:
             return best
         multiples = [maximum // (size * world_size) * size * world_size for size in sizes]
-        if not (own := max(multiples) if larger else min(multiples)):
-            raise ValueError(
-                f"{maximum} samples are less than a micro-batch of {max(sizes)} on each of {world_size} ranks"
-            )
-        return own, (world_size,)
+        if own := max(multiples) if larger else min(multiples):
+            return own, (world_size,)
+        raise ValueError(f"{maximum} samples are less than a micro-batch of {max(sizes)} on each of {world_size} ranks")
 
     def sizes_at(self, world_size: int) -> tuple[int, int, int]:
         """As the base says: of micro-batches the largest of which every rank takes a whole number. Raises ValueError, which
@@ -117,11 +109,11 @@ class ElasticitySection(Section):
         return batch, micro, share // micro
 
     def notices(self, settings: Any) -> Iterator[Notice]:
-        for key in _batch_keys(settings) if self.ignore_non_elastic_batch_info else ():
+        for key in self._batch_keys(settings, ignored=True):
             yield Notice(key, "no effect: elasticity gives the batch sizes")
 
     def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
-        for key in () if self.ignore_non_elastic_batch_info else _batch_keys(settings):
+        for key in self._batch_keys(settings, ignored=False):
             write = 'remove the key, or write "ignore_non_elastic_batch_info": true into the section elasticity'
             yield ConfigProblem((key,), f"elasticity gives the batch sizes; {write}")
         try:
@@ -129,10 +121,10 @@ class ElasticitySection(Section):
         except ValueError as error:
             yield ConfigProblem(("elasticity",), str(error))
 
-
-def _batch_keys(settings: Any) -> list[str]:
-    """Return the keys of batch sizes that a config sets."""
-    return [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
+    def _batch_keys(self, settings: Any, *, ignored: bool) -> list[str]:
+        """Return the keys of batch sizes that a config sets, if they are to be `ignored` or not."""
+        named = [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
+        return named if ignored == self.ignore_non_elastic_batch_info else []
 
 
 class ElasticityError(ZstoreError):
@@ -151,16 +143,12 @@ def compute_elastic_config(
     ds_config: Any, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[Any, ...]:
     """Return (train batch, valid world sizes), with a world size or `return_microbatch` followed by the micro-batch (None
-    without a world size), by DeepSpeed's formula: see [Note: the elastic batch].
-
-    Only the section of `ds_config`, a dict or the path of a JSON file, counts. A world size that is not valid is an error
-    with version 0.1, and with 0.2 the only one that is valid for the batch returned. Raises ElasticityConfigError if the
-    section is wrong or not enabled, ElasticityIncompatibleWorldSize if the world size cannot train.
-    """
+    without a world size): see [Note: the elastic batch]. Only the section of `ds_config`, a dict or the path of a JSON file,
+    counts. Raises ElasticityConfigError if it is wrong or not enabled, ElasticityIncompatibleWorldSize if the world size
+    cannot train."""
     try:
         raw = read_config(ds_config) if isinstance(ds_config, str | os.PathLike) else ds_config
-        settings = load_config({"elasticity": raw.get("elasticity")}).settings
-        section: ElasticitySection = vars(settings)["elasticity"]
+        section: Any = vars(load_config({"elasticity": raw.get("elasticity")}).settings)["elasticity"]
         if not section.enabled:
             raise ConfigError('expected "elasticity": {"enabled": true, ...}, got none that is enabled')
         batch, valid = section.batch()

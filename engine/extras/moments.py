@@ -31,7 +31,6 @@ _PIECE_NUMEL = 1 << 16
 """Elements that are in fp32 at a time, if the processor updates them: they stay in its cache."""
 _NUM_WORDS = 1 << 17
 """Random words, after which they repeat along a parameter."""
-_NOISE_BITS = 16
 
 
 class MomentCodec(SlotCodec):
@@ -40,25 +39,21 @@ class MomentCodec(SlotCodec):
     is_plain = False
 
     def stored(self, slots: Sequence[SlotArray]) -> list[SlotArray]:
-        plain = [slot.name for slot in slots if slot.dtype == torch.float32 and slot.shape is None]
-        reduced = reduced_slots(plain)
+        reduced = reduced_slots(slot.name for slot in slots if slot.dtype == torch.float32 and slot.shape is None)
         return [replace(slot, dtype=torch.bfloat16) if slot.name in reduced else slot for slot in slots]
 
     def tiles(self, name: str, step: int, first: int, former: SlotTiles | None = None) -> SlotTiles:
-        return MomentTiles(name, step, first, former)
+        digest = blake2b(f"{step} {name}".encode(), digest_size=4).digest()
+        scratch = former.scratch if isinstance(former, MomentTiles) else Scratch()
+        return MomentTiles(int.from_bytes(digest, "little") % _NUM_WORDS + first, scratch)
 
 
 class MomentTiles(SlotTiles):
-    """The slots of parameter `name` in step number `step`. See [Note: stored moments].
+    """The slots of a parameter in a step, whose first element on this rank has random word number `start`."""
 
-    `first` is the place of this rank's first element in the whole parameter. The memory of a `former` one, which is not used
-    any more, is reused.
-    """
-
-    def __init__(self, name: str, step: int, first: int, former: SlotTiles | None = None) -> None:
-        digest = blake2b(f"{step} {name}".encode(), digest_size=4).digest()
-        self._start = int.from_bytes(digest, "little") % _NUM_WORDS + first
-        self._scratch: Scratch = former._scratch if isinstance(former, MomentTiles) else Scratch()
+    def __init__(self, start: int, scratch: Scratch) -> None:
+        self._start = start
+        self.scratch = scratch
 
     def update(
         self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
@@ -68,7 +63,7 @@ class MomentTiles(SlotTiles):
             stop = min(begin + piece, master.numel())
             parts = [view[begin:stop] for view in views]
             values = [
-                part if part.dtype == torch.float32 else self._scratch.take(str(n), part, torch.float32).copy_(part)
+                part if part.dtype == torch.float32 else self.scratch.take(str(n), part, torch.float32).copy_(part)
                 for n, part in enumerate(parts)
             ]
             step.tile(master[begin:stop], gradient[begin:stop], values)
@@ -77,15 +72,14 @@ class MomentTiles(SlotTiles):
     def put(self, values: Tensors, views: Tensors, first: int) -> None:
         for number, (value, view) in enumerate(zip(values, views, strict=True)):
             if view.dtype == torch.float32:
-                if value is not view:
-                    view.copy_(value)
+                view.copy_(value)
                 continue
             noise = _noise(value.device, number % 2)
             for begin in range(0, value.numel(), _NUM_WORDS):
                 part = value[begin : begin + _NUM_WORDS]
                 word = (self._start + first + begin) % _NUM_WORDS
                 bits = part.view(torch.int32).add_(noise[word : word + part.numel()])
-                view[begin : begin + _NUM_WORDS].view(torch.int16).copy_(bits.bitwise_right_shift_(_NOISE_BITS))
+                view[begin : begin + _NUM_WORDS].view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
 
 @cache
@@ -93,7 +87,7 @@ def _noise(device: torch.device, half: int) -> torch.Tensor:
     """Return the summand of fp32 bits by word, of one half of the random words, twice in a row."""
     # Raw output: the same in every version of numpy, which it does not promise for its distributions.
     words = np.random.Philox(key=0).random_raw(_NUM_WORDS // 2).view("<u4").astype(np.int64)
-    noise = (torch.from_numpy(np.concatenate([words, words])) >> (_NOISE_BITS * half)) & 0xFFFF
+    noise = (torch.from_numpy(np.concatenate([words, words])) >> (16 * half)) & 0xFFFF
     return noise.to(device, torch.int32)
 
 
@@ -106,10 +100,9 @@ def _moment_codec(config: Config, kernels: Sequence[Kernel], kind: str) -> SlotC
         raise whole_step_error(kind, "moments")
     if any(reduced_slots(kernel.slots) for kernel in kernels):
         return MomentCodec()
-    kept = ", ".join(dict.fromkeys(name for kernel in kernels for name in kernel.slots)) or "nothing"
     raise UsageError(
         f'"moments": "bf16": expected an optimizer that keeps averages of gradients or of their squares, got {kind}, which '
-        f"keeps {kept}; leave the key out, or use Adam or SGD with momentum"
+        f"keeps {', '.join(kernels[0].slots) or 'nothing'}; leave the key out, or use Adam or SGD with momentum"
     )
 
 
