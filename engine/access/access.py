@@ -10,7 +10,6 @@ import difflib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -131,7 +130,7 @@ class Access:
     def parameter(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:
         """Return a parameter's fp32 master, or itself if it is not trained."""
         record = self.finished(f"get_full_parameter({name!r})", lambda: self.record(name))
-        return self._whole(self.master(record), rank0_only)
+        return self._whole(self.source(record, "model"), rank0_only)
 
     def optimizer_state(self, name: str, slot: str, *, rank0_only: bool) -> torch.Tensor | None:
         """Return an optimizer slot of a parameter; a scalar as a tensor of no dimensions."""
@@ -144,7 +143,7 @@ class Access:
         """Return this rank's rows of an optimizer slot of a parameter, or its scalar (all ranks)."""
         record = self.finished(f"get_optimizer_state({name!r}, {slot!r})", lambda: self._record_with(name, slot))
         scalars = self.state.scalars[record]
-        return scalars[slot] if slot in scalars else self._slot(record, slot)
+        return scalars[slot] if slot in scalars else self.source(record, f"optimizer/{slot}", torch.float32)
 
     def _record_with(self, name: str, slot: str) -> ParameterRecord:
         """Return the record of a parameter of which the optimizer keeps `slot`."""
@@ -177,40 +176,24 @@ class Access:
             return None
         return found.float().div_(self.scaler.scale)
 
-    def master(self, record: ParameterRecord) -> RankArray:
-        """Return this rank's rows of a parameter's master, or of the parameter if it is not trained."""
-        return self.source(record, "model")
-
-    def _slot(self, record: ParameterRecord, slot: str) -> RankArray:
-        """Return this rank's rows of an optimizer slot of a parameter, moments in fp32 whatever type they are kept in."""
-        found = self.source(record, f"optimizer/{slot}")
-        if found.dtype == torch.float32:
-            return found
-
-        def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
-            ticket = found.begin(first, stop)
-            return lambda: ticket().float()
-
-        return replace(found, dtype=torch.float32, begin=begin)
-
-    def source(self, record: ParameterRecord, group: str) -> RankArray:
-        """Return this rank's rows of an array of a parameter, for `WholeArrays`."""
+    def source(self, record: ParameterRecord, group: str, dtype: torch.dtype | None = None) -> RankArray:
+        """Return this rank's rows of an array of a parameter, for `WholeArrays`, in the type of the array or in `dtype`. That
+        of group "model" is the master, or the parameter if it is not trained."""
         store, name = self.state.store, f"{group}/{record.name}"
+        spec = store.spec(name)
+        kind: torch.dtype = dtype or getattr(torch, spec.dtype)
 
         def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
             ticket = store.read(name, first, stop)
-            return lambda: as_torch(ticket.wait())
+            return lambda: as_torch(ticket.wait()).to(kind)
 
-        spec = store.spec(name)
-        dtype: torch.dtype = getattr(torch, spec.dtype)
         shape = None if spec.shape == tuple(record.parameter.shape) else spec.shape
-        return RankArray(record=record, name=name, dtype=dtype, begin=begin, shape=shape)
+        return RankArray(record=record, name=name, dtype=kind, begin=begin, shape=shape)
 
     def read_into(
         self, targets: Mapping[ParameterRecord, torch.Tensor], sources: Sequence[RankArray], *, rank0_only: bool = False
     ) -> None:
-        """Read the arrays `sources` into the targets, 1-D, of their parameters; those without one are skipped (all
-        ranks)."""
+        """Read the arrays `sources` into the targets, 1-D, of their parameters; those without one are skipped (all ranks)."""
 
         def take(piece: ArrayPiece) -> None:
             target = targets.get(piece.source.record)
@@ -223,19 +206,17 @@ class Access:
         """Call `take` with every piece of the arrays, in flat order; see `WholeArrays.each`."""
         WholeArrays(self.world, sources, sharded=self.state.is_sharded).each(take, rank0_only=rank0_only)
 
-    def whole(self, source: RankArray) -> torch.Tensor:
-        """Return the whole array `source` on the CPU (all ranks)."""
-        found = self._whole(source, rank0_only=False)
-        if found is None:
-            raise UsageError(f"{source.name} was not read on rank {self.world.rank}")
-        return found
+    def whole(self, source: RankArray, *, rank0_only: bool = False) -> torch.Tensor:
+        """Return the whole array `source` on the CPU (all ranks); with `rank0_only` nothing of it on other ranks."""
+        shape = source.record.parameter.shape if source.shape is None else torch.Size(source.shape)
+        wanted = self.world.rank == 0 or not rank0_only
+        out = torch.empty(shape.numel() if wanted else 0, dtype=source.dtype)
+        self.read_into({source.record: out}, [source], rank0_only=rank0_only)
+        return out.view(shape) if wanted else out
 
     def _whole(self, source: RankArray, rank0_only: bool) -> torch.Tensor | None:
-        record, wanted = source.record, self.world.rank == 0 or not rank0_only
-        shape = record.parameter.shape if source.shape is None else torch.Size(source.shape)
-        out = torch.empty(shape.numel() if wanted else 0, dtype=source.dtype)
-        self.read_into({record: out}, [source], rank0_only=rank0_only)
-        return out.view(shape) if wanted else None
+        found = self.whole(source, rank0_only=rank0_only)
+        return None if rank0_only and self.world.rank > 0 else found
 
     # -- changing ---------------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[P
         )
     records = [r for r in access.state.records if r.group is not None or not options.without_frozen]
     layouts = plan_files(_weights(access.model, records, DTYPES[precision]), options.max_file_bytes, stem)
-    sources = {model_array(record.name): access.master(record) for record in records}
+    sources = {model_array(record.name): access.source(record, "model") for record in records}
     ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
     names = [layout.name for layout in layouts]
     files = [folder / name for name in (names if len(names) == 1 else [*names, index_file(layouts)])]

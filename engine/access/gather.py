@@ -11,9 +11,12 @@ device) has no other copy to restore, and keeps the written values, as without a
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -142,13 +145,11 @@ class _RunBlock:
     def close(self, error: BaseException | None) -> None:
         """Write changes back, or undo them, and let the parameters go; `error` ended the block (all ranks)."""
         try:
-            # Ctrl-C, or the interpreter's end, is this rank's alone: it does not wait for the others.
-            if error is None or isinstance(error, Exception):
-                self._end_together(error)
-                if self._modifier_rank is None:
-                    self._undo()
-                else:
-                    self._write_back(self._modifier_rank)
+            self._end_together(error)
+            if self._modifier_rank is None:
+                self._undo()
+            else:
+                self._write_back(self._modifier_rank)
         finally:
             for record, shape in zip(self._records, self._shapes, strict=True):
                 _take_over(record, shape, keep=False)
@@ -159,7 +160,7 @@ class _RunBlock:
     def _end_together(self, error: BaseException | None) -> None:
         """Raise the error that ended the block on any rank, after the parameters have their former values."""
         try:
-            self.world.raise_together(error)
+            _end(self.world, error)
         except Exception:
             with suppress(Exception):
                 self._restore(self._records)
@@ -254,22 +255,20 @@ class _BuiltBlock:
         """Write changes back, or drop them; `error` ended the block (all ranks)."""
         self._guard.close()
         changed = [p._version != version for p, version in zip(self._parameters, self._versions, strict=True)]
-        kept = False
+        pairs, kept = list(zip(self._built, self._parameters, strict=True)), False
         try:
-            if error is None or isinstance(error, Exception):
-                self.world.raise_together(error)
-                if self._modifier_rank is None and any(agree_any(self.world, changed)):
-                    raise UsageError(
-                        "gather() without modifier_rank is read-only, but parameters changed in the block on some rank; the "
-                        "change is undone. Pass modifier_rank=RANK to keep that rank's changes"
-                    )
-                kept = self._modifier_rank is not None
+            _end(self.world, error)
+            if self._modifier_rank is None and any(agree_any(self.world, changed)):
+                raise UsageError(
+                    "gather() without modifier_rank is read-only, but parameters changed in the block on some rank; the "
+                    "change is undone. Pass modifier_rank=RANK to keep that rank's changes"
+                )
+            kept = self._modifier_rank is not None
         finally:
-            for built, parameter in zip(self._built, self._parameters, strict=True):
-                if not kept:
-                    self._builder.set_placeholder(built, parameter)
+            for built, parameter in () if kept else pairs:
+                self._builder.set_placeholder(built, parameter)
         if self._modifier_rank is not None:
-            for built, parameter in zip(self._built, self._parameters, strict=True):
+            for built, parameter in pairs:
                 self.world.broadcast(parameter.data, self._modifier_rank)
                 self._builder.release(built, parameter)
 
@@ -290,21 +289,27 @@ class _PlainBlock:
 
     def close(self, error: BaseException | None) -> None:
         """Give every rank the values of the one, or of before the block if `error` ended it (all ranks)."""
-        kept = False
         try:
-            if error is None or isinstance(error, Exception):
-                self.world.raise_together(error)
-                kept = True
-        finally:
-            for parameter, before in zip(self._parameters if not kept else (), self._before, strict=False):
+            _end(self.world, error)
+        except BaseException:
+            for parameter, before in zip(self._parameters, self._before, strict=True):
                 parameter.data = before
-        for parameter in self._parameters if kept else ():
+            raise
+        for parameter in self._parameters:
             values = parameter.data.to(self.world.device, copy=True).contiguous()
             self.world.broadcast(values, self._modifier_rank)
             parameter.data.copy_(values)
 
 
 _Block = _RunBlock | _BuiltBlock | _PlainBlock
+
+
+def _end(world: World, error: BaseException | None) -> None:
+    """Raise the error that ended a block on any rank (all ranks). Ctrl-C, or the interpreter's end, is this rank's alone: it
+    does not wait for the others."""
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    world.raise_together(error)
 
 
 def _check_rank(rank: int | None, world: World) -> None:
@@ -325,3 +330,24 @@ def _take_over(record: ParameterRecord, shape: torch.Size, *, keep: bool) -> Non
         if keep:
             record.full.copy_(values.reshape(-1))
         record.parameter.data = record.full.view(shape)
+
+
+def in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `generate` with transformers' `synced_gpus` on, unless the call says otherwise.
+
+    Gathering is a collective, so a rank whose texts are complete has to go on with forwards until all are, as `synced_gpus`
+    does; the ranks call `generate` equally often. A `generate` without that parameter is returned as it is: it runs equally
+    many forwards on every rank, or has its own way to keep step.
+    """
+    signature = inspect.signature(generate)
+    if "synced_gpus" not in signature.parameters:
+        return generate
+
+    @functools.wraps(generate)
+    def together(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind_partial(*args, **kwargs)
+        if call.arguments.get("synced_gpus") is None:
+            call.arguments["synced_gpus"] = True
+        return generate(*call.args, **call.kwargs)
+
+    return together

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from zstore.errors import UsageError, listed, shortened
 
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
 
 CustomLoad = Callable[..., Any]
 """Called as `custom(src=state_dict, dst=model)`."""
-
-
-class IncompatibleKeys(NamedTuple):
-    """The result of torch's `load_state_dict`."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 _MOST_LISTED = 10
@@ -51,7 +45,7 @@ def _whole_state_dict(access: Access) -> dict[str, Any]:
     leader = access.world.rank == 0
     sharded = [record for record in access.state.records if record.residency is not Residency.RESIDENT]
     values = {record: torch.empty(record.numel if leader else 0, dtype=record.dtype) for record in sharded}
-    access.read_into(values, [access.master(record) for record in sharded], rank0_only=True)
+    access.read_into(values, [access.source(record, "model") for record in sharded], rank0_only=True)
     if not leader:
         return {}
     with access.guard.suspended():
@@ -74,7 +68,7 @@ def hand_back(access: Access, config: Any, end: Callable[[], None]) -> None:
         for record in records:
             parameter = record.parameter
             if not (record.residency is Residency.RESIDENT and state.is_master(record)):
-                record.point_at(access.whole(access.master(record)).to(device))
+                record.point_at(access.whole(access.source(record, "model")).to(device))
             parameter.grad = None
             path, _, name = record.name.rpartition(".")
             init.enter(access.model.get_submodule(path), name)
@@ -82,7 +76,7 @@ def hand_back(access: Access, config: Any, end: Callable[[], None]) -> None:
 
 def load_module_state(
     access: Access, state: Mapping[str, Any], *, strict: bool, custom: CustomLoad | None = None
-) -> IncompatibleKeys:
+) -> _IncompatibleKeys:
     """Load a state dict of rank 0 into parameters, masters and buffers of all ranks; return the names that were missing in
     it, and those that the model does not have (all ranks).
 
@@ -95,7 +89,7 @@ def load_module_state(
             if world.rank == 0:
                 custom(src=state, dst=model)
         _share_buffers(access, (value for _, value in state_entries(access) if isinstance(value, torch.Tensor)))
-        return IncompatibleKeys([], [])
+        return _IncompatibleKeys([], [])
     entries = dict(state_entries(access))
     given = dict(state) if world.rank == 0 else {}
 
@@ -118,7 +112,7 @@ def load_module_state(
         elif world.rank == 0:
             target.copy_(given[name])
     _share_buffers(access, loaded)
-    return IncompatibleKeys([name for name in entries if name not in names], unexpected)
+    return _IncompatibleKeys([name for name in entries if name not in names], unexpected)
 
 
 def state_entries(access: Access) -> Iterable[tuple[str, Any]]:

@@ -38,9 +38,6 @@ class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
     def __len__(self) -> int:
         return sum(map(self._is_updated, self._access.state.scalars))
 
-    def __repr__(self) -> str:
-        return f"<state of {len(self)} parameters>"
-
 
 class StateOfParameter(Mapping[str, torch.Tensor]):
     """The optimizer's slots of one parameter: a copy on the CPU, whole and in fp32, each time that a slot is read (all
@@ -69,9 +66,6 @@ class StateOfParameter(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._slots())
-
-    def __repr__(self) -> str:
-        return f"<{', '.join(self._slots())} of {self._record.name!r}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are dictionaries of tensors. Raises UsageError on more ranks than one."""

@@ -85,7 +85,9 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     if (found := _find(param)) is None:
         return None
     access, record = found
-    return _rows(record, access.finished(f"get_full_parameter({record.name!r})", lambda: access.master(record)))
+    return _rows(
+        record, access.finished(f"get_full_parameter({record.name!r})", lambda: access.source(record, "model"))
+    )
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:

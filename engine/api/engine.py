@@ -27,8 +27,7 @@ from zstore.weights.layout import MAX_FILE_BYTES
 
 from ..access.access import Access
 from ..access.export import ExportOptions, save_weights
-from ..access.gather import gather
-from ..access.generation import in_step
+from ..access.gather import gather, in_step
 from ..access.guard import ParameterGuard, ValueSample
 from ..access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
 from ..access.offloading import OffloadedStates
@@ -137,7 +136,7 @@ class Engine(nn.Module):
         self.access.before_reading = self.parameter_guard.check_values
         # Updates in the backward are under way when a step begins.
         apart = [] if training.pending.in_backward is not None else self.access.apart(training.state.records)
-        self.value_sample = ValueSample(apart, self.access.master)
+        self.value_sample = ValueSample(apart, lambda record: self.access.source(record, "model"))
         self.signals = StopSignals(training.world)
         pause = CollectorPause() if settings.disable_python_gc else None
         ends = (pause.end if pause is not None else None, FrozenObjects().end)
