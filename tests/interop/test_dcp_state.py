@@ -10,15 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.errors import CorruptionError
-from zstore.interop.dcp_state import (
-    DcpState,
-    NotPlainError,
-    Path,
-    decode_value,
-    encode_value,
-    key_of,
-    name_arrays,
-)
+from zstore.interop.dcp_state import DcpState, NotPlainError, Path, decode_value, encode_value, key_of, name_arrays
 
 
 def there_and_back(paths: list[Path]) -> dict[str, str]:

@@ -157,40 +157,27 @@ def test_what_is_not_carried_over_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "what"),
+    ("changed", "what"),
     [
         ("mp_rank_01_model_states.pt", "tensor or pipeline parallel"),
         ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor or pipeline parallel"),
         ("layer_00-model_00-model_states.pt", "pipeline parallel"),
         ("layer_0_expert_3_mp_rank_00_model_states.pt", "expert parallel"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "expert parallel"),
-    ],
-)
-def test_parallel_layouts_are_refused_by_their_files(tmp_path: Path, file: str, what: str) -> None:
-    (write(tmp_path) / file).touch()
-    with pytest.raises(CheckpointMismatchError, match=f"{what}.*Export its weights"):
-        open_source(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("model", "what"),
-    [
         ({"mp_world_size": 2}, "tensor parallel"),
         ({"checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 4}}, "tensor parallel"),
         ({"checkpoint_parallel_dimensions": {"pp_degree": 2, "tp_degree": 1}}, "pipeline parallel"),
         ({"num_experts": [8]}, "expert parallel"),
         ({"ds_autoep_layers": [{"x": 1}]}, "expert parallel"),
+        ([states(0) | {"partition_count": [2, 1]}, states(1)], r"expert parallel.*\[1, 2\] ranks"),
     ],
 )
-def test_parallel_layouts_are_refused_by_their_states(tmp_path: Path, model: dict[str, Any], what: str) -> None:
-    write(tmp_path, model=model)
-    with pytest.raises(CheckpointMismatchError, match=what):
-        open_source(tmp_path)
-
-
-def test_partitions_of_several_sizes_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, ranks=[states(0) | {"partition_count": [2, 1]}, states(1)])
-    with pytest.raises(CheckpointMismatchError, match=r"expert parallel.*\[1, 2\] ranks"):
+def test_parallel_layouts_are_refused_by_their_files_and_states(tmp_path: Path, changed: Any, what: str) -> None:
+    ranks, model = (changed if isinstance(changed, kind) else None for kind in (list, dict))
+    folder = write(tmp_path, model=model, ranks=ranks)
+    if isinstance(changed, str):
+        (folder / changed).touch()
+    with pytest.raises(CheckpointMismatchError, match=f"{what}.*Export its weights"):
         open_source(tmp_path)
 
 

@@ -149,6 +149,3 @@ def test_no_room_is_said_before_anything_is_written(saved: Path, tmp_path: Path)
         pytest.raises(DiskFullError, match="only 1000 are free"),
     ):
         reshard_checkpoint(reader, tmp_path / "out", 2)
-
-
-# -- reading ahead --------------------------------------------------------------------------------------------------

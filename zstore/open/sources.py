@@ -68,7 +68,7 @@ def _open_foreign(location: str, tag: str | None, resources: IoResources | None)
         from ..interop.torch_dcp import TorchDcpSource
 
         return TorchDcpSource(folder, resources)
-    from ..interop.deepspeed import open_deepspeed
+    from ..interop.deepspeed.source import open_deepspeed
 
     if (deepspeed := open_deepspeed(location, tag, resources=resources)) is not None:
         return deepspeed

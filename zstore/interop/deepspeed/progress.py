@@ -28,9 +28,6 @@ _SETTINGS = (
 )
 """Settings of parameter groups that torch's optimizers and schedulers know."""
 
-_HYSTERESIS = 2
-"""DeepSpeed's default, if a checkpoint has none."""
-
 SCALE_RULES = {
     "loss_scale_window": "scale_window",
     "hysteresis": "delayed_shift",
@@ -153,10 +150,10 @@ class Progress:
 
         rules: dict[str, Any] = {name: found.get(key) for name, key in SCALE_RULES.items()}
         known = all(isinstance(value, bool | int | float) for value in rules.values())
-        hysteresis = _whole(self._section("fp16").get("hysteresis"))
+        hysteresis = _whole(self._section("fp16").get("hysteresis"))  # 2 by DeepSpeed's default
         return {
             "scale": number("cur_scale", 1.0),
-            "hysteresis_left": int(number("cur_hysteresis", _HYSTERESIS if hysteresis is None else hysteresis)),
+            "hysteresis_left": int(number("cur_hysteresis", 2 if hysteresis is None else hysteresis)),
             "iteration": int(number("cur_iter", steps)),
             "last_overflow": int(number("last_overflow_iter", -1)),
             # Of another scale than a dynamic one there are none.

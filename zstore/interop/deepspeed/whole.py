@@ -66,35 +66,40 @@ class _Matching:
         flat, single = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
         shapes: list[set[tuple[int, ...]]] = []
         for number, group in enumerate(groups):
-            shapes.append(set())
-            after: str | None = None
             if isinstance(flat, list):
-                if not isinstance(master := _nth(flat, number), TorchTensor):
-                    raise _UnmatchedError(f"group {number} has no flat master")
-                start = 0
-                while start < master.numel:
-                    after = self._take(after, set(), master, start)
-                    slots = {
-                        key: v for key, v in _slots(table_of(states.get(number))).items() if v.shape == master.shape
-                    }
-                    self._add(after, {MASTER: master} | slots, start, table_of(states.get(number)), group)
-                    start += self._weights[after].numel
-                continue
-            for position, index in enumerate(indices_of(group)):
-                if not (own := table_of(states.get(index))):
-                    continue
-                slots, master = _slots(own), _nth(_nth(single, number), position)
-                if (given := _nth(group.get("param_names"), position)) in self._weights:
-                    after = given
-                else:
-                    after = self._take(
-                        after, {v.shape for v in (*slots.values(), *([master] if master else []))}, master
-                    )
-                    shapes[-1].add(self._weights[after].shape)
-                self._add(after, {MASTER: master or self._weights[after]} | slots, 0, own, group)
+                self._match_flat(_nth(flat, number), table_of(states.get(number)), group)
+            else:
+                shapes.append(self._match_each(_nth(single, number), states, group))
         if not isinstance(single, list) and any(one & other for i, one in enumerate(shapes) for other in shapes[:i]):
             raise _UnmatchedError("its parameter groups have tensors of one shape and no names")
         return self._found
+
+    def _match_flat(self, master: Any, own: Mapping[Any, Any], group: Mapping[Any, Any]) -> None:
+        """Match one flat master, of a parameter group."""
+        if not isinstance(master, TorchTensor):
+            raise _UnmatchedError("a parameter group has no flat master")
+        flat = {MASTER: master} | {key: value for key, value in _slots(own).items() if value.shape == master.shape}
+        start, name = 0, None
+        while start < master.numel:
+            name = self._take(name, set(), master, start)
+            self._add(name, flat, start, own, group)
+            start += self._weights[name].numel
+
+    def _match_each(self, masters: Any, states: Mapping[Any, Any], group: Mapping[Any, Any]) -> set[tuple[int, ...]]:
+        """Match a state for each parameter, and a master for each if there are any; return the shapes of nameless ones."""
+        shapes, name = set(), None
+        for position, index in enumerate(indices_of(group)):
+            own, master = table_of(states.get(index)), _nth(masters, position)
+            found = _slots(own) | ({MASTER: master} if isinstance(master, TorchTensor) else {})
+            if not own:
+                continue
+            if isinstance(given := _nth(group.get("param_names"), position), str) and given in self._weights:
+                name = given
+            else:
+                name = self._take(name, {value.shape for value in found.values()}, found.get(MASTER))
+                shapes.add(self._weights[name].shape)
+            self._add(name, {MASTER: self._weights[name]} | found, 0, own, group)
+        return shapes
 
     def _take(self, after: str | None, shapes: set[tuple[int, ...]], master: Any, start: int = 0) -> str:
         """Return the first parameter behind `after` of these shapes whose values are those of `master`, cast."""
