@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,12 @@ def run(*words: str, env: Mapping[str, str] | None = None, anew: bool = False) -
     plain = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "160", **(env or {})}
     command = [sys.executable, "-m", "zstore", *words]
     return warm.run(command, capture_output=True, text=True, check=False, env=plain, timeout=100, anew=anew)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 def run_here(module: str, spec: dict[str, Any], **how: Any) -> Told:

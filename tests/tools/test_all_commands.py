@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -23,6 +22,7 @@ from zstore.remote.service import open_folder
 from zstore.tools import cli, opening
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.convert import convert_command
+from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.prune import prune_folder
 from zstore.tools.reshard import reshard_command
@@ -49,14 +49,6 @@ ALL = LOOKING | READING | WRITING
 CLOSING = re.compile(r": (\d+ bytes|[\d.]+ [kMG]B) in \d+\.\d s, \d+\.\d\d GB/s")
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def memory() -> Iterator[Any]:
-    fs = fsspec.filesystem("memory")
-    yield fs
-    fs.store.clear()
-    fs.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture
@@ -141,7 +133,15 @@ def test_memory_that_was_asked_for_holds_or_is_refused(name: str, run: Run, monk
     assert code == (1 if name == "diff" else 0), err
 
 
-# -- behind URLs ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "world_size"), [("reshard URL", 2), ("reshard N URL", 3)])
+def test_a_checkpoint_that_is_uploaded_is_found_where_json_says(name: str, world_size: int, run: Run) -> None:
+    code, out, err = run(name, "--json")
+    assert code == 0, err
+    assert json.loads(out)["url"] == f"{URL}/step-00000002"
+    with open_checkpoint(open_folder(URL)) as reader:
+        assert reader.record.world_size == world_size
+    # Where it was in between is of no use to anybody.
+    assert "zstore-reshard-" not in out + err
 
 
 def test_other_softwares_checkpoints_are_not_read_behind_urls(memory: Any, tmp_path: Path) -> None:
@@ -150,6 +150,7 @@ def test_other_softwares_checkpoints_are_not_read_behind_urls(memory: Any, tmp_p
     for call in (
         lambda: inspect_command(theirs),
         lambda: verify_command(theirs),
+        lambda: diff_command(theirs, theirs),
         lambda: consolidate_command(theirs, out, "fp32", 10**9),
         lambda: reshard_command(theirs, out),
         lambda: convert_command(theirs, out),
@@ -158,17 +159,3 @@ def test_other_softwares_checkpoints_are_not_read_behind_urls(memory: Any, tmp_p
     ):
         with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
             call()
-
-
-@pytest.mark.parametrize("world_size", [None, 3])
-def test_a_resharded_checkpoint_that_is_uploaded_is_found_where_json_says(
-    world_size: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    to, run = "memory://bucket/again", save_arrays(tmp_path / "run", ARRAYS, world_size=2, step=2)
-    assert reshard_command(run, to, world_size, common=opening.Common(json=True)) == 0
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["url"] == f"{to}/step-00000002"
-    with open_checkpoint(open_folder(to)) as reader:
-        assert reader.record.world_size == (world_size or 2)
-    # Where it was in between is of no use to anybody.
-    assert "zstore-reshard-" not in printed.err + printed.out

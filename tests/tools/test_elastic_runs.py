@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.tools.commands import free_port
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "elastic.py"
 STEPS = 12
@@ -85,11 +86,6 @@ def agents(command: list[str]) -> Iterator[Callable[[], Any]]:
     finally:
         for agent in started:
             agent.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 @pytest.mark.timeout(1200)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.tools import commands
 from tests.tools.run_machines import with_programs
 
 RUN = [sys.executable, "-m", "zstore", "run", "--shutdown-timeout", "1"]
@@ -61,9 +61,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
+    return str(commands.free_port())
 
 
 def finish(tmp_path: Path, environment: Mapping[str, str], *words: str) -> tuple[int, list[str], str]:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from tests import warm
+from tests.tools.commands import free_port
 from tests.tools.train_runs import config_file
 from tests.waiting import until
 from zstore.checkpoint.reader import tags
@@ -69,13 +70,6 @@ def pods(tmp_path: Path, text: Path, port: int) -> Iterator[list[Any]]:
         for pod in started:
             pod.kill()
             pod.communicate()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def test_pods_that_get_a_signal_save_and_start_again_for_nothing(tmp_path: Path, text: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+def run(memory: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs a command with `--json`; returns its exit code, what it printed as JSON, and stderr."""
 
     def run(*words: object) -> tuple[int, dict[str, Any], str]:
@@ -53,10 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         printed = capsys.readouterr()
         return code, json.loads(printed.out) if printed.out else {}, printed.err
 
-    memory = fsspec.filesystem("memory")
-    yield run
-    memory.store.clear()
-    memory.pseudo_dirs[:] = [""]
+    return run
 
 
 def meant(command: str, told: dict[str, Any], out: Path, stderr: str) -> str:
