@@ -84,6 +84,9 @@ class FlushedFiles(FailingFiles):
 class Sweep:
     """Saves `after` again and again over a folder with a checkpoint of `before`, each time with another fault."""
 
+    timeout_s = 20.0
+    """How long a rank waits for another one that failed without a word."""
+
     def __init__(self, world: World, doubles: Sequence[FailingFiles], folder: Path) -> None:
         self.before, self.after = make_arrays(1), make_arrays(2)
         self.folder = folder
@@ -102,10 +105,11 @@ class Sweep:
         for double in self._doubles:
             double.rearm(None)
 
-    def _save(self, tag: str, *, overwrite: bool, timeout_s: float = 20) -> bool:
+    def _save(self, tag: str, *, overwrite: bool) -> bool:
+        few_files = len(self._doubles) > 1
+        options = {"overwrite": overwrite, "timeout_s": self.timeout_s, "few_files": few_files}
         try:
-            few_files = len(self._doubles) > 1
-            self._world.save(self.folder, tag=tag, overwrite=overwrite, timeout_s=timeout_s, few_files=few_files)
+            self._world.save(self.folder, tag=tag, **options)
         except ZstoreError as error:
             self.error = error
             return False
@@ -212,9 +216,11 @@ def test_any_operation_of_any_rank_may_fail(tmp_path: Path) -> None:
     doubles = [FailingFiles(), FailingFiles()]
     with open_world(make_arrays(2), world_size=2, files=doubles) as world:
         sweep = Sweep(world, doubles, tmp_path / "ckpt")
+        sweep.timeout_s = 1.0
         for rank in (0, 1):
-            for operation in range(rank, sweep.num_operations[rank], 15):
+            for operation in range(rank, sweep.num_operations[rank], 5):
                 sweep.run(rank, operation, errno.EIO, lasting=False, overwrite=False)
+        sweep.timeout_s = 20.0
         assert sweep.run(1, 10**6, errno.EIO, lasting=False, overwrite=True)
         assert leavings(sweep.folder) == []
 
