@@ -1,4 +1,4 @@
-"""The engine's small parts by themselves: loader, random states, norm, units."""
+"""The engine's small parts by themselves: loader, random states, norm."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config.resolve import BatchSizes
-from zstore.engine.params.record import ParameterRecord, make_record, named_parameters
-from zstore.engine.params.sharding import Sharding
-from zstore.engine.params.units import find_units
 from zstore.engine.training.loader import TrainingLoader
 from zstore.engine.zero.norm import norm_of_sums, sum_of_squares
 from zstore.errors import UsageError
@@ -152,35 +148,3 @@ def test_the_norm_shows_what_is_not_finite() -> None:
     assert norm_of_sums([("b", [9.0]), ("a", [12.0, 4.0])]) == 5.0
     assert math.isnan(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, math.nan]))])]))
     assert math.isinf(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, -math.inf], dtype=torch.float16))])]))
-
-
-# -- units ------------------------------------------------------------------------------------------------------------
-
-
-def records_by_parameter(model: nn.Module) -> dict[nn.Parameter, ParameterRecord]:
-    return {
-        p: make_record(name, aliases, p, group=0, sharding=Sharding.of_stage(3, 2), rank=0)
-        for name, aliases, p in named_parameters(model)
-    }
-
-
-def test_units_of_a_model_whose_lists_hold_half_of_it() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        vocab_size=40, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=2
-    )
-    model = transformers.T5ForConditionalGeneration(config)
-    records = records_by_parameter(model)
-    blocks = [f"{side}.block.{number}" for side in ("encoder", "decoder") for number in range(2)]
-    names = [unit.name for unit in find_units(model, records)]
-    norms = ["encoder.final_layer_norm", "decoder.final_layer_norm"]
-    embeddings = ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"]
-    assert sorted(names) == sorted([*embeddings, *norms, *blocks])
-    # A block over the limit falls into its parts, and these into theirs; each parameter belongs to one.
-    most = sum(p.numel() for p in model.decoder.block[1].parameters()) - 1
-    units = find_units(model, records, most)
-    split = {unit.name for unit in units} - set(names)
-    assert split == {f"decoder.block.{block}.layer.{part}" for block in range(2) for part in range(3)}
-    owned = [record for unit in find_units(model, records, 1) for record in unit.owned]
-    assert len(owned) == len(set(owned)) == len(records)
-    assert all(unit.modules for unit in find_units(model, records, 1))
