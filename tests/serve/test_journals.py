@@ -171,10 +171,12 @@ def test_texts_of_any_kind_are_answered(tmp_path: Path, serve: Serve) -> None:
     with path.open("ab") as file:
         file.write(
             b'{"kind":"step","step":1,"loss":NaN,"grad_norm":1e999}\n{"kind":"save","state":"begun","step":"x"}\n'
+            b'{"kind":"memory","arrays":5}\n{"kind":"memory","arrays":[5,["a","disk","buffers",1],["b"]]}\n'
         )
     base = serve(tmp_path)
     assert get(base, "/api/runs/run")["saves"][0]["problem"] == "half of a pair: \ud800"
     assert get(base, "/api/runs/run")["summary"]["loss"] is None
     columns = get(base, "/api/runs/run/steps")["columns"]
     assert (columns["loss"], columns["grad_norm"]) == ([None], [None])
+    assert [array["name"] for array in get(base, "/api/runs/run/placement")["arrays"]] == ["a"]
     assert json.loads(httpx.get(f"{base}/api/runs").text)["runs"][0]["state"] == "training"

@@ -185,6 +185,7 @@ class RunJournals:
             sessions, end = self._sessions()
             session = sessions[-1] if sessions else None
             saves, wrong = _made(models.SaveEvent, self._saves), _made(models.NotFinite, self._not_finite)
+            failed = saves[-1] if saves and saves[-1].state == "failed" else None
             last, problem = self._last_step, end.get("problem")
             step = number(last.get("step"))
             return models.RunSummary(
@@ -193,9 +194,7 @@ class RunJournals:
                 state=self._state(session, end),
                 error=problem if isinstance(problem, str) else None,
                 not_finite_step=wrong[-1].step if wrong else None,
-                failed_save=f"step {saves[-1].step}: {saves[-1].problem}"
-                if saves and saves[-1].state == "failed"
-                else None,
+                failed_save=f"step {failed.step}: {failed.problem}" if failed else None,
                 run_id=session.run_id if session else None,
                 step=int(step) if step is not None else session.first_step if session else None,
                 total_steps=session.total_steps if session else None,
@@ -230,7 +229,8 @@ class RunJournals:
         with self._read():
             memory = self._memory
         keys, rows = ("name", "tier", "kind", "nbytes"), memory.get("arrays")
-        arrays = [dict(zip(keys, row, strict=False)) for row in rows or () if isinstance(row, list)]
+        rows = [row for row in rows if isinstance(row, list)] if isinstance(rows, list) else []
+        arrays = [dict(zip(keys, row, strict=False)) for row in rows]
         host, device = (number(memory.get(key)) for key in ("host_budget_bytes", "device_bytes"))
         return models.Placement(
             host_budget_bytes=None if host is None else int(host),
