@@ -39,7 +39,7 @@ COMMANDS = {
 }
 _MODULES = {"train": ".train.command", "run": ".run.command"}
 """Modules of the commands that are not in a file of their name."""
-_WITH_TORCH = ("train", "run", "plan", "config", "doctor")
+_WITH_TORCH = ("train", "run", "doctor")
 
 
 class Commands(TyperGroup):

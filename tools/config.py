@@ -100,12 +100,9 @@ def _native(config: Config) -> frozenset[str]:
     """Return the 16-bit types that this machine's device computes natively, if the config leaves the type open."""
     if "auto" not in (config.settings.bf16.enabled, config.settings.fp16.enabled):
         return frozenset()
-    import torch
-
     from zstore.engine.plan.precision import native_types
 
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return native_types(device)
+    return native_types()
 
 
 def _print(

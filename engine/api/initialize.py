@@ -26,7 +26,7 @@ from ..extras import register_parts
 from ..optim.lr_schedules import LRSchedule, named_schedule
 from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from ..optim.rules import rule_of
-from ..plan.activations import hidden_size
+from ..plan.needs import hidden_size
 from ..plan.precision import find_native, precision_note
 from ..report.monitors import open_monitors
 from ..runtime.device import Streams

@@ -37,8 +37,8 @@ class Rule:
     """Gives the kernel of a parameter group with these settings; parameters may be on the meta device."""
     stepper: Callable[[torch.optim.Optimizer, OptimizerState, World], Stepper] | None = None
     """Makes the stepper, for all ranks. None: steps run over tiles."""
-    slots: Callable[[Kernel, Sequence[int]], Slots] = lambda kernel, _: kernel.slots
-    """Gives a kernel's arrays for a parameter of a shape, for the plan."""
+    slots: Callable[[Kernel, Sequence[int], int], Slots] = lambda kernel, *_: kernel.slots
+    """Gives a kernel's arrays for a parameter of a shape, at a world size, for the plan."""
     make: Callable[[Any, Groups, Mapping[str, Any], nn.Module], torch.optim.Optimizer] | None = None
     """Makes an optimizer of the class over a model, from groups, which keep the settings that they have, and a config's
     arguments. None: the class itself does."""

@@ -1,15 +1,14 @@
-"""The memory that a config needs on a machine, for `zstore plan`: the plan that the engine makes, and estimates of what that
-leaves out, which are activations and memory in transit."""
+"""The memory that a config needs on a machine, and what to change in it when memory runs out, rung by rung: for `zstore plan`.
+Pure: the plan is the one that the engine makes; activations and memory in transit are estimates."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
-from torch import nn
 
 from zstore.errors import BudgetError
 from zstore.format import numpy_dtype
@@ -17,12 +16,73 @@ from zstore.sizes import format_bytes
 
 from ..config.config import DTYPES, Config, OptimizerConfig, load_config
 from ..config.resolve import ResolveContext
-from .activations import Width
-from .ladder import changed, rungs
-from .needs import find_needs, placement_settings
+from .needs import ParameterShape, Width, activations_of, find_needs, placement_settings
 from .placement import fill_device, make_plan, without_headroom
 from .plan import Plan, Slots
-from .run import AUTO_PERCENT, activations_of, shapes_of_model, units_of_model
+
+AUTO_PERCENT = 60
+"""Of the host's available memory: a host budget that is "auto"."""
+_ZERO, _MICRO, _ACCUMULATION = "zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+# -- the ladder ---------------------------------------------------------------------------------------------------------
+
+Changes = dict[str, Any]
+"""New values of keys, by their dotted names."""
+
+
+def rungs(config: Config, world_size: int, *, device_is_host: bool, folder: str) -> Iterator[tuple[str, Changes]]:
+    """Yield what to change in a resolved config to save memory, each with its title, in the order to try it; each adds to those
+    before. `folder` is on the drive that it may use."""
+    batch, stage = config.batch, config.stage
+    state, parameters = config.offload_optimizer.device, config.offload_param.device
+    if batch.micro_batch_size > 1 and config.settings.batch_section is None:
+        yield "micro-batch 1", {_MICRO: 1, _ACCUMULATION: batch.accumulation_steps * batch.micro_batch_size}
+    if not config.own.gradient_checkpointing:
+        yield "activation checkpointing", {"zstore.gradient_checkpointing": True}
+    if world_size > 1 and stage < 2:
+        stage = 2
+        yield "ZeRO-2", {f"{_ZERO}.stage": 2}
+    if not device_is_host:
+        if state == "none":
+            stage = max(1, stage)
+            yield "optimizer to CPU", {f"{_ZERO}.stage": stage, f"{_ZERO}.offload_optimizer.device": "cpu"}
+        if world_size > 1 and stage < 3:
+            stage = 3
+            yield "ZeRO-3", {f"{_ZERO}.stage": 3}
+        if parameters == "none":
+            stage = 3
+            yield "parameters to CPU", {f"{_ZERO}.stage": 3, f"{_ZERO}.offload_param.device": "cpu"}
+        if config.activations == "host":
+            yield "activations to disk", {"zstore.activations": "disk", "zstore.activations_path": folder}
+    if state != "nvme":
+        yield "optimizer to NVMe", _to_disk("offload_optimizer", folder, max(1, stage))
+    if parameters != "nvme":
+        yield "parameters to NVMe", _to_disk("offload_param", folder, 3)
+
+
+def _to_disk(section: str, folder: str, stage: int) -> Changes:
+    keys = {"device": "nvme", "nvme_path": folder}
+    return {f"{_ZERO}.stage": stage} | {f"{_ZERO}.{section}.{key}": value for key, value in keys.items()}
+
+
+def changed(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
+    """Return a copy of a config, as JSON, with the values of `changes` at their dotted keys."""
+    found = copy.deepcopy(dict(config))
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        section = found
+        for one in sections:
+            if not isinstance(section.get(one), dict):
+                section[one] = {}
+            section = section[one]
+            if one == _ZERO and len(sections) > 1:
+                for older in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
+                    section.pop(older, None)
+        section[name] = value
+    return found
+
+
+# -- what a config needs ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +117,8 @@ class Costs:
     title: str
     config: Mapping[str, Any]
     """As JSON."""
+    changes: Changes
+    """Its keys that the ladder changed."""
     plan: Plan
     """Rank 0's."""
     activations_bytes: int
@@ -66,7 +128,9 @@ class Costs:
     """Everything on one device; 0 if the device is the host."""
     host_bytes: int
     disk_bytes: int
-    lacking: tuple[str, ...] = ()
+    moved_bytes: int
+    """To and from disk in a step."""
+    lacking: tuple[str, ...]
     """A text for each memory that is too small; empty if everything fits."""
 
     @property
@@ -80,128 +144,120 @@ class PlannedRun:
     """A model to train on a machine."""
 
     name: str
-    model: nn.Module
-    """On the meta device."""
+    shapes: Sequence[ParameterShape]
+    units_of: Callable[[int], Sequence[Sequence[str]]]
+    """Returns the names of the parameters that each unit gathers, if at most so many elements are gathered."""
+    slots_of: Callable[[OptimizerConfig | None, int], Mapping[str, Slots]]
+    """Returns what an optimizer keeps of each parameter at a world size, by its name."""
     width: Width
     seq_length: int
     """Tokens in a sample."""
     machine: Machine
     native: frozenset[str]
     """The 16-bit types that the devices compute natively."""
-    slots_of: Callable[[OptimizerConfig | None], Mapping[str, Slots]]
-    """Returns what an optimizer keeps of each parameter, by its name."""
-    answers: Mapping[str, Any] = field(default_factory=dict)
+    answers: Mapping[str, Any]
     """The values for "auto" that only a training script has."""
 
     @cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return sum(math.prod(one.shape) for one in self.shapes)
 
     def resolved(self, config: Mapping[str, Any]) -> Config:
         """Return a config as the engine would read it."""
-        return load_config(dict(config)).resolve(
-            ResolveContext(
-                world_size=self.machine.world_size,
-                hidden_size=self.width.hidden,
-                native=self.native,
-                answers=self.answers,
-            )
+        context = ResolveContext(
+            world_size=self.machine.world_size,
+            hidden_size=self.width.hidden,
+            native=self.native,
+            answers=self.answers,
         )
+        return load_config(dict(config)).resolve(context)
 
     def plan_of(self, config: Config, budget_bytes: int | None) -> Plan:
         """Return rank 0's plan of a resolved config, as the engine makes it, with a host budget for the machine. Raises
         BudgetError as the engine does."""
-        machine, is_host = self.machine, not self.machine.gpus
+        machine, world_size = self.machine, self.machine.world_size
+        needs = find_needs(
+            self.shapes, self.slots_of(config.optimizer, world_size), config, world_size=world_size, rank=0
+        )
+        units = self.units_of(config.zero.stage3_max_live_parameters)
         share = None if budget_bytes is None else budget_bytes // machine.num_ranks
-        settings = placement_settings(config, budget_bytes=share, device_is_host=is_host)
-        shapes = shapes_of_model(self.model, config.precision)
-        units = units_of_model(self.model, config.zero.stage3_max_live_parameters)
-        needs = find_needs(shapes, self.slots_of(config.optimizer), config, world_size=machine.world_size, rank=0)
-        plan = make_plan(needs, settings, units)
-        if config.fills_device and not is_host:
-            kept_bytes = activations_of(config, self.width, self.seq_length).bytes_on_device(config.activations)
-            usable_bytes = without_headroom(machine.gpu_bytes) - kept_bytes
-            plan = make_plan(needs, fill_device(plan, needs, units, usable_bytes), units)
-        return plan
+        settings = placement_settings(config, budget_bytes=share, device_is_host=not machine.gpus)
+        if config.fills_device and machine.gpus:
+            activations, _ = activations_of(config, self.width, self.seq_length)
+            settings = fill_device(needs, settings, units, without_headroom(machine.gpu_bytes) - activations)
+        return make_plan(needs, settings, units)
 
-    def weigh(self, config: Mapping[str, Any], title: str = "this config") -> Costs:
-        """Return the needs of a config, and which of them the machine lacks."""
-        resolved = self.resolved(config)
+    def weigh(self, config: Mapping[str, Any], title: str = "this config", changes: Changes | None = None) -> Costs:
+        """Return the needs of a config with `changes`, and which of them the machine lacks."""
+        config = changed(config, changes or {})
+        machine, resolved = self.machine, self.resolved(config)
         budget = resolved.own.host_budget_bytes
         if budget == "auto":
-            budget = self.machine.memory_bytes * AUTO_PERCENT // 100
+            budget = machine.memory_bytes * AUTO_PERCENT // 100
+        lacking: list[str] = []
         try:
-            return self._weighed(title, config, resolved, self.plan_of(resolved, budget))
+            plan = self.plan_of(resolved, budget)
         except BudgetError as error:
-            costs = self._weighed(title, config, resolved, self.plan_of(resolved, None))
-            return replace(costs, lacking=(f"host budget: {error}", *costs.lacking))
-
-    def climb(self, config: Mapping[str, Any], folder: str) -> Iterator[tuple[dict[str, Any], Costs]]:
-        """Yield for each rung that follows on a config the keys that it changes, and the needs of the config with all changes
-        up to it. State on disk without a host budget gets one, which keeps in memory as much as fits."""
-        on_cpu = not self.machine.gpus
-        for rung in rungs(self.resolved(config), self.machine.world_size, device_is_host=on_cpu, folder=folder):
-            changes = dict(rung.changes)
-            costs = self.weigh(changed(config, changes), rung.title)
-            settings = costs.plan.settings
-            if "nvme" in (settings.optimizer, settings.parameters) and settings.budget_bytes is None:
-                budget = {"zstore.host_budget_bytes": self._budget_for(costs)}
-                budgeted = self.weigh(changed(costs.config, budget), rung.title)
-                if budgeted.plan.settings.budget_bytes is not None:  # else it is too small for the least that is needed
-                    costs, changes = budgeted, changes | budget
-            config = costs.config
-            yield changes, costs
-
-    def _budget_for(self, costs: Costs) -> int:
-        """Return a host budget: as much as "auto" takes, but on a CPU no more than the model leaves."""
-        memory = self.machine.memory_bytes
-        budget = memory * AUTO_PERCENT // 100
-        if not self.machine.gpus:
-            beside = costs.plan.held_total.device + costs.transit_bytes + costs.activations_bytes
-            budget = min(budget, without_headroom(memory) - beside)
-        return max(1, budget)
-
-    def _weighed(self, title: str, config: Mapping[str, Any], resolved: Config, plan: Plan) -> Costs:
-        machine, held, is_host = self.machine, plan.held_total, not self.machine.gpus
-        activations = activations_of(resolved, self.width, self.seq_length)
-        transit, rest = self._transit_bytes(resolved, plan), resolved.activations
-        moved = activations.kept_bytes if rest == "disk" or (rest == "host" and not is_host) else 0
+            lacking.append(f"host budget: {error}")
+            plan = self.plan_of(resolved, None)
+        activations, moved = activations_of(resolved, self.width, self.seq_length, device_is_host=not machine.gpus)
+        transit = self._transit_bytes(resolved, plan)
         # When whole tensors are updated, nothing of the backward remains.
-        on_device = held.device + max(transit + activations.total_bytes - moved, plan.update_bytes)
-        in_host = held.host + (moved if rest == "host" else 0)
-        costs = Costs(
+        on_device = plan.held_total.device + max(transit + activations, plan.update_bytes)
+        in_host = plan.held_total.host + (moved if resolved.activations == "host" else 0)
+        on_disk = plan.file_bytes + (moved if resolved.activations == "disk" else 0)
+        device_bytes = on_device if machine.gpus else 0
+        host_bytes = machine.num_ranks * (in_host + on_device - device_bytes)
+        disk_bytes = machine.num_ranks * on_disk
+        for name, needed, there in (
+            ("device", device_bytes, without_headroom(machine.gpu_bytes)),
+            ("host", host_bytes, without_headroom(machine.memory_bytes)),
+            ("disk", disk_bytes, machine.disk_bytes),
+        ):
+            if there is not None and needed > there:
+                lacking.append(f"{name}: {format_bytes(needed)} needed, {format_bytes(there)} usable")
+        return Costs(
             title=title,
             config=config,
+            changes=changes or {},
             plan=plan,
-            activations_bytes=activations.total_bytes,
+            activations_bytes=activations + moved,
             transit_bytes=transit,
-            device_bytes=0 if is_host else on_device,
-            host_bytes=machine.num_ranks * (in_host + (on_device if is_host else 0)),
-            disk_bytes=machine.num_ranks * (plan.file_bytes + (moved if rest == "disk" else 0)),
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            disk_bytes=disk_bytes,
+            moved_bytes=machine.num_ranks * (plan.read_bytes + plan.written_bytes),
+            lacking=tuple(lacking),
         )
-        usable = (
-            ("device", costs.device_bytes, without_headroom(machine.gpu_bytes)),
-            ("host", costs.host_bytes, without_headroom(machine.memory_bytes)),
-            ("disk", costs.disk_bytes, machine.disk_bytes),
-        )
-        lacking = (
-            f"{name}: {format_bytes(needed)} needed, {format_bytes(there)} usable"
-            for name, needed, there in usable
-            if there is not None and needed > there
-        )
-        return replace(costs, lacking=tuple(lacking))
+
+    def climb(self, config: Mapping[str, Any], folder: str) -> Iterator[Costs]:
+        """Yield for each rung that follows on a config the needs of the config with all changes up to it. State on disk without
+        a host budget gets one, which keeps in memory as much as fits."""
+        machine, changes = self.machine, Changes()
+        ladder = rungs(self.resolved(config), machine.world_size, device_is_host=not machine.gpus, folder=folder)
+        for title, more in ladder:
+            changes = changes | more
+            costs = self.weigh(config, title, changes)
+            settings = costs.plan.settings
+            if "nvme" in (settings.optimizer, settings.parameters) and settings.budget_bytes is None:
+                # As much as "auto" takes, but on a CPU no more than the model leaves.
+                budget = machine.memory_bytes * AUTO_PERCENT // 100
+                if not machine.gpus:
+                    taken = costs.plan.held_total.device + costs.transit_bytes + costs.activations_bytes
+                    budget = max(1, min(budget, without_headroom(machine.memory_bytes) - taken))
+                budgeted = self.weigh(config, title, changes | {"zstore.host_budget_bytes": budget})
+                if budgeted.plan.settings.budget_bytes is not None:  # else it is too small for the least that is needed
+                    costs, changes = budgeted, budgeted.changes
+            yield costs
 
     def _transit_bytes(self, config: Config, plan: Plan) -> int:
         """Return the estimated bytes that pass through a device's memory beside the state that it holds: gathered parameters
-        of a unit and the next, gradients of a unit if they do not stay as autograd made them, and buckets of collectives."""
+        of a unit and the next, gradients of a unit, and buckets of collectives."""
         itemsize = numpy_dtype(DTYPES[config.precision]).itemsize
-        sizes = {one.name: math.prod(one.shape) for one in shapes_of_model(self.model, config.precision)}
-        unit_numel = max((sum(sizes[name] for name in unit) for unit in units_of_model(self.model)), default=0)
-        whole = config.stage < 2 or self.machine.world_size == 1
-        cast = plan.settings.accumulation_steps > 1 and config.precision != "fp32"
-        in_backward = 0 if whole and plan.held["gradients"].device and not cast else unit_numel * itemsize
-        if self.machine.world_size == 1:
-            return plan.gathered_bytes + in_backward
+        sizes = {one.name: math.prod(one.shape) for one in self.shapes}
+        units = self.units_of(config.zero.stage3_max_live_parameters)
+        unit_numel = max((sum(sizes[name] for name in unit) for unit in units), default=0)
         bucket_numel = min(config.reduce_bucket_numel, self.num_parameters if config.stage < 2 else unit_numel)
-        return plan.gathered_bytes + in_backward + 2 * bucket_numel * itemsize
+        buckets = 0 if self.machine.world_size == 1 else 2
+        return plan.gathered_bytes + (unit_numel + buckets * bucket_numel) * itemsize

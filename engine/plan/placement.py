@@ -21,35 +21,26 @@ state does not, the state has a master of its own.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
+from zstore.errors import BudgetError
 from zstore.format import ShardLayout, make_grid, numpy_dtype, round_up, stored_shape
+from zstore.io import PAGE_BYTES
 from zstore.store import MANY_SMALL, SMALL_SHARD_BYTES, is_packed, run_file_bytes, shared_bytes
 
 from ..config.optimizers import reduced_slots
-from .plan import (
-    FP32,
-    Field,
-    Held,
-    Need,
-    PlacementSettings,
-    Places,
-    Plan,
-    Rest,
-    TensorSlot,
-    Traffic,
-    cached_layout,
-)
-from .report import over_budget
+from .plan import FP32, Field, Held, Need, OffloadTier, PlacementSettings, Places, Plan, Rest, TensorSlot, cached_layout
 
 _HOST_ALIGN_BYTES = 64
 """The host tier gives shards memory in multiples of this."""
-_PAGE_BYTES = 4096
+_FIELDS: tuple[Field, ...] = ("parameter", "gradient", "state")
 HEADROOM_PERCENT = 10
 """Of a memory that is to be filled: left for the process itself, the allocator's gaps, and errors of the estimates."""
 
@@ -61,11 +52,10 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
     in which units run. Raises BudgetError if the budget cannot hold everything that has to be in host memory.
     """
     on_device = _share_on_device(needs, settings)
-    least = cache(partial(_least_memory, settings))
+    least, kept = cache(partial(_least_memory, settings)), cache(partial(_kept, settings))
     places = {name: least(need, name in on_device) for name, need in needs.items()}
-    groups = list(zip(needs.values(), places.values(), strict=True))
-    used_bytes = sum(_required_bytes(groups, settings).values())
-    choices = _choices(needs, groups, settings)
+    used_bytes = _required_bytes([kept(need, places[name]) for name, need in needs.items()], settings)
+    choices = _choices(needs, places, settings, kept)
     full_bytes = used_bytes + sum(saving.memory_bytes for _, saving in choices)
     for name, saving in choices:
         if settings.budget_bytes is None:
@@ -73,30 +63,22 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
         else:
             taken = used_bytes + saving.memory_bytes <= settings.budget_bytes
         if taken:
-            places[name] = _in_memory(saving.field, places[name], needs[name].slots is not None)
+            places[name] = _in_memory(saving.field, needs[name], places[name])
             used_bytes += saving.memory_bytes
-    groups = list(zip(needs.values(), places.values(), strict=True))
-    of_group = {group: list(_stored(*group, settings)) for group in set(groups)}
-    stored = [(one, count) for group, count in Counter(groups).items() for one in of_group[group]]
-    packs_small = sum(one.is_small * count for one, count in stored) >= MANY_SMALL
-    files = {
-        group: [(one.field, one.file_bytes(packs_small=packs_small)) for one in kept if one.rest == "disk"]
-        for group, kept in of_group.items()
-    }
+    arrays = [one for name, need in needs.items() for one in kept(need, places[name])]
+    packs_small = sum(one.rest == "disk" and is_packed(one.nbytes) for one in arrays) >= MANY_SMALL
+    in_store = {one.kind for one in arrays} - {"gradients"} if settings.optimizer == "nvme" else {"parameters"}
+    small = (shared_bytes(one.nbytes) for one in arrays if one.rest == "host" and one.kind in in_store)
     return Plan(
         settings=settings,
         placements=places,
         stay_gathered=frozenset(name for name, need in needs.items() if need.stays_gathered),
-        held=_held(stored, settings.buffer_bytes),
-        traffic=_traffic(stored),
-        files=tuple(file for group in groups for file in files[group]),
+        held=_held(arrays, settings.buffer_bytes),
+        read_bytes=sum(one.reads * one.disk_bytes for one in arrays),
+        written_bytes=sum(one.writes * one.disk_bytes for one in arrays),
+        files=tuple((one.field, one.file_bytes(packs_small)) for one in arrays if one.rest == "disk"),
         packs_small=packs_small,
-        shared_bytes=sum(
-            count * shared_bytes(one.nbytes)
-            for one, count in stored
-            if one.rest == "host"
-            and (one.kind == "parameters" or (one.kind != "gradients" and settings.optimizer == "nvme"))
-        ),
+        shared_bytes=sum(small),
         budget_used_bytes=used_bytes,
         budget_full_bytes=full_bytes,
         gathered_bytes=_gathered_bytes(needs, units),
@@ -110,28 +92,24 @@ def without_headroom(nbytes: int) -> int:
 
 
 def fill_device(
-    plan: Plan, needs: Mapping[str, Need], units: Sequence[Sequence[str]], usable_bytes: int
+    needs: Mapping[str, Need], settings: PlacementSettings, units: Sequence[Sequence[str]], usable_bytes: int
 ) -> PlacementSettings:
-    """Return the settings of `plan`, which has no optimizer state on the device, with the smallest ratio, in thousandths, that
-    `usable_bytes` of the device allow beside the plan's arrays, two units that are gathered and a unit's gradients."""
-    full = make_plan(needs, replace(plan.settings, ratio=0.0), units)
-    more_bytes = full.held_total.device - plan.held_total.device
+    """Return settings, in which no optimizer state is on the device, with the smallest ratio, in thousandths, that
+    `usable_bytes` of the device allow beside the other arrays, two units that are gathered and a unit's gradients."""
+    least, full = (make_plan(needs, replace(settings, ratio=ratio), units) for ratio in (1.0, 0.0))
+    more_bytes = full.held_total.device - least.held_total.device
     sizes = {name: need.numel * numpy_dtype(need.gradient_dtype).itemsize for name, need in needs.items()}
-    in_backward = plan.gathered_bytes + max((sum(sizes.get(name, 0) for name in unit) for unit in units), default=0)
-    room_bytes = usable_bytes - plan.held_total.device - max(in_backward, full.update_bytes)
+    in_backward = least.gathered_bytes + max((sum(sizes.get(name, 0) for name in unit) for unit in units), default=0)
+    room_bytes = usable_bytes - least.held_total.device - max(in_backward, full.update_bytes)
     missing_bytes = max(0, more_bytes - max(0, room_bytes))
-    return replace(plan.settings, ratio=math.ceil(1000 * missing_bytes / max(more_bytes, 1)) / 1000)
-
-
-_Group = tuple[Need, Places]
-"""Parameters that share a need and are at like places."""
+    return replace(settings, ratio=math.ceil(1000 * missing_bytes / max(more_bytes, 1)) / 1000)
 
 
 # -- stored arrays ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stored:
+class _Array:
     """One array, or several that are stored as one."""
 
     kind: str
@@ -144,59 +122,55 @@ class _Stored:
     """Times that a step reads it."""
     writes: int = 1
 
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes of a step; none but on disk."""
-        nbytes = self.layout.num_present * self.layout.slot_bytes if self.rest == "disk" else 0
-        return Traffic(read=self.reads * nbytes, written=self.writes * nbytes)
+    @cached_property
+    def disk_bytes(self) -> int:
+        """Bytes that each of these moves, checksums and padding included; none but on disk."""
+        return self.layout.num_present * self.layout.slot_bytes if self.rest == "disk" else 0
 
     @property
     def budget_bytes(self) -> int:
         """Bytes that count against the host budget."""
         return round_up(self.nbytes, _HOST_ALIGN_BYTES) if self.rest == "host" else 0
 
-    @property
-    def is_small(self) -> bool:
-        """Whether it is on disk, and may share a file there."""
-        return self.rest == "disk" and is_packed(self.nbytes)
-
-    def file_bytes(self, *, packs_small: bool) -> int:
-        """Return the bytes of its file, or of its part of one; none but on disk."""
-        return run_file_bytes(self.layout, packed=packs_small and self.is_small) if self.rest == "disk" else 0
+    def file_bytes(self, packs_small: bool) -> int:
+        """Return the bytes of its file, or of its part of one."""
+        return run_file_bytes(self.layout, packed=packs_small and is_packed(self.nbytes))
 
 
-def _stored(need: Need, place: Places, settings: PlacementSettings) -> Iterator[_Stored]:
-    """Yield everything that is kept of a parameter placed so, as `OptimizerState.add` makes it."""
+def _kept(settings: PlacementSettings, need: Need, place: Places) -> list[_Array]:
+    """Return everything that is kept of a parameter placed so, as `OptimizerState.add` makes it."""
 
-    def one(kind: str, rest: Rest, dtype: str, numel: int = need.rows_numel, **keys: Any) -> _Stored:
+    def add(kind: str, rest: Rest, dtype: str, numel: int = need.rows_numel, **more: Any) -> None:
         nbytes = numel * numpy_dtype(dtype).itemsize
-        return _Stored(kind=kind, rest=rest, nbytes=nbytes, layout=need.layout(dtype), **keys)
+        found.append(_Array(kind=kind, rest=rest, nbytes=nbytes, layout=need.layout(dtype), **more))
 
+    found: list[_Array] = []
     forwards, trained = settings.accumulation_steps, need.slots is not None
-    own_master = _is_own_master(need, place)
+    own_master = trained and need.dtype == FP32 and (place.parameter != "device" or place.state == "device")
     gathers = settings.gathers * forwards
     if need.secondary_numel:
         # The first gather of a step brings the rows, of a frozen parameter the first of all.
         gathers = int(trained)
-        yield one("secondary parameters", "device", need.dtype, need.secondary_numel, field="parameter")
+        add("secondary parameters", "device", need.dtype, need.secondary_numel, field="parameter")
     if trained and not own_master:
-        yield one("master", place.state, FP32)
+        add("master", place.state, FP32)
     # Every micro-batch gathers it; the update reads it only if it is the master.
     numel = need.numel if need.stays_gathered else need.rows_numel
     field: Field = "parameter" if trained and not own_master else "state"
     reads = gathers + own_master
-    yield one("parameters", place.parameter, need.dtype, numel, field=field, reads=reads, writes=int(trained))
-    if not trained:
-        return
-    yield from _slots(need, place)
+    add("parameters", place.parameter, need.dtype, numel, field=field, reads=reads, writes=int(trained))
+    if need.slots is None:
+        return found
+    found += _slots(need, place)
     if settings.holds_gradients:
         # Each micro-batch but the first adds to the sum of those before; the update reads it.
         numel = need.numel if need.whole_gradient else need.rows_numel
-        keys: dict[str, Any] = {"field": "gradient", "reads": forwards, "writes": forwards}
-        yield one("gradients", place.gradient, need.gradient_dtype, numel, **keys)
+        passes = {"reads": forwards, "writes": forwards}
+        add("gradients", place.gradient, need.gradient_dtype, numel, field="gradient", **passes)
+    return found
 
 
-def _slots(need: Need, place: Places) -> Iterator[_Stored]:
+def _slots(need: Need, place: Places) -> Iterator[_Array]:
     """Yield the stored arrays of the optimizer's slots: they may be cut in another way than the parameter, or have another
     type."""
     slots = [slot if isinstance(slot, TensorSlot) else TensorSlot(slot) for slot in need.slots or ()]
@@ -208,34 +182,24 @@ def _slots(need: Need, place: Places) -> Iterator[_Stored]:
         nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
         # As in the store: each of these may be small although the others are not.
         rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
-        yield _Stored(kind=slot.name, rest=rest, nbytes=nbytes, layout=cached_layout(grid, need.shard, dtype))
+        yield _Array(kind=slot.name, rest=rest, nbytes=nbytes, layout=cached_layout(grid, need.shard, dtype))
 
 
-def _is_own_master(need: Need, place: Places) -> bool:
-    trained = need.slots is not None
-    return trained and need.dtype == FP32 and (place.parameter != "device" or place.state == "device")
-
-
-def _held(stored: Iterable[tuple[_Stored, int]], buffer_bytes: int) -> dict[str, Held]:
-    held = {"parameters": Held(), "gradients": Held(), "master": Held()}
-    for one, count in stored:
-        held[one.kind] = held.get(one.kind, Held()) + Held(**{one.rest: count * one.nbytes})
+def _held(arrays: Sequence[_Array], buffer_bytes: int) -> dict[str, Held]:
+    """Return the bytes of each kind on each tier."""
+    sums: Counter[tuple[str, str]] = Counter()
+    for one in arrays:
+        sums[one.kind, one.rest] += one.nbytes
+    kinds = dict.fromkeys(["parameters", "gradients", "master", *(kind for kind, _ in sums)])
+    held = {kind: Held(**{rest: sums[kind, rest] for rest in ("device", "host", "disk")}) for kind in kinds}
     return held | {"buffers": Held(host=buffer_bytes)}
 
 
-def _traffic(stored: Iterable[tuple[_Stored, int]]) -> dict[str, Traffic]:
-    traffic = {"parameters": Traffic(), "gradients": Traffic(), "optimizer state": Traffic()}
-    for one, count in stored:
-        kind = one.kind if one.kind in traffic else "optimizer state"
-        traffic[kind] += Traffic(read=count * one.traffic.read, written=count * one.traffic.written)
-    return traffic
-
-
 def _gathered_bytes(needs: Mapping[str, Need], units: Sequence[Sequence[str]]) -> int:
+    """Return the most bytes that two units in a row gather."""
     sizes = {name: n.numel * numpy_dtype(n.dtype).itemsize for name, n in needs.items() if not n.stays_gathered}
-    following: list[Sequence[str]] = [*units[1:], ()]
-    pairs = ({*unit, *following[i]} for i, unit in enumerate(units))
-    return max((sum(sizes.get(name, 0) for name in pair) for pair in pairs), default=0)
+    pairs = pairwise([*units, ()])
+    return max((sum(sizes.get(name, 0) for name in {*one, *following}) for one, following in pairs), default=0)
 
 
 # -- fixed places, and choices ------------------------------------------------------------------------------------------
@@ -243,20 +207,21 @@ def _gathered_bytes(needs: Mapping[str, Need], units: Sequence[Sequence[str]]) -
 
 def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool) -> Places:
     """Return the placement that keeps as little as possible in host memory."""
-    if need.stays_gathered or settings.parameters == "none":
-        parameter: Rest = "device"
-    else:
-        parameter = "host" if settings.parameters == "cpu" or need.is_small(need.dtype) else "disk"
+
+    def off_device(tier: OffloadTier, dtype: str) -> Rest:
+        return "host" if tier == "cpu" or need.is_small(dtype) else "disk"
+
+    stays = need.stays_gathered or settings.parameters == "none"
+    parameter = "device" if stays else off_device(settings.parameters, need.dtype)
     if need.slots is None:
         return Places(state=parameter, parameter=parameter, gradient="device")
     if settings.optimizer == "none" or state_on_device:
         return Places(state="device", parameter=parameter, gradient="device")
-    state: Rest = "host" if settings.optimizer == "cpu" or need.is_small(FP32) else "disk"
-    if need.whole_gradient or not settings.holds_gradients:
-        return Places(state=state, parameter=parameter, gradient="device")
-    has_disk = "nvme" in (settings.optimizer, settings.parameters)
-    gradient: Rest = "disk" if has_disk and not need.is_small(need.gradient_dtype) else "host"
-    return Places(state=state, parameter=parameter, gradient=gradient)
+    gradient: Rest = "device"
+    if settings.holds_gradients and not need.whole_gradient:
+        has_disk = "nvme" in (settings.optimizer, settings.parameters)
+        gradient = off_device("nvme" if has_disk else "cpu", need.gradient_dtype)
+    return Places(state=off_device(settings.optimizer, FP32), parameter=parameter, gradient=gradient)
 
 
 def _share_on_device(needs: Mapping[str, Need], settings: PlacementSettings) -> set[str]:
@@ -289,31 +254,54 @@ class _Saving:
 
 
 def _choices(
-    needs: Mapping[str, Need], groups: Sequence[_Group], settings: PlacementSettings
+    needs: Mapping[str, Need],
+    places: Mapping[str, Places],
+    settings: PlacementSettings,
+    kept: Callable[[Need, Places], list[_Array]],
 ) -> list[tuple[str, _Saving]]:
-    """Return the arrays that may be in host memory or on disk, with the parameter's name, by priority for memory; see
-    [Note: placement]."""
-    savings = {group: list(_savings(*group, settings)) for group in set(groups)}
-    fields = ("parameter", "gradient", "state")
+    """Return the arrays that may be in host memory or on disk, with the parameter's name, by priority for memory (see
+    [Note: placement]), without the parameters that `max_in_cpu_numel` leaves on disk whatever the budget."""
+    savings = cache(partial(_savings, kept))
     choices = [
-        ((-one.density, fields.index(one.field), spread_turn(number)), (name, one))
-        for number, (name, group) in enumerate(zip(needs, groups, strict=True))
-        for one in savings[group]
+        ((-one.density, _FIELDS.index(one.field), spread_turn(number)), name, one)
+        for number, (name, need) in enumerate(needs.items())
+        for one in savings(need, places[name])
     ]
-    choices.sort(key=itemgetter(0))
-    return _within_max_in_cpu([choice for _, choice in choices], needs, settings)
+    room_numel = settings.max_in_cpu_numel
+    if room_numel is None:
+        room_numel = 0 if settings.budget_bytes is None else sys.maxsize
+    allowed: list[tuple[str, _Saving]] = []
+    for _, name, one in sorted(choices, key=itemgetter(0)):
+        if one.field == "parameter":
+            if needs[name].rows_numel > room_numel:
+                continue
+            room_numel -= needs[name].rows_numel
+        allowed.append((name, one))
+    return allowed
 
 
-def _savings(need: Need, place: Places, settings: PlacementSettings) -> Iterator[_Saving]:
-    names: tuple[Field, ...] = ("parameter", "gradient", "state")
-    frozen = need.slots is None
-    for field in names:
-        if getattr(place, field) != "disk" or (field == "state" and frozen):
-            continue
-        memory, moved = _cost(need, place, settings)
-        new_memory, new_moved = _cost(need, _in_memory(field, place, not frozen), settings)
-        if more := max(0, new_memory - memory):
-            yield _Saving(field=field, memory_bytes=more, density=(moved - new_moved) / more)
+def _savings(kept: Callable[[Need, Places], list[_Array]], need: Need, place: Places) -> list[_Saving]:
+    """Return what it saves to keep each array of a parameter in host memory that is on disk."""
+    found: list[_Saving] = []
+    for field in _FIELDS if need.slots is not None else _FIELDS[:1]:
+        if getattr(place, field) == "disk":
+            (memory, moved), (more, less) = map(_cost, (kept(need, place), kept(need, _in_memory(field, need, place))))
+            if more > memory:
+                density = (moved - less) / (more - memory)
+                found.append(_Saving(field=field, memory_bytes=more - memory, density=density))
+    return found
+
+
+def _cost(arrays: Sequence[_Array]) -> tuple[int, int]:
+    """Return the bytes that count against the host budget, and those that a step moves to and from disk."""
+    return sum(one.budget_bytes for one in arrays), sum((one.reads + one.writes) * one.disk_bytes for one in arrays)
+
+
+def _in_memory(field: Field, need: Need, place: Places) -> Places:
+    """Return `place` with an array in host memory; of a parameter that is not trained all that there is."""
+    fields = (field,) if need.slots is not None else ("parameter", "state")
+    host: dict[str, Any] = dict.fromkeys(fields, "host")
+    return replace(place, **host)
 
 
 def spread_turn(number: int) -> int:
@@ -325,64 +313,39 @@ def spread_turn(number: int) -> int:
     return number * 2654435769 % 2**32
 
 
-def _within_max_in_cpu(
-    choices: list[tuple[str, _Saving]], needs: Mapping[str, Need], settings: PlacementSettings
-) -> list[tuple[str, _Saving]]:
-    """Return the choices without the parameters that `max_in_cpu_numel` leaves on disk whatever the budget."""
-    room = settings.max_in_cpu_numel
-    if room is None:
-        unlimited = settings.budget_bytes is not None
-        return [(name, one) for name, one in choices if unlimited or one.field != "parameter"]
-    kept: list[tuple[str, _Saving]] = []
-    for name, one in choices:
-        if one.field == "parameter":
-            if needs[name].rows_numel > room:
-                continue
-            room -= needs[name].rows_numel
-        kept.append((name, one))
-    return kept
-
-
-@cache
-def _in_memory(field: Field, place: Places, trained: bool) -> Places:
-    """Return `place` with a part of it in host memory."""
-    match field:
-        case "parameter":
-            return replace(place, parameter="host", state=place.state if trained else "host")
-        case "gradient":
-            return replace(place, gradient="host")
-        case "state":
-            return replace(place, state="host")
-
-
-def _cost(need: Need, place: Places, settings: PlacementSettings) -> tuple[int, int]:
-    """Return the bytes of a placement that count against the host budget, and those that a step moves to and from disk."""
-    stored = list(_stored(need, place, settings))
-    return sum(one.budget_bytes for one in stored), sum(one.traffic.total for one in stored)
-
-
 # -- the budget ---------------------------------------------------------------------------------------------------------
 
 
-def _required_bytes(groups: Sequence[_Group], settings: PlacementSettings) -> dict[str, int]:
-    """Return the bytes of host memory that nothing can spare, by purpose.
-
-    Raises BudgetError if they are over the budget.
-    """
-    required = {"transfer buffers": settings.buffer_bytes, "one piece larger than the buffers": 0}
+def _required_bytes(kept: Sequence[Sequence[_Array]], settings: PlacementSettings) -> int:
+    """Return the bytes of host memory that nothing can spare, of the arrays of each parameter. Raises BudgetError if they are
+    over the budget."""
+    piece_kind = "one piece larger than the buffers"
+    required = Counter({"transfer buffers": settings.buffer_bytes, piece_kind: 0})
     pool_bytes = settings.buffer_bytes if settings.update_buffer_bytes is None else settings.update_buffer_bytes
-    required |= dict.fromkeys(("parameters", "gradients", "optimizer state"), 0)
-    for group, count in Counter(groups).items():
-        stored = list(_stored(*group, settings))
-        for one in stored:
+    for arrays in kept:
+        for one in arrays:
             kind = one.kind if one.kind in ("parameters", "gradients") else "optimizer state"
-            required[kind] += count * one.budget_bytes
+            required[kind] += one.budget_bytes
         # A buffer holds a chunk of all arrays of an update; the pool may have to make an extra one.
-        piece = round_up(sum(one.layout.slot_bytes for one in stored if one.rest == "disk"), _PAGE_BYTES)
-        if settings.budget_bytes is not None and piece > pool_bytes:
-            largest = max(piece, required["one piece larger than the buffers"])
-            required["one piece larger than the buffers"] = largest
-    total = sum(required.values())
-    if settings.budget_bytes is not None and total > settings.budget_bytes:
-        raise over_budget(required, settings.budget_bytes, settings)
-    return required
+        piece_bytes = round_up(sum(one.layout.slot_bytes for one in arrays if one.rest == "disk"), PAGE_BYTES)
+        if settings.budget_bytes is not None and piece_bytes > pool_bytes:
+            required[piece_kind] = max(required[piece_kind], piece_bytes)
+    if settings.budget_bytes is not None and required.total() > settings.budget_bytes:
+        raise _over_budget(required, settings.budget_bytes, settings)
+    return required.total()
+
+
+def _over_budget(required: Counter[str], budget_bytes: int, settings: PlacementSettings) -> BudgetError:
+    """Return the error of a host budget that is too small for what has to be in host memory: `required`, by purpose."""
+    enough, buffers_of = required.total(), settings.buffers_of
+    others = enough - settings.buffer_bytes
+    while buffers_of is not None and (needed := others + buffers_of(enough)) > enough:
+        enough = needed  # buffers are a share of the budget, and grow with it
+    parts = ", ".join(f"{nbytes} of {kind}" for kind, nbytes in required.items() if nbytes)
+    tiers = {"offload_optimizer": settings.optimizer, "offload_param": settings.parameters}
+    offloaded = " and ".join(f"`{key}.device`" for key, tier in tiers.items() if tier == "cpu")
+    to_disk = f', or set {offloaded} to "nvme", which keeps on disk what does not fit' if offloaded else ""
+    return BudgetError(
+        f"the host budget gives this rank {budget_bytes} bytes, but {required.total()} have to be in host memory ({parts}): "
+        f"raise `host_budget_bytes` (to at least {enough} for each rank of the machine){to_disk}"
+    )

@@ -1,4 +1,4 @@
-"""A plan: the needs of parameters, the places of their state, and the bytes that a step moves. Pure data."""
+"""A plan: the needs of parameters, the places of their state, and the bytes that a step moves. Pure data, and its report."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from zstore.format import Grid, ShardLayout, layout_of, numpy_dtype
+from zstore.sizes import format_bytes
 from zstore.store import SMALL_SHARD_BYTES
 
 from ..config.optimizers import Moments
@@ -32,34 +33,11 @@ class Held:
         return self.device + self.host + self.disk
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Bytes that one step moves between memory and disk, checksums and padding included."""
-
-    read: int = 0
-    written: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(read=self.read + other.read, written=self.written + other.written)
-
-    @property
-    def total(self) -> int:
-        """Bytes in both directions."""
-        return self.read + self.written
-
-
 Rest = Literal["device", "host", "disk"]
-
-
 OffloadTier = Literal["none", "cpu", "nvme"]
-
-
 Field = Literal["parameter", "gradient", "state"]
 
-
 FP32 = "float32"
-
-
 ADAM_SLOTS = ("exp_avg", "exp_avg_sq")
 """Slots of Adam and AdamW, without amsgrad."""
 
@@ -73,28 +51,8 @@ class TensorSlot:
     """None: the parameter's."""
 
 
-@dataclass(frozen=True)
-class RanksSlot:
-    """An fp32 array that is kept of a parameter which is updated whole, of a shape that the number of ranks decides."""
-
-    name: str
-    shape_at: Callable[[int], tuple[int, ...] | None]
-    """Gives the shape at a world size; None: it is not kept there."""
-
-
-Slots = tuple[str | TensorSlot | RanksSlot, ...]
-"""The fp32 arrays that an optimizer keeps of a parameter beside its master, by name."""
-
-
-def slots_at(slots: Slots, world_size: int) -> tuple[str | TensorSlot, ...]:
-    """Return the slots as they are at a world size."""
-    found: list[str | TensorSlot] = []
-    for slot in slots:
-        if not isinstance(slot, RanksSlot):
-            found.append(slot)
-        elif (shape := slot.shape_at(world_size)) is not None:
-            found.append(TensorSlot(slot.name, shape))
-    return tuple(found)
+Slots = tuple[str | TensorSlot, ...]
+"""The fp32 arrays that an optimizer keeps of a parameter beside its master."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,8 +68,8 @@ class Need:
     """Type of the parameter, as "bfloat16"."""
     gradient_dtype: str
     """Type in which its gradient waits for the update."""
-    slots: tuple[str | TensorSlot, ...] | None
-    """Slots of the optimizer beside the master; None: the parameter is not trained."""
+    slots: Slots | None
+    """None: the parameter is not trained."""
     stays_gathered: bool
     """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
     whole_gradient: bool = False
@@ -127,11 +85,9 @@ class Need:
     def update_bytes(self) -> int:
         """Memory of an update of the whole tensor: master, slots and gradient, four times if ranks exchange them; 0 if it
         is updated in tiles."""
-        if not any(isinstance(slot, TensorSlot) for slot in self.slots or ()):
-            return 0
         whole = [slot.shape for slot in self.slots or () if isinstance(slot, TensorSlot)]
         numel = 2 * self.numel + sum(self.numel if shape is None else math.prod(shape) for shape in whole)
-        return 4 * numel * (4 if self.grid.num_shards > 1 else 1)
+        return 4 * numel * (4 if self.grid.num_shards > 1 else 1) if whole else 0
 
     @property
     def numel(self) -> int:
@@ -157,7 +113,7 @@ cached_layout = lru_cache(maxsize=4096)(layout_of)
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementSettings:
-    """The requested placement. Bytes and elements are this rank's."""
+    """What is asked for. Bytes and elements are this rank's."""
 
     optimizer: OffloadTier = "none"
     ratio: float = 1.0
@@ -210,8 +166,10 @@ class Plan:
     held: Mapping[str, Held]
     """By kind: "parameters" (with fp32 masters that are the parameter), "secondary parameters" (of
     `zero_hpz_partition_size`), "gradients" (none if they are used as they arrive), "master", each slot, "buffers"."""
-    traffic: Mapping[str, Traffic]
-    """Of a step, by kind: "parameters", "gradients", "optimizer state"; what is read of parameters at stage 3 is about that."""
+    read_bytes: int
+    """From disk in a step, checksums and padding included; at stage 3 about that: what is still there is not read again."""
+    written_bytes: int
+    """To disk in a step, likewise."""
     files: tuple[tuple[Field, int], ...]
     """Each file's field, and its bytes on disk, with index, checksums and padding; in the order in which they are made."""
     budget_used_bytes: int
@@ -245,7 +203,42 @@ class Plan:
         """Bytes of all kinds."""
         return sum(self.held.values(), Held())
 
-    @property
-    def traffic_total(self) -> Traffic:
-        """Bytes of a step of all kinds."""
-        return sum(self.traffic.values(), Traffic())
+
+# -- the report ---------------------------------------------------------------------------------------------------------
+
+
+def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, trains: bool = True) -> str:
+    """Return the text that is printed once at the start: the bytes of each place, the host budget, the bytes of a step.
+
+    `plan` is one rank's; `local_ranks` ranks share the machine's drive. Without `trains` a step is a forward.
+    """
+    settings = plan.settings
+    whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
+    what = "training state is kept" if trains else "parameters are kept"
+    lines = [f"where the {what}{whose}:"]
+    for place in ("device", "host", "disk"):
+        sizes = {kind: getattr(held, place) for kind, held in plan.held.items()}
+        parts = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in sizes.items() if nbytes)
+        lines += [f"  {place}: {format_bytes(sum(sizes.values()))}: {parts}"] if parts else []
+    if settings.budget_bytes is not None:
+        more = f"; with {format_bytes(plan.budget_full_bytes)} nothing would be on disk" if plan.file_bytes else ""
+        used, budget = format_bytes(plan.budget_used_bytes), format_bytes(settings.budget_bytes)
+        lines.append(f"  host budget: {used} of {budget} used{more}")
+    if plan.file_bytes:
+        sharers = f" ({local_ranks} ranks together)" if local_ranks > 1 else ""
+        moved = (plan.read_bytes, plan.written_bytes, plan.file_bytes)
+        read, written, files = (format_bytes(nbytes * local_ranks) for nbytes in moved)
+        step = (
+            f"step reads about {read} from disk and writes {written}" if trains else f"forward reads {read} from disk"
+        )
+        lines.append(f"  each {step}{sharers}")
+        lines.append(f"  the files take {files}, and a checkpoint that links them as much again")
+    if not settings.device_is_host and settings.optimizer != "none" and settings.ratio != 1:
+        lines.append(
+            f"  {1 - settings.ratio:.1%} of the optimizer state is updated on the device, the rest on the CPU: they round "
+            f'differently, so that bits depend on this share ("ratio": {settings.ratio:g})'
+        )
+    where = "the host's memory, on top of the budget" if settings.device_is_host else "the device's memory"
+    gathered = f"up to {format_bytes(plan.gathered_bytes)} of gathered parameters, " if plan.gathered_bytes else ""
+    gathered += f"{format_bytes(plan.update_bytes)} for updates of whole tensors, " if plan.update_bytes else ""
+    return "\n".join([*lines, f"  not counted: {gathered}gradients in transit and activations, in {where}"])

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-
-import torch
-
-from zstore.ranks.world import World
+from typing import TYPE_CHECKING
 
 from ..config.config import Config
+
+if TYPE_CHECKING:
+    import torch
+
+    from zstore.ranks.world import World
 
 _FIRST_TENSOR_CORES = 7
 """Compute capability of the first GPUs that multiply fp16 faster than fp32 whatever the model (V100)."""
 
 
-def native_types(device: torch.device) -> frozenset[str]:
-    """Return which of "bf16" and "fp16" a device has instructions for, as torch may use them."""
+def native_types(device: torch.device | None = None) -> frozenset[str]:
+    """Return which of "bf16" and "fp16" a device, by default this machine's first, has instructions for, as torch may use
+    them."""
+    import torch
+
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
     if device.type == "cuda":
         has = {
             "bf16": torch.cuda.is_bf16_supported(including_emulation=False),

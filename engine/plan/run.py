@@ -12,37 +12,33 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zstore.errors import DiskFullError, UsageError
-from zstore.format import numpy_dtype
+from zstore.errors import BudgetError, DiskFullError, UsageError
 from zstore.io import HostMemory, read_host_memory
 from zstore.io.tensors import dtype_name
 from zstore.ranks.world import World
 from zstore.sizes import format_bytes
 from zstore.store import Drives
 
-from ..config.config import DTYPES, Config
+from ..config.config import Config
 from ..params.record import named_parameters
 from ..params.units import called_parameters, unit_parameters
-from .activations import Activations, Width
-from .needs import ParameterShape, find_needs, placement_settings
+from .costs import AUTO_PERCENT
+from .needs import ParameterShape, Width, activations_of, find_needs, placement_settings
 from .placement import fill_device, make_plan, without_headroom
-from .plan import Plan, Slots
-from .report import check_device, check_host, describe
-
-AUTO_PERCENT = 60
+from .plan import Plan, Slots, describe
 
 _log = logging.getLogger("zstore")
 
 
-def budget_of_rank(config: Config, world: World, memory: HostMemory | None = None) -> int | None:
+def budget_of_rank(config: Config, world: World) -> int | None:
     """Return this rank's share of the machine's host budget in bytes; None: no limit was set. "auto" is a share of the
-    available `memory` (this system's, by default), within the limits of control groups.
+    available memory, within the limits of control groups.
 
     Raises UsageError if "auto" cannot be determined.
     """
     budget = config.own.host_budget_bytes
     if budget == "auto":
-        available = (memory or read_host_memory()).available_bytes
+        available = read_host_memory().available_bytes
         if available is None:
             raise UsageError(
                 'host_budget_bytes "auto": this system does not report its available memory; write a number of bytes'
@@ -51,14 +47,14 @@ def budget_of_rank(config: Config, world: World, memory: HostMemory | None = Non
     return None if budget is None else budget // world.local_world_size
 
 
-def shapes_of_model(model: nn.Module, precision: str) -> list[ParameterShape]:
+def shapes_of_model(model: nn.Module) -> list[ParameterShape]:
     """Return the parameters of `model`, each once, in order; a model on the meta device will do."""
     called = called_parameters(model)
     return [
         ParameterShape(
             name=name,
             shape=tuple(parameter.shape),
-            dtype=DTYPES[precision] if parameter.is_floating_point() else dtype_name(parameter.dtype),
+            dtype=None if parameter.is_floating_point() else dtype_name(parameter.dtype),
             is_called=parameter in called,
         )
         for name, _, parameter in named_parameters(model)
@@ -72,7 +68,7 @@ def units_of_model(model: nn.Module, live_numel: int | None = None) -> list[list
     return [[names[p] for p in parameters] for _, _, parameters in unit_parameters(model, live_numel)]
 
 
-def plan_run(  # noqa: PLR0913 - the last two stand in for the memory of this machine
+def plan_run(
     model: nn.Module,
     config: Config,
     world: World,
@@ -80,31 +76,32 @@ def plan_run(  # noqa: PLR0913 - the last two stand in for the memory of this ma
     budget_bytes: int | None,
     *,
     device_is_host: bool,
-    memory: HostMemory | None = None,
     device_bytes: int | None = None,
 ) -> Plan:
     """Return the places of all state (all ranks). Nothing is changed. `device_bytes` is the memory of a device that is not
     the host; a CUDA device's own, by default.
 
     `slots` are the optimizer's for each parameter that it updates. Raises BudgetError, on every rank, if the state does not
-    fit into the host budget, the device or the host's memory (`memory`; this system's, by default).
+    fit into the host budget, the device or the host's memory.
     """
-    shapes = shapes_of_model(model, config.precision)
+    shapes = shapes_of_model(model)
     units = units_of_model(model, config.zero.stage3_max_live_parameters)
     if device_bytes is None and world.device.type == "cuda":
         device_bytes = torch.cuda.mem_get_info(world.device)[1]
+    fills = device_bytes is not None and config.fills_device
     with world.agreeing():
         needs = find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank)
         settings = placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host)
-        if fills := device_bytes is not None and config.fills_device:
+        if device_bytes is not None and fills:
             usable_bytes = without_headroom(device_bytes) - _activation_bytes(model, config)
-            settings = fill_device(make_plan(needs, settings, units), needs, units, usable_bytes)
+            settings = fill_device(needs, settings, units, usable_bytes)
     if fills:
         settings = replace(settings, ratio=max(world.all_gather_object(settings.ratio)))
     with world.agreeing():
         plan = make_plan(needs, settings, units)
-        check_device(plan, device_bytes)
-    _check_host(plan, world, memory or read_host_memory())
+        if device_bytes is not None:
+            check_device(plan, device_bytes)
+    _check_host(plan, world, read_host_memory())
     return plan
 
 
@@ -116,17 +113,7 @@ def _activation_bytes(model: nn.Module, config: Config) -> int:
             'offload_optimizer.ratio "auto": expected a model whose config has its hidden size, layers, vocabulary and longest '
             "sequence, from which the memory of activations follows: write a number from 0 to 1"
         )
-    return activations_of(config, width, width.longest).bytes_on_device(config.activations)
-
-
-def activations_of(config: Config, width: Width, seq_length: int) -> Activations:
-    """Return the estimated activations of a micro-batch of a resolved config."""
-    return Activations(
-        width=width,
-        tokens=config.batch.micro_batch_size * seq_length,
-        itemsize=numpy_dtype(DTYPES[config.precision]).itemsize,
-        checkpointing=config.own.gradient_checkpointing,
-    )
+    return activations_of(config, width, width.longest)[0]
 
 
 def tell_plan(plan: Plan, config: Config, world: World) -> None:
@@ -137,6 +124,21 @@ def tell_plan(plan: Plan, config: Config, world: World) -> None:
         _log.info("%s", describe(plan, **sizes, trains=not config.frozen))
 
 
+# -- memory and drives --------------------------------------------------------------------------------------------------
+
+
+def check_device(plan: Plan, device_bytes: int) -> None:
+    """Raise BudgetError if the plan needs more than the device's memory."""
+    # At least one unit has to be gathered beside the arrays that are kept there.
+    kept_bytes, transient_bytes = plan.held_total.device, max(plan.gathered_bytes, plan.update_bytes)
+    if kept_bytes + transient_bytes > device_bytes:
+        raise BudgetError(
+            f"the device has {format_bytes(device_bytes)}, but this plan keeps {format_bytes(kept_bytes)} on it and gathers "
+            f"{format_bytes(transient_bytes)} of parameters at a time, activations not counted: use more ranks, a higher "
+            "stage, or offload_optimizer and offload_param (`zstore plan` shows what fits)"
+        )
+
+
 def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
     """Raise BudgetError, on every rank, if the ranks that share memory need more of it than there is (all ranks).
 
@@ -145,11 +147,21 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
     shared = {memory.machine: memory.total_bytes}
     shared |= {f"{memory.machine} {group.key}": group.limit_bytes for group in memory.groups}
     everyones = world.all_gather_object([list(shared), plan.host_bytes])
+    advice = (
+        'set host_budget_bytes with offload_optimizer and offload_param on "nvme"'
+        if plan.settings.budget_bytes is None
+        else "give a smaller host_budget_bytes"
+    )
     with world.agreeing():
         for name, there_bytes in shared.items():
             needed_bytes = sum(nbytes for theirs, nbytes in everyones if name in theirs)
-            if there_bytes is not None:
-                check_host(plan, needed_bytes, there_bytes + memory.swap_bytes)
+            if there_bytes is not None and needed_bytes > there_bytes + memory.swap_bytes:
+                raise BudgetError(
+                    f"the host has {format_bytes(there_bytes + memory.swap_bytes)} of memory for this (swap space included), "
+                    f"but the plan keeps {format_bytes(plan.host_bytes)} of this rank there, {format_bytes(needed_bytes)} "
+                    f"with the ranks beside it, activations not counted: {advice}, or use more machines (`zstore plan` "
+                    "shows what fits)"
+                )
 
 
 def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path, int]) -> None:
@@ -161,15 +173,14 @@ def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path
     drives = Drives(usual or parameters, {"parameter": parameters} if parameters else {})
     for group, nbytes in plan.files:
         drives.choose(group, nbytes)
-    num_ranks = world.local_world_size
     with world.agreeing():
         needed: Counter[int] = Counter()
         folders: dict[int, list[Path]] = {}
         for folder, nbytes in drives.given_bytes.items():
-            needed[_drive_of(folder)] += nbytes * num_ranks
+            needed[_drive_of(folder)] += nbytes * world.local_world_size
             folders.setdefault(_drive_of(folder), []).append(folder)
         for folder, nbytes in present.items():
-            needed[_drive_of(folder)] -= nbytes * num_ranks
+            needed[_drive_of(folder)] -= nbytes * world.local_world_size
         for drive, found in folders.items():
             free = shutil.disk_usage(found[0]).free
             if needed[drive] > free:

@@ -16,8 +16,10 @@ iteration that leaves the order is recorded, without prefetch, and gives the new
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 _MOST_USES = 100_000
 """An iteration with more is not planned: it is many forwards that no backward ended."""
@@ -48,17 +50,12 @@ class Use:
 class Schedule:
     """The schedule of an iteration that repeats the recorded one. See [Note: the order]."""
 
-    units: tuple[int, ...]
+    units: tuple[int, ...] = ()
     """The unit of each use."""
-    start: tuple[tuple[int, ...], ...]
+    start: tuple[tuple[int, ...], ...] = ((),)
     """Uses whose gather starts at each slot; one slot more than uses."""
-    keep: tuple[bool, ...]
+    keep: tuple[bool, ...] = ()
     """Whether the unit of each use stays gathered until its next use."""
-    live_numel: int
-    """Most elements gathered at one time."""
-
-
-NO_SCHEDULE = Schedule((), ((),), (), 0)
 
 
 def make_schedule(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits) -> Schedule:
@@ -72,7 +69,6 @@ def make_schedule(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLim
         units=tuple(use.unit for use in uses),
         start=start,
         keep=tuple(number in kept for number in range(len(uses))),
-        live_numel=max(live, default=0),
     )
 
 
@@ -83,17 +79,14 @@ def _add(live: list[int], first: int, stop: int, numel: int) -> None:
 
 def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int]) -> dict[int, int]:
     """Return use -> next use of the same unit, of those that are kept between; their elements are added to `live`."""
-    before = [0]
-    for use in uses:
-        before.append(before[-1] + numel[use.unit])
-    following: dict[int, int] = {}
+    before = list(accumulate((numel[use.unit] for use in uses), initial=0))
+    seen: dict[int, int] = {}
     candidates: list[tuple[int, int, int]] = []
-    for number in range(len(uses) - 1, -1, -1):
-        use = uses[number]
-        again = following.get(use.unit)
-        following[use.unit] = number
-        if again is not None:
-            distance = before[again] - before[min(use.last + 1, again)]
+    for again, use in enumerate(uses):
+        number = seen.get(use.unit)
+        seen[use.unit] = again
+        if number is not None:
+            distance = before[again] - before[min(uses[number].last + 1, again)]
             if distance <= limits.reuse_numel:
                 candidates.append((distance, number, again))
     # Room for prefetched units comes first: it hides the wait for every unit.
@@ -110,52 +103,42 @@ def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLim
 def _plan_starts(
     uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int], kept: dict[int, int]
 ) -> tuple[tuple[int, ...], ...]:
+    """Return the uses whose gather starts at each slot; their elements are added to `live`."""
     there = set(kept.values())
-    free = _first_slots(uses)
-    to_gather = [number for number in range(len(uses)) if number not in there]
+    to_gather = deque(number for number in range(len(uses)) if number not in there)
+    ended: dict[int, int] = {}
+    free: list[int] = []  # the first slot at which the use before of the same unit has ended
+    for use in uses:
+        free.append(ended.get(use.unit, 0))
+        ended[use.unit] = use.last + 2
+    ahead: deque[int] = deque()
     start: list[tuple[int, ...]] = []
-    position = ahead_from = 0
     for slot in range(len(uses) + 1):
-        while ahead_from < position and to_gather[ahead_from] < slot:
-            ahead_from += 1
-        ahead = sum(numel[uses[number].unit] for number in to_gather[ahead_from:position])
+        for waiting in (ahead, to_gather):  # what is used before it was started is gathered on demand
+            while waiting and waiting[0] < slot:
+                waiting.popleft()
         begun: list[int] = []
-        while position < len(to_gather):
-            number = to_gather[position]
-            if number < slot:  # was gathered on demand
-                position += 1
-                ahead_from = max(ahead_from, position)
-                continue
+        first = max(slot - 1, 0)
+        ahead_numel = sum(numel[uses[number].unit] for number in ahead)
+        while to_gather and limits.prefetch_numel > 0:
+            number = to_gather[0]
             size = numel[uses[number].unit]
-            first = max(slot - 1, 0)
-            fits = ahead == 0 or ahead + size <= limits.prefetch_numel
-            room = limits.live_numel - size
-            possible = limits.prefetch_numel > 0 and fits and slot >= free[number]
-            if not possible or any(value > room for value in live[first:number]):
+            too_many = ahead_numel > 0 and ahead_numel + size > limits.prefetch_numel
+            if too_many or slot < free[number] or any(value + size > limits.live_numel for value in live[first:number]):
                 break
             _add(live, first, number, size)
-            begun.append(number)
-            ahead += size
-            position += 1
+            begun.append(to_gather.popleft())
+            ahead_numel += size
+        ahead.extend(begun)
         start.append(tuple(begun))
     return tuple(start)
-
-
-def _first_slots(uses: Sequence[Use]) -> list[int]:
-    """Return for each use the first slot at which the use before of the same unit has ended."""
-    ended: dict[int, int] = {}
-    first: list[int] = []
-    for use in uses:
-        first.append(ended.get(use.unit, 0))
-        ended[use.unit] = use.last + 2
-    return first
 
 
 class Recorder:
     """Follows an iteration against its schedule, and records it."""
 
     def __init__(self) -> None:
-        self._schedule = NO_SCHEDULE
+        self._schedule = Schedule()
         self._units: list[int] = []
         self._last: list[int] = []
         self._open: dict[int, int] = {}

@@ -34,7 +34,6 @@ from zstore.remote.url import PATIENT
 
 from ..config.keys import acting
 from ..params.record import Residency
-from ..plan.ladder import advice
 from .statistics import cuda_peak_bytes, link_statistics
 from .utilisation import PhaseTimes, StepUtilisation
 
@@ -221,8 +220,7 @@ class RunJournal:
         if before and before[-1]["kind"] != "end":
             _log.warning(
                 "the process that trained this run before wrote no end into its journal: it was killed, unless it still runs. "
-                "If memory ran out, %s",
-                advice(training.config, training.world),
+                "If memory ran out, `zstore plan --config` shows what to change"
             )
         if self._remote is not None and self._remote.is_service:
             self._tail = JournalTail(path, self._remote, self._run_id, file.begin_bytes, failed=self.writer.fail)

@@ -68,7 +68,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     # Before anything is changed: a folder that cannot be used leaves the model as it is.
     built = BuiltModel(model, world, copies=config.frozen)
     streams = streams or streams_for(world.device)
-    slots = {name: rule.slots(kernels[groups[p]], p.shape) for name, _, p in names if p in groups}
+    slots = {name: rule.slots(kernels[groups[p]], p.shape, world.world_size) for name, _, p in names if p in groups}
     plan, store = open_run_store(
         model, config, built, slots, device_is_host=streams.device_is_host, files=files, cuda=streams.cuda_runtime
     )

@@ -24,7 +24,7 @@ from ..config.config import Config
 from ..params.record import ParameterRecord, Residency
 from ..params.units import Unit
 from ..plan.needs import parameter_pool_bytes, prefetch_limits
-from ..plan.schedule import NO_SCHEDULE, PrefetchLimits, Recorder, Schedule, Use, make_schedule
+from ..plan.schedule import PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from ..runtime.device import Transfers, labelled
 from .exchanges import Exchanges
 from .fetch import Fetch, Fetcher, RowReader
@@ -175,7 +175,7 @@ class ShardedUnits:
         if self._kind is not None:
             return False
         self._kind = kind
-        self._recorder.begin(self._schedules.get(kind, NO_SCHEDULE))
+        self._recorder.begin(self._schedules.get(kind, Schedule()))
         if self._recorder.follows:
             self._read_slots(0)
             self._send_slot(0)

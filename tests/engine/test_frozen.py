@@ -48,7 +48,7 @@ def frozen(model: nn.Module, config: dict[str, Any], **kwargs: Any) -> Engine:
 def check_memory(engine: Engine) -> None:
     """Nothing is planned and nothing is held but this rank's rows of the parameters, in their own type."""
     state, plan, found = engine.training_state.state, engine.training_state.plan, engine.statistics()
-    assert (plan.held["gradients"].total, plan.held["master"].total, plan.traffic_total.written) == (0, 0, 0)
+    assert (plan.held["gradients"].total, plan.held["master"].total, plan.written_bytes) == (0, 0, 0)
     assert set(plan.held) == {"parameters", "gradients", "master", "buffers"}
     assert (found.held.gradients, found.held.optimizer_state) == (0, 0)
     arrays = state.store.names()

@@ -237,7 +237,7 @@ def test_how_a_process_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         engine.training_state.run_id = read(tmp_path / "killed")[0]["run"]
         step(engine)
     assert "no end into its journal: it was killed" in caplog.text
-    assert "set train_micro_batch_size_per_gpu to 1 and gradient_accumulation_steps to 4" in caplog.text
+    assert "`zstore plan --config` shows what to change" in caplog.text
 
 
 def test_the_journal_of_a_run_at_a_url_is_sent_along(tmp_path: Path) -> None:

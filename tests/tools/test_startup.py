@@ -56,6 +56,24 @@ def test_a_look_at_a_checkpoint_loads_what_reads_it_and_no_more(command: str, sa
     assert "zstore.checkpoint.catalog" in modules
 
 
+NUMBERS = ["--params", "7e9", "--hidden", "4096", "--layers", "32", "--gpus", "1", "--gpu-memory", "24GB"]
+CONFIG = {"train_batch_size": 8, "bf16": {"enabled": True}}
+
+
+def test_what_needs_no_torch_loads_none(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    for words in (
+        ["plan", *NUMBERS],
+        ["plan", *NUMBERS, "--config", str(tmp_path / "ds.json"), "--memory", "1TB", "--gpu-memory", "1TB"],
+        ["config", str(tmp_path / "ds.json")],
+        ["verify", str(saved)],
+        ["diff", str(saved), str(saved)],
+        ["prune", str(saved), "--keep-last", "1"],
+        ["consolidate", str(saved), str(tmp_path / "weights")],
+    ):
+        assert "torch" not in loaded(*words), words
+
+
 def test_help_loads_no_arrays() -> None:
     modules = loaded("--help")
     assert modules & {"numpy", "pydantic", "zstore.checkpoint", "zstore.format.arrays", "torch"} == set()

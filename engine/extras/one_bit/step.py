@@ -37,7 +37,7 @@ from ...optim.state import OptimizerState
 from ...optim.stepper import Stepper, whole_gradient
 from ...optim.update import Update
 from ...params.record import ParameterRecord
-from ...plan.plan import RanksSlot, Slots
+from ...plan.plan import Slots, TensorSlot
 from .rules import AdamRule, LambRule, TensorState, ZeroOneRule
 
 _PER_BYTE = 8
@@ -215,12 +215,13 @@ class OneBitLamb(OneBitAdam):
 RULES: dict[Kind, AdamRule] = {OneBitAdam: AdamRule(), ZeroOneAdam: ZeroOneRule(), OneBitLamb: LambRule()}
 
 
-def _slots(kernel: Kernel, shape: Sequence[int]) -> Slots:
+def _slots(kernel: Kernel, shape: Sequence[int], world_size: int) -> Slots:
     """Return a rank's arrays for a parameter of `shape`, and between ranks the loss of its messages."""
-    numel = math.prod(shape)
-    worker = RanksSlot("worker_error", lambda ranks: (numel,) if ranks > 1 and numel else None)
-    server = RanksSlot("server_error", lambda ranks: (chunk_numel(numel, ranks),) if ranks > 1 and numel else None)
-    return (*kernel.slots, *cast("AdamRule", kernel).own_slots, worker, server)
+    slots, numel = (*kernel.slots, *cast("AdamRule", kernel).own_slots), math.prod(shape)
+    if world_size == 1 or not numel:
+        return slots
+    server = TensorSlot("server_error", (chunk_numel(numel, world_size),))
+    return (*slots, TensorSlot("worker_error", (numel,)), server)
 
 
 register(

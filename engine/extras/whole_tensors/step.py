@@ -217,7 +217,7 @@ def _kernel(kind: Kind, group: Mapping[str, Any]) -> Kernel:
     return TensorKernel(kind, group)
 
 
-def _slots(kernel: Kernel, shape: Sequence[int]) -> Slots:
+def _slots(kernel: Kernel, shape: Sequence[int], _world_size: int) -> Slots:
     if isinstance(kernel, TensorKernel):
         return tuple(TensorSlot(slot.name, slot.shape) for slot in kernel.arrays(0, shape))
     return kernel.slots

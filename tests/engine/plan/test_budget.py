@@ -89,9 +89,10 @@ def test_budgets_give_the_same_bits(tmp_path: Path, overlap: str, accumulation: 
         engine, found, found_losses = run(config(budget))
         assert found == expected
         assert found_losses == losses
-        traffic.append(engine.training_state.plan.traffic_total.total)
+        plan = engine.training_state.plan
+        traffic.append(plan.read_bytes + plan.written_bytes)
         spilled.append(_spilled(engine))
-        assert engine.training_state.plan.budget_used_bytes <= budget
+        assert plan.budget_used_bytes <= budget
     assert traffic == sorted(traffic, reverse=True)
     assert traffic[0] > 0
     assert traffic[-1] == 0
@@ -135,16 +136,15 @@ def test_what_is_spilled_is_counted(tmp_path: Path) -> None:
             moved.append(
                 (after.disk_read_bytes - before.disk_read_bytes, after.disk_write_bytes - before.disk_write_bytes)
             )
-        traffic = engine.training_state.plan.traffic_total
+        plan = engine.training_state.plan
         assert _spilled(engine) > 0
-        assert traffic.read / 2 < moved[-1][0] <= traffic.read
-        assert moved[-1][1] == traffic.written
+        assert plan.read_bytes / 2 < moved[-1][0] <= plan.read_bytes
+        assert moved[-1][1] == plan.written_bytes
 
 
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_ratio_keeps_a_share_on_the_device(tmp_path: Path, tier: str) -> None:
+def test_ratio_keeps_a_share_on_the_device(tmp_path: Path) -> None:
     def config(ratio: float) -> dict[str, Any]:
-        offload = {"device": tier, "ratio": ratio} | ({"nvme_path": str(tmp_path)} if tier == "nvme" else {})
+        offload = {"device": "nvme", "ratio": ratio, "nvme_path": str(tmp_path)}
         return make_config(str(tmp_path), zero={"offload_optimizer": offload, "offload_param": {"device": "none"}})
 
     _, expected, losses = run(config(1.0))
@@ -154,17 +154,6 @@ def test_ratio_keeps_a_share_on_the_device(tmp_path: Path, tier: str) -> None:
     largest = max(record.numel for record in engine.training_state.trained) * 4
     assert held.device == pytest.approx(0.7 * held.total, abs=largest)
     assert 0 < held.device < held.total
-
-
-def test_parameters_stay_in_host_memory_up_to_max_in_cpu(tmp_path: Path) -> None:
-    where = {"device": "nvme", "nvme_path": str(tmp_path)}
-    without, expected, _ = run(make_config(str(tmp_path)))
-    small_bytes = without.training_state.plan.held["parameters"].host
-    engine, found, _ = run(make_config(str(tmp_path), zero={"offload_param": {**where, "max_in_cpu": 100_000}}))
-    assert found == expected
-    held = engine.training_state.plan.held["parameters"]
-    assert small_bytes < held.host <= small_bytes + 200_000
-    assert held.disk > 0
 
 
 def machine(available: int, limit: int | None = None, total: int = 1 << 40) -> HostMemory:
@@ -208,7 +197,9 @@ def test_what_the_hosts_memory_cannot_hold_is_refused_on_every_rank() -> None:
     """What is in use already is the model, so that only sizes count; a rank counts where it shares a group's limit."""
     needed = sum(p.numel() for p in build_model("gpt-tiny", 16).parameters()) * (2 + 2 + 12)
     assert _refused(0, needed, True) == ""
-    assert f"keeps {format_bytes(needed)} of this rank" in _refused(0, needed - 1, True)
+    refusal = _refused(0, needed - 1, True)
+    assert f"keeps {format_bytes(needed)} of this rank" in refusal
+    assert 'offload_param on "nvme"' in refusal
     assert run_ranks(_refused, 2, needed, True) == ["", ""]
     for text in run_ranks(_refused, 2, needed, False):
         assert f"{format_bytes(2 * needed)} with the ranks beside it" in text
@@ -233,4 +224,4 @@ def test_the_plan_is_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     printed = [record.message for record in caplog.records if "where the training state is kept" in record.message]
     assert len(printed) == 1
     assert "disk" in printed[0]
-    assert "not in this table" in printed[0]
+    assert "not counted" in printed[0]

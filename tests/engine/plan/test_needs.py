@@ -60,8 +60,7 @@ def _plan_of(engine: Any, model: torch.nn.Module) -> Plan:
     training = engine.training_state
     config, world, state = training.config, training.world, training.state
     slots = {r.name: state.kernels[r.group].slots for r in state.records if r.group is not None}
-    shapes = shapes_of_model(model, config.precision)
-    needs = find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank)
+    needs = find_needs(shapes_of_model(model), slots, config, world_size=world.world_size, rank=world.rank)
     settings = placement_settings(config, budget_bytes=None, device_is_host=True)
     return make_plan(needs, settings, units_of_model(model, config.zero.stage3_max_live_parameters))
 
@@ -101,8 +100,8 @@ def _planned_and_counted(config: dict[str, Any], which: str) -> tuple[dict[str, 
         "host": sum(one.host for kind, one in held.items() if kind not in ("gradients", "buffers")),
         "disk": plan.held_total.disk,
         "buffers": held["buffers"].host,
-        "disk read": plan.traffic_total.read,
-        "disk written": plan.traffic_total.written,
+        "disk read": plan.read_bytes,
+        "disk written": plan.written_bytes,
         "state on the device": 0 if offloaded else masters,
     }
     counted = {
@@ -161,7 +160,7 @@ def test_a_model_without_memory_gives_the_same_needs() -> None:
     with torch.device("meta"):
         empty = Gpt(SHIPPED["gpt-tiny"])
     model = build_model("gpt-tiny", 16)
-    assert shapes_of_model(empty, "bf16") == shapes_of_model(model, "bf16")
+    assert shapes_of_model(empty) == shapes_of_model(model)
     units = units_of_model(empty)
     assert units == units_of_model(model)
     assert units[0] == ["transformer.wte.weight"]
