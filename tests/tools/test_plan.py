@@ -290,8 +290,6 @@ def test_auto_is_what_the_engine_takes_here(capsys: pytest.CaptureFixture[str]) 
     assert config["bf16"] == {"enabled": "auto"}
     precision = run.resolved(config).precision
     assert precision == ("bf16" if "bf16" in native_types(torch.device("cpu")) else "fp32")
-    with zstore.initialize(model=build_model("gpt-tiny", SEQ), config=config)[0] as engine:
-        assert engine.training_state.config.precision == precision
     assert plan_command(chosen) == 0
     assert f'"auto" takes {precision}, since this CPU' in capsys.readouterr().err
     elsewhere, config = make_run(options(gpus=2))
