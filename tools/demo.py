@@ -12,18 +12,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-MODEL = "gpt-tiny"
 SAVE_EVERY = 20
 LEARNING_RATE = 4e-3
 MOST_DIFFERENCE = 0.02
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""A model as small as this gains little from torch's threads, which mostly wait for each other if other programs use the
-cores."""
+"""A model as small as this gains little from torch's threads, which mostly wait for each other."""
 
 
 def main() -> None:
@@ -31,18 +28,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default="demo-run", help="folder to work in; an existing one is replaced")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps; a multiple of 20, at least 40")
-    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--model", default="gpt-tiny")
     options = parser.parse_args()
-    started = time.perf_counter()
-    demo = Demo(_user_path(options.folder), options.model, options.steps)
-    demo.run()
-    demo.close_with_table(time.perf_counter() - started)
-
-
-def _user_path(text: str) -> Path:
     from zstore.io import user_path  # numpy with it, which takes a while
 
-    return user_path(text)
+    started = time.perf_counter()
+    demo = Demo(user_path(options.folder), options.model, options.steps)
+    demo.run()
+    demo.close_with_table(time.perf_counter() - started)
 
 
 class Demo:
@@ -59,7 +52,8 @@ class Demo:
 
     def run(self) -> None:
         """Carry out every step."""
-        sweeper = self._make_folder()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        (self.folder / "nvme").mkdir(parents=True)
         first = self._train_on_disk()
         second = self._resume_in_memory()
         self._compare(first, second)
@@ -69,19 +63,6 @@ class Demo:
         _say("Consolidate to fp16 weights that other software loads")
         self._zstore("consolidate", self.folder / "run", self.folder / "weights", "--dtype", "fp16")
         self._write_sample()
-        sweeper.join()
-
-    def _make_folder(self) -> threading.Thread:
-        """Create the folder; files of an earlier run are deleted during the training, since thousands of them take a while."""
-        aside, left = self.folder.with_name(f"{self.folder.name}.{os.getpid()}"), self.folder / ".left"
-        if self.folder.exists():
-            self.folder.rename(aside)
-        (self.folder / "nvme").mkdir(parents=True)
-        if aside.exists():
-            aside.rename(left)
-        sweeper = threading.Thread(target=shutil.rmtree, args=(left,), kwargs={"ignore_errors": True})
-        sweeper.start()
-        return sweeper
 
     def _config(self, name: str, zero: dict[str, Any]) -> Path:
         path = self.folder / f"{name}.json"
@@ -100,23 +81,20 @@ class Demo:
         _say(f"Train {self.model} for {self.steps} steps on 2 processes: ZeRO-3, optimizer state on disk")
         offload = {"device": "nvme", "nvme_path": str(self.folder / "nvme")}
         config = self._config("zero3-disk", {"stage": 3, "offload_optimizer": offload})
-        metrics = self.folder / "zero3-disk.jsonl"
-        self._zstore(
-            "train", "--config", config, "--model", self.model, "--steps", self.steps, "--save", self.folder / "run",
-            "--save-every", SAVE_EVERY, "--nproc", 2, "--metrics", metrics, "--seed", 7,
-        )  # fmt: skip
-        return _rows(metrics)
+        return self._train(config, "run", "--save-every", SAVE_EVERY, "--nproc", 2, "--seed", 7)
 
     def _resume_in_memory(self) -> list[dict[str, Any]]:
         middle = (self.steps // SAVE_EVERY + 1) // 2 * SAVE_EVERY
         _say(f"Resume step {middle} on 1 process: ZeRO-1, optimizer state in memory")
         config = self._config("zero1-memory", {"stage": 1})
-        metrics = self.folder / "zero1-memory.jsonl"
-        self._zstore(
-            "train", "--config", config, "--model", self.model, "--steps", self.steps, "--save", self.folder / "run-1",
-            "--resume", f"{self.folder / 'run'}@step-{middle:08d}", "--metrics", metrics,
-        )  # fmt: skip
-        return _rows(metrics)
+        return self._train(config, "run-1", "--resume", f"{self.folder / 'run'}@step-{middle:08d}")
+
+    def _train(self, config: Path, save: str, *words: object) -> list[dict[str, Any]]:
+        """Run `zstore train`; return its metrics, a row a step."""
+        metrics, saved = config.with_suffix(".jsonl"), self.folder / save
+        model = ("--model", self.model, "--steps", self.steps)
+        self._zstore("train", "--config", config, *model, "--save", saved, *words, "--metrics", metrics)
+        return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
     def _compare(self, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
         losses = {row["step"]: row["loss"] for row in first}
@@ -125,7 +103,6 @@ class Demo:
             ("loss, first step and last", f"{first[0]['loss']:.3f} -> {first[-1]['loss']:.3f}"),
             ("largest difference of the resumed run's loss", f"{apart:.5f} (at most {MOST_DIFFERENCE})"),
         ]
-        _say(f"The losses of both runs are at most {apart:.5f} apart over {len(second)} steps")
         if not apart <= MOST_DIFFERENCE:
             raise SystemExit(
                 f"the resumed run's loss is {apart:.5f} from the first run's; at most {MOST_DIFFERENCE} is allowed"
@@ -166,12 +143,8 @@ class Demo:
 
     def close_with_table(self, elapsed_s: float) -> None:
         """Print the results, and what to type next."""
-        # A hard link is the same bytes: each inode counts once.
-        found = [path.stat() for path in self.folder.rglob("*") if path.is_file()]
-        sizes = {(stat.st_dev, stat.st_ino): stat.st_size for stat in found}
         rows = [
             *self.facts,
-            ("bytes on disk", f"{sum(sizes.values()) / 1e6:.0f} MB in {len(sizes)} files"),
             ("save stall, longest", f"{max(self.stalls_ms):.1f} ms"),
             ("time", f"{elapsed_s:.0f} s"),
         ]
@@ -205,10 +178,6 @@ def _shown(path: Path) -> str:
     """Return `path` as a user would type it here."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _say(text: str) -> None:

@@ -44,8 +44,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"abc")
     with pytest.raises(ConfigError, match="holds 3 bytes, but one sample takes 4"):
         open_corpus(tmp_path / "short").sample(0, 4, seed=0)
-    with pytest.raises(ConfigError, match="2 tokens or more"):
-        open_corpus(tmp_path / "short").require(1)
-    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
-    with pytest.raises(ConfigError, match=r"rows.jsonl: expected plain text, got a file of rows"):
-        open_corpus(tmp_path / "rows.jsonl")

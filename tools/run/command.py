@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from .plan import RunOptions, make_jobs
+from .ranks import count_gpus, run_ranks
 
 CONTEXT_SETTINGS = {
     # Arguments after the script are the script's.
@@ -19,11 +20,8 @@ Examples:
   zstore run --nproc 2 train.py                      # two ranks
   zstore run --include localhost:0,2 train.py        # on two GPUs
   zstore run --hostfile hosts train.py               # all machines of a hostfile, over ssh
-  zstore run --hostfile hosts --include a@b:0,1 train.py
   zstore run --hostfile hosts --exclude b:3 train.py
   zstore run --as-deepspeed train.py --deepspeed_config ds.json      # a script that imports deepspeed
-  zstore run --module package.train --lr 1e-4        # a module
-  zstore run --no-python ./train.sh                  # a program of any kind
 
 \b
 Exit codes: 0 all ranks ended well, 75 they saved and stopped because of a signal, 128 + N a
@@ -39,8 +37,6 @@ def run_command(options: RunOptions) -> int:
 
         ended = run_machines(jobs)
     else:
-        from .ranks import run_ranks
-
         ended = run_ranks(jobs[0])
     ended.say()
     return ended.exit_code
@@ -50,8 +46,6 @@ def _count_gpus() -> int:
     """Those of the machine: slots replace CUDA_VISIBLE_DEVICES."""
     visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     try:
-        from .ranks import count_gpus
-
         return count_gpus()
     finally:
         if visible is not None:

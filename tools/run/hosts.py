@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from zstore.errors import UsageError
 
 _HOSTFILE_LINE = re.compile(r"([^\s-]\S*)\s+slots=(\d+)(\s.*)?")
-_SYNTAX = "expected HOST[:SLOT,...], several joined by @, as in worker-0@worker-1:0,2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]
     for part in text.split("@"):
         host, colon, listed = part.strip().partition(":")
         if not host or (colon and not re.fullmatch(r"\d+(,\d+)*", listed)):
-            raise UsageError(f"{option}: {_SYNTAX}, got {part!r}")
+            raise UsageError(f"{option}: expected HOST[:SLOT,...], joined by @ as in a@b:0,2, got {part!r}")
         if host in named:
             raise UsageError(f"{option}: host {host!r} is named twice; name it once, with all its slots")
         named[host] = tuple(sorted({int(slot) for slot in listed.split(",")})) if colon else None

@@ -28,8 +28,6 @@ _JOB_HOSTFILE = Path("/job/hostfile")
 _PORT = 29500
 _FAR_END = "import sys; from zstore.tools.run.machines import main; sys.exit(main())"
 _HERE = ("localhost", "127.0.0.1", "::1")
-
-
 _RANKS = "Ranks on each machine. Default: its slots, else its GPUs, or 1."
 _EXPORT = "Variable that ranks on other machines get too, NAME or NAME=VALUE; may be repeated."
 _DEEPSPEED = "Answer `import deepspeed` in the script with zstore, for this run alone."
@@ -78,10 +76,7 @@ class RunOptions:
     master_port: Annotated[
         int | None,
         typer.Option(
-            help="Port on the first machine. Default: 29500, on a machine alone one that is free.",
-            min=1,
-            max=65535,
-            metavar="PORT",
+            help="Port on the first machine. Default: 29500, alone a free one.", min=1, max=65535, metavar="PORT"
         ),
     ] = None
     export: Annotated[list[str] | None, typer.Option(help=_EXPORT, metavar="NAME[=VALUE]")] = None
@@ -90,11 +85,7 @@ class RunOptions:
     ] = 0
     shutdown_timeout: Annotated[
         float,
-        typer.Option(
-            help="Seconds that ranks have to end after another failed, after Ctrl-C, or once the launcher is gone.",
-            min=0,
-            metavar="S",
-        ),
+        typer.Option(help="Seconds that ranks have to end after a failure or Ctrl-C.", min=0, metavar="S"),
     ] = 30.0
 
     def __post_init__(self) -> None:

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from zstore.errors import ConfigError
 
-_ROWS = (".jsonl", ".ndjson", ".parquet", ".arrow")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
@@ -41,8 +39,6 @@ class Corpus:
 
     def require(self, seq_len: int) -> None:
         """Raise `ConfigError` unless a sample of `seq_len` tokens can be made from the text."""
-        if seq_len < 2:
-            raise ConfigError(f"expected a sequence length of 2 tokens or more, got {seq_len}")
         if self.num_bytes < seq_len:
             raise ConfigError(
                 f"{self.name} holds {self.num_bytes} bytes, but one sample takes {seq_len}: "
@@ -50,9 +46,10 @@ class Corpus:
             )
 
     def sample(self, number: int, seq_len: int, seed: int) -> Tensor:
-        """Sample `number`, int64 [seq_len]; they are the labels too, since the model does the shift by one."""
+        """Sample `number`, int64 [seq_len], also the labels: the model does the shift by one. See [Note: sample order]."""
         self.require(seq_len)
-        start = start_of(number, seed, self.num_bytes - seq_len + 1)
+        key = np.array([seed % 2**64, number % 2**64], dtype=np.uint64)
+        start = int(np.random.Philox(key=key).random_raw()) * (self.num_bytes - seq_len + 1) >> 64
         return torch.from_numpy(np.frombuffer(self.read(start, seq_len), dtype=np.uint8).astype(np.int64))
 
     def batch(self, numbers: Sequence[int], seq_len: int, seed: int) -> Tensor:
@@ -66,7 +63,11 @@ class Corpus:
         while num_bytes > 0:
             begin = self.ends[index - 1] if index else 0
             wanted = min(num_bytes, self.ends[index] - start)
-            pieces.append(_read_at(self.files[index], start - begin, wanted))
+            with self.files[index].open("rb", buffering=0) as stream:
+                stream.seek(start - begin)
+                pieces.append(stream.read(wanted))
+            if len(pieces[-1]) != wanted:
+                raise ConfigError(f"{self.files[index]}: the file was changed while the run read it")
             start += wanted
             num_bytes -= wanted
             index += 1
@@ -83,12 +84,9 @@ def open_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     name = f"the standard library ({root})" if path is None else str(root)
     if not root.exists():
         raise ConfigError(f"expected a text file or a folder of them, but {root} does not exist: check --data")
-    if root.suffix in _ROWS:
-        raise ConfigError(
-            f"{root}: expected plain text, got a file of rows: write the text of its rows to a file of its own"
-        )
     found = sorted(root.glob("*.py" if path is None else "**/*")) if root.is_dir() else [root]
-    files = [file for file in found if file.is_file() and not _is_hidden(file.relative_to(root))]
+    shown = (file for file in found if not any(part.startswith(".") for part in file.relative_to(root).parts))
+    files = [file for file in shown if file.is_file()]
     try:
         sizes = [file.stat().st_size for file in files]
         for file in files:
@@ -99,28 +97,3 @@ def open_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     if not sum(sizes):
         raise ConfigError(f"{name} holds no text ({len(files)} files, 0 bytes): give a file or folder with text in it")
     return Corpus(files=tuple(files), ends=tuple(itertools.accumulate(sizes)), name=name)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _read_at(file: Path, offset: int, num_bytes: int) -> bytes:
-    with file.open("rb", buffering=0) as stream:
-        stream.seek(offset)
-        piece = stream.read(num_bytes)
-    if len(piece) != num_bytes:
-        raise ConfigError(
-            f"{file}: expected {num_bytes} bytes at offset {offset}, got {len(piece)}: "
-            "the file was changed while the run read it"
-        )
-    return piece
-
-
-def start_of(number: int, seed: int, span: int) -> int:
-    """Return a place in [0, span) that depends on (seed, number) alone: see [Note: sample order]."""
-    if number < 0:
-        raise ValueError(f"sample numbers start at 0, got {number}")
-    key = np.array([seed % 2**64, number % 2**64], dtype=np.uint64)
-    raw = int(np.random.Philox(key=key).random_raw())
-    return raw * span >> 64

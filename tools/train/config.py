@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 _BATCH = "train_micro_batch_size_per_gpu"
 _WARMUP = "scheduler.params.warmup_num_steps"
 _TOTAL = "scheduler.params.total_num_steps"
-_WARMUP_STEPS = 1000
-"""The longest warm-up that is chosen, DeepSpeed's default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +109,7 @@ def answers(options: TrainOptions, config: Config) -> dict[str, Any]:
     settings = config.settings
     given: dict[str, Any] = {_TOTAL: options.steps}
     if _WARMUP in open_keys(settings):
-        given[_WARMUP] = max(1, min(_WARMUP_STEPS, options.steps // 10))
+        given[_WARMUP] = max(1, min(1000, options.steps // 10))  # at most DeepSpeed's default
     sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
     if all(size in (None, "auto") for size in sizes) and settings.batch_section is None:
         given[_BATCH] = 1
