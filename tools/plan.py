@@ -37,11 +37,7 @@ class PlanOptions:
 
     config: Annotated[
         Path | None,
-        typer.Option(
-            help="Say whether this configuration fits, and what to change in it if it does not.",
-            parser=parse_file,
-            metavar="FILE",
-        ),
+        typer.Option(help="Check whether this configuration fits.", parser=parse_file, metavar="FILE"),
     ] = None
     model: Annotated[
         str | None,
@@ -83,7 +79,7 @@ def plan_command(options: PlanOptions, json: Json = False) -> int:
     first = run.weigh(config, "this config" if options.config else "as asked, stage 0")
     weighed = [first]
     if not (options.config and first.fits):
-        weighed += run.climb(config, _drive_of(run, config))
+        weighed += run.climb(config)
     chosen = next((one for one in weighed if one.fits), None)
     notes = list(_notes(run, config, chosen or first))
     if json:
@@ -163,18 +159,12 @@ def _run_of_model(options: PlanOptions, run: Callable[..., PlannedRun]) -> Plann
 
     with on_meta():
         model = build_model(str(options.model), options.seq_length)
-    width = Width.of(model)
-    if width is None:
-        raise ConfigError(
-            f"{options.model}: expected a config with hidden_size, num_hidden_layers and vocab_size, got one without; plan "
-            "by --params, --hidden and --layers"
-        )
     return run(
         name=options.model,
         shapes=shapes_of_model(model),
         units_of=partial(units_of_model, model),
         slots_of=partial(slots_of_module, model),
-        width=width,
+        width=Width.of(model),
     )
 
 
@@ -224,12 +214,6 @@ def slots_of_module(module: nn.Module, optimizer: OptimizerConfig | None, world_
         kernel = rule.kernel(type(made), group)
         slots |= {parameter: rule.slots(kernel, parameter.shape, world_size) for parameter in group["params"]}
     return {name: slots[parameter] for name, _, parameter in named_parameters(module)}
-
-
-def _drive_of(run: PlannedRun, config: Mapping[str, Any]) -> str:
-    """Return the first drive that a config names, else a stand-in."""
-    resolved = run.resolved(config)
-    return str(next(iter((*resolved.offload_optimizer.nvme_paths, *resolved.offload_param.nvme_paths)), "/local_nvme"))
 
 
 # -- output -------------------------------------------------------------------------------------------------------------

@@ -231,11 +231,12 @@ class PlannedRun:
             lacking=tuple(lacking),
         )
 
-    def climb(self, config: Mapping[str, Any], folder: str) -> Iterator[Costs]:
-        """Yield for each rung that follows on a config the needs of the config with all changes up to it. State on disk without
-        a host budget gets one, which keeps in memory as much as fits."""
-        machine, changes = self.machine, Changes()
-        ladder = rungs(self.resolved(config), machine.world_size, device_is_host=not machine.gpus, folder=folder)
+    def climb(self, config: Mapping[str, Any], folder: str = "/local_nvme") -> Iterator[Costs]:
+        """Yield for each rung that follows on a config the needs of the config with all changes up to it. State goes to the
+        config's own drive, or `folder`, and without a host budget gets one, which keeps in memory as much as fits."""
+        machine, changes, resolved = self.machine, Changes(), self.resolved(config)
+        drives = (*resolved.offload_optimizer.nvme_paths, *resolved.offload_param.nvme_paths, folder)
+        ladder = rungs(resolved, machine.world_size, device_is_host=not machine.gpus, folder=str(drives[0]))
         for title, more in ladder:
             changes = changes | more
             costs = self.weigh(config, title, changes)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from zstore.errors import ConfigError
 from zstore.format import make_grid, numpy_dtype, round_up, stored_shape
 from zstore.io import PAGE_BYTES
 from zstore.store import StoreOptions
@@ -187,15 +188,20 @@ class Width:
     """Tokens of the longest sequence; None: not known."""
 
     @classmethod
-    def of(cls, model: Any) -> Width | None:
-        """Return the dimensions in the model's own config, as transformers has it; None if there is none, or it is
-        incomplete."""
-        hidden, vocab_size = hidden_size(model), _of_config(model, "vocab_size")
-        num_layers = _of_config(model, "num_hidden_layers", "num_layers", "n_layer")
-        longest = _of_config(model, "max_position_embeddings", "n_positions", "max_positions")
-        if hidden is None or num_layers is None or vocab_size is None:
-            return None
-        return cls(hidden=hidden, num_layers=num_layers, vocab_size=vocab_size, longest=longest)
+    def of(cls, model: Any) -> Width:
+        """Return the dimensions in the model's own config, as transformers has it. Raises ConfigError if they are not there."""
+        found: dict[str, Any] = {
+            "hidden": hidden_size(model),
+            "num_layers": _of_config(model, "num_hidden_layers", "num_layers", "n_layer"),
+            "vocab_size": _of_config(model, "vocab_size"),
+        }
+        if None in found.values():
+            raise ConfigError(
+                f"{type(model).__name__}: expected a config with hidden_size, num_hidden_layers and vocab_size, from which the "
+                "memory of activations follows, got one without; write a number for offload_optimizer.ratio, and plan by "
+                "--params, --hidden and --layers"
+            )
+        return cls(**found, longest=_of_config(model, "max_position_embeddings", "n_positions", "max_positions"))
 
 
 def hidden_size(model: Any) -> int | None:

@@ -207,15 +207,12 @@ class Plan:
 # -- the report ---------------------------------------------------------------------------------------------------------
 
 
-def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, trains: bool = True) -> str:
+def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
     """Return the text that is printed once at the start: the bytes of each place, the host budget, the bytes of a step.
-
-    `plan` is one rank's; `local_ranks` ranks share the machine's drive. Without `trains` a step is a forward.
-    """
+    `plan` is one rank's; `local_ranks` ranks share the machine's drive."""
     settings = plan.settings
     whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
-    what = "training state is kept" if trains else "parameters are kept"
-    lines = [f"where the {what}{whose}:"]
+    lines = [f"where the state is kept{whose}:"]
     for place in ("device", "host", "disk"):
         sizes = {kind: getattr(held, place) for kind, held in plan.held.items()}
         parts = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in sizes.items() if nbytes)
@@ -228,10 +225,7 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1, trains: b
         sharers = f" ({local_ranks} ranks together)" if local_ranks > 1 else ""
         moved = (plan.read_bytes, plan.written_bytes, plan.file_bytes)
         read, written, files = (format_bytes(nbytes * local_ranks) for nbytes in moved)
-        step = (
-            f"step reads about {read} from disk and writes {written}" if trains else f"forward reads {read} from disk"
-        )
-        lines.append(f"  each {step}{sharers}")
+        lines.append(f"  each step reads about {read} from disk and writes {written}{sharers}")
         lines.append(f"  the files take {files}, and a checkpoint that links them as much again")
     if not settings.device_is_host and settings.optimizer != "none" and settings.ratio != 1:
         lines.append(

@@ -93,8 +93,11 @@ def plan_run(
         needs = find_needs(shapes, slots, config, world_size=world.world_size, rank=world.rank)
         settings = placement_settings(config, budget_bytes=budget_bytes, device_is_host=device_is_host)
         if device_bytes is not None and fills:
-            usable_bytes = without_headroom(device_bytes) - _activation_bytes(model, config)
-            settings = fill_device(needs, settings, units, usable_bytes)
+            width = Width.of(model)
+            if width.longest is None:
+                raise UsageError('offload_optimizer.ratio "auto": the model names no longest sequence: write a number')
+            activations, _ = activations_of(config, width, width.longest)
+            settings = fill_device(needs, settings, units, without_headroom(device_bytes) - activations)
     if fills:
         settings = replace(settings, ratio=max(world.all_gather_object(settings.ratio)))
     with world.agreeing():
@@ -105,23 +108,11 @@ def plan_run(
     return plan
 
 
-def _activation_bytes(model: nn.Module, config: Config) -> int:
-    """Return the bytes on the device of the activations of a micro-batch as long as the model allows."""
-    width = Width.of(model)
-    if width is None or width.longest is None:
-        raise UsageError(
-            'offload_optimizer.ratio "auto": expected a model whose config has its hidden size, layers, vocabulary and longest '
-            "sequence, from which the memory of activations follows: write a number from 0 to 1"
-        )
-    return activations_of(config, width, width.longest)[0]
-
-
-def tell_plan(plan: Plan, config: Config, world: World) -> None:
+def tell_plan(plan: Plan, world: World) -> None:
     """Log the plan on rank 0, if something is offloaded."""
     offloads = plan.held_total.device < plan.held_total.total - plan.held["buffers"].total
     if world.rank == 0 and offloads:
-        sizes = {"world_size": world.world_size, "local_ranks": world.local_world_size}
-        _log.info("%s", describe(plan, **sizes, trains=not config.frozen))
+        _log.info("%s", describe(plan, world_size=world.world_size, local_ranks=world.local_world_size))
 
 
 # -- memory and drives --------------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def test_the_budget_that_an_error_names_is_enough(optimizer: str, tmp_path: Path
 def test_the_plan_is_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="zstore"):
         run(make_config(str(tmp_path)), steps=1)
-    printed = [record.message for record in caplog.records if "where the training state is kept" in record.message]
+    printed = [record.message for record in caplog.records if "where the state is kept" in record.message]
     assert len(printed) == 1
     assert "disk" in printed[0]
     assert "not counted" in printed[0]

@@ -47,14 +47,6 @@ def test_a_cpu_is_asked_for_its_instructions(flags: str, native: str, monkeypatc
     assert native_types(torch.device("cpu")) == set(native.split())
 
 
-@pytest.mark.cuda
-def test_a_gpu_is_asked_for_its_instructions() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    found = native_types(torch.device("cuda", 0))
-    assert ("bf16" in found) == torch.cuda.is_bf16_supported(including_emulation=False)
-
-
 @pytest.mark.parametrize(
     ("config", "chosen", "line"),
     [
