@@ -245,7 +245,7 @@ def _share_on_device(needs: Mapping[str, Need], settings: PlacementSettings) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class _Saving:
-    """What it saves that an array of a parameter is in host memory and not on disk."""
+    """The saving by an array of a parameter that is in host memory and not on disk."""
 
     field: Field
     memory_bytes: int
@@ -281,7 +281,7 @@ def _choices(
 
 
 def _savings(kept: Callable[[Need, Places], list[_Array]], need: Need, place: Places) -> list[_Saving]:
-    """Return what it saves to keep each array of a parameter in host memory that is on disk."""
+    """Return the saving by each array of a parameter on disk, if it were in host memory."""
     found: list[_Saving] = []
     for field in _FIELDS if need.slots is not None else _FIELDS[:1]:
         if getattr(place, field) == "disk":
@@ -336,7 +336,7 @@ def _required_bytes(kept: Sequence[Sequence[_Array]], settings: PlacementSetting
 
 
 def _over_budget(required: Counter[str], budget_bytes: int, settings: PlacementSettings) -> BudgetError:
-    """Return the error of a host budget that is too small for what has to be in host memory: `required`, by purpose."""
+    """Return the error of a host budget that is too small for the bytes that need host memory: `required`, by purpose."""
     enough, buffers_of = required.total(), settings.buffers_of
     others = enough - settings.buffer_bytes
     while buffers_of is not None and (needed := others + buffers_of(enough)) > enough:

@@ -113,7 +113,7 @@ cached_layout = lru_cache(maxsize=4096)(layout_of)
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementSettings:
-    """What is asked for. Bytes and elements are this rank's."""
+    """The requested placement. Bytes and elements are this rank's."""
 
     optimizer: OffloadTier = "none"
     ratio: float = 1.0
@@ -167,7 +167,7 @@ class Plan:
     """By kind: "parameters" (with fp32 masters that are the parameter), "secondary parameters" (of
     `zero_hpz_partition_size`), "gradients" (none if they are used as they arrive), "master", each slot, "buffers"."""
     read_bytes: int
-    """From disk in a step, checksums and padding included; at stage 3 about that: what is still there is not read again."""
+    """From disk in a step, checksums and padding included; at stage 3 about that: rows still gathered are not read."""
     written_bytes: int
     """To disk in a step, likewise."""
     files: tuple[tuple[Field, int], ...]

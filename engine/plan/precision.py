@@ -53,7 +53,7 @@ def find_native(config: Config, world: World) -> frozenset[str]:
 
 
 def precision_note(config: Config, chosen: str, native: Collection[str], device: str) -> tuple[int, str] | None:
-    """Return the level and the text of what is to be said of the precision that a config resolved to: the choice of "auto"
+    """Return the level and the text of a line about the precision that a config resolved to: the choice of "auto"
     and why, or a warning of a demanded type that the device ("CPU" or "GPU") has no instructions for."""
     switches = _switches(config)
     if True in switches.values():

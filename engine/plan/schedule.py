@@ -114,7 +114,7 @@ def _plan_starts(
     ahead: deque[int] = deque()
     start: list[tuple[int, ...]] = []
     for slot in range(len(uses) + 1):
-        for waiting in (ahead, to_gather):  # what is used before it was started is gathered on demand
+        for waiting in (ahead, to_gather):  # a use that begins before its gather is gathered on demand
             while waiting and waiting[0] < slot:
                 waiting.popleft()
         begun: list[int] = []

@@ -123,7 +123,7 @@ class Control:
 
 @contextlib.contextmanager
 def catching_signals() -> Iterator[list[int]]:
-    """Yield a list to which the signals that come are added, in place of what they do; call it in the main thread.
+    """Yield a list to which the signals that come are added, in place of their effect; call it in the main thread.
 
     A signal that was ignored before, as under nohup, stays ignored.
     """
