@@ -33,19 +33,15 @@ def _convert(source: Path, out: Path) -> None:
     assert convert_command(str(source), out, to="safetensors") == 0
 
 
-def _consolidate(source: Path, out: Path) -> None:
-    assert consolidate_command(source, out, "fp32") == 0
-
-
 def _by_a_checkpoint(source: Path, out: Path) -> None:
     assert convert_command(str(source), out.with_name("ours"), world_size=2) == 0
     assert reshard_command(out.with_name("ours"), out.with_name("three"), 3) == 0
     with open_checkpoint(out.with_name("three")) as reader:
         assert verify_checkpoint(reader) == []
-    _consolidate(out.with_name("three"), out)
+    assert consolidate_command(out.with_name("three"), out, "fp32") == 0
 
 
-WAYS = pytest.mark.parametrize("way", [_convert, _consolidate, _by_a_checkpoint])
+WAYS = pytest.mark.parametrize("way", [_convert, _by_a_checkpoint])
 Way = Callable[[Path, Path], None]
 
 
@@ -198,5 +194,5 @@ def test_two_models_in_one_folder_keep_their_own(tmp_path: Path) -> None:
         transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
         assert convert_command(str(tmp_path / name), tmp_path / "ours") == 0
     for name, size in (("small", 32), ("large", 64)):
-        assert consolidate_command(f"{tmp_path}/ours:{name}", tmp_path / f"{name}-out", "fp32") == 0
+        assert consolidate_command(f"{tmp_path}/ours@{name}", tmp_path / f"{name}-out", "fp32") == 0
         assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-out").config.n_embd == size
