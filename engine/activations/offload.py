@@ -269,9 +269,8 @@ class ActivationOffload:
         self.hooks = tuple(map(torch.compiler.disable, (self.pack, self.unpack)))
 
     def _take_all(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        while self._handles:
+            self._handles.pop().remove()
         self._in_blocks = True
 
     @contextmanager
@@ -360,8 +359,7 @@ class ActivationOffload:
     def unpack(self, saved: Any) -> torch.Tensor:
         """Return the tensor that `pack` was given, with the same values (a saved-tensor hook)."""
         if not isinstance(saved, _Saved):
-            tensor: torch.Tensor = saved
-            return tensor
+            return cast("torch.Tensor", saved)
         piece = saved.piece
         if self._closed:
             raise UsageError("a backward after engine.close(): what the forward kept for it is gone")
@@ -415,12 +413,8 @@ class ActivationOffload:
         """Bring one piece back (the reading thread)."""
         if (piece := known()) is None:
             return
-        try:
-            with self._context():
-                self._tier.read(piece.place, target, after)
-        except BaseException as error:
-            error.add_note("An activation could not be brought back.")
-            raise
+        with self._context():
+            self._tier.read(piece.place, target, after)
         with self._lock:
             piece.memory, piece.coming = target, None
             self._counts.read_bytes += piece.nbytes
