@@ -8,8 +8,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-
 from ..errors import UsageError
 from ..format.arrays import numpy_dtype
 from ..format.partition import round_up
@@ -71,9 +69,9 @@ class Values:
         """Read an array into `out`; replace it by a value."""
         self._shards, self._workers, self._prefetch, self._mode = shards, workers, prefetch, mode
         self._pool: Pool | None = None
-        self._ahead: list[tuple[StoreArray, Buffer | None, Ticket[Any]]] = []
+        self._ahead: list[tuple[str, Buffer, Ticket[Any]]] = []
         self._behind = Unreported()
-        self._current: tuple[StoreArray, Buffer | None, Any] | None = None
+        self._current: tuple[str, Buffer, Any] | None = None
         """The loop's array at hand."""
         self._closed = False
         self._lock = threading.Lock()
@@ -113,43 +111,37 @@ class Values:
                 self._ahead[0][2].wait()
             return bool(self._ahead)
 
+    def _read_ahead(self) -> None:
+        while self._coming and len(self._ahead) <= self._prefetch:
+            array = self._coming[-1]
+            spec, nbytes = array.spec, max(1, array.spec.nbytes)
+            pool = self._pool = self._pool or self._make_pool()
+            buffer = pool.try_acquire(nbytes) if self._ahead else pool.acquire(nbytes)
+            if buffer is None:
+                return
+            self._coming.pop()
+            data = buffer.bytes[: spec.nbytes].view(numpy_dtype(spec.dtype))
+            ticket = self._read(spec.name, out=shaped(data, spec.shape, array.is_torch))
+            self._ahead.append((spec.name, buffer, ticket))
+
     def _hand_out(self) -> tuple[str, Any]:
-        array, buffer, ticket = self._ahead.pop(0)
-        self._current = array, buffer, ticket.wait()
-        return array.spec.name, self._current[2]
+        name, buffer, ticket = self._ahead.pop(0)
+        self._current = name, buffer, ticket.wait()
+        return name, self._current[2]
 
     def _retire(self) -> None:
         """Store the array that the loop is done with."""
         if self._current is None:
             return
-        (array, buffer, value), self._current = self._current, None
+        (name, buffer, value), self._current = self._current, None
         if self._mode == "read":
-            if buffer is not None:
-                buffer.release()
-            return
-        ticket = self._behind.add(self._write(array.spec.name, value))
-        if buffer is not None:
-            ticket.when_done(buffer.release)
-
-    def _read_ahead(self) -> None:
-        while self._coming and len(self._ahead) <= self._prefetch:
-            array, buffer = self._coming[-1], None
-            if array.spec.nbytes:
-                pool = self._pool = self._pool or self._make_pool()
-                buffer = pool.try_acquire(array.spec.nbytes) if self._ahead else pool.acquire(array.spec.nbytes)
-                if buffer is None:
-                    return
-            self._coming.pop()
-            self._ahead.append((array, buffer, self._begin(array, buffer)))
-
-    def _begin(self, array: StoreArray, buffer: Buffer | None) -> Ticket[Any]:
-        memory = np.empty(0, np.uint8) if buffer is None else buffer.bytes
-        data = memory.view(numpy_dtype(array.spec.dtype))
-        return self._read(array.spec.name, out=shaped(data, array.spec.shape, array.is_torch))
+            buffer.release()
+        else:
+            self._behind.add(self._write(name, value)).when_done(buffer.release)
 
     def _make_pool(self) -> Pool:
         """Return memory for the arrays at hand, read ahead, and being stored, within the budget."""
-        sizes = sorted((round_up(array.spec.nbytes, PAGE_BYTES) for array in self._coming), reverse=True)
+        sizes = sorted((round_up(max(1, array.spec.nbytes), PAGE_BYTES) for array in self._coming), reverse=True)
         wanted, free = sum(sizes[: self._prefetch + 2]), self._shards.budget.free_bytes
         return self._shards.make_pool(
             wanted if free is None else max(sizes[0], min(wanted, free // PAGE_BYTES * PAGE_BYTES))
@@ -165,9 +157,8 @@ class Values:
             self._coming.clear()
             self._retire()
             for _, buffer, ticket in self._ahead:
-                ticket.error()
-                if buffer is not None:
-                    buffer.release()
+                ticket.wait_for_end()
+                buffer.release()
             self._ahead.clear()
             behind = self._behind.all()
             for ticket in behind:
