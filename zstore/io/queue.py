@@ -71,11 +71,8 @@ class Ticket(Generic[T]):
         if self._heard is not None:
             self._heard()
 
-    def then(self, change: Callable[[T], U], heard: Callable[[], None] | None = None) -> Ticket[U]:
-        """Return a ticket for `change(result)`, which an I/O thread calls, so it must be short; its error is that ticket's.
-
-        `heard` is called when somebody has its result or error.
-        """
+    def then(self, change: Callable[[T], U]) -> Ticket[U]:
+        """Return a ticket for `change(result)`, which an I/O thread calls, so it must be short; its error is that ticket's."""
         future: Future[U] = Future()
 
         def ended(ended: Future[T]) -> None:
@@ -87,13 +84,7 @@ class Ticket(Generic[T]):
                 future.set_result(result)
 
         self._future.add_done_callback(ended)
-
-        def both() -> None:
-            for call in (self._heard, heard):
-                if call is not None:
-                    call()
-
-        return Ticket(future, both)
+        return Ticket(future, self._heard)
 
     def done(self) -> bool:
         """Tell whether the operation ended, well or badly."""
