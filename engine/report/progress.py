@@ -67,10 +67,11 @@ class RunReport:
         self._training = training
         self._times = times
         self.monitors = monitors
+        self._writes = bool(monitors)
         self.utilisation = StepUtilisation(training)
         self.journal = RunJournal(training, self.utilisation)
         self._every = settings.steps_per_print
-        reports = self._every > 0 or bool(monitors) or self.journal.enabled
+        reports = self._every > 0 or self._writes or self.journal.enabled
         self.enabled = self.utilisation.counts = reports and world.rank == 0 and not training.config.frozen
         """Whether steps are reported at all."""
         self._losses: list[torch.Tensor] = []
@@ -119,9 +120,9 @@ class RunReport:
         loss = sum(told) / len(told) if told else _value_of(taken)
         times = replace(self._times)
         spent, self._last_step = times - self._last_step, times
-        if self.monitors or prints:
+        if self._writes or prints:
             loss = number = loss() if callable(loss) else loss
-            if self.monitors:
+            if self._writes:
                 self._write(number, spent)
             if prints:
                 self._print(number, times)
