@@ -136,7 +136,7 @@ class Engine(nn.Module):
         self.access.before_reading = self.parameter_guard.check_values
         # Updates in the backward are under way when a step begins.
         apart = [] if training.pending.in_backward is not None else self.access.apart(training.state.records)
-        self.value_sample = ValueSample(apart, lambda record: self.access.source(record, "model"))
+        self.value_sample = ValueSample(apart, functools.partial(self.access.source, group="model"))
         self.signals = StopSignals(training.world)
         pause = CollectorPause() if settings.disable_python_gc else None
         ends = (pause.end if pause is not None else None, FrozenObjects().end)
