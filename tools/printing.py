@@ -33,11 +33,11 @@ def make_console() -> Console:
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
 
-def make_table(left: Sequence[str], right: Sequence[str] = (), title: str | None = None) -> Table:
+def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
     """Return a table whose columns `left` are aligned left and may fold; the columns `right` that follow hold numbers."""
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for column in left:
         table.add_column(column, overflow="fold")
     for column in right:

@@ -95,7 +95,7 @@ def load_module_state(
 
     def check() -> None:
         if world.rank == 0:
-            _check(access, entries, given, strict=strict)
+            _check(entries, given, strict=strict)
 
     access.finished("load_module_state_dict()", check, changes=True)
     names: list[str] = world.broadcast_object([name for name in entries if name in given])
@@ -129,7 +129,7 @@ def _share_buffers(access: Access, tensors: Iterable[torch.Tensor]) -> None:
             broadcast_bytes(access.world, tensor)
 
 
-def _check(access: Access, entries: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
+def _check(entries: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
     faults: list[str] = []
     missing, unexpected = [n for n in entries if n not in given], [n for n in given if n not in entries]
     for what, names in (("missing", missing), ("not in the model", unexpected)) if strict else ():

@@ -52,10 +52,6 @@ _TRIM_BYTES = 32 * 1024 * 1024
 class BuildStatistics:
     """Counters of the building so far."""
 
-    released: int = 0
-    """Times that a parameter was released."""
-    unsharded: int = 0
-    """Times that the values of one were gathered again."""
     live_bytes: int = 0
     """Bytes of large parameters in memory now."""
     live_peak_bytes: int = 0
@@ -235,7 +231,6 @@ class Builder:
             for tile in tiles:
                 as_torch(tile.views[0]).copy_(mine[tile.first : tile.stop])
         self.set_placeholder(built, parameter)
-        self._statistics.released += 1
         self._freed_bytes += values.nbytes
         if self._freed_bytes >= _TRIM_BYTES:
             self._freed_bytes = 0
@@ -297,7 +292,6 @@ class Builder:
     def whole(self, built: Built) -> torch.Tensor:
         """Return the values of a released parameter, on the device on which it was built (all ranks)."""
         rows, world = _rows_of(built), self.world
-        self._statistics.unsharded += 1
         if world.world_size == 1:
             return self.own_rows(built).view(rows.spec.shape).to(built.device)
         mine = torch.zeros(rows.grid.shard_numel, dtype=_dtype(rows))

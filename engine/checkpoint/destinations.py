@@ -26,10 +26,6 @@ class Destination:
     folder: Path
     upload: UploadPlace | None = None
 
-    def location_of(self, name: str) -> str:
-        """Return path or URL of a folder in it."""
-        return str(self.folder / name) if self.upload is None else self.upload.location_of(name)
-
     def begin(self, request: SaveRequest) -> SaveHandle:
         """Begin the save; `request.folder` is this folder. See `save_checkpoint`."""
         if self.upload is None:

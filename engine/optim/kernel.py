@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -55,9 +55,6 @@ class ParameterStep(Protocol):
 
 class ListStep(ABC):
     """A `ParameterStep` that parameters with the same scalars share."""
-
-    changes_gradients: ClassVar[bool]
-    """Whether gradients may be changed."""
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Tensors) -> None:
         """Update one tile in place."""
@@ -188,8 +185,6 @@ class FusedAdam(Kernel):
 class FusedAdamStep(ListStep):
     """A step by torch's fused kernel, which takes the step count as a tensor on the device."""
 
-    changes_gradients = False
-
     def __init__(self, kernel: Callable[..., Any], settings: Mapping[str, float], step: float, counted: float) -> None:
         self.settings = settings
         self.step = step
@@ -303,8 +298,6 @@ class TorchKernel(Kernel):
 
 class _TorchStep(ListStep):
     """A step by a TorchKernel of parameters with the same scalars."""
-
-    changes_gradients = True
 
     def __init__(self, kernel: TorchKernel, scalars: Scalars) -> None:
         self._kernel = kernel

@@ -224,11 +224,9 @@ class OptimizerState:
         mode: ModeName,
         *,
         modes: Mapping[str, ModeName] | None = None,
-        admit: Callable[[int, bool], bool] | None = None,
-        on_end: Callable[[int], None] | None = None,
     ) -> AbstractContextManager[Tiles]:
         """Give a pass over groups of arrays for the length of a `with` block, at whose end it is dropped if not complete."""
-        tiles = self.store.stream(groups, mode, modes=modes, admit=admit, on_end=on_end)
+        tiles = self.store.stream(groups, mode, modes=modes)
         return self.over(tiles, from_disk=self.any_on_disk(groups))
 
     @contextmanager
@@ -326,11 +324,10 @@ class OptimizerState:
     def _cast_from_masters(self) -> list[ParameterRecord]:
         return [r for r in self.scalars if not self.is_master(r) and r.owned_numel]
 
-    def refresh_parameters(self, some: Container[ParameterRecord] | None = None, *, done: Container[str] = ()) -> None:
-        """Cast the masters of all or `some` parameters, except the arrays `done`, into the parameters' own rows, in memory and
+    def refresh_parameters(self, done: Container[str] = ()) -> None:
+        """Cast the masters of all parameters, except the arrays `done`, into the parameters' own rows, in memory and
         in the store (after a load)."""
         records = [r for r in self._cast_from_masters() if model_array(r.name) not in done]
-        records = [record for record in records if some is None or record in some]
         groups = [[model_array(r.name), *([] if r.rest is None else [r.rest])] for r in records]
         rests: dict[str, ModeName] = {r.rest: "fill" for r in records if r.rest is not None}
         with self.passing(groups, "read", modes=rests) as tiles:

@@ -61,8 +61,6 @@ class Updater:
         self.error: BaseException | None = None
         """The error that ended an update early."""
         self._running: Ticket[None] | None = None
-        self.waits = 0
-        """Number of waits for an update."""
 
     def start(self, update: Update, admit: Admit | None = None, over: Callable[[], None] = lambda: None) -> None:
         """Run `update` behind the caller; `admit` as in `Update.run`. A record that is not admitted stays unchanged.
@@ -129,7 +127,6 @@ class Updater:
         with self._changed:
             wanted = set(records) - self._held_back
             if not wanted.isdisjoint(self._pending):
-                self.waits += 1
                 self._changed.wait_for(lambda: wanted.isdisjoint(self._pending))
             if self.error is not None:
                 raise self.error

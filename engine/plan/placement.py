@@ -13,9 +13,8 @@ The device keeps arrays that are not offloaded, and `1 - ratio` of the optimizer
   takes an item that a smaller one has to skip, all items that the smaller one may still take are worth less than that one,
   for they are smaller and save no more per byte.
 
-A split master (bf16 alone) is the parameter, wherever that is, and its low 16 bits and ties beside the slots. A trained
-fp32 parameter is its own master, in the parameter's place. Only if the parameter stays on the device and its optimizer
-state does not, the state has a master of its own.
+A trained fp32 parameter is its own master, in the parameter's place. Only if the parameter stays on the device and its
+optimizer state does not, the state has a master of its own.
 """
 
 from __future__ import annotations

@@ -54,7 +54,6 @@ class Committer:
 
     def __init__(self, files: Files, folder: Path, tag: str, save_id: str) -> None:
         self.folder = folder
-        self.save_id = save_id
         name = tag_folder(tag)
         self.target = folder / name
         self.temporary = folder / own_name(name, TEMPORARY, save_id)

@@ -114,14 +114,6 @@ class Box:
             count += inside * each
         return count + each if rest > 0 else count
 
-    @property
-    def extent(self) -> tuple[int, int]:
-        """Flat elements `[first, stop)` of the whole tensor that enclose it; both 0 if it is empty."""
-        if not self.numel:
-            return 0, 0
-        last = self.num_runs - 1
-        return int(self.starts(0, 1)[0]), int(self.starts(last, last + 1)[0]) + self.run_numel
-
     def overlap(self, first: int, stop: int) -> Iterator[BoxRun]:
         """Yield its runs within the flat elements `[first, stop)` of the whole tensor, in order."""
         length = self.run_numel

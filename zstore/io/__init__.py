@@ -4,7 +4,7 @@ from .allocator import HUGE_PAGE_BYTES, advise_huge_pages, map_large_blocks, ret
 from .buffers import PAGE_BYTES, Pool, Rooms, make_slab
 from .files import Files, NewFile, OpenFile, UserPath, is_url, make_read_only, user_location, user_path
 from .flush import Flush
-from .hostmemory import HostMemory, count_memory_kills, most_resident_bytes, read_host_memory, resident_bytes
+from .hostmemory import HostMemory, most_resident_bytes, read_host_memory, resident_bytes
 from .links import LinkCounters, LinkStatistics, total_of_links
 from .pinning import PinnedSlabs
 from .pool import Workers, helpful_threads, num_cores, run_in_thread
@@ -25,7 +25,7 @@ from .shards import (
 __all__ = [
     "HUGE_PAGE_BYTES", "PAGE_BYTES", "Files", "Fill", "FillRuns", "Flush", "HostMemory", "IoResources", "LinkCounters",
     "LinkStatistics", "NewFile", "OpenFile", "PinnedSlabs", "Pool", "Priority", "Rooms", "ShardReader", "ShardSummary",
-    "ShardWriter", "Ticket", "UserPath", "Workers", "advise_huge_pages", "count_memory_kills", "fill_chunk",
+    "ShardWriter", "Ticket", "UserPath", "Workers", "advise_huge_pages", "fill_chunk",
     "helpful_threads", "is_url", "make_read_only", "make_shard_file", "make_slab", "map_large_blocks",
     "most_resident_bytes", "num_cores", "open_resources", "read_host_memory", "resident_bytes", "return_free_memory",
     "run_in_thread", "total_of_links", "user_location", "user_path", "write_shard",

@@ -81,16 +81,6 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
     )
 
 
-def count_memory_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes the kernel has killed for lack of memory since it started, in control groups too; None if it
-    does not say."""
-    for line in _read(root / "proc/vmstat").splitlines():
-        name, _, value = line.partition(" ")
-        if name == "oom_kill":
-            return int(value)
-    return None
-
-
 def resident_bytes() -> int:
     """Return the bytes that this process has resident; if the system does not say, the most that it had."""
     try:

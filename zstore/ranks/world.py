@@ -231,12 +231,6 @@ class World:
         finally:
             self.activity.collective = ""
 
-    @contextmanager
-    def around(self, collective: str) -> Iterator[None]:
-        """Let a foreign collective fail as this world's do (all ranks)."""
-        with self.calling("the training loop"), self._within(collective):
-            yield
-
     def know_connections(self) -> None:
         """Note the connections to the other ranks anew, if they are watched: a process group was made (all ranks)."""
         if self.watch is not None:

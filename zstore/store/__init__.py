@@ -4,7 +4,7 @@ The names below are public, for code built on it.
 """
 
 from .options import StoreOptions
-from .runfolder import RUN_FOLDER, left_bytes
+from .runfolder import RUN_FOLDER
 from .snapshot import Snapshot
 from .statistics import StoreStatistics
 from .store import SMALL_SHARD_BYTES, ModeName, TensorStore, TierName
@@ -16,5 +16,5 @@ from .tiers.packs import MANY_SMALL, is_packed, run_file_bytes
 __all__ = [
     "MANY_SMALL", "MEMORY_TILE_NUMEL", "RUN_FOLDER", "SMALL_SHARD_BYTES", "Drives", "LocalShard", "ModeName",
     "PinnedShard", "Snapshot", "StoreOptions", "StoreStatistics", "Stream", "TensorStore", "TierName", "Tile",
-    "is_packed", "left_bytes", "run_file_bytes", "shared_bytes",
+    "is_packed", "run_file_bytes", "shared_bytes",
 ]  # fmt: skip

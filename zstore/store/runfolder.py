@@ -151,12 +151,6 @@ class RunFolder:
             os.close(self._fd)
 
 
-def left_bytes(nvme_path: Path, rank: int) -> int:
-    """Return the bytes that opening a rank's run folder frees: of files left by a dead run that no checkpoint has."""
-    left = (path.lstat() for path in (nvme_path / RUN_FOLDER / f"rank-{rank:05d}").glob("*.shard"))
-    return sum(found.st_size for found in left if found.st_nlink == 1)
-
-
 class RunFolders:
     """The run folders of one rank, one on each drive, by the path that was given; all of them, or none. `shares` as in
     `RunFolder`."""
@@ -170,11 +164,6 @@ class RunFolders:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def are_first(self) -> bool:
-        """Whether no other store of this process held one of the folders before."""
-        return all(held.is_first for held in self._held.values())
 
     def paths(self, given: Iterable[Path]) -> tuple[Path, ...]:
         """Return the folders under these paths."""

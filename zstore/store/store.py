@@ -238,11 +238,6 @@ class TensorStore(Closing):
         tier = self._at_rest(name)
         return isinstance(tier, DiskTier) and tier.adopt(name, path, crcs)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether no other store of this process held one of its run folders before: see `StoreOptions.shares_folders`."""
-        return self._folders.are_first
-
     def disk_folders(self) -> dict[str, Path]:
         """Return by array the folder of its files, for those on disk."""
         return {} if self._disk is None else self._disk.folders()

@@ -177,12 +177,6 @@ class DeadlyFiles(FaultyFiles):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def short_files(most_bytes: int = 4096) -> FaultyFiles:
-    """Return files that move at most `most_bytes` at a time, as a signal or a full socket buffer would make them."""
-    kinds: tuple[Kind, ...] = ("read", "write")
-    return FaultyFiles(faults=tuple(Fault(kind=kind, times=None, most_bytes=most_bytes) for kind in kinds))
-
-
 def unlinkable_files(error_number: int) -> FaultyFiles:
     """Return files of a file system to which no hard link can be made."""
     return FaultyFiles(faults=(Fault(kind="link", times=None, error_number=error_number),))

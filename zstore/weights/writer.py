@@ -63,11 +63,6 @@ class WeightsWriter(Closing):
         self._lost: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Peak bytes of blocks in memory."""
-        return self._slabs.made_bytes
-
     def lost(self) -> list[Lost]:
         """Return which weights had values that could not be held."""
         return [Lost(name=name, count=count) for name, count in sorted(self._lost.items())]
