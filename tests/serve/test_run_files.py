@@ -1,15 +1,11 @@
-"""What a client sends beside its checkpoints: the lines of its journal, and its model's config."""
+"""What a client sends beside its checkpoints: the lines of its journal."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
-import aiofiles
 import numpy as np
 import pytest
 import urllib3
@@ -17,10 +13,8 @@ import urllib3
 from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
-from tests.waiting import until
-from zstore.errors import UsageError
 from zstore.journal import journal_file
-from zstore.remote.service import UploadPlace, open_folder
+from zstore.remote.service import UploadPlace
 from zstore.remote.service_target import JournalTail
 
 TOKEN = {"Authorization": "Bearer secret-of-the-tests"}
@@ -109,49 +103,3 @@ def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(tmp_path: Path, bas
         refused.send()
     (problem,) = problems
     assert "does not accept the token" in problem
-
-
-def test_config_and_tokenizer_lie_beside_the_checkpoints(tmp_path: Path, base: str) -> None:
-    folder = open_folder(f"{base}/one", OPTIONS)
-    folder.write_small("config.json", b"{}")
-    folder.write_small("config.json", b"{ }")
-    assert (tmp_path / "runs/one/config.json").read_bytes() == b"{ }"
-    save_arrays(tmp_path / "runs/one", {"model/a": np.zeros(3)})
-    folder.write_small("config.json", b"{ }")
-    folder.write_small("tokenizer.json", b"{}")
-    with pytest.raises(FileExistsError, match=r"has another config\.json"):
-        folder.write_small("config.json", b"{}")
-    for name in ("latest", "journal-abc.jsonl", "zstore.json", ".config.json"):
-        with pytest.raises(UsageError):
-            folder.write_small(name, b"{}")
-    with pytest.raises(UsageError):
-        folder.child("step-00000001").write_small("config.json", b"{}")
-
-
-@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EROFS, 500)])
-def test_a_drive_that_is_full_or_read_only_is_told_and_nothing_stays(
-    tmp_path: Path, base: str, http: urllib3.PoolManager, monkeypatch: pytest.MonkeyPatch, number: int, status: int
-) -> None:
-    url, real = f"{base}/api/runs/one/companions/config.json", aiofiles.open
-
-    def failing(path: Path, mode: str) -> Any:
-        if number == errno.EROFS:
-            raise OSError(number, os.strerror(number), str(path))
-        return real("/dev/full", mode)
-
-    assert http.request("PUT", url, body=b"{}", headers=TOKEN).status == 204
-    with monkeypatch.context() as patch:
-        patch.setattr(aiofiles, "open", failing)
-        answer = http.request("PUT", url, body=b"{ }", headers=TOKEN)
-    assert answer.status == status, answer.data
-    assert "the file cannot be written" in answer.json()["error"]
-    assert [(path.name, path.read_bytes()) for path in (tmp_path / "runs/one").iterdir()] == [("config.json", b"{}")]
-
-
-def test_a_connection_that_ends_early_leaves_nothing(tmp_path: Path, base: str) -> None:
-    place = urllib3.util.parse_url(base)
-    head = f"PUT /api/runs/one/companions/tokenizer.json HTTP/1.1\r\nHost: x\r\nAuthorization: {TOKEN['Authorization']}\r\n"
-    with socket.create_connection((place.host, place.port)) as client:
-        client.sendall(f"{head}Content-Length: 4000000\r\n\r\n".encode() + b"x" * 3_000_000)
-        until(lambda: any(path.stat().st_size >= 2**20 for path in tmp_path.glob("runs/one/.tokenizer.json.*.part")))
-    until(lambda: not list((tmp_path / "runs/one").iterdir()))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiofiles
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -249,4 +250,16 @@ def test_a_drive_without_room_refuses_before_anything_is_sent(tmp_path: Path, se
     assert not list((tmp_path / "runs/one").rglob("c.*"))
     files.free = None
     upload_checkpoint(path, f"{base}/one", OPTIONS)
+    assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
+
+
+def test_a_drive_that_fills_up_ends_an_upload_which_resumes(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = save_arrays(tmp_path / "a", make_arrays(), run_id="run"), aiofiles.open
+    with monkeypatch.context() as patch:
+        patch.setattr(aiofiles, "open", lambda path, mode: real("/dev/full", mode))
+        with pytest.raises(DiskFullError, match="the file cannot be written"):
+            upload_checkpoint(path, f"{url}/one", OPTIONS)
+    upload_checkpoint(path, f"{url}/one", OPTIONS)
     assert digests(tmp_path / "runs/one/step-00000001") == digests(path)

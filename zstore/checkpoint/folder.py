@@ -98,10 +98,6 @@ class Folder(ABC):
         """Raise FileNotFoundError if a local file is missing, CorruptionError if it, or a folder on the way, is a link or
         of another kind. Behind a URL there are none, and nothing is asked."""
 
-    @abstractmethod
-    def write_small(self, file: str, data: bytes) -> None:
-        """Write a file beside checkpoints, whose loss does no harm; makes the folder if it is missing."""
-
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
         """Return what `read_small` returns or raises for each of `files`."""
         return [self.try_read(file) for file in files]
@@ -235,11 +231,6 @@ class LocalFolder(Folder):
             except (OSError, ValueError) as error:
                 found.append(error)
         return found
-
-    def write_small(self, file: str, data: bytes) -> None:
-        path = self._path / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
 
     def has(self, file: str) -> bool:
         return (self._path / file).exists()

@@ -252,16 +252,6 @@ class ServiceFolder(UrlFolder):
         """Return its URL, and the storage options with which fsspec's `http` reads from there: they hold the token."""
         return f"{self.connection.base}{self.path_of('')}", {"headers": dict(self.connection.headers)}
 
-    def write_small(self, file: str, data: bytes) -> None:
-        """See `Folder.write_small`. Beside a run's checkpoints a service takes a model's config and tokenizer, else nothing:
-        raises UsageError."""
-        if not self.run or self.folder or "/" in file:
-            raise UsageError(
-                f"{self.location_of(file)} cannot be written: a service takes checkpoints, and no single files"
-            )
-        path = f"/api/runs/{quote(self.run, safe='')}/companions/{quote(file, safe='')}"
-        self.connection.call(lambda: self.connection.request("PUT", path, body=data), "write", self.location_of(file))
-
 
 def quote_path(path: str) -> str:
     """Return a path, percent-encoded part by part."""

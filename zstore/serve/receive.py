@@ -21,10 +21,8 @@ the service cut off is removed before the next ones come.
 
 from __future__ import annotations
 
-import filecmp
 import re
 import threading
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -38,10 +36,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from ..checkpoint.catalog import scan
 from ..errors import CheckpointError, UsageError, storage_error
 from ..journal import JournalFile, journal_file
-from ..weights.companions import is_companion
 from .library import Library, Shared, library_of
 from .uploads.inbox import require_own
 from .uploads.messages import Claims, Committed, JournalSize, Linked, UploadFile, UploadList, UploadOffer, UploadState
@@ -52,7 +48,6 @@ _MOST_OFFER_BYTES = 160 * 1024 * 1024
 _MOST_CLAIMS_BYTES = 4 * 1024 * 1024
 MOST_LINES_BYTES = 1024 * 1024
 """Of a request's lines of a journal."""
-MOST_COMPANION_BYTES = 64 * 1024 * 1024
 _WRITE_BYTES = 1024 * 1024
 """Bytes that are written at a time."""
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
@@ -178,7 +173,7 @@ async def _receive(upload: Upload, path: str, request: Request, offset: int, len
             raise CheckpointError(f"another connection sends {path}, or the upload was given up")
 
     too_many = UsageError(f"{path}: more than the {length} bytes that Content-Range names were sent")
-    came = await _body_into(upload.part(path), request, length, too_many, offset=offset, check=check)
+    came = await _body_into(upload.part(path), request, length, too_many, offset, check)
     if came < length:
         raise UsageError(f"{path}: {came} bytes came, {length} were to")
 
@@ -188,9 +183,8 @@ async def _body_into(
     request: Request,
     most_bytes: int,
     too_many: Exception,
-    *,
-    offset: int = 0,
-    check: Callable[[], None] = lambda: None,
+    offset: int,
+    check: Callable[[], None],
 ) -> int:
     """Write the body of a request into a file from byte `offset` on, as it comes, and return its bytes; `check` is called
     before each write. Raises `too_many` for more than `most_bytes`, UsageError if the connection ends early, DiskFullError if
@@ -281,37 +275,6 @@ def _appended(library: Library, run: str, run_id: str, offset: int, lines: bytes
             if not size:
                 library.runs.forget()  # a run may have begun
             return size + len(lines) - len(there)
-
-
-@router.put("/runs/{run}/companions/{file}", status_code=204)
-async def _companion(run: str, file: str, request: Request, library: Shared) -> None:
-    """Put a config or tokenizer file beside the checkpoints."""
-    if not is_companion(file) or file.startswith(".") or "/" in file or "\\" in file:
-        raise UsageError(f"{file!r:.100}: expected a model's config or tokenizer, as config.json")
-    folder = await run_in_threadpool(library.runs.folder_for_uploads, run)
-    await run_in_threadpool(library.settings.files.make_folder, folder)
-    part = folder / f".{file}.{uuid.uuid4().hex}.part"  # two clients may send one name at the same time
-    try:
-        await _body_into(part, request, MOST_COMPANION_BYTES, _too_large(MOST_COMPANION_BYTES))
-        await run_in_threadpool(_keep, library, run, part, folder / file)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _keep(library: Library, run: str, part: Path, path: Path) -> None:
-    """Give a file that came its name beside the checkpoints. If there are some, it may be made, but not replaced."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise CheckpointError(f"{path.name} is no file in the folder of {run!r}")
-    if path.is_file():
-        if filecmp.cmp(part, path, shallow=False):
-            return
-        if scan(path.parent).tags:
-            raise CheckpointError(
-                f"{run!r} has another {path.name} beside its checkpoints: expected a run of the same model; save under "
-                "another name"
-            )
-    library.settings.files.sync_file(part)
-    library.settings.files.rename(part, path)
 
 
 async def _small_body(request: Request, most_bytes: int) -> bytes:
