@@ -206,7 +206,6 @@ class IoQueue:
     def __init__(self, num_threads: int = 4, depth: int = 64) -> None:
         if num_threads < 1 or depth < 1:
             raise UsageError(f"expected at least one thread and a depth of one, got {num_threads} and {depth}")
-        self.num_threads = num_threads
         self._depth = depth
         self._heap: list[tuple[int, int, Callable[[], None]]] = []
         self._order = itertools.count()
