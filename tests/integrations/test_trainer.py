@@ -22,6 +22,8 @@ from tests.integrations.trainers import (
     train,
     weights,
 )
+from zstore.errors import UsageError
+from zstore.optim import Lamb
 from zstore.testing.ranks import run_ranks
 
 EPOCHS = {
@@ -221,7 +223,7 @@ def test_a_saved_model_is_evaluated_by_itself_and_trained_on(tmp_path: Path) -> 
     run_ranks(_evaluated, 2, os.fspath(tmp_path))
 
 
-def _own_sgd(rank: int, folder: str) -> None:
+def _own_optimizers(rank: int, folder: str) -> None:
     open_door()
     place = Path(folder)
     run = {"optim": "sgd", "learning_rate": 0.5, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -234,8 +236,16 @@ def _own_sgd(rank: int, folder: str) -> None:
             del ds["optimizer"]
         found[name] = train(place / name, ds, model=model, **run)
     same(found["ours"], found["plain"])
+    # accelerate makes DeepSpeed's Adam of the groups of any.
+    from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed as mapped
+
+    for kind in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon, Lamb):
+        assert type(mapped(kind([torch.nn.Parameter(torch.zeros(2, 2))]))) is kind
+    assert ds is not None
+    with pytest.raises(UsageError, match=r"eps=\(1e-30, 0.001\) of a parameter group is not Adam's"):
+        train(place / "unknown", ds, optim="adafactor", max_steps=1)
 
 
-def test_biases_alone_are_trained_by_sgd(tmp_path: Path) -> None:
+def test_an_offloaded_optimizer_of_the_trainer_stays_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
-    run_ranks(_own_sgd, 2, os.fspath(tmp_path))
+    run_ranks(_own_optimizers, 2, os.fspath(tmp_path))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+from importlib import import_module
 from typing import Any
 
-from transformers import TrainingArguments
+from zstore.tools.as_deepspeed.installing import put_in_place
 
-import zstore.as_deepspeed  # noqa: F401 - before transformers
-
+put_in_place()  # before transformers, which looks for DeepSpeed as it is imported
+TrainingArguments = import_module("transformers").TrainingArguments
 _own = TrainingArguments.__post_init__
 
 

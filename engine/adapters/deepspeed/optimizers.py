@@ -3,7 +3,7 @@ And the schedules that a config can name, made in a script."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from .names import by_place
 
 Optimizer = torch.optim.Optimizer
 _BY_KEYS = {
-    frozenset(kind([torch.nn.Parameter(torch.empty(0))]).defaults): kind
-    for kind in ELEMENT_WISE
+    frozenset(kind([torch.nn.Parameter(torch.empty(0, 0))]).defaults): kind
+    for kind in (*ELEMENT_WISE, torch.optim.Adafactor, torch.optim.Muon, Lamb)
     if kind not in (torch.optim.Adam, torch.optim.AdamW)
 }
 """Settings of a group -> the optimizer that has just those."""
@@ -56,18 +56,29 @@ def _adam(
     params: Any, *, bias_correction: bool = True, adam_w_mode: bool = True, adamw_mode: bool = True, **settings: Any
 ) -> Optimizer:
     params = list(params)
-    if (
-        params
-        and isinstance(params[0], dict)
-        and (other := _BY_KEYS.get(frozenset(params[0]) - {"params", "initial_lr"})) is not None
-    ):
+    if params and isinstance(params[0], dict):
         # accelerate makes a DeepSpeedCPUAdam of the groups of any optimizer whose state is offloaded: it stays what it was.
-        return other(params)
+        other = _BY_KEYS.get(frozenset(params[0]) - {"params", "initial_lr"})
+        if other is not None:
+            return other(params)
+        _require_adams(params[0])
     kind = torch.optim.AdamW if adam_w_mode and adamw_mode else torch.optim.Adam
     made = kind(params, **{"weight_decay": 0.0, **settings})
     for group in () if bias_correction else made.param_groups:
         group["bias_correction"] = False  # read by the engine
     return made
+
+
+def _require_adams(group: Mapping[str, Any]) -> None:
+    """Raise UsageError for a group that another optimizer made, if its settings show that."""
+    eps = group.get("eps", 0.0)
+    if not isinstance(eps, (int, float, torch.Tensor)):
+        names = ", ".join(kind.__name__ for kind in (torch.optim.Adam, torch.optim.AdamW, *_BY_KEYS.values()))
+        raise UsageError(
+            f"eps={eps!r} of a parameter group is not Adam's: if accelerate makes DeepSpeedCPUAdam of an optimizer, as its "
+            f"state is offloaded, that one is none of {names}. Use one of these, where transformers' Adafactor is meant "
+            'torch\'s by "optimizer": {"type": "Adafactor"} in the config; or stage 0 without offload'
+        )
 
 
 def _adagrad(params: Any, *, amsgrad: bool = False, **settings: Any) -> Optimizer:
