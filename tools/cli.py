@@ -33,7 +33,7 @@ COMMANDS = {
     "diff": "Show which arrays differ between two checkpoints; exit code 1 if any does.",
     "consolidate": "Write a checkpoint's weights as safetensors in the Hugging Face layout.",
     "reshard": "Write a copy for another number of ranks, compressed, or to a URL.",
-    "convert": "Convert a checkpoint between zstore, DCP, safetensors and torch files; reads those of DeepSpeed too.",
+    "convert": "Convert a checkpoint of zstore, DeepSpeed, DCP or safetensors to zstore, safetensors or torch files.",
     "prune": "Remove the checkpoints that no --keep option keeps, and show how much space that frees.",
     "serve": "Serve runs and checkpoints over HTTP, with a page that shows them; reads Zarr, weights and JSON.",
 }
