@@ -169,7 +169,7 @@ def parse_array(document: Mapping[str, Any], where: str) -> tuple[ArraySpec, Gri
     chunk_rows, *chunk_extents = chunk_shape or [1]
     grid = Grid(spec.rows, spec.row_numel, rows, chunk_rows, math.prod(chunk_extents))
     _check_grid(spec, grid, math.prod(width), where)
-    codec = _parse_codec(document, spec, where)
+    codec = _parse_codec(document, where)
     if document != array_document(spec, grid, codec):
         raise CheckpointMismatchError(
             f"{where}: the array is coded in a way that this version does not read (expected shards of "
@@ -179,7 +179,7 @@ def parse_array(document: Mapping[str, Any], where: str) -> tuple[ArraySpec, Gri
     return spec, grid, codec
 
 
-def _parse_codec(document: Mapping[str, Any], spec: ArraySpec, where: str) -> Codec | None:
+def _parse_codec(document: Mapping[str, Any], where: str) -> Codec | None:
     codecs = document["codecs"][0]["configuration"].get("codecs")
     if not isinstance(codecs, list) or len(codecs) != 3:
         return None  # the plain ones, or unsupported ones

@@ -404,10 +404,9 @@ class ShardReader:
             target = ShardRange(self, first, stop, out)
             self._scan(target.chunks.start, target.chunks.stop, target, priority)
 
-    def verify(self, first_chunk: int = 0, stop_chunk: int | None = None) -> list[int]:
-        """Check chunks `[first_chunk, stop_chunk)`, by default all, and return their crc32c."""
-        stop = self.layout.num_present if stop_chunk is None else stop_chunk
-        return self._scan(first_chunk, stop, None, Priority.READ)
+    def verify(self) -> list[int]:
+        """Check all chunks, and return their crc32c."""
+        return self._scan(0, self.layout.num_present, None, Priority.READ)
 
     def _scan(self, first_chunk: int, stop_chunk: int, target: ShardRange | None, priority: Priority) -> list[int]:
         try:
