@@ -35,17 +35,17 @@ def reshard_command(
     ] = None,
     *,
     tag: Tag = None,
-    codec: Annotated[
+    compression: Annotated[
         Literal["none", "zstd"],
         typer.Option(help="Compress the chunks; the result reads like any checkpoint."),
     ] = "none",
     common: Common = DEFAULTS,
 ) -> int:
     """Write the checkpoint `ckpt`, of a folder `tag` or the newest, laid out for `world_size` ranks (default: as many as it
-    has) into `out`, its chunks compressed with `codec`; return the exit code.
+    has) into `out`, its chunks compressed with `compression`; return the exit code.
 
     The tag stays the same. To a URL goes a copy in a temporary folder, or a checkpoint on this machine as it is if neither
-    layout nor codec is asked for. With `json`, one object: `path` or `url`, and the bytes read and written. Raises
+    layout nor compression is asked for. With `json`, one object: `path` or `url`, and the bytes read and written. Raises
     CheckpointExistsError if `out` has it already.
     """
     place = user_location(out)
@@ -53,14 +53,14 @@ def reshard_command(
         with open_location(ckpt, common, tag) as source:
             ranks = source.record.world_size if world_size is None else world_size
             as_it_is = is_url(place) and isinstance(source, CheckpointReader) and source.folder.is_local
-            if as_it_is and (world_size, codec) == (None, "none"):
+            if as_it_is and (world_size, compression) == (None, "none"):
                 path = Path(source.location)
             else:
                 folder = Path(place)
                 if is_url(place):
                     folder = Path(temporary.enter_context(tempfile.TemporaryDirectory(prefix="zstore-reshard-")))
                 part = replace(common, json=common.json and not is_url(place))
-                path = _reshard(source, folder, ranks, codec, part, shown(place))
+                path = _reshard(source, folder, ranks, compression, part, shown(place))
         if is_url(place):  # the source's buffers are free again
             with reporting(f"upload {path.name} to {shown(place)}", common, total_bytes=_file_bytes(path)) as progress:
                 url, messages = upload_checkpoint(
@@ -73,11 +73,13 @@ def reshard_command(
                 for message in messages:
                     progress.say(message)
                 progress.say(f"uploaded to {url}")
-                progress.document |= {"url": url, "world_size": ranks, "codec": codec}
+                progress.document |= {"url": url, "world_size": ranks, "compression": compression}
     return 0
 
 
-def reshard_into(source: ArraySource, folder: Path, ranks: int, progress: ProgressBar, *, codec: str = "none") -> Path:
+def reshard_into(
+    source: ArraySource, folder: Path, ranks: int, progress: ProgressBar, *, compression: str = "none"
+) -> Path:
     """Write the checkpoint into `folder`, laid out for `ranks`; return the tag's folder.
 
     Raises CheckpointExistsError if its tag is there already.
@@ -89,7 +91,7 @@ def reshard_into(source: ArraySource, folder: Path, ranks: int, progress: Progre
             folder,
             ranks,
             progress.advance,
-            codec=codec,
+            codec=compression,
             before_commit=lambda tag: beside.copy_into_checkpoint(tag, source.resources.files),
         )
     except CheckpointExistsError as error:
@@ -102,10 +104,10 @@ def reshard_into(source: ArraySource, folder: Path, ranks: int, progress: Progre
     return path
 
 
-def _reshard(source: ArraySource, folder: Path, ranks: int, codec: str, common: Common, shown_place: str) -> Path:
+def _reshard(source: ArraySource, folder: Path, ranks: int, compression: str, common: Common, shown_place: str) -> Path:
     """Write it into a folder, and say so; of one that is temporary `shown_place` is the URL that it goes to."""
     total_bytes = array_bytes(source)
-    compressed = "" if codec == "none" else f", compressed with {codec}"
+    compressed = "" if compression == "none" else f", compressed with {compression}"
     plan = (
         f"plan: {format_count(len(source.arrays), 'array')}, {format_bytes(total_bytes)} of array data, from "
         f"{source.record.world_size} to {format_count(ranks, 'rank')}{compressed}, into {shown_place}"
@@ -114,7 +116,7 @@ def _reshard(source: ArraySource, folder: Path, ranks: int, codec: str, common: 
         progress.say(plan)
         for note in source.notes:
             progress.say(f"not carried over: {note}")
-        path = reshard_into(source, folder, ranks, progress, codec=codec)
+        path = reshard_into(source, folder, ranks, progress, compression=compression)
         file_bytes, files = _file_bytes(path), stored_files(path)
         ratio = f", the array data compressed {total_bytes / (file_bytes or 1):.2f} times" if compressed else ""
         progress.say(
@@ -124,7 +126,7 @@ def _reshard(source: ArraySource, folder: Path, ranks: int, codec: str, common: 
         progress.document |= {
             "path": str(path),
             "world_size": ranks,
-            "codec": codec,
+            "compression": compression,
             "file_bytes": file_bytes,
             "size_bytes": files.size_bytes,
         }

@@ -225,7 +225,7 @@ WRITERS: dict[str, Writer] = {
     "Offloaded": offloaded,
     "zstore consolidate": by_command("consolidate", "{source}", "{path}"),
     "zstore reshard": by_command("reshard", "{source}", "{path}"),
-    "zstore reshard --codec": by_command("reshard", "{source}", "{path}", "--codec", "zstd"),
+    "zstore reshard --compression": by_command("reshard", "{source}", "{path}", "--compression", "zstd"),
     "zstore convert": by_command("convert", "{source}", "{path}"),
     "zstore convert --to torch": by_command("convert", "{source}", "{path}", "--to", "torch"),
 }

@@ -37,7 +37,7 @@ WRITING = {
     "consolidate": ["consolidate", "{last}", "{out}", "--dtype", "fp32"],
     "reshard": ["reshard", "{last}", "{out}", "--world-size", "3"],
     "reshard URL": ["reshard", "{last}", URL],
-    "reshard N URL": ["reshard", "{last}", URL, "--world-size", "3", "--codec", "zstd"],
+    "reshard N URL": ["reshard", "{last}", URL, "--world-size", "3", "--compression", "zstd"],
     "convert": ["convert", "{last}", "{out}", "--world-size", "3"],
     "convert --to torch": ["convert", "{last}", "{out}", "--to", "torch"],
     "convert --to safetensors": ["convert", "{last}", "{out}", "--to", "safetensors"],

@@ -95,7 +95,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             weights = {name.partition("/")[2]: torch.from_numpy(reader.read_array(name)) for name in reader.arrays}
         with warnings.catch_warnings(action="ignore"):  # that there is one process
             dcp.save({"model": weights}, checkpoint_id=base / f"dcp-{size}", no_dist=True)
-        assert reshard_command(base / size, base / f"archive-{size}", codec="zstd") == 0
+        assert reshard_command(base / size, base / f"archive-{size}", compression="zstd") == 0
     return base
 
 
@@ -146,7 +146,7 @@ COMMANDS = {
     "diff": ["diff", "{large}", "{other}"],
     "consolidate": ["consolidate", "{large}", "{out}"],
     "reshard": ["reshard", "{large}", "{out}", "--world-size", "3"],
-    "reshard-zstd": ["reshard", "{archive}", "{out}", "--codec", "zstd"],
+    "reshard-zstd": ["reshard", "{archive}", "{out}", "--compression", "zstd"],
     "convert-from-dcp": ["convert", "{dcp}", "{out}", "--world-size", "3"],
     "consolidate-deepspeed": ["consolidate", "{deepspeed}", "{out}"],
     "consolidate-hf": ["consolidate", "{hf}", "{out}"],
