@@ -100,7 +100,7 @@ def _native(config: Config) -> frozenset[str]:
     """Return the 16-bit types that this machine's device computes natively, if the config leaves the type open."""
     if "auto" not in (config.settings.bf16.enabled, config.settings.fp16.enabled):
         return frozenset()
-    from zstore.engine.plan.precision import native_types
+    from zstore.engine.plan.run import native_types
 
     return native_types()
 

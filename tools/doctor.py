@@ -124,7 +124,7 @@ def _devices(memory_bytes: int) -> Iterator[Device]:
     """Yield the CPU, and the CUDA devices that torch sees."""
     import torch
 
-    from zstore.engine.plan.precision import native_types
+    from zstore.engine.plan.run import native_types
 
     def native(*device: Any) -> tuple[str, ...]:
         return tuple(sorted(native_types(torch.device(*device))))

@@ -26,8 +26,9 @@ from ..extras import register_parts
 from ..optim.lr_schedules import LRSchedule, named_schedule
 from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from ..optim.rules import rule_of
+from ..plan.costs import precision_note
 from ..plan.needs import hidden_size
-from ..plan.precision import find_native, precision_note
+from ..plan.run import find_native
 from ..report.monitors import open_monitors
 from ..runtime.device import Streams
 from ..runtime.distributed import init_distributed
@@ -100,7 +101,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
     frozen = frozen or _names_no_optimizer(loaded, optimizer, lr_scheduler)
-    native = find_native(loaded, world)
+    native = find_native(world)
     whole = optimizer is not None and rule_of(type(optimizer)).stepper is not None
     resolved = loaded.resolve(
         ResolveContext(

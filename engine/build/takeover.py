@@ -18,7 +18,7 @@ from zstore.store import TensorStore
 from ..config.config import Config
 from ..params.record import RowsInStore
 from ..plan.plan import Plan, Slots
-from ..plan.run import budget_of_rank, check_drives, plan_run, tell_plan
+from ..plan.run import budget_of_rank, check_drives, plan_run
 from ..runtime.messages import warn_once
 from .builder import Builder, Built, find_built, gone
 from .store import StoreKey, open_store, store_key
@@ -136,7 +136,6 @@ def open_run_store(
     former = built.store_of(key)
     budget_bytes = budget_of_rank(config, world) if former is None else former.options.host_budget_bytes
     plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=device_is_host)
-    tell_plan(plan, world)
     store = built.take_over(key)
     store = store or open_store(config, world, budget_bytes, pins=not device_is_host, files=files, cuda=cuda)
     store.expect(plan.shared_bytes)

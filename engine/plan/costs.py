@@ -4,8 +4,9 @@ Pure: the plan is the one that the engine makes; activations and memory in trans
 from __future__ import annotations
 
 import copy
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,8 +18,8 @@ from zstore.sizes import format_bytes
 from ..config.config import DTYPES, Config, OptimizerConfig, load_config
 from ..config.resolve import ResolveContext
 from .needs import ParameterShape, Width, activations_of, find_needs, placement_settings
-from .placement import fill_device, make_plan, without_headroom
-from .plan import Plan, Slots
+from .placement import HEADROOM_PERCENT, fill_device, make_plan, without_headroom
+from .plan import Held, Plan, Slots
 
 AUTO_PERCENT = 60
 """Of the host's available memory: a host budget that is "auto"."""
@@ -54,15 +55,13 @@ def rungs(config: Config, world_size: int, *, device_is_host: bool, folder: str)
             yield "parameters to CPU", {f"{_ZERO}.stage": 3, f"{_ZERO}.offload_param.device": "cpu"}
         if config.activations == "host":
             yield "activations to disk", {"zstore.activations": "disk", "zstore.activations_path": folder}
-    if state != "nvme":
-        yield "optimizer to NVMe", _to_disk("offload_optimizer", folder, max(1, stage))
-    if parameters != "nvme":
-        yield "parameters to NVMe", _to_disk("offload_param", folder, 3)
-
-
-def _to_disk(section: str, folder: str, stage: int) -> Changes:
-    keys = {"device": "nvme", "nvme_path": folder}
-    return {f"{_ZERO}.stage": stage} | {f"{_ZERO}.{section}.{key}": value for key, value in keys.items()}
+    for title, tier, section, least in (
+        ("optimizer to NVMe", state, f"{_ZERO}.offload_optimizer", 1),
+        ("parameters to NVMe", parameters, f"{_ZERO}.offload_param", 3),
+    ):
+        if tier != "nvme":
+            on_disk = {f"{section}.device": "nvme", f"{section}.nvme_path": folder}
+            yield title, {f"{_ZERO}.stage": max(least, stage), **on_disk}
 
 
 def changed(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
@@ -86,31 +85,6 @@ def changed(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """One machine. Bytes are the total of each kind of memory."""
-
-    gpus: int
-    """Devices, one rank each; 0: the CPU computes, in one rank."""
-    gpu_bytes: int
-    """Memory of one device."""
-    memory_bytes: int
-    disk_bytes: int | None
-    """Room on the drive; None: not known, and taken to be enough."""
-    machines: int = 1
-    """Machines like this one that train together."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks on this machine."""
-        return self.gpus or 1
-
-    @property
-    def world_size(self) -> int:
-        """Ranks on all machines."""
-        return self.machines * self.num_ranks
-
-
-@dataclass(frozen=True, kw_only=True)
 class Costs:
     """The needs of a config. Bytes of the device are one rank's, those of host and disk all ranks' of the machine."""
 
@@ -122,21 +96,13 @@ class Costs:
     plan: Plan
     """Rank 0's."""
     activations_bytes: int
-    """An estimate, as `transit_bytes` is."""
-    transit_bytes: int
-    device_bytes: int
-    """Everything on one device; 0 if the device is the host."""
-    host_bytes: int
-    disk_bytes: int
+    """An estimate."""
+    needed: Held
+    """Everything; none is on a device that is the host."""
     moved_bytes: int
     """To and from disk in a step."""
     lacking: tuple[str, ...]
     """A text for each memory that is too small; empty if everything fits."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the machine can do it."""
-        return not self.lacking
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -152,11 +118,20 @@ class PlannedRun:
     width: Width
     seq_length: int
     """Tokens in a sample."""
-    machine: Machine
-    native: frozenset[str]
-    """The 16-bit types that the devices compute natively."""
-    answers: Mapping[str, Any]
-    """The values for "auto" that only a training script has."""
+    gpus: int
+    """Devices of the machine, one rank each; 0: the CPU computes, in one rank."""
+    gpu_bytes: int
+    """Memory of one device, in total as the others are."""
+    memory_bytes: int
+    disk_bytes: int | None
+    """Room on the drive; None: not known, and taken to be enough."""
+    context: ResolveContext
+    """For "auto": the devices' types, and stand-ins for answers that only a training script has."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on the machine."""
+        return self.gpus or 1
 
     @cached_property
     def num_parameters(self) -> int:
@@ -165,92 +140,90 @@ class PlannedRun:
 
     def resolved(self, config: Mapping[str, Any]) -> Config:
         """Return a config as the engine would read it."""
-        context = ResolveContext(
-            world_size=self.machine.world_size,
-            hidden_size=self.width.hidden,
-            native=self.native,
-            answers=self.answers,
-        )
-        return load_config(dict(config)).resolve(context)
+        return load_config(dict(config)).resolve(self.context)
 
     def plan_of(self, config: Config, budget_bytes: int | None) -> Plan:
         """Return rank 0's plan of a resolved config, as the engine makes it, with a host budget for the machine. Raises
         BudgetError as the engine does."""
-        machine, world_size = self.machine, self.machine.world_size
-        needs = find_needs(
-            self.shapes, self.slots_of(config.optimizer, world_size), config, world_size=world_size, rank=0
-        )
+        slots = self.slots_of(config.optimizer, self.world_size)
+        needs = find_needs(self.shapes, slots, config, world_size=self.world_size, rank=0)
         units = self.units_of(config.zero.stage3_max_live_parameters)
-        share = None if budget_bytes is None else budget_bytes // machine.num_ranks
-        settings = placement_settings(config, budget_bytes=share, device_is_host=not machine.gpus)
-        if config.fills_device and machine.gpus:
+        share = None if budget_bytes is None else budget_bytes // self.world_size
+        settings = placement_settings(config, budget_bytes=share, device_is_host=not self.gpus)
+        if config.fills_device and self.gpus:
             activations, _ = activations_of(config, self.width, self.seq_length)
-            settings = fill_device(needs, settings, units, without_headroom(machine.gpu_bytes) - activations)
+            settings = fill_device(needs, settings, units, without_headroom(self.gpu_bytes) - activations)
         return make_plan(needs, settings, units)
 
     def weigh(self, config: Mapping[str, Any], title: str = "this config", changes: Changes | None = None) -> Costs:
         """Return the needs of a config with `changes`, and which of them the machine lacks."""
         config = changed(config, changes or {})
-        machine, resolved = self.machine, self.resolved(config)
+        resolved = self.resolved(config)
         budget = resolved.own.host_budget_bytes
         if budget == "auto":
-            budget = machine.memory_bytes * AUTO_PERCENT // 100
+            budget = self.memory_bytes * AUTO_PERCENT // 100
         lacking: list[str] = []
         try:
             plan = self.plan_of(resolved, budget)
         except BudgetError as error:
             lacking.append(f"host budget: {error}")
             plan = self.plan_of(resolved, None)
-        activations, moved = activations_of(resolved, self.width, self.seq_length, device_is_host=not machine.gpus)
+        activations, moved = activations_of(resolved, self.width, self.seq_length, device_is_host=not self.gpus)
         transit = self._transit_bytes(resolved, plan)
         # When whole tensors are updated, nothing of the backward remains.
         on_device = plan.held_total.device + max(transit + activations, plan.update_bytes)
         in_host = plan.held_total.host + (moved if resolved.activations == "host" else 0)
         on_disk = plan.file_bytes + (moved if resolved.activations == "disk" else 0)
-        device_bytes = on_device if machine.gpus else 0
-        host_bytes = machine.num_ranks * (in_host + on_device - device_bytes)
-        disk_bytes = machine.num_ranks * on_disk
-        for name, needed, there in (
-            ("device", device_bytes, without_headroom(machine.gpu_bytes)),
-            ("host", host_bytes, without_headroom(machine.memory_bytes)),
-            ("disk", disk_bytes, machine.disk_bytes),
-        ):
-            if there is not None and needed > there:
-                lacking.append(f"{name}: {format_bytes(needed)} needed, {format_bytes(there)} usable")
+        if not self.gpus:
+            on_device, in_host = 0, in_host + on_device
+        needed = Held(device=on_device, host=self.world_size * in_host, disk=self.world_size * on_disk)
+        usable = Held(
+            device=without_headroom(self.gpu_bytes),
+            host=without_headroom(self.memory_bytes),
+            disk=needed.disk if self.disk_bytes is None else self.disk_bytes,
+        )
+        for place, nbytes in vars(needed).items():
+            if nbytes > getattr(usable, place):
+                lacking.append(f"{place}: {format_bytes(nbytes)} needed, {format_bytes(getattr(usable, place))} usable")
         return Costs(
             title=title,
             config=config,
             changes=changes or {},
             plan=plan,
             activations_bytes=activations + moved,
-            transit_bytes=transit,
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
-            disk_bytes=disk_bytes,
-            moved_bytes=machine.num_ranks * (plan.read_bytes + plan.written_bytes),
+            needed=needed,
+            moved_bytes=self.world_size * (plan.read_bytes + plan.written_bytes),
             lacking=tuple(lacking),
         )
 
     def climb(self, config: Mapping[str, Any], folder: str = "/local_nvme") -> Iterator[Costs]:
         """Yield for each rung that follows on a config the needs of the config with all changes up to it. State goes to the
         config's own drive, or `folder`, and without a host budget gets one, which keeps in memory as much as fits."""
-        machine, changes, resolved = self.machine, Changes(), self.resolved(config)
+        changes, resolved = Changes(), self.resolved(config)
         drives = (*resolved.offload_optimizer.nvme_paths, *resolved.offload_param.nvme_paths, folder)
-        ladder = rungs(resolved, machine.world_size, device_is_host=not machine.gpus, folder=str(drives[0]))
+        ladder = rungs(resolved, self.world_size, device_is_host=not self.gpus, folder=str(drives[0]))
         for title, more in ladder:
             changes = changes | more
             costs = self.weigh(config, title, changes)
             settings = costs.plan.settings
             if "nvme" in (settings.optimizer, settings.parameters) and settings.budget_bytes is None:
-                # As much as "auto" takes, but on a CPU no more than the model leaves.
-                budget = machine.memory_bytes * AUTO_PERCENT // 100
-                if not machine.gpus:
-                    taken = costs.plan.held_total.device + costs.transit_bytes + costs.activations_bytes
-                    budget = max(1, min(budget, without_headroom(machine.memory_bytes) - taken))
+                # As much as "auto" takes, but no more than the model and activations leave.
+                taken = costs.needed.host - self.world_size * costs.plan.held_total.host
+                room = without_headroom(self.memory_bytes) - taken
+                budget = max(1, min(self.memory_bytes * AUTO_PERCENT // 100, room))
                 budgeted = self.weigh(config, title, changes | {"zstore.host_budget_bytes": budget})
                 if budgeted.plan.settings.budget_bytes is not None:  # else it is too small for the least that is needed
                     costs, changes = budgeted, budgeted.changes
             yield costs
+
+    def notes(self, config: Mapping[str, Any]) -> list[str]:
+        """Return what to know about the numbers."""
+        estimates = (
+            f"activations and buffers in transit are estimates; {HEADROOM_PERCENT} % of each memory is left free"
+        )
+        device, precision = "GPU" if self.gpus else "CPU", self.resolved(config).precision
+        note = precision_note(load_config(dict(config)), precision, self.context.native, device)
+        return [estimates] if note is None else [estimates, note[1]]
 
     def _transit_bytes(self, config: Config, plan: Plan) -> int:
         """Return the estimated bytes that pass through a device's memory beside the state that it holds: gathered parameters
@@ -260,5 +233,24 @@ class PlannedRun:
         units = self.units_of(config.zero.stage3_max_live_parameters)
         unit_numel = max((sum(sizes[name] for name in unit) for unit in units), default=0)
         bucket_numel = min(config.reduce_bucket_numel, self.num_parameters if config.stage < 2 else unit_numel)
-        buckets = 0 if self.machine.world_size == 1 else 2
+        buckets = 0 if self.world_size == 1 else 2
         return plan.gathered_bytes + (unit_numel + buckets * bucket_numel) * itemsize
+
+
+# -- precision ----------------------------------------------------------------------------------------------------------
+
+
+def precision_note(config: Config, chosen: str, native: Collection[str], device: str) -> tuple[int, str] | None:
+    """Return the level and the text of a line about the precision that a config resolved to: the choice of "auto"
+    and why, or a warning of a demanded type that the device ("CPU" or "GPU") has no instructions for."""
+    switches = {"bf16": config.settings.bf16.enabled, "fp16": config.settings.fp16.enabled}
+    if True in switches.values():
+        if chosen in native:
+            return None
+        return logging.WARNING, (
+            f"config: {chosen}.enabled: this {device} has no fast {chosen}, so that matrix products are many times slower than "
+            f'in fp32; write "{chosen}": {{"enabled": "auto"}}, which takes it only where it is fast, or false'
+        )
+    asked = " or ".join(name for name, switch in switches.items() if switch == "auto")
+    reason = f"has no fast {asked}" if chosen == "fp32" else f"computes {chosen} natively"
+    return (logging.INFO, f'precision: "auto" takes {chosen}, since this {device} {reason}') if asked else None

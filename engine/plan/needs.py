@@ -206,18 +206,16 @@ class Width:
 
 def hidden_size(model: Any) -> int | None:
     """Return the width that the model's own config names, of several the largest; None if it names none."""
-    width: int | list[int] | None = _of_config(model, "hidden_size", "d_model", "n_embd", "hidden", "hidden_sizes")
-    return max(width) if isinstance(width, list | tuple) else width
+    return _of_config(model, "hidden_size", "d_model", "n_embd", "hidden", "hidden_sizes")
 
 
-def _of_config(model: Any, *names: str) -> Any:
-    """Return the first of these that the model's config has, or the part of it about text."""
+def _of_config(model: Any, *names: str) -> int | None:
+    """Return the first of these that the model's config has, or the part of it about text; of several sizes the largest."""
     config = getattr(model, "config", None)
     sections = (config, getattr(config, "text_config", None))
     found = (getattr(section, name, None) for section in sections for name in names)
-    return next(
-        (value for value in found if isinstance(value, int) or (isinstance(value, list | tuple) and value)), None
-    )
+    sizes = (max(value, default=None) if isinstance(value, list | tuple) else value for value in found)
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def activations_of(config: Config, width: Width, seq_length: int, *, device_is_host: bool = False) -> tuple[int, int]:

@@ -24,19 +24,20 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 from zstore.errors import BudgetError
-from zstore.format import ShardLayout, make_grid, numpy_dtype, round_up, stored_shape
+from zstore.format import ShardLayout, layout_of, make_grid, numpy_dtype, round_up, stored_shape
 from zstore.io import PAGE_BYTES
 from zstore.store import MANY_SMALL, SMALL_SHARD_BYTES, is_packed, run_file_bytes, shared_bytes
 
 from ..config.optimizers import reduced_slots
-from .plan import FP32, Field, Held, Need, OffloadTier, PlacementSettings, Places, Plan, Rest, TensorSlot, cached_layout
+from .plan import FP32, Field, Held, Need, OffloadTier, PlacementSettings, Places, Plan, Rest, TensorSlot
 
+_layout_of = lru_cache(maxsize=4096)(layout_of)
 _HOST_ALIGN_BYTES = 64
 """The host tier gives shards memory in multiples of this."""
 _FIELDS: tuple[Field, ...] = ("parameter", "gradient", "state")
@@ -65,7 +66,9 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
             places[name] = _in_memory(saving.field, needs[name], places[name])
             used_bytes += saving.memory_bytes
     arrays = [one for name, need in needs.items() for one in kept(need, places[name])]
-    packs_small = sum(one.rest == "disk" and is_packed(one.nbytes) for one in arrays) >= MANY_SMALL
+    on_disk = [one for one in arrays if one.rest == "disk"]
+    packs_small = sum(is_packed(one.nbytes) for one in on_disk) >= MANY_SMALL
+    files = ((one.field, run_file_bytes(one.layout, packed=packs_small and is_packed(one.nbytes))) for one in on_disk)
     in_store = {one.kind for one in arrays} - {"gradients"} if settings.optimizer == "nvme" else {"parameters"}
     small = (shared_bytes(one.nbytes) for one in arrays if one.rest == "host" and one.kind in in_store)
     return Plan(
@@ -75,7 +78,7 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
         held=_held(arrays, settings.buffer_bytes),
         read_bytes=sum(one.reads * one.disk_bytes for one in arrays),
         written_bytes=sum(one.writes * one.disk_bytes for one in arrays),
-        files=tuple((one.field, one.file_bytes(packs_small)) for one in arrays if one.rest == "disk"),
+        files=tuple(files),
         packs_small=packs_small,
         shared_bytes=sum(small),
         budget_used_bytes=used_bytes,
@@ -131,17 +134,15 @@ class _Array:
         """Bytes that count against the host budget."""
         return round_up(self.nbytes, _HOST_ALIGN_BYTES) if self.rest == "host" else 0
 
-    def file_bytes(self, packs_small: bool) -> int:
-        """Return the bytes of its file, or of its part of one."""
-        return run_file_bytes(self.layout, packed=packs_small and is_packed(self.nbytes))
-
 
 def _kept(settings: PlacementSettings, need: Need, place: Places) -> list[_Array]:
     """Return everything that is kept of a parameter placed so, as `OptimizerState.add` makes it."""
 
     def add(kind: str, rest: Rest, dtype: str, numel: int = need.rows_numel, **more: Any) -> None:
         nbytes = numel * numpy_dtype(dtype).itemsize
-        found.append(_Array(kind=kind, rest=rest, nbytes=nbytes, layout=need.layout(dtype), **more))
+        found.append(
+            _Array(kind=kind, rest=rest, nbytes=nbytes, layout=_layout_of(need.grid, need.shard, dtype), **more)
+        )
 
     found: list[_Array] = []
     forwards, trained = settings.accumulation_steps, need.slots is not None
@@ -181,7 +182,7 @@ def _slots(need: Need, place: Places) -> Iterator[_Array]:
         nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
         # As in the store: each of these may be small although the others are not.
         rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
-        yield _Array(kind=slot.name, rest=rest, nbytes=nbytes, layout=cached_layout(grid, need.shard, dtype))
+        yield _Array(kind=slot.name, rest=rest, nbytes=nbytes, layout=_layout_of(grid, need.shard, dtype))
 
 
 def _held(arrays: Sequence[_Array], buffer_bytes: int) -> dict[str, Held]:
@@ -208,7 +209,8 @@ def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool
     """Return the placement that keeps as little as possible in host memory."""
 
     def off_device(tier: OffloadTier, dtype: str) -> Rest:
-        return "host" if tier == "cpu" or need.is_small(dtype) else "disk"
+        is_small = need.rows_numel * numpy_dtype(dtype).itemsize < SMALL_SHARD_BYTES
+        return "host" if tier == "cpu" or is_small else "disk"
 
     stays = need.stays_gathered or settings.parameters == "none"
     parameter = "device" if stays else off_device(settings.parameters, need.dtype)
@@ -329,22 +331,15 @@ def _required_bytes(kept: Sequence[Sequence[_Array]], settings: PlacementSetting
         piece_bytes = round_up(sum(one.layout.slot_bytes for one in arrays if one.rest == "disk"), PAGE_BYTES)
         if settings.budget_bytes is not None and piece_bytes > pool_bytes:
             required[piece_kind] = max(required[piece_kind], piece_bytes)
-    if settings.budget_bytes is not None and required.total() > settings.budget_bytes:
-        raise _over_budget(required, settings.budget_bytes, settings)
-    return required.total()
-
-
-def _over_budget(required: Counter[str], budget_bytes: int, settings: PlacementSettings) -> BudgetError:
-    """Return the error of a host budget that is too small for the bytes that need host memory: `required`, by purpose."""
+    if settings.budget_bytes is None or required.total() <= settings.budget_bytes:
+        return required.total()
     enough, buffers_of = required.total(), settings.buffers_of
     others = enough - settings.buffer_bytes
     while buffers_of is not None and (needed := others + buffers_of(enough)) > enough:
         enough = needed  # buffers are a share of the budget, and grow with it
     parts = ", ".join(f"{nbytes} of {kind}" for kind, nbytes in required.items() if nbytes)
-    tiers = {"offload_optimizer": settings.optimizer, "offload_param": settings.parameters}
-    offloaded = " and ".join(f"`{key}.device`" for key, tier in tiers.items() if tier == "cpu")
-    to_disk = f', or set {offloaded} to "nvme", which keeps on disk what does not fit' if offloaded else ""
-    return BudgetError(
-        f"the host budget gives this rank {budget_bytes} bytes, but {required.total()} have to be in host memory ({parts}): "
-        f"raise `host_budget_bytes` (to at least {enough} for each rank of the machine){to_disk}"
+    raise BudgetError(
+        f"the host budget gives this rank {settings.budget_bytes} bytes, but {required.total()} have to be in host memory "
+        f"({parts}): raise `host_budget_bytes` (to at least {enough} for each rank of the machine), or set a `device` "
+        '"cpu" of offload_optimizer or offload_param to "nvme", which keeps on disk what does not fit'
     )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal
 
-from zstore.format import Grid, ShardLayout, layout_of, numpy_dtype
+from zstore.format import Grid
 from zstore.sizes import format_bytes
-from zstore.store import SMALL_SHARD_BYTES
 
 from ..config.optimizers import Moments
 
@@ -23,9 +22,6 @@ class Held:
     host: int = 0
     """Host memory, pinned or not."""
     disk: int = 0
-
-    def __add__(self, other: Held) -> Held:
-        return Held(**{place: nbytes + getattr(other, place) for place, nbytes in vars(self).items()})
 
     @property
     def total(self) -> int:
@@ -98,17 +94,6 @@ class Need:
     def rows_numel(self) -> int:
         """Elements of this rank's rows, padding left out."""
         return self.grid.shard_valid_numel(self.shard)
-
-    def layout(self, dtype: str) -> ShardLayout:
-        """Return the layout of the file that would hold this rank's rows in `dtype`."""
-        return cached_layout(self.grid, self.shard, dtype)
-
-    def is_small(self, dtype: str) -> bool:
-        """Tell whether the store keeps the rows in `dtype` in host memory although the disk was asked for."""
-        return self.rows_numel * numpy_dtype(dtype).itemsize < SMALL_SHARD_BYTES
-
-
-cached_layout = lru_cache(maxsize=4096)(layout_of)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +186,7 @@ class Plan:
     @property
     def held_total(self) -> Held:
         """Bytes of all kinds."""
-        return sum(self.held.values(), Held())
+        return Held(**{place: sum(vars(one)[place] for one in self.held.values()) for place in vars(Held())})
 
 
 # -- the report ---------------------------------------------------------------------------------------------------------
@@ -209,30 +194,33 @@ class Plan:
 
 def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
     """Return the text that is printed once at the start: the bytes of each place, the host budget, the bytes of a step.
-    `plan` is one rank's; `local_ranks` ranks share the machine's drive."""
+    `plan` is rank 0's; `local_ranks` ranks share the machine's drive."""
     settings = plan.settings
-    whose = "" if world_size == 1 else f" (rank 0 of {world_size}; the others hold as much or less)"
-    lines = [f"where the state is kept{whose}:"]
-    for place in ("device", "host", "disk"):
+    lines = [f"where the state is kept, on rank 0 of {world_size}:"]
+    for place, total in vars(plan.held_total).items():
         sizes = {kind: getattr(held, place) for kind, held in plan.held.items()}
         parts = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in sizes.items() if nbytes)
-        lines += [f"  {place}: {format_bytes(sum(sizes.values()))}: {parts}"] if parts else []
+        lines += [f"  {place}: {format_bytes(total)}: {parts}"] if parts else []
     if settings.budget_bytes is not None:
-        more = f"; with {format_bytes(plan.budget_full_bytes)} nothing would be on disk" if plan.file_bytes else ""
-        used, budget = format_bytes(plan.budget_used_bytes), format_bytes(settings.budget_bytes)
-        lines.append(f"  host budget: {used} of {budget} used{more}")
-    if plan.file_bytes:
-        sharers = f" ({local_ranks} ranks together)" if local_ranks > 1 else ""
+        used, full = format_bytes(plan.budget_used_bytes), format_bytes(plan.budget_full_bytes)
+        lines.append(
+            f"  host budget: {used} of {format_bytes(settings.budget_bytes)} used; {full} would hold everything"
+        )
+    if plan.files:
         moved = (plan.read_bytes, plan.written_bytes, plan.file_bytes)
         read, written, files = (format_bytes(nbytes * local_ranks) for nbytes in moved)
-        lines.append(f"  each step reads about {read} from disk and writes {written}{sharers}")
-        lines.append(f"  the files take {files}, and a checkpoint that links them as much again")
+        lines.append(
+            f"  each step of the machine's ranks ({local_ranks}) reads about {read} from disk and writes {written}"
+        )
+        lines.append(f"  their files take {files}, and a checkpoint that links them as much again")
     if not settings.device_is_host and settings.optimizer != "none" and settings.ratio != 1:
         lines.append(
-            f"  {1 - settings.ratio:.1%} of the optimizer state is updated on the device, the rest on the CPU: they round "
-            f'differently, so that bits depend on this share ("ratio": {settings.ratio:g})'
+            f'  bits depend on "ratio": {settings.ratio:g}: the device updates the other {1 - settings.ratio:.1%} of the '
+            "optimizer state, and rounds in another way"
         )
-    where = "the host's memory, on top of the budget" if settings.device_is_host else "the device's memory"
-    gathered = f"up to {format_bytes(plan.gathered_bytes)} of gathered parameters, " if plan.gathered_bytes else ""
-    gathered += f"{format_bytes(plan.update_bytes)} for updates of whole tensors, " if plan.update_bytes else ""
-    return "\n".join([*lines, f"  not counted: {gathered}gradients in transit and activations, in {where}"])
+    gathered, whole = format_bytes(plan.gathered_bytes), format_bytes(plan.update_bytes)
+    lines.append(
+        f"  not counted: up to {gathered} of gathered parameters on the device, {whole} for updates of whole tensors, "
+        "gradients in transit and activations"
+    )
+    return "\n".join(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +39,7 @@ def budget_of_rank(config: Config, world: World) -> int | None:
     if budget == "auto":
         available = read_host_memory().available_bytes
         if available is None:
-            raise UsageError(
-                'host_budget_bytes "auto": this system does not report its available memory; write a number of bytes'
-            )
+            raise UsageError('host_budget_bytes "auto": this system does not tell its available memory: write a number')
         budget = available * AUTO_PERCENT // 100
     return None if budget is None else budget // world.local_world_size
 
@@ -78,8 +75,8 @@ def plan_run(
     device_is_host: bool,
     device_bytes: int | None = None,
 ) -> Plan:
-    """Return the places of all state (all ranks). Nothing is changed. `device_bytes` is the memory of a device that is not
-    the host; a CUDA device's own, by default.
+    """Return the places of all state (all ranks), which rank 0 logs if something is offloaded. `device_bytes` is the memory of
+    a device that is not the host; a CUDA device's own, by default.
 
     `slots` are the optimizer's for each parameter that it updates. Raises BudgetError, on every rank, if the state does not
     fit into the host budget, the device or the host's memory.
@@ -105,14 +102,9 @@ def plan_run(
         if device_bytes is not None:
             check_device(plan, device_bytes)
     _check_host(plan, world, read_host_memory())
-    return plan
-
-
-def tell_plan(plan: Plan, world: World) -> None:
-    """Log the plan on rank 0, if something is offloaded."""
-    offloads = plan.held_total.device < plan.held_total.total - plan.held["buffers"].total
-    if world.rank == 0 and offloads:
+    if world.rank == 0 and plan.held_total.device < plan.held_total.total - plan.held["buffers"].total:
         _log.info("%s", describe(plan, world_size=world.world_size, local_ranks=world.local_world_size))
+    return plan
 
 
 # -- memory and drives --------------------------------------------------------------------------------------------------
@@ -138,11 +130,6 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
     shared = {memory.machine: memory.total_bytes}
     shared |= {f"{memory.machine} {group.key}": group.limit_bytes for group in memory.groups}
     everyones = world.all_gather_object([list(shared), plan.host_bytes])
-    advice = (
-        'set host_budget_bytes with offload_optimizer and offload_param on "nvme"'
-        if plan.settings.budget_bytes is None
-        else "give a smaller host_budget_bytes"
-    )
     with world.agreeing():
         for name, there_bytes in shared.items():
             needed_bytes = sum(nbytes for theirs, nbytes in everyones if name in theirs)
@@ -150,8 +137,8 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
                 raise BudgetError(
                     f"the host has {format_bytes(there_bytes + memory.swap_bytes)} of memory for this (swap space included), "
                     f"but the plan keeps {format_bytes(plan.host_bytes)} of this rank there, {format_bytes(needed_bytes)} "
-                    f"with the ranks beside it, activations not counted: {advice}, or use more machines (`zstore plan` "
-                    "shows what fits)"
+                    f"with the ranks beside it, activations not counted: set a smaller host_budget_bytes with "
+                    'offload_optimizer and offload_param on "nvme", or use more machines (`zstore plan` shows what fits)'
                 )
 
 
@@ -165,18 +152,14 @@ def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path
     for group, nbytes in plan.files:
         drives.choose(group, nbytes)
     with world.agreeing():
-        needed: Counter[int] = Counter()
-        folders: dict[int, list[Path]] = {}
-        for folder, nbytes in drives.given_bytes.items():
-            needed[_drive_of(folder)] += nbytes * world.local_world_size
-            folders.setdefault(_drive_of(folder), []).append(folder)
-        for folder, nbytes in present.items():
-            needed[_drive_of(folder)] -= nbytes * world.local_world_size
-        for drive, found in folders.items():
+        for drive in {_drive_of(folder) for folder in drives.given_bytes}:
+            found = [folder for folder in drives.given_bytes if _drive_of(folder) == drive]
+            there = sum(nbytes for folder, nbytes in present.items() if _drive_of(folder) == drive)
+            needed = (sum(drives.given_bytes[folder] for folder in found) - there) * world.local_world_size
             free = shutil.disk_usage(found[0]).free
-            if needed[drive] > free:
+            if needed > free:
                 raise DiskFullError(
-                    f"the plan's files take {format_bytes(needed[drive])} in {', '.join(map(str, found))}, where "
+                    f"the plan's files take {format_bytes(needed)} in {', '.join(map(str, found))}, where "
                     f"{format_bytes(free)} are free: give another `nvme_path` (each drive gets an equal share), or raise "
                     "`host_budget_bytes`"
                 )
@@ -184,3 +167,36 @@ def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path
 
 def _drive_of(folder: Path) -> int:
     return folder.stat().st_dev
+
+
+# -- precision ----------------------------------------------------------------------------------------------------------
+
+_FIRST_TENSOR_CORES = 7
+"""Compute capability of the first GPUs that multiply fp16 faster than fp32 whatever the model (V100)."""
+
+
+def native_types(device: torch.device | None = None) -> frozenset[str]:
+    """Return which of "bf16" and "fp16" a device, by default this machine's first, has instructions for, as torch may use
+    them. A CPU without multiplies in bf16 a hundred times slower than in fp32; one with fp16 alone sums up in fp16 too, so
+    there neither counts."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+    if device.type == "cuda":
+        has = {
+            "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
+            "fp16": torch.cuda.get_device_capability(device)[0] >= _FIRST_TENSOR_CORES,
+        }
+        return frozenset(name for name, found in has.items() if found)
+    found = torch.cpu.get_capabilities()
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    # oneDNN emulates bf16 on any x86 CPU with AVX-512, but asks an Arm CPU for its instructions.
+    if not (has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()) or (
+        found.get("architecture") == "x86_64" and not (found["avx512_bf16"] or found["amx_bf16"])
+    ):
+        return frozenset()
+    has_fp16 = found.get("avx512_fp16") or found.get("amx_fp16")
+    return frozenset({"bf16", "fp16"} if has_fp16 else {"bf16"})
+
+
+def find_native(world: World) -> frozenset[str]:
+    """Return the types that a run's precision is chosen by: rank 0's (all ranks)."""
+    return frozenset(world.broadcast_object(sorted(native_types(world.device)) if world.rank == 0 else None))

@@ -64,10 +64,9 @@ def make_schedule(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLim
     for number, use in enumerate(uses):
         _add(live, number, use.last + 1, numel[use.unit])
     kept = _plan_keeping(uses, numel, limits, live)
-    start = _plan_starts(uses, numel, limits, live, kept)
     return Schedule(
         units=tuple(use.unit for use in uses),
-        start=start,
+        start=_plan_starts(uses, numel, limits, live, kept),
         keep=tuple(number in kept for number in range(len(uses))),
     )
 

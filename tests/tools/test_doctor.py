@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zstore.engine.plan.precision import native_types
+from zstore.engine.plan.run import native_types
 from zstore.tools import doctor
 from zstore.tools.doctor import BLOCK_BYTES, Diagnosis, doctor_command, examine, examine_folder
 

@@ -72,14 +72,6 @@ def test_without_a_budget_all_is_where_it_was_asked_for(
     assert (plan.written_bytes > 0) == (plan.file_bytes > 0) == ("disk" in places)
 
 
-def test_a_step_moves_12_and_12_bytes_of_state_and_little_more() -> None:
-    plan = make_plan({"a": need((4096, 4096))}, PlacementSettings(optimizer="nvme", parameters="nvme"))
-    numel = 4096 * 4096
-    # Checksums, and padding to a page beside each; the parameter is read in forward and backward.
-    assert 12 + 2 * 2 < plan.read_bytes / numel < 12.1 + 2 * 2.04
-    assert 12 + 2 < plan.written_bytes / numel < 12.1 + 2.04
-
-
 def test_a_parameter_that_stays_gathered_is_on_the_device_in_whole_and_its_state_is_not() -> None:
     one = need((512, 512), world=2, gathered=True)
     plan = make_plan({"a": one}, PlacementSettings(optimizer="nvme", parameters="nvme"))
@@ -156,17 +148,6 @@ def test_a_frozen_parameter_has_no_gradient_and_no_state_and_is_only_read() -> N
     assert plan.read_bytes > 0
 
 
-def test_accumulation_reads_parameters_again_and_passes_spilled_gradients_again() -> None:
-    once = PlacementSettings(optimizer="nvme", parameters="nvme", budget_bytes=4 * MB, buffer_bytes=4 * MB)
-    one, three = make_plan(EIGHT, once), make_plan(EIGHT, replace(once, accumulation_steps=3))
-    state = make_plan(EIGHT, replace(once, parameters="none", holds_gradients=False))
-    parameters = make_plan(EIGHT, replace(once, holds_gradients=False)).read_bytes - state.read_bytes
-    gradients = one.read_bytes - parameters - state.read_bytes
-    assert min(state.read_bytes, parameters, gradients) > 0
-    assert three.read_bytes == 3 * (parameters + gradients) + state.read_bytes
-    assert three.written_bytes == one.written_bytes + 2 * gradients
-
-
 def test_two_units_in_a_row_are_gathered() -> None:
     units = [["0.weight"], ["1.weight", "2.weight"], ["2.weight", "3.weight"], ["4.weight"]]
     plan = make_plan({**EIGHT, "head": need((64, 64), gathered=True)}, PlacementSettings(), [*units, ["head"]])
@@ -184,7 +165,7 @@ def test_a_device_is_filled_with_as_much_state_as_it_has_room_for() -> None:
         plan = make_plan(EIGHT, fill_device(EIGHT, none, units, usable_bytes), units)
         assert [place.state for place in plan.placements.values()].count("device") == wanted
         assert plan.held_total.device + 3 * MB // 2 <= max(usable_bytes, beside)
-        share = f"{wanted / 8:.1%} of the optimizer state is updated on the device" if wanted else "not counted"
+        share = f"the device updates the other {wanted / 8:.1%}" if wanted else "not counted"
         assert share in describe(plan)
 
 
@@ -196,14 +177,10 @@ def test_cpu_that_does_not_fit_is_refused_with_numbers_and_advice() -> None:
         make_plan(EIGHT, PlacementSettings(optimizer="cpu", budget_bytes=8 * MB, buffer_bytes=MB))
     text = str(caught.value)
     state, gradients = 24 * MB, 4 * MB
-    for number in (8 * MB, MB, state, gradients, state + gradients + MB):
+    for number in (8 * MB, MB, state, gradients, state + gradients + MB, "offload_optimizer", "nvme"):
         assert str(number) in text
-    assert "offload_optimizer.device" in text
-    assert "nvme" in text
-    assert (
-        make_plan(EIGHT, PlacementSettings(optimizer="cpu", budget_bytes=29 * MB, buffer_bytes=MB)).budget_used_bytes
-        == 29 * MB
-    )
+    enough = make_plan(EIGHT, PlacementSettings(optimizer="cpu", budget_bytes=29 * MB, buffer_bytes=MB))
+    assert enough.budget_used_bytes == 29 * MB
 
 
 def test_a_budget_that_cannot_hold_the_buffers_or_a_piece_beside_them_is_refused() -> None:
@@ -241,14 +218,10 @@ def test_the_description_is_each_place_the_budget_and_what_a_step_moves() -> Non
         == "  device: 15.20 MB: parameters 4.19 MB, gradients 1.57 MB, master 3.15 MB, exp_avg 3.15 MB, exp_avg_sq 3.15 MB"
     )
     read, written = (format_bytes(2 * nbytes) for nbytes in (plan.read_bytes, plan.written_bytes))
-    assert text[5] == f"  each step reads about {read} from disk and writes {written} (2 ranks together)"
-    assert f"the files take {format_bytes(2 * plan.file_bytes)}, " in text[6]
-    assert [
-        line.partition(":")[0].strip() for line in describe(make_plan(EIGHT, PlacementSettings())).splitlines()[1:]
-    ] == [
-        "device",
-        "not counted",
-    ]
+    assert text[5] == f"  each step of the machine's ranks (2) reads about {read} from disk and writes {written}"
+    assert f"their files take {format_bytes(2 * plan.file_bytes)}, " in text[6]
+    plain = describe(make_plan(EIGHT, PlacementSettings())).splitlines()
+    assert [line.partition(":")[0].strip() for line in plain[1:]] == ["device", "not counted"]
 
 
 # -- properties ---------------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from tests.engine.models import make_net
 from tests.engine.runs import make_config, start, step
 from zstore.engine.config.config import load_config
 from zstore.engine.params.record import PRECISIONS
-from zstore.engine.plan import precision
-from zstore.engine.plan.precision import find_native, native_types, precision_note
+from zstore.engine.plan import run
+from zstore.engine.plan.costs import precision_note
+from zstore.engine.plan.run import find_native, native_types
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
@@ -73,8 +74,8 @@ def test_a_run_takes_what_its_device_computes_natively_and_says_so_once(caplog: 
 
 
 def _found_by_rank(rank: int) -> frozenset[str]:
-    precision.native_types = lambda device: frozenset({"bf16"} if rank == 0 else {"fp16"})
-    return find_native(load_config(with_types("auto")), World.current())
+    run.native_types = lambda device: frozenset({"bf16"} if rank == 0 else {"fp16"})
+    return find_native(World.current())
 
 
 def test_the_types_of_rank_0_count_on_all_ranks() -> None:
