@@ -95,15 +95,15 @@ class Checkpoints:
         """Begin a save, and with `wait` complete it (all ranks)."""
         started = time.perf_counter()
         self.wait()
-        if self._training.stepper is not None:
-            self._training.stepper.collect()
+        stepper = self._training.stepper
+        kept = {STATE_KEY: stepper.state()} if stepper is not None and stepper.keeps_state else {}
         world, drives = self._training.world, self._training.state.store.options.all_paths
         with world.agreeing():
             destination = destination_of(options.folder, self._training.config, drives)
             self._training.pending.require_whole()
             mine = self._tag(options.tag)
             require_last_step(self._training)
-            small = self.collect_small(options.state, options.metrics)
+            small = self.collect_small(options.state, kept, options.metrics)
             small.state.update(self._choices(options))
         place = str(options.folder) if is_url(str(options.folder)) else os.path.realpath(options.folder)
         chosen, save_id, described, theirs = world.broadcast_object([mine, new_save_id(), small.described(), place])
@@ -143,12 +143,12 @@ class Checkpoints:
         """Return a unique tag, for a save whose tag another run took."""
         return f"{self._tag(tag)}-{self._training.run_id[:8]}"
 
-    def collect_small(self, state: client.ClientValues, metrics: Mapping[str, Any] | None = None) -> Small:
+    def collect_small(
+        self, state: client.ClientValues, kept: Mapping[str, Any], metrics: Mapping[str, Any] | None
+    ) -> Small:
         """Return the record and copies of the tensors that rank 0 stores whole: module buffers, parameters that were added
-        later, and the client's tensors."""
-        given, stepper = client.as_mapping(state), self._training.stepper
-        kept = {STATE_KEY: stepper.state()} if stepper is not None and stepper.keeps_state else {}
-        marked, tensors = client.split({**given, **kept})
+        later, and the tensors of the client and of what is `kept` beside its state."""
+        marked, tensors = client.split({**client.as_mapping(state), **kept})
         known = (record.parameter for record in self._training.state.records)
         tensors |= {
             name: host_values(tensor.detach().to("cpu", copy=True))

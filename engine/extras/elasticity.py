@@ -15,9 +15,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from zstore.errors import ConfigError, ZstoreError
+from zstore.errors import ConfigError
 
 from ..config.config import load_config, read_config
 from ..config.keys import ConfigProblem, Notice, Section, built
@@ -30,14 +30,19 @@ HIGHLY_COMPOSITE = (
 )  # fmt: skip
 """The numbers with more divisors than any smaller one (https://oeis.org/A002182), up to DeepSpeed's largest factor."""
 
-Sizes = Annotated[tuple[Positive, ...], Words("a list of whole numbers of at least 1")]
+Sizes = Annotated[tuple[Positive, ...], Field(min_length=1), Words("a list of whole numbers of at least 1")]
 
-Version = Annotated[
-    Literal["0.1", "0.2"],
-    OneOf(),
-    BeforeValidator(lambda value: str(value) if isinstance(value, float) else value),
-    Words("0.1 or 0.2"),
-]
+
+class ElasticityError(ConfigError):
+    """Base of the errors of elasticity."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The section is missing, not enabled, or wrong."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):  # noqa: N818 - DeepSpeed's name
+    """The world size cannot train with the batch."""
 
 
 class ElasticitySection(Section):
@@ -57,7 +62,7 @@ class ElasticitySection(Section):
     """Fewest ranks that count as valid."""
     max_gpus: Positive = built(10_000)
     """Most ranks that count as valid."""
-    version: Version = built("0.2")
+    version: Annotated[Literal["0.1", "0.2"], OneOf(), BeforeValidator(str), Words("0.1 or 0.2")] = built("0.2")
     """0.2 counts in nodes of num_gpus_per_node ranks; 0.1 does not read that key."""
     num_gpus_per_node: Positive = built(1)
     """Ranks of a node, of which valid world sizes are multiples. A max_gpus of less than a node is no limit."""
@@ -68,17 +73,15 @@ class ElasticitySection(Section):
 
     def batch(self, world_size: int | None = None) -> tuple[int, tuple[int, ...]]:
         """Return the samples of a step, and the world sizes that train with them, ascending; with version 0.2 and a
-        `world_size` that is not valid, those of that. See [Note: the elastic batch]. Raises ValueError if there is none."""
+        `world_size` that is not valid, those of that. See [Note: the elastic batch]. Raises ValueError if there is
+        none: an ElasticityIncompatibleWorldSize if there is one at other world sizes."""
         sizes, maximum = self.micro_batch_sizes, self.max_train_batch_size
-        if maximum is None or sizes is None:
-            raise ValueError("max_train_batch_size and micro_batch_sizes are needed if elasticity is enabled")
-        if self.max_gpus < self.min_gpus:
-            raise ValueError("min_gpus is more than max_gpus; make them a range")
+        if maximum is None or sizes is None or self.max_gpus < self.min_gpus:
+            raise ValueError("expected max_train_batch_size, micro_batch_sizes, and min_gpus of at most max_gpus")
         per_node = self.num_gpus_per_node if self.version == "0.2" else 1
         most, larger = maximum // per_node, self.prefer_larger_batch
         if max(sizes) > most:
-            node = f" on each of {per_node} ranks of a node" if per_node > 1 else ""
-            raise ValueError(f"the largest micro-batch is {max(sizes)}, and a step may have {most} samples{node}")
+            raise ValueError(f"expected max_train_batch_size of at least {max(sizes) * per_node}, got {maximum}")
         largest = most // min(sizes)
         nodes = range(max(1, self.min_gpus // per_node), 1 + min(largest, self.max_gpus // per_node or largest))
         found = []
@@ -87,33 +90,30 @@ class ElasticitySection(Section):
             shares = [batch // size for size in sizes if batch % size == 0]
             valid = tuple(n * per_node for n in nodes if any(share % n == 0 for share in shares))
             found.append((batch * per_node, valid))
-        best = max(found, key=lambda one: (len(one[1]), one[0] if larger else -one[0]))
-        if self.version == "0.1" or world_size is None or world_size in best[1]:
-            return best
+        batch, valid = max(found, key=lambda one: (len(one[1]), one[0] if larger else -one[0]))
+        if world_size is None or world_size in valid:
+            return batch, valid
         multiples = [maximum // (size * world_size) * size * world_size for size in sizes]
-        if own := max(multiples) if larger else min(multiples):
+        if self.version == "0.2" and (own := max(multiples) if larger else min(multiples)):
             return own, (world_size,)
-        raise ValueError(f"{maximum} samples are less than a micro-batch of {max(sizes)} on each of {world_size} ranks")
+        listed = ", ".join(map(str, valid)) or "none"
+        raise ElasticityIncompatibleWorldSize(
+            f"elasticity: world size {world_size} cannot train with a batch of {batch}; world sizes that can: {listed}"
+        )
 
     def sizes_at(self, world_size: int) -> tuple[int, int, int]:
-        """As the base says: of micro-batches the largest of which every rank takes a whole number. Raises ValueError, which
-        names those that are valid, if the world size is not and the version is 0.1."""
-        batch, valid = self.batch(world_size)
-        if world_size not in valid:
-            listed = ", ".join(map(str, valid)) or f"none from {self.min_gpus} to {self.max_gpus} is valid"
-            raise ValueError(
-                f"elasticity: world size {world_size} cannot train with its batch of {batch}; world sizes that can: {listed}"
-            )
+        """As the base says: of micro-batches the largest of which every rank takes a whole number."""
+        batch, _ = self.batch(world_size)
         share = batch // world_size
         micro = max(size for size in self.micro_batch_sizes or () if share % size == 0)
         return batch, micro, share // micro
 
     def notices(self, settings: Any) -> Iterator[Notice]:
-        for key in self._batch_keys(settings, ignored=True):
+        for key in _sizes_beside(settings) if self.ignore_non_elastic_batch_info else ():
             yield Notice(key, "no effect: elasticity gives the batch sizes")
 
     def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
-        for key in self._batch_keys(settings, ignored=False):
+        for key in () if self.ignore_non_elastic_batch_info else _sizes_beside(settings):
             write = 'remove the key, or write "ignore_non_elastic_batch_info": true into the section elasticity'
             yield ConfigProblem((key,), f"elasticity gives the batch sizes; {write}")
         try:
@@ -121,22 +121,9 @@ class ElasticitySection(Section):
         except ValueError as error:
             yield ConfigProblem(("elasticity",), str(error))
 
-    def _batch_keys(self, settings: Any, *, ignored: bool) -> list[str]:
-        """Return the keys of batch sizes that a config sets, if they are to be `ignored` or not."""
-        named = [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
-        return named if ignored == self.ignore_non_elastic_batch_info else []
 
-
-class ElasticityError(ZstoreError):
-    """Base of the errors of elasticity."""
-
-
-class ElasticityConfigError(ElasticityError, ConfigError):
-    """The section is missing, not enabled, or wrong."""
-
-
-class ElasticityIncompatibleWorldSize(ElasticityError, ConfigError):  # noqa: N818 - DeepSpeed's name
-    """The world size cannot train with the batch."""
+def _sizes_beside(settings: Any) -> list[str]:
+    return [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
 
 
 def compute_elastic_config(
@@ -151,13 +138,8 @@ def compute_elastic_config(
         section: Any = vars(load_config({"elasticity": raw.get("elasticity")}).settings)["elasticity"]
         if not section.enabled:
             raise ConfigError('expected "elasticity": {"enabled": true, ...}, got none that is enabled')
-        batch, valid = section.batch()
-    except ValueError as error:
+    except ConfigError as error:
         raise ElasticityConfigError(str(error)) from None
-    if world_size <= 0:
-        return (batch, list(valid), None) if return_microbatch else (batch, list(valid))
-    try:
-        batch, valid = section.batch(world_size)
-        return batch, list(valid), section.sizes_at(world_size)[1]
-    except ValueError as error:
-        raise ElasticityIncompatibleWorldSize(str(error)) from None
+    batch, valid = section.batch(world_size or None)
+    micro = section.sizes_at(world_size)[1] if world_size else None
+    return (batch, list(valid), micro) if world_size or return_microbatch else (batch, list(valid))

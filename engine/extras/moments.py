@@ -24,8 +24,6 @@ from ..config.config import Config
 from ..config.optimizers import reduced_slots
 from ..optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, SlotTiles, Tensors
 from ..optim.rules import codecs
-from ..optim.stepper import WholeKernel, whole_step_error
-from ..runtime.device import Scratch
 
 _PIECE_NUMEL = 1 << 16
 """Elements that are in fp32 at a time, if the processor updates them: they stay in its cache."""
@@ -42,18 +40,16 @@ class MomentCodec(SlotCodec):
         reduced = reduced_slots(slot.name for slot in slots if slot.dtype == torch.float32 and slot.shape is None)
         return [replace(slot, dtype=torch.bfloat16) if slot.name in reduced else slot for slot in slots]
 
-    def tiles(self, name: str, step: int, first: int, former: SlotTiles | None = None) -> SlotTiles:
+    def tiles(self, name: str, step: int, first: int) -> SlotTiles:
         digest = blake2b(f"{step} {name}".encode(), digest_size=4).digest()
-        scratch = former.scratch if isinstance(former, MomentTiles) else Scratch()
-        return MomentTiles(int.from_bytes(digest, "little") % _NUM_WORDS + first, scratch)
+        return MomentTiles(int.from_bytes(digest, "little") % _NUM_WORDS + first)
 
 
 class MomentTiles(SlotTiles):
     """The slots of a parameter in a step, whose first element on this rank has random word number `start`."""
 
-    def __init__(self, start: int, scratch: Scratch) -> None:
+    def __init__(self, start: int) -> None:
         self._start = start
-        self.scratch = scratch
 
     def update(
         self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
@@ -62,10 +58,7 @@ class MomentTiles(SlotTiles):
         for begin in range(0, master.numel(), piece):
             stop = min(begin + piece, master.numel())
             parts = [view[begin:stop] for view in views]
-            values = [
-                part if part.dtype == torch.float32 else self.scratch.take(str(n), part, torch.float32).copy_(part)
-                for n, part in enumerate(parts)
-            ]
+            values = [part.float() for part in parts]
             step.tile(master[begin:stop], gradient[begin:stop], values)
             self.put(values, parts, first + begin)
 
@@ -92,17 +85,15 @@ def _noise(device: torch.device, half: int) -> torch.Tensor:
 
 
 def _moment_codec(config: Config, kernels: Sequence[Kernel], kind: str) -> SlotCodec | None:
-    """Return the codec if `zstore.moments` asks for bf16. Raises UsageError if an optimizer of a `kind` has no moment that
-    could be in bf16, or takes its own step."""
+    """Return the codec if `zstore.moments` asks for bf16. Raises UsageError if an optimizer of a `kind` has no moment in
+    the store that could be in bf16."""
     if config.moments == "fp32":
         return None
-    if any(isinstance(kernel, WholeKernel) for kernel in kernels):
-        raise whole_step_error(kind, "moments")
     if any(reduced_slots(kernel.slots) for kernel in kernels):
         return MomentCodec()
     raise UsageError(
-        f'"moments": "bf16": expected an optimizer that keeps averages of gradients or of their squares, got {kind}, which '
-        f"keeps {', '.join(kernels[0].slots) or 'nothing'}; leave the key out, or use Adam or SGD with momentum"
+        '"moments": "bf16": expected an optimizer that keeps averages of gradients or of their squares in the store, got '
+        f"{kind}, which keeps {', '.join(kernels[0].slots) or 'nothing'} there; leave the key out, or use Adam"
     )
 
 

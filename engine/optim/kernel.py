@@ -106,9 +106,9 @@ class SlotCodec:
         """Return the stored arrays of a kernel's slots of a parameter, in their order."""
         return slots
 
-    def tiles(self, name: str, step: int, first: int, former: SlotTiles | None = None) -> SlotTiles:
+    def tiles(self, name: str, step: int, first: int) -> SlotTiles:
         """Return the slots of parameter `name` in step number `step`; `first` is the place of this rank's first element in the
-        whole parameter. The memory of a `former` one, which is not used any more, is reused."""
+        whole parameter."""
         return SlotTiles()
 
 

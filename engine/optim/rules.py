@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from zstore.errors import UsageError
 from zstore.ranks.world import World
 
 from ..config.config import Config
 from ..plan.plan import Slots
 from .kernel import ELEMENT_WISE, Kernel, SlotCodec, kernel_for
 from .state import OptimizerState
-from .stepper import ClientStep, Stepper, WholeKernel, require_no_closure, whole_step_error
+from .stepper import ClientStep, Stepper, WholeKernel, require_no_closure
 
 Kind = type[torch.optim.Optimizer]
 Groups = list[dict[str, Any]]
@@ -93,4 +94,7 @@ def check_client(client: torch.optim.Optimizer, config: Config) -> None:
     """Raise UsageError if the config does not let the client's own object take the steps."""
     require_no_closure(client)
     if config.step_overlap == "backward":
-        raise whole_step_error(type(client).__name__, "step_overlap")
+        raise UsageError(
+            f"optimizer {type(client).__name__} steps whole fp32 tensors, all at once: take step_overlap out of the config's "
+            '"zstore" section'
+        )

@@ -170,9 +170,9 @@ class OptimizerState:
         """Return the slots that a parameter's kernel works on beside its master, in its order; none of a frozen one."""
         return () if record.group is None else self.kernels[record.group].arrays(record.owned_numel, record.shape)
 
-    def slot_tiles(self, record: ParameterRecord, step: int, former: SlotTiles | None = None) -> SlotTiles:
+    def slot_tiles(self, record: ParameterRecord, step: int) -> SlotTiles:
         """Return a parameter's slots in step number `step`; see `SlotCodec.tiles`."""
-        return self.codec.tiles(record.name, step, record.owned_range[0], former)
+        return self.codec.tiles(record.name, step, record.owned_range[0])
 
     def state_grid_of(self, record: ParameterRecord, slot: SlotArray | None = None) -> Grid:
         """Return how this rank's state of a parameter is cut: an array of its shape, or that of `slot`."""

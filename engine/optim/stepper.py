@@ -60,11 +60,8 @@ class Stepper(ABC):
         """Return the norm that all ranks go by, of that of this rank's gradients (all ranks)."""
         return norm
 
-    def collect(self) -> None:  # noqa: B027 - most keep the same on every rank
-        """Bring to rank 0 the state that ranks keep for themselves, for `state` (all ranks)."""
-
     def state(self) -> dict[str, Any]:
-        """Return its state, by parameter name, for a checkpoint to copy."""
+        """Return its state, by parameter name, for rank 0's part of a checkpoint to copy (all ranks)."""
         return {}
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:  # noqa: B027 - most keep nothing
@@ -101,14 +98,6 @@ def require_no_closure(client: torch.optim.Optimizer) -> None:
             f"optimizer {type(client).__name__} is not known to update each element by itself, and takes its step with a "
             "closure, which the engine cannot call: use one whose step() needs none"
         )
-
-
-def whole_step_error(kind: str, key: str) -> UsageError:
-    """Return the error of a config whose `zstore.<key>` asks an optimizer, a `kind` of the client's own, for steps in tiles."""
-    return UsageError(
-        f"optimizer {kind} is not known to update each element by itself, and steps whole fp32 tensors, all at once: take "
-        f'{key} out of the config\'s "zstore" section'
-    )
 
 
 class ClientStep(Stepper):

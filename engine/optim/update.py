@@ -107,7 +107,7 @@ class _Change:
         self.record = record
         self._state = state
         self._room: Scratch = Scratch() if former is None else former._room
-        self._slots: SlotTiles = state.slot_tiles(record, settings.step, None if former is None else former._slots)
+        self._slots: SlotTiles = state.slot_tiles(record, settings.step)
         self._num_state = len(state.arrays_of(record))
         """First arrays of a tile: the master and the slots."""
         self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)

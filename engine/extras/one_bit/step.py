@@ -91,6 +91,13 @@ def compressed_mean(world: World, errors: Mapping[str, torch.Tensor], values: to
     return decode(received).view(-1)[:numel]
 
 
+def error_numels(numel: int, world_size: int) -> dict[str, int]:
+    """Return the elements of the errors that a rank keeps of a tensor: none if nothing is sent."""
+    if world_size == 1 or not numel:
+        return {}
+    return {"worker_error": numel, "server_error": chunk_numel(numel, world_size)}
+
+
 class OneBitStep(Stepper):
     """Takes the updates of a run with an optimizer that sends signs (all ranks). See [Note: the state of one rank]."""
 
@@ -105,12 +112,8 @@ class OneBitStep(Stepper):
         """This rank's own state of each parameter, 1-D."""
         for record in (record for record in state.scalars if record.numel):
             sizes = dict.fromkeys(self._rule_of(record)[0].own_slots, record.numel)
-            if world.world_size > 1:
-                sizes |= {"worker_error": record.numel, "server_error": chunk_numel(record.numel, world.world_size)}
+            sizes |= error_numels(record.numel, world.world_size)
             self.own[record] = {name: torch.zeros(size, device=record.full.device) for name, size in sizes.items()}
-        self._all_exact = True
-        """Whether all gradients of the step under way are averaged."""
-        self._collected: dict[str, dict[str, torch.Tensor]] = {}
 
     def _rule_of(self, record: ParameterRecord) -> tuple[AdamRule, int]:
         """Return the rule of a parameter, and the number of its group."""
@@ -124,13 +127,10 @@ class OneBitStep(Stepper):
             rule, group = self._rule_of(record)
             if rule.phase(self._groups[group], int(scalars["step"]) + 1) == "exact":
                 exact.add(record)
-        self._all_exact = len(exact) == len(self._state.scalars)
         return exact
 
     def agreed_norm(self, norm: float) -> float:
-        """Return the norm that all ranks go by: the root of the mean square of theirs if any gradients are a rank's own."""
-        if self._world.world_size == 1 or self._all_exact:
-            return norm
+        """Return the root of the mean square of the ranks' norms: their gradients may be their own."""
         mine = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
         everyone = mine.new_empty(self._world.world_size)
         self._world.all_gather(everyone, mine, kind="control")
@@ -167,34 +167,28 @@ class OneBitStep(Stepper):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    def collect(self) -> None:
-        for record, own in self.own.items():
-            kept = self._collected[record.name] = {}
-            for name, mine in own.items():
-                everyone = mine.new_empty(self._world.world_size, mine.numel())
-                self._world.all_gather(everyone.view(-1), mine)
-                if self._world.rank == 0:
-                    kept[name] = everyone.cpu()
-
     def state(self) -> dict[str, Any]:
-        """Return the state that `collect` brought, by parameter name: on rank 0 all of it, elsewhere nothing."""
-        collected, self._collected = self._collected, {}
-        return collected
+        """Return the ranks' own state in rows, by parameter name: on rank 0 all of it, elsewhere nothing (all ranks)."""
+        found: dict[str, Any] = {}
+        for record, own in self.own.items():
+            kept = found[record.name] = {}
+            for name, mine in own.items():
+                rows = mine.new_empty(self._world.world_size, mine.numel())
+                self._world.all_gather(rows.view(-1), mine)
+                if self._world.rank == 0:
+                    kept[name] = rows.cpu()
+        return found
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         with torch.no_grad():
             for record, own in self.own.items():
                 for name, target in own.items():
-                    target.copy_(self._row(saved.get(record.name, {}).get(name), target))
+                    rows = saved.get(record.name, {}).get(name, torch.zeros(1, target.numel()))
+                    row = rows[self._world.rank] if len(rows) == self._world.world_size else rows.mean(dim=0)
+                    target.copy_(row if row.shape == target.shape else torch.zeros_like(target))
                 rule, state = self._tensor(record, self._groups)
                 rule.restore(state)
                 self._keep(record, state)
-
-    def _row(self, rows: torch.Tensor | None, target: torch.Tensor) -> torch.Tensor:
-        """Return this rank's of the saved rows: its own, or at another world size their mean."""
-        if rows is not None and len(rows) == self._world.world_size:
-            return rows[self._world.rank]
-        return rows.mean(dim=0) if rows is not None and rows.shape[1] == target.numel() else torch.zeros_like(target)
 
 
 class OneBitAdam(torch.optim.Optimizer):
@@ -216,12 +210,9 @@ RULES: dict[Kind, AdamRule] = {OneBitAdam: AdamRule(), ZeroOneAdam: ZeroOneRule(
 
 
 def _slots(kernel: Kernel, shape: Sequence[int], world_size: int) -> Slots:
-    """Return a rank's arrays for a parameter of `shape`, and between ranks the loss of its messages."""
-    slots, numel = (*kernel.slots, *cast("AdamRule", kernel).own_slots), math.prod(shape)
-    if world_size == 1 or not numel:
-        return slots
-    server = TensorSlot("server_error", (chunk_numel(numel, world_size),))
-    return (*slots, TensorSlot("worker_error", (numel,)), server)
+    """Return a rank's arrays for a parameter of `shape`."""
+    errors = error_numels(math.prod(shape), world_size).items()
+    return (*kernel.slots, *cast("AdamRule", kernel).own_slots, *(TensorSlot(name, (numel,)) for name, numel in errors))
 
 
 register(

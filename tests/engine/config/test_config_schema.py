@@ -304,7 +304,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"elasticity": {"enabled": True, "micro_batch_sizes": [1]}},
-        r"elasticity: max_train_batch_size and micro_batch_sizes are needed.*",
+        r"elasticity: expected max_train_batch_size, micro_batch_sizes, and min_gpus.*",
     ),
     ({"tensor_parallel": {"autotp_size": 4}}, r"tensor_parallel: .* is not supported"),
     ({"gradient_allreduce_op": "sum"}, r'gradient_allreduce_op: "sum" is not supported'),
