@@ -72,20 +72,6 @@ def test_without_a_budget_all_is_where_it_was_asked_for(
     assert (plan.written_bytes > 0) == (plan.file_bytes > 0) == ("disk" in places)
 
 
-def test_a_parameter_that_stays_gathered_is_on_the_device_in_whole_and_its_state_is_not() -> None:
-    one = need((512, 512), world=2, gathered=True)
-    plan = make_plan({"a": one}, PlacementSettings(optimizer="nvme", parameters="nvme"))
-    assert rests(plan) == [("disk", "device", "host")]
-    assert plan.held["parameters"].device == 2 * 512 * 512
-    assert plan.held["exp_avg"].disk == 4 * 256 * 512
-    # Whole gradients stay where the backward leaves them.
-    plan = make_plan(
-        {"a": replace(one, whole_gradient=True)}, PlacementSettings(optimizer="nvme", budget_bytes=100 * MB)
-    )
-    assert rests(plan)[0][2] == "device"
-    assert plan.held["gradients"].device == 2 * 512 * 512
-
-
 def test_shards_under_64_kib_are_in_host_memory_whatever_was_asked_for() -> None:
     # 40 KB of 16-bit parameter, 80 KB for each array of the state.
     between = need((200, 100))
@@ -113,32 +99,6 @@ def test_a_budget_goes_to_parameters_then_gradients_then_state() -> None:
         assert parameters.count("host") != 4 or parameters[:4].count("host") == 2
     # Half a MiB for each parameter and gradient, 3 for each state.
     assert seen == [(0, 0, 0), (4, 0, 0), (8, 0, 0), (8, 4, 0), (8, 8, 0), (8, 8, 6), (8, 8, 8)]
-
-
-def in_memory(plan: Plan) -> list[int]:
-    return [number for number, place in enumerate(plan.placements.values()) if place.parameter == "host"]
-
-
-def test_max_in_cpu_counts_elements_with_and_without_a_budget() -> None:
-    both = PlacementSettings(optimizer="none", parameters="nvme", max_in_cpu_numel=3 * 512 * 512, buffer_bytes=MB)
-    for budget in (None, 100 * MB):
-        plan = make_plan(EIGHT, replace(both, budget_bytes=budget))
-        assert in_memory(plan) == [0, 2, 5]
-    plan = make_plan(EIGHT, replace(both, budget_bytes=2 * MB))
-    assert in_memory(plan) == [0, 5]
-
-
-def test_an_fp32_parameter_is_its_own_master_unless_it_stays_on_the_device_alone() -> None:
-    one = need((512, 512), dtype=FP32)
-    at_home = make_plan({"a": one}, PlacementSettings())
-    state_away = make_plan({"a": one}, PlacementSettings(optimizer="nvme"))
-    both_away = make_plan({"a": one}, PlacementSettings(optimizer="nvme", parameters="nvme"))
-    assert at_home.held["master"].total == 0
-    assert state_away.held["master"].disk == 4 * 512 * 512
-    assert both_away.held["master"].total == 0
-    assert both_away.held["parameters"].disk == 4 * 512 * 512
-    # It is read in forward, backward and update, as the slots are in the update; all are written by the update.
-    assert 3 * both_away.read_bytes == (3 + 1 + 1) * both_away.written_bytes > 0
 
 
 def test_a_frozen_parameter_has_no_gradient_and_no_state_and_is_only_read() -> None:

@@ -18,7 +18,6 @@ import zstore
 from tests.engine.models import make_net
 from tests.engine.runs import make_config, start, step
 from zstore.engine.config.config import load_config
-from zstore.engine.params.record import PRECISIONS
 from zstore.engine.plan import run
 from zstore.engine.plan.costs import precision_note
 from zstore.engine.plan.run import find_native, native_types
@@ -61,16 +60,6 @@ def test_a_cpu_is_asked_for_its_instructions(flags: str, native: str, monkeypatc
 def test_the_line_says_what_auto_took_and_why(config: dict[str, object], chosen: str, line: str | None) -> None:
     note = precision_note(load_config(config), chosen, ("bf16", "fp16"), "CPU")
     assert note == (None if line is None else (logging.INFO, line))
-
-
-def test_a_run_takes_what_its_device_computes_natively_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "zstore"), start(make_config(bf16={"enabled": "auto"})) as engine:
-        chosen = engine.training_state.config.precision
-        assert {parameter.dtype for parameter in engine.module.parameters()} == {PRECISIONS[chosen]}
-    assert chosen == ("bf16" if "bf16" in native_types(torch.device("cpu")) else "fp32")
-    lines = [record.getMessage() for record in caplog.records if "precision:" in record.getMessage()]
-    assert len(lines) == 1
-    assert lines[0].startswith(f'precision: "auto" takes {chosen}, since this CPU ')
 
 
 def _found_by_rank(rank: int) -> frozenset[str]:
