@@ -50,13 +50,13 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        57_450,
+        57_540,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 25_990),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_710),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_800),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_490),
     "lines of assets": (lambda: _layout().asset_lines(), 2_260),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_500),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_650),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_920),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 5_000),
     "lines of engine without adapters and extras": (

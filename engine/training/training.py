@@ -304,7 +304,7 @@ class Training:
         if self.stepper is not None and self.stepper.owns_gradients:
             raise UsageError(
                 f"{what} beside {self.optimizer.kind.__name__}, which averages over ranks itself: each rank has its own "
-                'gradients until step(). Write "gradient_clipping" into the config'
+                "gradients until step(). Choose an optimizer whose gradients are reduced in the backward, as AdamW"
             )
 
     def step(self) -> None:
