@@ -41,7 +41,7 @@ _NAME = re.compile(r"journal-([A-Za-z0-9_.-]{1,100})\.jsonl")
 _PAUSE_S = 0.5
 _TAIL_BYTES = 64 * 1024
 _MOST_WAITING = 4096
-"""Records that wait for a file at most: the oldest are dropped."""
+"""Records that wait while no file is open, at most: the oldest are dropped."""
 
 
 def journal_file(run_id: str) -> str:
@@ -109,11 +109,21 @@ def number(value: Any) -> float | None:
 def encode(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line of JSON. Values that are functions are called for theirs; values of no JSON type become their
     text."""
-    found = {name: value() if callable(value) else value for name, value in record.items()}
-    wrong = {name: str(value) for name, value in found.items() if isinstance(value, float) and not math.isfinite(value)}
-    if wrong:
-        found |= {**dict.fromkeys(wrong), "not_finite": wrong}
+    not_finite: dict[str, str] = {}
+    found = _finite(record, not_finite)
+    found |= {"not_finite": not_finite} if not_finite else {}
     return json.dumps(found, separators=(",", ":"), default=str).encode() + b"\n"
+
+
+def _finite(value: Any, not_finite: dict[str, str], key: str = "") -> Any:
+    if callable(value):
+        value = value()
+    if isinstance(value, float) and not math.isfinite(value):
+        not_finite[key] = str(value)
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(item, not_finite, str(name)) for name, item in value.items()}
+    return [_finite(item, not_finite, key) for item in value] if isinstance(value, list | tuple) else value
 
 
 def decode_lines(data: bytes) -> list[Record]:
@@ -171,7 +181,7 @@ class JournalWriter(Closing):
 
     def __init__(self, failed: Callable[[str], None]) -> None:
         self._failed: Callable[[str], None] | None = failed
-        self._waiting: deque[Mapping[str, Any]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[Mapping[str, Any]] = deque()
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -182,6 +192,10 @@ class JournalWriter(Closing):
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a record at the end."""
         self._waiting.append(record)
+        if self.file is None and len(self._waiting) > _MOST_WAITING:
+            with self._lock:
+                if self.file is None:
+                    self._waiting.popleft()
 
     def open(
         self, file: JournalFile, first: Sequence[Mapping[str, Any]] = (), after: Callable[[], None] = lambda: None
@@ -194,8 +208,9 @@ class JournalWriter(Closing):
                 self.flush()
                 after()
 
-        self.file = file
-        self._write(first)
+        with self._lock:
+            self.file = file
+            self._write(first)
         self._ending.clear()
         self._threads = start_threads(1, serve, "zstore-journal")
 
@@ -226,6 +241,7 @@ class JournalWriter(Closing):
             self._ending.set()
             join_threads(threads)
         self.flush()
-        file, self.file = self.file, None
-        if file is not None:
-            file.close()
+        with self._lock:
+            file, self.file = self.file, None
+            if file is not None:
+                file.close()

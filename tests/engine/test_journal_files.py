@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_a_second_process_goes_on_where_the_file_was_whole(tmp_path: Path) -> No
 
 def test_numbers_that_are_not_finite_and_what_json_lacks_are_valid_json(tmp_path: Path) -> None:
     late = row(2, loss=lambda: math.inf)
-    write(tmp_path / journal_file("a"), row(1, loss=math.nan, grad_norm=-math.inf, path=Path("/x")), late)
+    write(tmp_path / journal_file("a"), row(1, loss=math.nan, nested={"a": [-math.inf, 1.5]}, path=Path("/x")), late)
 
     def refuse(text: str) -> Any:
         raise ValueError(text)
@@ -58,7 +59,7 @@ def test_numbers_that_are_not_finite_and_what_json_lacks_are_valid_json(tmp_path
     text = (tmp_path / journal_file("a")).read_text()
     lines = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
     assert lines == [
-        row(1, loss=None, grad_norm=None, path="/x", not_finite={"loss": "nan", "grad_norm": "-inf"}),
+        row(1, loss=None, nested={"a": [None, 1.5]}, path="/x", not_finite={"loss": "nan", "a": "-inf"}),
         row(2, loss=None, not_finite={"loss": "inf"}),
     ]
 
@@ -116,6 +117,22 @@ def test_records_wait_for_a_file_the_newest_of_them(tmp_path: Path) -> None:
     found = read(tmp_path)
     assert found[0]["kind"] == "start"
     assert [each["step"] for each in found[1:]] == list(range(20_000 - 4096, 20_000))
+
+
+def test_no_line_is_lost_while_the_thread_that_writes_is_busy(tmp_path: Path) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang() -> None:  # as a service that does not answer
+        hangs.set()
+        goes_on.wait()
+
+    with JournalWriter(failed) as writer:
+        writer.open(JournalFile(tmp_path / journal_file("a")), after=hang)
+        hangs.wait()
+        for number in range(5_000):
+            writer.append(row(number))
+        goes_on.set()
+    assert [each["step"] for each in read(tmp_path)] == list(range(5_000))
 
 
 def test_a_write_that_fails_half_way_leaves_whole_lines_and_is_told_once(

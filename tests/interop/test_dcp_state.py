@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstore.errors import CorruptionError
+from zstore.errors import CheckpointMismatchError, CorruptionError
 from zstore.interop.dcp_state import DcpState, NotPlainError, Path, decode_value, encode_value, key_of, name_arrays
 
 
@@ -128,5 +128,9 @@ def test_a_damaged_record_is_refused() -> None:
     ):
         with pytest.raises(CorruptionError):
             DcpState.of({"dcp": broken}, ["model/w"])
+    former = {"version": 1, "model": ["app", "model"], "optimizer": None, "optimizer_form": "nested", "paths": {}}
+    for other in (former, {"paths": {}}, good | {"version": 3}):
+        with pytest.raises(CheckpointMismatchError, match="convert it again"):
+            DcpState.of({"dcp": other}, ["model/w"])
     with pytest.raises(CorruptionError, match="unknown type"):
         decode_value({"$exec": "x"})

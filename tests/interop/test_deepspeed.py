@@ -153,6 +153,37 @@ def test_what_is_not_carried_over_is_named(tmp_path: Path) -> None:
         assert named in text
 
 
+def test_numbers_of_a_schedule_that_are_tensors_are_carried_over(tmp_path: Path) -> None:
+    schedule = {
+        "last_epoch": torch.tensor(9),
+        "best": torch.tensor(0.5),
+        "more": torch.ones(2),
+        "warm": True,
+        "step": 3,
+    }
+    write(tmp_path, model={"lr_scheduler": schedule})
+    with open_source(tmp_path) as source:
+        found = source.record.state["engine"]["schedule"]
+        assert "lr_scheduler: client/lr_scheduler.more" in source.notes
+    assert (found["last_epoch"], found["best"], found["warm"], found["step"]) == (9.0, 0.5, True, 3)
+
+
+@pytest.mark.parametrize("groups", [0, 1, 2])
+def test_flat_masters_without_a_group_are_noted(groups: int, tmp_path: Path) -> None:
+    masters = [NUMBERS[:20], NUMBERS[20:]]
+    optimizer = {
+        "fp32_groups_flat": masters,
+        "optimizer_state_dict": {
+            "state": {number: {"exp_avg": master * 2} for number, master in enumerate(masters)},
+            "param_groups": [{"lr": 0.1, "params": [number]} for number in range(groups)],
+        },
+    }
+    write(tmp_path, model={"optimizer": optimizer}, ranks=[])
+    with open_source(tmp_path) as source:
+        assert ("optimizer/exp_avg/w" in source.arrays) == (groups == 2)
+        assert (f"2 flat masters for {groups} parameter groups" in "; ".join(source.notes)) == (groups < 2)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

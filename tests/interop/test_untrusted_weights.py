@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from zstore.errors import CorruptionError, ZstoreError
+from zstore.errors import CorruptionError, UsageError, ZstoreError
 from zstore.open.sources import open_source
 
 W = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -23,6 +23,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"w": W, "b": W[0]}, path / "model.safetensors")
     (path / "config.json").write_text("{}")
     return path
+
+
+def test_one_file_beside_several_indices_is_not_taken_for_them(tmp_path: Path) -> None:
+    save_file({"w": W}, tmp_path / "x.safetensors")
+    for variant in ("fp16", "bf16"):
+        (tmp_path / f"model.safetensors.index.{variant}.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"index\.bf16.*nothing says which belong together"):
+        open_source(tmp_path)
+    (tmp_path / "x.safetensors").rename(tmp_path / "model.safetensors")
+    with open_source(tmp_path) as source:
+        assert list(source.arrays) == ["model/w"]
 
 
 def with_header(header: bytes) -> bytes:

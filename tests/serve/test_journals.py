@@ -105,6 +105,12 @@ def test_numbers_that_are_not_finite_are_events(tmp_path: Path, serve: Serve) ->
     assert get(base, "/api/runs/run/steps")["columns"]["loss"] == [1.0, None, None, 1.0]
 
 
+def test_a_line_with_many_numbers_that_are_not_finite_names_some(tmp_path: Path, serve: Serve) -> None:
+    write(tmp_path / "run", start(), step(1, **{f"metric/{number}": math.nan for number in range(1000)}))
+    (found,) = get(serve(tmp_path), "/api/runs/run")["not_finite"]
+    assert list(found["values"]) == [f"metric/{number}" for number in range(64)]
+
+
 def test_two_journals_of_a_folder_are_sessions_of_one_run(tmp_path: Path, serve: Serve) -> None:
     for number, (first, last) in enumerate(((1, 5), (4, 7))):
         lines = [step(n, at=1000.0 * number + n, loss=10.0 * number + n) for n in range(first, last + 1)]

@@ -25,13 +25,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import CorruptionError
+from ..errors import CheckpointMismatchError, CorruptionError
 from ..format.arrays import client_array, model_array, optimizer_array
 
 Path = tuple[str | int, ...]
 
 STATE = "dcp"
 """Key of the document in a record's state."""
+VERSION = 2
 BYTES = "bytes"
 """An opaque array that is the content of a `bytes` object."""
 PICKLE = "pickle"
@@ -181,11 +182,16 @@ class DcpState:
     def of(cls, state: Mapping[str, Any], arrays: Iterable[str]) -> DcpState:
         """Return that of a checkpoint with this `record.state`, which DCP need not have written.
 
-        Raises CorruptionError if it is damaged.
+        Raises CorruptionError if it is damaged, CheckpointMismatchError if it is of another version.
         """
         document = state.get(STATE, {})
         if not isinstance(document, dict):
             raise CorruptionError(f"expected an object as the record's `{STATE}`, got {document!r:.100}")
+        if document and document.get("version") != VERSION:
+            raise CheckpointMismatchError(
+                f"expected version {VERSION} of the record's `{STATE}`, got {document.get('version')!r:.50}: another release "
+                "of zstore wrote the checkpoint; save or convert it again with this one"
+            )
         paths, values, opaque = document.get("paths", {}), document.get("values", []), document.get("opaque", {})
         whole = isinstance(values, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in values)
         whole = whole and isinstance(opaque, dict) and set(opaque.values()) <= {BYTES, PICKLE}
@@ -201,6 +207,7 @@ class DcpState:
         """Return it as JSON, for the record."""
         ordered = sorted(self.values, key=lambda pair: key_of(pair[0]))
         return {
+            "version": VERSION,
             "paths": {n: list(path) for n, path in sorted(self.paths.items()) if path != default_path(n)},
             "values": [[list(path), value] for path, value in ordered],
             "opaque": dict(sorted(self.opaque.items())),

@@ -98,7 +98,7 @@ class WeightsReader:
         indices, files = (sorted(self.folder.glob(f"*{SUFFIX}{end}")) for end in (".index*.json", ""))
         for found, end in ((indices, ".index.json"), (files, "")):
             usual = [path for stem in STEMS if (path := self.folder / f"{stem}{SUFFIX}{end}") in found]
-            if usual or len(found) == 1:
+            if usual or (len(found) == 1 and len(indices) < 2):
                 return (usual or found)[0]
         if found := indices or files:
             raise UsageError(

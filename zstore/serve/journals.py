@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -30,6 +31,8 @@ M = TypeVar("M", bound=BaseModel)
 _BLOCK_BYTES = 16 * 1024 * 1024
 _TAIL_BYTES = 16 * 1024
 _MOST_SESSIONS, _MOST_SAVES, _MOST_EVENTS = 20, 200, 100
+_MOST_NAMES = 64
+"""Of numbers that are not finite in a line."""
 _LEAST_HEARTBEAT_S, _HEARTBEAT_STEPS = 60.0, 10
 _LATE_S = 5.0
 """How much later than a journal's first line its process may seem to have begun."""
@@ -154,8 +157,8 @@ class RunJournals:
                 self._saves.append(record)
             elif kind == "memory":
                 self._memory = record
-            if "not_finite" in record:
-                self._not_finite.append(record)
+            if isinstance(names := record.get("not_finite"), dict):
+                self._not_finite.append(record | {"not_finite": dict(islice(names.items(), _MOST_NAMES))})
 
     def _sessions(self) -> tuple[list[models.Session], Record]:
         """Return the processes that wrote the journals, and the end of the last one; that is empty if it did not end."""

@@ -1,4 +1,4 @@
-"""Taking in checkpoints, and a run's journal and its model's config and tokenizer.
+"""Taking in checkpoints and a run's journal.
 
 [Note: the protocol of an upload]
     POST   /api/uploads                   the record, and which files there are; refused here if it may not be
@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import aiofiles
@@ -164,38 +162,20 @@ async def _put(
 
 
 async def _receive(upload: Upload, path: str, request: Request, offset: int, length: int) -> None:
-    """Write the body of a request into a file from byte `offset` on. Raises CheckpointError if another connection sends it
-    by now, UsageError unless `length` bytes come, DiskFullError if there is no room."""
-    sender = upload.senders[path]
+    """Write the body of a request into a file from byte `offset` on, as it comes.
 
-    def check() -> None:
-        if upload.senders.get(path) is not sender:
-            raise CheckpointError(f"another connection sends {path}, or the upload was given up")
-
-    too_many = UsageError(f"{path}: more than the {length} bytes that Content-Range names were sent")
-    came = await _body_into(upload.part(path), request, length, too_many, offset, check)
-    if came < length:
-        raise UsageError(f"{path}: {came} bytes came, {length} were to")
-
-
-async def _body_into(
-    path: Path,
-    request: Request,
-    most_bytes: int,
-    too_many: Exception,
-    offset: int,
-    check: Callable[[], None],
-) -> int:
-    """Write the body of a request into a file from byte `offset` on, as it comes, and return its bytes; `check` is called
-    before each write. Raises `too_many` for more than `most_bytes`, UsageError if the connection ends early, DiskFullError if
-    there is no room; what came until then is in the file."""
+    Raises CheckpointError if another connection sends it by now, UsageError unless `length` bytes come, DiskFullError if
+    there is no room; what came until then is in the file.
+    """
+    sender, part = upload.senders[path], upload.part(path)
     came, waiting = 0, bytearray()
     try:
-        async with aiofiles.open(path, "r+b" if offset else "wb") as file:
+        async with aiofiles.open(part, "r+b" if offset else "wb") as file:
             await file.seek(offset)
 
             async def write() -> None:
-                check()
+                if upload.senders.get(path) is not sender:
+                    raise CheckpointError(f"another connection sends {path}, or the upload was given up")
                 await file.write(bytes(waiting))
                 waiting.clear()
 
@@ -203,8 +183,8 @@ async def _body_into(
                 async for piece in request.stream():
                     waiting += piece
                     came += len(piece)
-                    if came > most_bytes:
-                        raise too_many
+                    if came > length:
+                        raise UsageError(f"{path}: more than the {length} bytes that Content-Range names were sent")
                     if len(waiting) >= _WRITE_BYTES:
                         await write()
                 await write()
@@ -212,8 +192,9 @@ async def _body_into(
                 await write()
                 raise UsageError("the connection ended early") from error
     except OSError as error:
-        raise storage_error(error, "the file cannot be written", path=str(path)) from error
-    return came
+        raise storage_error(error, "the file cannot be written", path=str(part)) from error
+    if came < length:
+        raise UsageError(f"{path}: {came} bytes came, {length} were to")
 
 
 def _place_of(content_range: str | None, file: str, num_bytes: int) -> tuple[int, int]:
@@ -282,9 +263,5 @@ async def _small_body(request: Request, most_bytes: int) -> bytes:
     async for piece in request.stream():
         data += piece
         if len(data) > most_bytes:
-            raise _too_large(most_bytes)
+            raise HTTPException(413, f"the body of this request may have {most_bytes} bytes")
     return bytes(data)
-
-
-def _too_large(most_bytes: int) -> HTTPException:
-    return HTTPException(413, f"the body of this request may have {most_bytes} bytes")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...checkpoint.format import Record
 from ...io.files import Files
-from ..torchfile import Inert
+from ..torchfile import Inert, TorchTensor
 from .pieces import States
 from .values import Fields, Plain, number_of, table_of
 
@@ -166,7 +166,9 @@ class Progress:
         if not isinstance(state, dict):
             return None
         plain = Plain(f"{self._model.where}: lr_scheduler")
-        result = plain.of(state, "lr_scheduler")
+        tensors = {key: number_of(value, self._files) for key, value in state.items() if isinstance(value, TorchTensor)}
+        numbers = {key: value for key, value in tensors.items() if value is not None}
+        result = plain.of(state | numbers, "lr_scheduler")
         self.notes += plain.left_out + [f"lr_scheduler: {name}" for name in plain.tensors]
         return result
 

@@ -64,6 +64,8 @@ class _Matching:
     ) -> dict[str, TrainedParameter]:
         """Return the trained parameters. Raises _UnmatchedError."""
         flat, single = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
+        if isinstance(flat, list) and len(flat) > len(groups):
+            raise _UnmatchedError(f"it has {len(flat)} flat masters for {len(groups)} parameter groups")
         shapes: list[set[tuple[int, ...]]] = []
         for number, group in enumerate(groups):
             if isinstance(flat, list):
