@@ -108,6 +108,14 @@ def test_an_error_comes_by_its_ticket_and_by_flush_once(tmp_path: Path) -> None:
         store.put("a/w", values(LARGE, seed=2))
         store.flush().wait()
         assert (store.get("a/w").wait() == values(LARGE, seed=2)).all()
+        loop = iter(store.stream(["a/w"]))
+        next(loop)
+        files.inject(Fault(kind="write", error_number=errno.EIO))
+        with pytest.raises(StorageError):
+            loop.close()  # which Python calls, and drops the error, when the loop is left
+        with pytest.raises(StorageError):
+            store.flush().wait()
+        store.flush().wait()
 
 
 def test_a_load_that_fails_tells_of_it_once(tmp_path: Path) -> None:

@@ -226,12 +226,16 @@ def test_a_change_that_takes_an_array_away_waits_for_earlier_checkpoints_alone(t
         async with Store(TensorStore(StoreOptions(run_path=tmp_path / "run"), files=files)) as store:
             store.put("a/w", np.zeros((300, 100), np.float32), tier="host")
             store.put("a/x", np.zeros((300, 100), np.float32), tier="host")
-            first = store.checkpoint(tmp_path / "ckpt" / "first")
+            store.put("b/w", np.zeros((300, 100), np.float32))
+            first = store.checkpoint(tmp_path / "ckpt" / "first", names=["a/w", "a/x"])
+            files.arrived(1)
+            store.put("b/w", np.ones(70_000, np.int16))
+            store.move("b/w", tier="host")
+            assert store.delete("b/w").wait_for_end(30)  # it is not in the checkpoint
             moved = store.move("a/x", tier="disk")
             replaced = store.put("a/w", np.ones(70_000, np.int16))
             second = store.checkpoint(tmp_path / "ckpt" / "second")
             removed = store.delete("a/x")
-            files.arrived(1)
             assert not any(ticket.done() for ticket in (first, moved, replaced, second, removed))
             files.open_gate()
             for ticket in (second, removed, replaced, moved, first):

@@ -8,8 +8,8 @@ programs with and without asyncio, usable from several tasks and threads, and no
 
 [Note: who waits for whom]
 A checkpoint has the arrays' values when it was asked for: its pins are queued among the operations on each array. An
-operation that takes an array away waits for the checkpoints that were asked for before it, and for no later one, whose pins
-wait for it in their turn.
+operation that takes away an array that is pinned waits for checkpoints that were asked for before it, until it is not, and
+for no later one, whose pins wait for it in their turn.
 """
 
 from __future__ import annotations
@@ -211,9 +211,7 @@ class Store(Closing):
 
     def _remove(self, name: str, saves: Sequence[Ticket[Any]]) -> None:
         if name in self._shards:
-            for save in saves:
-                save.wait_for_end()
-            self._shards.remove(name)
+            _unpinned(partial(self._shards.remove, name), saves)
 
     def _queue(self, array: StoreArray, operation: Callable[[], T], *, changes: bool) -> Ticket[T]:
         """Queue an operation on an array, which raises UsageError unless it is what was put last."""
@@ -263,7 +261,7 @@ class Store(Closing):
             self._shards.writing(array.spec.name, data, first)()
 
     def delete(self, name: str) -> Ticket[None]:
-        """Remove an array and free its space, once checkpoints that are being written are done.
+        """Remove an array and free its space, once checkpoints of it that are being written are done.
 
         Raises KeyError for a name that is not there.
         """
@@ -276,12 +274,7 @@ class Store(Closing):
         then the array stays on its tier."""
         with self._lock:
             array, saves = self._array(name), self._saves.all()
-
-        def move() -> None:
-            for save in saves:
-                save.wait_for_end()
-            self._shards.move(name, tier, copy_view)
-
+        move = partial(_unpinned, partial(self._shards.move, name, tier, copy_view), saves)
         return self._queue(array, move, changes=True)
 
     def stream(self, names: Iterable[str] | None = None, *, prefetch: int = 2, mode: Mode = "update") -> Values:
@@ -485,6 +478,17 @@ class Store(Closing):
 
     async def __aexit__(self, *_: object) -> None:
         await run_in_thread(self.close, "zstore-close")
+
+
+def _unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> None:
+    """Take an array away, after as many of the checkpoints that were asked for before as it takes until none pins it."""
+    for save in saves:
+        if not save.done():
+            try:
+                return operation()
+            except UsageError:  # it is pinned
+                save.wait_for_end()
+    return operation()
 
 
 def _close(order: ArrayOrder, workers: Workers, shards: TensorStore) -> None:

@@ -150,7 +150,7 @@ class Values:
     def close(self) -> None:
         """End the pass: store the value at hand, and wait for operations under way; a second call does nothing.
 
-        Raises the error of a change that failed.
+        Raises the error of a change that failed; so does `flush`, as nobody may hear of this one in a loop that was left.
         """
         self._closed = True
         with self._lock:
@@ -160,14 +160,13 @@ class Values:
                 ticket.wait_for_end()
                 buffer.release()
             self._ahead.clear()
-            behind = self._behind.all()
-            for ticket in behind:
-                ticket.wait_for_end()
+            errors = [error for ticket in self._behind.all() if (error := ticket.error()) is not None]
+            self._behind = Unreported()
             if self._pool is not None:
                 self._shards.drop_pool(self._pool)
                 self._pool = None
-        for ticket in behind:
-            ticket.wait()
+        if errors:
+            raise errors[0]
 
 
 class _AsyncPass:
