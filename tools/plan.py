@@ -77,7 +77,8 @@ def plan_command(options: PlanOptions, json: Json = False) -> int:
     chosen = next((one for one in weighed if not one.lacking), None)
     notes = run.notes(config)
     if json:
-        ladder = [{**vars(one), "needed": vars(one.needed), "plan": describe(one.plan)} for one in weighed]
+        told = partial(describe, world_size=run.world_size, local_ranks=run.world_size)
+        ladder = [{**vars(one), "needed": vars(one.needed), "plan": told(one.plan)} for one in weighed]
         fits = None if chosen is None else chosen.title
         print_json({"run": headline(run, config), "ladder": ladder, "fits": fits, "notes": notes})
     else:
@@ -117,9 +118,11 @@ def make_run(options: PlanOptions) -> tuple[PlannedRun, dict[str, Any]]:
     # Devices that are not here compute both types; of those that are here torch knows.
     native = frozenset({"bf16", "fp16"})
     if not gpus or options.gpu_memory is None:
+        import torch
+
         from zstore.engine.plan.run import native_types
 
-        native = native_types()
+        native = native_types(torch.device("cuda" if gpus else "cpu", 0))
     model = _numbers(options) if options.model is None else _model(options)
     context = ResolveContext(world_size=gpus or 1, hidden_size=model["width"].hidden, native=native, answers=answers)
     memory = options.memory or read_host_memory().usable_bytes

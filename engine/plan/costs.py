@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zstore.errors import BudgetError
+from zstore.errors import BudgetError, ConfigError
 from zstore.format import numpy_dtype
 from zstore.sizes import format_bytes
 
@@ -198,13 +198,18 @@ class PlannedRun:
 
     def climb(self, config: Mapping[str, Any], folder: str = "/local_nvme") -> Iterator[Costs]:
         """Yield for each rung that follows on a config the needs of the config with all changes up to it. State goes to the
-        config's own drive, or `folder`, and without a host budget gets one, which keeps in memory as much as fits."""
+        config's own drive, or `folder`, and without a host budget gets one, which keeps in memory as much as fits. A rung that
+        the config's other keys refuse is left out."""
         changes, resolved = Changes(), self.resolved(config)
         drives = (*resolved.offload_optimizer.nvme_paths, *resolved.offload_param.nvme_paths, folder)
         ladder = rungs(resolved, self.world_size, device_is_host=not self.gpus, folder=str(drives[0]))
         for title, more in ladder:
-            changes = changes | more
-            costs = self.weigh(config, title, changes)
+            tried = changes | more
+            try:
+                costs = self.weigh(config, title, tried)
+            except ConfigError:  # as a 1-bit optimizer's, which works at stage 0 alone
+                continue
+            changes = tried
             settings = costs.plan.settings
             if "nvme" in (settings.optimizer, settings.parameters) and settings.budget_bytes is None:
                 # As much as "auto" takes, but no more than the model and activations leave.
@@ -227,14 +232,17 @@ class PlannedRun:
 
     def _transit_bytes(self, config: Config, plan: Plan) -> int:
         """Return the estimated bytes that pass through a device's memory beside the state that it holds: gathered parameters
-        of a unit and the next, gradients of a unit, and buckets of collectives."""
+        of a unit and the next, gradients of a unit if they do not stay as autograd made them, and buckets of collectives."""
         itemsize = numpy_dtype(DTYPES[config.precision]).itemsize
         sizes = {one.name: math.prod(one.shape) for one in self.shapes}
         units = self.units_of(config.zero.stage3_max_live_parameters)
         unit_numel = max((sum(sizes[name] for name in unit) for unit in units), default=0)
         bucket_numel = min(config.reduce_bucket_numel, self.num_parameters if config.stage < 2 else unit_numel)
         buckets = 0 if self.world_size == 1 else 2
-        return plan.gathered_bytes + (unit_numel + buckets * bucket_numel) * itemsize
+        waiting = plan.held["gradients"]
+        cast = plan.settings.accumulation_steps > 1 and config.precision != "fp32"
+        stay = 0 < waiting.total == waiting.device and not cast and (config.stage < 2 or self.world_size == 1)
+        return plan.gathered_bytes + ((0 if stay else unit_numel) + buckets * bucket_numel) * itemsize
 
 
 # -- precision ----------------------------------------------------------------------------------------------------------

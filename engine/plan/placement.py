@@ -338,8 +338,9 @@ def _required_bytes(kept: Sequence[Sequence[_Array]], settings: PlacementSetting
     while buffers_of is not None and (needed := others + buffers_of(enough)) > enough:
         enough = needed  # buffers are a share of the budget, and grow with it
     parts = ", ".join(f"{nbytes} of {kind}" for kind, nbytes in required.items() if nbytes)
+    to_disk = ', or set a `device` "cpu" of offload_optimizer or offload_param to "nvme", which keeps on disk what does not fit'
     raise BudgetError(
         f"the host budget gives this rank {settings.budget_bytes} bytes, but {required.total()} have to be in host memory "
-        f"({parts}): raise `host_budget_bytes` (to at least {enough} for each rank of the machine), or set a `device` "
-        '"cpu" of offload_optimizer or offload_param to "nvme", which keeps on disk what does not fit'
+        f"({parts}): raise `host_budget_bytes` (to at least {enough} for each rank of the machine)"
+        + (to_disk if "cpu" in (settings.optimizer, settings.parameters) else "")
     )

@@ -209,18 +209,17 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
     if plan.files:
         moved = (plan.read_bytes, plan.written_bytes, plan.file_bytes)
         read, written, files = (format_bytes(nbytes * local_ranks) for nbytes in moved)
-        lines.append(
-            f"  each step of the machine's ranks ({local_ranks}) reads about {read} from disk and writes {written}"
-        )
+        times = "step" if settings.gathers > 1 else "forward"  # frozen: no backward brings them again
+        writes = f" and writes {written}" if plan.written_bytes else ""
+        lines.append(f"  each {times} of the machine's ranks ({local_ranks}) reads about {read} from disk{writes}")
         lines.append(f"  their files take {files}, and a checkpoint that links them as much again")
     if not settings.device_is_host and settings.optimizer != "none" and settings.ratio != 1:
         lines.append(
             f'  bits depend on "ratio": {settings.ratio:g}: the device updates the other {1 - settings.ratio:.1%} of the '
             "optimizer state, and rounds in another way"
         )
-    gathered, whole = format_bytes(plan.gathered_bytes), format_bytes(plan.update_bytes)
-    lines.append(
-        f"  not counted: up to {gathered} of gathered parameters on the device, {whole} for updates of whole tensors, "
-        "gradients in transit and activations"
-    )
+    gathered = f"up to {format_bytes(plan.gathered_bytes)} of gathered parameters on the device, "
+    whole = f"{format_bytes(plan.update_bytes)} for updates of whole tensors, "
+    beside = (gathered if plan.gathered_bytes else "") + (whole if plan.update_bytes else "")
+    lines.append(f"  not counted: {beside}gradients in transit and activations")
     return "\n".join(lines)

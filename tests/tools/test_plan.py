@@ -193,6 +193,25 @@ def test_the_plan_counts_what_lion_lamb_and_muon_keep(tmp_path: Path) -> None:
 # -- the ladder ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_rung_that_the_configs_other_keys_refuse_is_left_out(tmp_path: Path) -> None:
+    one_bit = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 0}}
+    found = ladder(options(tmp_path, BASE | one_bit, gpus=2, gpu_memory=10**6))
+    assert [one.title for one in found] == ["this config", "micro-batch 1", "activation checkpointing"]
+
+
+def test_gradients_are_in_transit_unless_they_stay_as_autograd_made_them(tmp_path: Path) -> None:
+    def beside(samples: int, precision: str) -> tuple[int, int]:
+        config = BASE | {"train_batch_size": samples, "zero_optimization": {}, "bf16": {"enabled": precision == "bf16"}}
+        run, config = make_run(options(tmp_path, config))
+        found, sizes = run.weigh(config), {one.name: math.prod(one.shape) for one in run.shapes}
+        unit_numel = max(sum(sizes[name] for name in unit) for unit in run.units_of(10**9))
+        return found.needed.device - found.plan.held_total.device - found.activations_bytes, unit_numel
+
+    assert beside(4, "bf16")[0] == beside(8, "fp32")[0] == 0
+    more, unit_numel = beside(8, "bf16")  # a sum in fp32
+    assert more == 2 * unit_numel
+
+
 def test_what_lacks_is_named_with_both_numbers() -> None:
     first = ladder(options(gpu_memory=10**7))[0]
     assert first.lacking == (f"device: {format_bytes(first.needed.device)} needed, 9.00 MB usable",)
@@ -263,7 +282,11 @@ def test_the_command_prints_a_config_to_copy_and_a_table(capsys: pytest.CaptureF
     found = found_json(capsys, chosen, 0)
     first = next(one for one in found["ladder"] if not one["lacking"])
     assert (found["fits"], first["title"], first["config"]) == ("optimizer to CPU", "optimizer to CPU", config)
-    assert first["plan"].startswith("where the state is kept")
+    assert first["plan"].startswith("where the state is kept, on rank 0 of 1:")
+    found = found_json(capsys, options(gpus=2, memory=10**7), 1)
+    last, told = found["ladder"][-1], found["ladder"][-1]["plan"].splitlines()
+    assert told[0] == "where the state is kept, on rank 0 of 2:"
+    assert f"their files take {format_bytes(last['needed']['disk'])}, " in told[-2]
 
 
 def test_of_a_config_it_says_that_it_fits_or_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,11 +308,18 @@ def test_of_a_config_it_says_that_it_fits_or_what_to_change(tmp_path: Path, caps
     assert "nothing that was tried fits" in capsys.readouterr().err
 
 
-def test_auto_is_what_the_engine_takes_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_is_what_the_engine_takes_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A device that is here but is not planned for has no say: it computes what the CPU does not.
+    on_cpu = native_types(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: "bf16" not in on_cpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (6, 0))
     chosen = options(gpus=0, gpu_memory=None)
     run, config = make_run(chosen)
     precision = run.resolved(config).precision
-    assert precision == ("bf16" if "bf16" in native_types(torch.device("cpu")) else "fp32")
+    assert precision == ("bf16" if "bf16" in on_cpu else "fp32")
     assert plan_command(chosen) == 0
     assert f'"auto" takes {precision}, since this CPU' in capsys.readouterr().err
     elsewhere, config = make_run(options(gpus=2))

@@ -81,6 +81,8 @@ def test_a_transformers_config_gives_a_model_with_the_same_calls(tmp_path: Path,
     output = model(input_ids=ids, labels=ids)
     expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(loss_of(output), expected)
+    with pytest.raises(ConfigError, match="no loss for labels but CausalLMOutput"):
+        loss_of(model(input_ids=ids))
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,8 @@ def open_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     name = f"the standard library ({root})" if path is None else str(root)
     if not root.exists():
         raise ConfigError(f"expected a text file or a folder of them, but {root} does not exist: check --data")
+    if root.suffix in (".jsonl", ".ndjson", ".parquet", ".arrow"):
+        raise ConfigError(f"{root}: expected plain text, got a file of rows: write their text to a file of its own")
     found = sorted(root.glob("*.py" if path is None else "**/*")) if root.is_dir() else [root]
     shown = (file for file in found if not any(part.startswith(".") for part in file.relative_to(root).parts))
     files = [file for file in shown if file.is_file()]

@@ -206,7 +206,11 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
 
 def loss_of(output: Any) -> Tensor:
     """The loss in a model's output for `labels`: the output itself, or the `loss` of a transformers output."""
-    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"the model returned no loss for labels but {type(output).__name__}: it cannot be trained on text"
+        )
     return loss
 
 

@@ -102,10 +102,13 @@ def test_a_budget_goes_to_parameters_then_gradients_then_state() -> None:
 
 
 def test_a_frozen_parameter_has_no_gradient_and_no_state_and_is_only_read() -> None:
-    plan = make_plan({"a": need((512, 512), slots=None)}, PlacementSettings(optimizer="nvme", parameters="nvme"))
+    settings = PlacementSettings(optimizer="nvme", parameters="nvme", gathers=1)
+    plan = make_plan({"a": need((512, 512), slots=None)}, settings)
     assert plan.held_total.total == plan.held["parameters"].disk == 2 * 512 * 512
     assert plan.written_bytes == 0
+    read = f"each forward of the machine's ranks (1) reads about {format_bytes(plan.read_bytes)} from disk"
     assert plan.read_bytes > 0
+    assert describe(plan).splitlines()[2] == f"  {read}"
 
 
 def test_two_units_in_a_row_are_gathered() -> None:
@@ -144,7 +147,7 @@ def test_cpu_that_does_not_fit_is_refused_with_numbers_and_advice() -> None:
 
 
 def test_a_budget_that_cannot_hold_the_buffers_or_a_piece_beside_them_is_refused() -> None:
-    with pytest.raises(BudgetError, match=r"2097152 of transfer buffers.*raise `host_budget_bytes`"):
+    with pytest.raises(BudgetError, match=r"2097152 of transfer buffers.*raise `host_budget_bytes` [^,]+$"):
         make_plan(EIGHT, PlacementSettings(optimizer="nvme", budget_bytes=MB, buffer_bytes=2 * MB))
     with pytest.raises(BudgetError, match="one piece larger than the buffers"):
         make_plan(EIGHT, PlacementSettings(optimizer="nvme", budget_bytes=4096, buffer_bytes=4096))
@@ -182,6 +185,9 @@ def test_the_description_is_each_place_the_budget_and_what_a_step_moves() -> Non
     assert f"their files take {format_bytes(2 * plan.file_bytes)}, " in text[6]
     plain = describe(make_plan(EIGHT, PlacementSettings())).splitlines()
     assert [line.partition(":")[0].strip() for line in plain[1:]] == ["device", "not counted"]
+    assert plain[-1] == "  not counted: gradients in transit and activations"
+    gathers = describe(make_plan(EIGHT, PlacementSettings(), [list(EIGHT)[:1]])).splitlines()
+    assert "not counted: up to 524.29 kB of gathered parameters on the device, gradients" in gathers[-1]
 
 
 # -- properties ---------------------------------------------------------------------------------------------------------
