@@ -13,7 +13,7 @@ import typer
 from zstore.checkpoint import NUM_THREADS, ArraySource
 from zstore.errors import BudgetError, listed
 from zstore.io import is_url, map_large_blocks, open_resources
-from zstore.open.sources import open_source, split_location
+from zstore.open.sources import open_source
 from zstore.remote.url import parse_options
 from zstore.weights.companions import Companions
 
@@ -101,14 +101,13 @@ def open_location(
     and `DIR/TAG` mean the same as `DIR` with `tag`. See `zstore.open.sources.open_source` for more. Raises BudgetError if
     a memory limit that was given is too small for the metadata.
     """
-    place, tag = split_location(location, tag)
     # Requests over a network take tens of milliseconds each, so more are under way.
-    num_threads = _REMOTE_THREADS if is_url(place) else NUM_THREADS
-    if is_url(place):
+    num_threads = _REMOTE_THREADS if is_url(location) else NUM_THREADS
+    if is_url(location):
         map_large_blocks()  # an answer's bytes, which each thread would keep
     with (
         open_resources(pool_bytes=common.pool_bytes, num_threads=num_threads) as resources,
-        open_source(place, tag, resources=resources, storage_options=common.storage_options) as source,
+        open_source(location, tag, resources=resources, storage_options=common.storage_options) as source,
     ):
         num_chunks = sum(array.grid.num_shards * array.grid.chunks_per_shard for array in source.arrays.values())
         metadata_bytes = len(source.arrays) * _ARRAY_BYTES + (num_chunks if source.record.id else 0) * _CHUNK_BYTES

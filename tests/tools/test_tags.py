@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 
+import zstore
 from tests.checkpoint.checkpoints import save_arrays
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import UsageError
@@ -138,13 +140,19 @@ def test_a_folder_that_is_there_is_meant_as_it_is(tmp_path: Path) -> None:
     assert split_location(tmp_path / "run@1") == (f"{tmp_path}/run@1", None)
     assert split_location(f"{tmp_path}/run@1@step-2") == (f"{tmp_path}/run@1", "step-2")
     assert split_location(f"{tmp_path}/none@step-2") == (f"{tmp_path}/none@step-2", None)
-    assert split_location("s3://bucket/run") == ("s3://bucket/run", None)
-    assert split_location("s3://bucket/run@step-2") == ("s3://bucket/run", "step-2")
-    assert split_location("s3://bucket/run@1/") == ("s3://bucket/run@1/", None)
-    assert split_location("s3://me@bucket") == ("s3://me@bucket", None)
+    assert split_location("s3://bucket/run@1") == ("s3://bucket/run@1", None)
     assert split_location(tmp_path, "x") == (str(tmp_path), "x")
     with pytest.raises(UsageError, match="name one of them"):
         split_location(f"{tmp_path}@x", "x")
+
+
+@pytest.mark.parametrize("url", [f"{URL}@v2", f"{URL}@v2/best@3"])
+def test_an_at_sign_in_a_url_is_taken_literally_if_that_is_there(url: str, tmp_path: Path, run: Run) -> None:
+    save_arrays(tmp_path, {"model/w": np.ones((4, 3), np.float32)}, tag="best@3")
+    fsspec.filesystem("memory").put(str(tmp_path), "/bucket/run@v2", recursive=True)
+    with zstore.open_checkpoint(url) as checkpoint, pickle.loads(pickle.dumps(checkpoint)) as again:
+        assert again.location == checkpoint.location
+    assert [run(command, url)[0] for command in ("inspect", "verify")] == [0, 0]
 
 
 def test_resume_means_the_same(folder: Path) -> None:

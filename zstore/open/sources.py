@@ -28,7 +28,7 @@ def open_source(
     storage_options: Mapping[str, Any] | None = None,
 ) -> ArraySource:
     """Open the checkpoint `tag` at `location` (the newest committed one by default), or a tag's own folder; see
-    `split_location`.
+    `split_location`. A URL `FOLDER@TAG` at which there is no checkpoint means `tag` in `FOLDER`.
 
     `storage_options` are those of the fsspec file system of a URL. Raises CheckpointNotFoundError, CorruptionError if it
     is damaged, CheckpointMismatchError if it is of a kind or version that is not read, UsageError for a URL that nothing
@@ -42,19 +42,21 @@ def open_source(
         # Only if there is none of ours: a run that moved here goes on in the same folder.
         if folder.is_local and (foreign := _open_foreign(place, text, resources)) is not None:
             return foreign
-        raise
+        above, _, name = place.rpartition("@")
+        if text is not None or not name or "/" in name or not _URL_WITH_PATH.match(above):
+            raise
+    return open_source(above, name, resources=resources, storage_options=storage_options)
 
 
 def split_location(location: UserPath, tag: str | None = None) -> tuple[str, str | None]:
     """Return path or URL, and the tag, of `FOLDER`, `FOLDER@TAG`, or `FOLDER` and a `tag` beside it (None: not named).
 
-    An existing local folder is taken literally, and so is a URL that ends with a slash. Raises UsageError if there are two
-    tags.
+    An existing local folder is taken literally, and so is a URL, in which `open_source` sees to `@`. Raises UsageError if
+    there are two tags.
     """
     place = user_location(location)
     folder, _, name = place.rpartition("@")
-    is_there = _URL_WITH_PATH.match(folder) if is_url(place) else Path(folder).is_dir() and not Path(place).is_dir()
-    if not folder or not name or "/" in name or not is_there:
+    if is_url(place) or not name or "/" in name or not Path(folder).is_dir() or Path(place).is_dir():
         return place, tag
     if tag is not None:
         raise UsageError(f"{place} names the tag {name!r}, and {tag!r} is named beside it: name one of them")
