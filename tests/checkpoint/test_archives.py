@@ -51,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def archive(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("archive")
-    assert reshard_command(saved, folder, codec="zstd") == 0
+    assert reshard_command(saved, folder, compression="zstd") == 0
     return folder / saved.name
 
 

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +21,10 @@ MOST_PAUSE_S = 0.1
 _LEAST_PAUSE_S = 0.001
 _VALUE_BYTES = 4 * 1024 * 1024
 """Most bytes of one value: a store of torch.distributed refuses 8 MiB."""
+
+
+_CONNECT = timedelta(seconds=20)
+"""Most time until a connection to the ranks' store is there."""
 
 
 class Board(Protocol):
@@ -65,7 +70,13 @@ class StoreBoard:
     def __init__(self, name: str = "") -> None:
         import torch.distributed as torch_dist
 
-        own = torch_dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        shared: Any = torch_dist.distributed_c10d._get_default_store()
+        usual = shared.timeout
+        shared.set_timeout(_CONNECT)  # a store that went with rank 0 is asked again and again until then
+        try:
+            own = shared.clone()
+        finally:
+            shared.set_timeout(usual)
         self._store: Any = torch_dist.PrefixStore(f"zstore/board{name}", own)  # type: ignore[attr-defined]
         self._lock = threading.Lock()
         """The connection is for one thread at a time."""
