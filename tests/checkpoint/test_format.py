@@ -14,12 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstore.checkpoint.format import (
-    Manifest,
-    Record,
-    decode_state,
-    encode_state,
-)
+from zstore.checkpoint.format import Manifest, Record, decode_state, encode_state
 from zstore.checkpoint.metadata import array_document, encode_documents, parse_root
 from zstore.errors import CorruptionError, UsageError
 from zstore.format.arrays import ArraySpec

@@ -15,6 +15,7 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import numpy.typing as npt
@@ -344,7 +345,9 @@ def test_a_part_that_fails_begins_the_file_anew_and_shows_nothing_of_it(remote: 
     remote.fs.faults.append(RequestFault(kind="write", pattern="*/lost", first=1, times=None, error=unavailable))
     with pytest.raises(StorageError, match="cannot upload"):
         remote.folder.send(big, "lost")
-    assert "bucket/run/lost" not in remote.fs.objects()
+    with pytest.raises(CheckpointError, match="cancelled"):
+        remote.folder.send(big, "cancelled", Mock(side_effect=[None, CheckpointError("cancelled")]))
+    assert list(remote.fs.objects()) == ["bucket/run/big"]
 
 
 def test_a_cancelled_save_ends_soon(remote: Remote, world: World) -> None:

@@ -22,12 +22,7 @@ from tests.checkpoint.checkpoints import open_world, save_arrays
 from tests.serve.conftest import Serve
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.errors import (
-    CheckpointNotFoundError,
-    CorruptionError,
-    StorageError,
-    UsageError,
-)
+from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
 from zstore.open.sources import folder_of
 from zstore.remote.bucket import BucketFolder
 from zstore.remote.service import ServiceConnection, ServiceFolder, open_folder

@@ -98,6 +98,14 @@ def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(tmp_path: Path, bas
     (tmp_path / "second.jsonl").write_bytes(_lines(40) + b'{"kind": "st')
     again.send(is_end=True)
     assert stored.read_bytes() == _lines(*range(1, 41))
+    # As many whole lines at a time as the service takes; one that is longer than that is refused for good.
+    long = tmp_path / "long.jsonl"
+    at_most = tail(long, f"{base}/two")
+    long.write_bytes(b"".join(b'{"a":"%s"}\n' % (b"x" * size) for size in (400_000, 900_000, 1_100_000)))
+    for _ in range(2):
+        at_most.send()
+    assert (tmp_path / "runs/two" / journal_file("abc")).stat().st_size == 1_300_000 + 2 * 9
+    assert "may have" in problems.pop()
     refused = tail(tmp_path / "third.jsonl", f"{base}/one", {"token": "x"})
     for _ in range(2):
         refused.send()

@@ -21,12 +21,7 @@ from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.errors import (
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    DiskFullError,
-    StorageError,
-)
+from zstore.errors import CheckpointExistsError, CheckpointNotFoundError, DiskFullError, StorageError
 from zstore.io.pool import Workers
 from zstore.remote.service import UploadPlace
 from zstore.remote.target import files_here

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -222,8 +221,9 @@ class BucketFolder(UrlFolder):
             if self.read_range(file, 0, len(data) + 1) != data:
                 raise FileExistsError(f"{self.location_of(file)} is there already") from None
 
-    def send(self, source: Path, file: str) -> int:
-        """Copy a local file to `file` in bounded memory and return its bytes; if that fails nothing is under its name."""
+    def send(self, source: Path, file: str, check: Callable[[], None] = lambda: None) -> int:
+        """Copy a local file to `file` in bounded memory and return its bytes; if that fails nothing is under its name.
+        `check` is called before each part, and may raise to end it."""
         inner, size = self._inner(file), os.stat(source).st_size
 
         def send() -> None:
@@ -232,17 +232,18 @@ class BucketFolder(UrlFolder):
                 if size <= PART_BYTES:
                     self.fs.pipe_file(inner, data.read())
                 else:
-                    self._send_parts(data, inner, part_bytes(size))
+                    self._send_parts(data, inner, part_bytes(size), check)
                 if sys.platform == "linux":  # nobody reads it again, and training needs the memory
                     os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
         self._run(send, f"upload {source}", file)
         return size
 
-    def _send_parts(self, data: IO[bytes], inner: str, nbytes: int) -> None:
+    def _send_parts(self, data: IO[bytes], inner: str, nbytes: int, check: Callable[[], None]) -> None:
         out = self.fs.open(inner, "wb", block_size=nbytes)
         try:
-            shutil.copyfileobj(data, out, nbytes)
+            for part in checked_parts(data, nbytes, check):
+                out.write(part)
             out.close()
         except BaseException:
             with contextlib.suppress(Exception):
@@ -297,6 +298,13 @@ def open_bucket(
 def _keep_lookups(loop: AbstractEventLoop) -> None:
     """Let the loop of a file system look up hosts until an upload is complete. See [Note: endings]."""
     loop.set_default_executor(LastingExecutor(_NUM_LOOKUPS, "zstore-lookup"))
+
+
+def checked_parts(data: IO[bytes], nbytes: int, check: Callable[[], None]) -> Iterator[bytes]:
+    """Yield the bytes of a file in parts of `nbytes`; `check` is called before each, and may raise."""
+    while part := data.read(nbytes):
+        check()
+        yield part
 
 
 def part_bytes(size: int) -> int:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
-from typing import IO, Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import urllib3
@@ -37,21 +38,20 @@ from .bucket import BucketFolder, UrlFolder, open_bucket
 from .url import Retries, shown
 
 T = TypeVar("T")
-Answer = urllib3.BaseHTTPResponse
 
 TOKEN_VARIABLE = "ZSTORE_TOKEN"
 _TOKENS_GO = f'storage_options={{"token": "..."}}, --storage-option token=..., or the variable {TOKEN_VARIABLE}'
 _MOST_CONNECTIONS = 32
 """Connections that are kept open; more are made if more threads ask."""
-_BLOCK_BYTES = 256 * 1024
-"""Bytes of a file that are sent at a time."""
+_MOST_PROBLEM_BYTES = 64 * 1024
+"""Bytes that are read of an answer that says who is there, or what is wrong."""
 _CONNECT_S = 10.0
 _READ_S = 120.0
 """Longest silence of a server."""
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses that another try may not meet."""
 _REFUSALS: dict[int, type[ZstoreError]] = {
-    **dict.fromkeys((400, 403, 405), UsageError),
+    **dict.fromkeys((400, 403, 405, 413), UsageError),
     **dict.fromkeys((404, 410), CheckpointNotFoundError),
     409: CheckpointExistsError,
     422: CheckpointError,
@@ -61,6 +61,14 @@ _REFUSALS: dict[int, type[ZstoreError]] = {
 
 class ServiceBusyError(OSError):
     """A service could not answer now, and may be asked again."""
+
+
+class ServiceAnswer(NamedTuple):
+    """An answer, whose `data` is as much of its body as was wanted."""
+
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
 
 
 class ServiceConnection:
@@ -78,12 +86,13 @@ class ServiceConnection:
                     "the token for the service has blanks or characters that are not ASCII: expected it as it was made"
                 )
             self.headers["Authorization"] = f"Bearer {token}"
-        self._pool = urllib3.PoolManager(maxsize=_MOST_CONNECTIONS, retries=False, blocksize=_BLOCK_BYTES)
+        self._pool = urllib3.PoolManager(maxsize=_MOST_CONNECTIONS, retries=False)
 
     def is_service(self) -> bool:
         """Ask who is there. Raises UsageError if the server leads to another address, or wants to be called by another name."""
         taken = frozenset(range(300, 600)) - _PASSING | {500}
-        answer = self.call(lambda: self.request("GET", "/api", accept=taken), "reach the server", self.base)
+        ask = partial(self.request, "GET", "/api", accept=taken, most_bytes=_MOST_PROBLEM_BYTES)
+        answer = self.call(ask, "reach the server", self.base)
         there = answer.headers.get("Location", "")
         if 300 <= answer.status < 400 and there.endswith("/api"):
             raise UsageError(f"{self.base} leads to {there.removesuffix('/api')}: name that in the URL")
@@ -99,20 +108,25 @@ class ServiceConnection:
         method: str,
         path: str,
         *,
-        body: bytes | IO[bytes] | None = None,
+        body: bytes | Iterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
         accept: Collection[int] = (),
         timeout_s: float = _READ_S,
-    ) -> Answer:
+        most_bytes: int | None = None,
+    ) -> ServiceAnswer:
         """Return the answer to one try of a request; `path` begins with `/` and is encoded, with its query.
 
         Raises what a status from 300 on means that is not in `accept`, and an error that `Retries` tries again for a connection
-        that fails. A `body` that is a file has its length in `headers`.
+        that fails. A `body` of several parts has its length in `headers`. No more than `most_bytes` of an answer's are read.
         """
         url, timeout = f"{self.base}{path}", urllib3.Timeout(connect=_CONNECT_S, read=timeout_s)
         headers = {**self.headers, **(headers or {})}
         try:
-            answer = self._pool.request(method, url, body=body, headers=headers, redirect=False, timeout=timeout)
+            with self._pool.request(
+                method, url, body=body, headers=headers, redirect=False, timeout=timeout, preload_content=False
+            ) as response:
+                limit = most_bytes if response.status < 300 else _MOST_PROBLEM_BYTES
+                data = response.read(None if response.status == 206 else limit)  # 206: the range asked for
         except SSLError as error:
             raise UsageError(
                 f"{self.base} does not speak TLS, or cannot be trusted: {error}. If it is a service without a certificate, "
@@ -120,6 +134,7 @@ class ServiceConnection:
             ) from error
         except (NewConnectionError, ConnectTimeoutError) as error:
             raise ConnectionError(f"no connection to {self.base}: {error.__cause__ or 'it takes too long'}") from error
+        answer = ServiceAnswer(response.status, response.headers, data)
         if answer.status >= 300 and answer.status not in accept:
             raise _refusal(answer, url, has_token="Authorization" in self.headers)
         return answer
@@ -132,20 +147,20 @@ class ServiceConnection:
 
     def ask(self, method: str, path: str, document: Any = None, *, timeout_s: float = _READ_S) -> Any:
         """Return the JSON that answers a request with `document` as its JSON (bytes: as they are; None: without a body), tried
-        again if that fails. Raises CheckpointNotFoundError if the service lacks the resource."""
+        again if that fails. Raises CheckpointNotFoundError if the service lacks the resource, StorageError for no JSON."""
         body = document if document is None or isinstance(document, bytes) else json.dumps(document).encode()
         headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
+        attempt = partial(self.request, method, path, body=body, headers=headers, timeout_s=timeout_s)
+        data = self.call(attempt, f"{method} {path}", self.base).data
+        self.traffic.count(read_bytes=len(data))
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            text = f"expected JSON from {method} {path}, got {len(data)} other bytes"
+            raise StorageError(text, path=self.base) from error
 
-        def attempt() -> tuple[int, Any]:
-            answer = self.request(method, path, body=body, headers=headers, timeout_s=timeout_s)
-            return len(answer.data), answer.json()
 
-        nbytes, found = self.call(attempt, f"{method} {path}", self.base)
-        self.traffic.count(read_bytes=nbytes)
-        return found
-
-
-def _refusal(answer: Answer, url: str, *, has_token: bool) -> Exception:
+def _refusal(answer: ServiceAnswer, url: str, *, has_token: bool) -> Exception:
     """Return the error that an answer means: one of ours, or ServiceBusyError if the request may be repeated."""
     problem = _text_of_problem(answer.data)
     text = f"{url}: {problem or f'the answer was {answer.status}'}"
@@ -206,13 +221,13 @@ class ServiceFolder(UrlFolder):
 
     def _read(self, file: str, start: int, stop: int) -> bytes:
         headers = {"Range": f"bytes={start}-{stop - 1}"}
-        answer = self.connection.request("GET", self.path_of(file), headers=headers, accept=(307, 416))
+        answer = self.connection.request("GET", self.path_of(file), headers=headers, accept=(307, 416), most_bytes=stop)
         self._check_file(answer, file)
         if answer.status == 416:  # it ends before
             return b""
         return answer.data if answer.status == 206 else answer.data[start:stop]
 
-    def _check_file(self, answer: Answer, file: str) -> None:
+    def _check_file(self, answer: ServiceAnswer, file: str) -> None:
         """Raise IsADirectoryError if the service leads to a folder's listing."""
         if answer.status == 307:
             raise IsADirectoryError(f"{self.location_of(file)} is a folder")
@@ -241,12 +256,19 @@ class ServiceFolder(UrlFolder):
 
     def _list(self, folder: str, query: str) -> Any:
         """Return the service's listing: `folders`, and `files` with `name` and `size`."""
+        path = f"{self.path_of(folder)}/{query}"
         try:
-            return self.connection.ask("GET", f"{self.path_of(folder)}/{query}")
+            listing = self.connection.ask("GET", path)
         except CheckpointNotFoundError as error:
             if not folder and not self.folder:
                 raise
             raise FileNotFoundError(f"{self.location_of(folder) if folder else self.location} is no folder") from error
+        with contextlib.suppress(KeyError, TypeError):
+            names = [*listing["folders"], *(file["name"] for file in listing["files"])]
+            if all(isinstance(name, str) for name in names) and all("size" in file for file in listing["files"]):
+                return listing
+        text = "expected a list of folders and files, got something else"
+        raise StorageError(text, path=f"{self.connection.base}{path}")
 
     def for_fsspec(self) -> tuple[str, dict[str, Any]]:
         """Return its URL, and the storage options with which fsspec's `http` reads from there: they hold the token."""
@@ -325,6 +347,8 @@ class UploadPlace:
         """Whether it is a run of a service, if anything."""
         if self.is_service:
             address, inside = parse_url(url)
+            if not inside:
+                raise UsageError(f"{address}: checkpoints are uploaded to a run of a service: name it as {address}/RUN")
             self.location = f"{address}/{quote_path('/'.join(inside))}"
         else:
             # Here, for fsspec makes another file system for each thread.

@@ -7,7 +7,10 @@ protocol of an upload] in `zstore.serve.receive`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,11 +25,12 @@ from ..errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptionError,
+    StorageError,
     UsageError,
     ZstoreError,
 )
 from ..io.pool import Workers
-from .bucket import UrlFolder
+from .bucket import UrlFolder, checked_parts
 from .service import ServiceBusyError, ServiceFolder, UploadPlace
 from .target import Advance, files_here
 from .url import Retries
@@ -36,7 +40,9 @@ _COMMIT_S = 1800.0
 _MOST_WRONG = 3
 """Times that a file may arrive wrong: then it is not the network that is broken."""
 _MOST_LINES_BYTES = 512 * 1024
-"""About how many bytes of a journal go in one request."""
+"""Bytes of a journal that go in one request, unless one line is longer."""
+_BLOCK_BYTES = 256 * 1024
+"""Bytes of a file that are sent at a time."""
 
 
 class ServiceTarget:
@@ -76,7 +82,7 @@ class ServiceTarget:
         if not self.facts["committed"]:
             for each in state["files"]:
                 if each["path"] in self._offered["documents"]:
-                    self._send_file(reader.path / each["path"], each)
+                    self._send_file(reader.path / each["path"], each, lambda _: None)
             self._connection.ask("POST", f"{self._path}/plan", timeout_s=_COMMIT_S)
         return []
 
@@ -100,18 +106,18 @@ class ServiceTarget:
             claims = {"files": {wanted["path"]: _sha256(source)}}
             answer = self._connection.ask("POST", f"{self._path}/claims", claims, timeout_s=_COMMIT_S)
             is_linked = wanted["path"] in answer["linked"]
-        nbytes = 0 if is_linked else self._send_file(source, wanted)
+        nbytes = 0 if is_linked else self._send_file(source, wanted, advance)
         advance(wanted["bytes"])
         return nbytes
 
-    def _send_file(self, source: Path, wanted: Mapping[str, Any]) -> int:
+    def _send_file(self, source: Path, wanted: Mapping[str, Any], advance: Advance) -> int:
         """Send the part of a file that the service lacks, and go on from there if the connection breaks; return its bytes."""
         connection, path = self._connection, f"{self._path}/files/{quote(wanted['path'])}"
         size, received, tries, wrong = int(wanted["bytes"]), int(wanted["received"]), 0, 0
 
         def attempt() -> int:
             nonlocal tries, wrong
-            there = int(connection.request("GET", path).json()["received"]) if tries else received
+            there = int(json.loads(connection.request("GET", path).data)["received"]) if tries else received
             tries += 1
             if there == size > 0:
                 return 0
@@ -119,8 +125,11 @@ class ServiceTarget:
             if size:
                 headers["Content-Range"] = f"bytes {there}-{size - 1}/{size}"
             with source.open("rb", buffering=0) as file:
+                if (found := os.fstat(file.fileno()).st_size) != size:
+                    raise StorageError(f"the file has {found} bytes, expected {size}", path=str(source))
                 file.seek(there)
-                answer = connection.request("PUT", path, body=file, headers=headers, accept=(409, 422))
+                parts = checked_parts(file, _BLOCK_BYTES, partial(advance, 0))
+                answer = connection.request("PUT", path, body=parts, headers=headers, accept=(409, 422))
             wrong += answer.status == 422
             if wrong == _MOST_WRONG:
                 raise CorruptionError(
@@ -146,7 +155,11 @@ class ServiceTarget:
         return [str(message) for message in answer["messages"]]
 
     def discard(self, *, ended: bool) -> None:
-        """Received files stay for a day, for the next try to resume."""
+        """Unless it was cancelled, received files stay for a day, for the next try to resume."""
+        connection = self._connection
+        if connection.retries.cancelled.is_set() and self.facts and not self.facts["committed"]:
+            with contextlib.suppress(OSError, ZstoreError):
+                connection.call(lambda: connection.request("DELETE", self._path), "give up", self.location)
 
 
 def _sha256(path: Path) -> str:
@@ -174,8 +187,10 @@ class JournalTail:
         if self._is_refused:
             return
         try:
-            folder = self._folder = self._folder or self._place.open(Retries(attempts=3))
+            retries = Retries(attempts=3 if is_end else 1)
+            folder = self._folder = self._folder or self._place.open(retries)
             if isinstance(folder, ServiceFolder):
+                folder.connection.retries = retries
                 self._send(folder)
         except (ZstoreError, OSError) as error:
             self._is_refused = isinstance(error, UsageError | CheckpointError)
@@ -192,6 +207,13 @@ class JournalTail:
 
     def _next(self) -> bytes:
         """Return whole lines that were not sent."""
+        lines: list[bytes] = []
+        room = _MOST_LINES_BYTES
         with self._path.open("rb") as file:
             file.seek(self._sent)
-            return b"".join(line for line in file.readlines(_MOST_LINES_BYTES) if line.endswith(b"\n"))
+            for line in file:
+                room -= len(line)
+                if not line.endswith(b"\n") or (lines and room < 0):
+                    break
+                lines.append(line)
+        return b"".join(lines)

@@ -33,8 +33,8 @@ from ..checkpoint.catalog import (
     NOT_REMOVED,
     TagInfo,
     check_tag_is_free,
-    is_committed,
     noting,
+    read_record,
     replaced_text,
     stamped,
 )
@@ -54,7 +54,13 @@ from ..checkpoint.names import (
 )
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.retention import Keep, retire
-from ..errors import CheckpointError, CheckpointExistsError, ZstoreError
+from ..errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CorruptionError,
+    ZstoreError,
+)
 from ..io.files import Files
 from ..io.pool import Workers
 from .bucket import BucketFolder
@@ -124,10 +130,10 @@ class BucketTarget:
         self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
     ) -> int:
         """Send `files`, their bytes by path, from the folder `top`; return the bytes that went. They are those of `rank`, None:
-        of all ranks. `advance` is called with the bytes of each file that is there, and may raise."""
+        of all ranks. `advance` is called with the bytes of each file that is there, with 0 before each part, and may raise."""
 
         def send(file: str) -> int:
-            nbytes = self.stage.send(top / file, file)
+            nbytes = self.stage.send(top / file, file, partial(advance, 0))
             advance(nbytes)
             return nbytes
 
@@ -219,14 +225,14 @@ def _remove_remains(folder: BucketFolder, name: str) -> None:
     """Remove all files of the tag folder `name` that are no checkpoint's, or of one that was replaced."""
     found = [own for each in folder.entries().folders if (own := parse_own_name(each)) is not None]
     asides = [own_name(*own) for own in found if own[:2] == (name, SET_ASIDE)]
-    if is_committed(folder.child(name)):
-        for aside in asides:
-            folder.child(aside).remove(RECORD_FILE)
-            folder.remove_tree(aside)
-        return
-    for each in (name, *asides):
-        if not folder.child(each).has(RECORD_FILE):
-            folder.remove_tree(each)
+    try:  # another failure is the caller's, whose lock then stays for the next sweep
+        read_record(folder.child(name))
+        doomed = asides
+    except (*MISSING, CorruptionError, CheckpointMismatchError):
+        doomed = [each for each in (name, *asides) if not folder.child(each).has(RECORD_FILE)]
+    for each in doomed:
+        folder.child(each).remove(RECORD_FILE)
+        folder.remove_tree(each)
 
 
 def remover(place: Folder) -> Callable[[TagInfo], None]:
