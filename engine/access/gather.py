@@ -15,7 +15,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -69,9 +69,11 @@ def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[Non
         yield
     except BaseException as raised:
         error = raised
+    # Ctrl-C, or a generator that is closed: this rank's alone, and the script's to handle.
+    alone = error is not None and not isinstance(error, Exception)
     for block in reversed(opened):
         try:
-            with block.world.calling("gather"):
+            with nullcontext() if alone else block.world.calling("gather"):
                 block.close(error)
         except BaseException as raised:
             error = error or raised

@@ -78,10 +78,8 @@ class RunReport:
         self._are_parts = False
         """Whether the losses were divided by the number of micro-batches."""
         self._last_step = PhaseTimes()
-        self._last_line, self._line_s = (
-            (training.counters.global_steps, training.samples, PhaseTimes()),
-            time.perf_counter(),
-        )
+        self._last_line = training.counters.global_steps, training.samples, PhaseTimes()
+        self._line_s = time.perf_counter()
         if settings.dump_state and world.rank == 0:
             config = json.dumps(acting(settings), indent=2)
             _log.info("state at the start:\n%s\n%s", config, _memory_line(training))

@@ -269,8 +269,9 @@ def check_refusals(run: Run) -> None:
     ):
         up.data = torch.zeros(2, 2, dtype=up.dtype)
     assert up.shape == (168, 56)
-    with pytest.raises(ZeroDivisionError), zstore.gather(engine.module):
-        _ = 1 / 0
+    for error in (ZeroDivisionError, GeneratorExit):  # the second if a generator is closed in the block
+        with pytest.raises(error), zstore.gather(engine.module):
+            raise error
     if run.world_size > 1:
         names = ["mix", "start"] if run.rank else ["start", "mix"]
         with pytest.raises(UsageError, match="all ranks have to make the same call"):

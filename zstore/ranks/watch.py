@@ -173,6 +173,11 @@ class Watch:
         """Whether the run is over."""
         return self._broken is not None
 
+    @property
+    def told(self) -> bool:
+        """Whether the run is over, and this rank raised why."""
+        return self._broken is not None and self._told
+
     def shared_store(self) -> Store:
         """Return the store with the watch's keys, for the main thread."""
         return self._prefixed(self._shared)

@@ -289,6 +289,8 @@ class World:
             if error is not None:
                 raise error
             return
+        if error is not None and self.watch is not None and self.watch.told:
+            raise error
         text = None if error is None else "".join(traceback.format_exception(error))
         number, self.tells = None if self.tells is None or error is not None else self.tells(), None
         more = [] if number is None else [number]
