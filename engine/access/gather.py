@@ -201,10 +201,7 @@ class _RunBlock:
         """
         records, state = self._records, self._access.state
         found = [False] * len(records)
-        with (
-            self.world.agreeing(),
-            state.passing([[model_array(record.name)] for record in records], "read") as tiles,
-        ):
+        with self.world.agreeing(), state.passing([[model_array(record.name)] for record in records], "read") as tiles:
             for tile in tiles:
                 record = records[tile.group]
                 first = record.owned_range[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -60,12 +60,13 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
         "profile": profile,
     }
     is_path = isinstance(deepspeed_config, str | os.PathLike)
-    raw = read_config(deepspeed_config) if is_path else deepspeed_config or {}
-    section = {
-        **(raw.get("activation_checkpointing") or {}),
-        **{key: one for key, one in given.items() if one is not None},
-    }
-    config = load_config({"activation_checkpointing": section}, name="zstore.checkpointing.configure(...)")
+    raw = read_config(deepspeed_config) if is_path else {} if deepspeed_config is None else deepspeed_config
+    if isinstance(raw, Mapping):  # other sections are not read
+        section = raw.get("activation_checkpointing") or {}
+        if isinstance(section, Mapping):
+            section = {**section, **{key: one for key, one in given.items() if one is not None}}
+        raw = {"activation_checkpointing": section}
+    config = load_config(raw, name="zstore.checkpointing.configure(...)")
     for line in config.report():
         _log.warning("zstore.checkpointing.configure: %s", line)
     _Process.in_cpu = config.settings.activation_checkpointing.cpu_checkpointing
@@ -100,11 +101,12 @@ non_reentrant_checkpoint = checkpoint
 def checkpoint_blocks(model: nn.Module) -> None:
     """Let the blocks of `model` be computed again in the backward: it is changed in place, one of transformers' by its own
     method. Raises UsageError if the model has no blocks."""
-    theirs: Any = model
     if getattr(model, "supports_gradient_checkpointing", False):
-        newer = getattr(model, "activation_checkpointing_enable", None)
-        (newer or theirs.gradient_checkpointing_enable)({"use_reentrant": False})
-        return
+        for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # the newer one first
+            method: Any = getattr(model, name, None)
+            if method is not None:
+                method(**{name.replace("enable", "kwargs"): {"use_reentrant": False}})
+                return
     blocks = find_blocks(model)
     if not blocks:
         raise UsageError(

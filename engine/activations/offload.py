@@ -413,8 +413,12 @@ class ActivationOffload:
         """Bring one piece back (the reading thread)."""
         if (piece := known()) is None:
             return
-        with self._context():
-            self._tier.read(piece.place, target, after)
+        try:
+            with self._context():
+                self._tier.read(piece.place, target, after)
+        except BaseException as error:
+            error.add_note("An activation could not be brought back.")
+            raise
         with self._lock:
             piece.memory, piece.coming = target, None
             self._counts.read_bytes += piece.nbytes

@@ -140,12 +140,7 @@ class Engine(nn.Module):
         self.signals = StopSignals(training.world)
         pause = CollectorPause() if settings.disable_python_gc else None
         ends = (pause.end if pause is not None else None, FrozenObjects().end)
-        last = (
-            *ends,
-            self.signals.close,
-            self.parameter_guard.remove,
-            self.journal.close,
-        )
+        last = (*ends, self.signals.close, self.parameter_guard.remove, self.journal.close)
         self._finalizer: weakref.finalize[..., Any] = closing_with(
             self, _close, training, self.checkpoints, self.report, self.access, last
         )

@@ -24,14 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from zstore.checkpoint import (
-    MEMORY_BYTES,
-    ArraySource,
-    KnownFile,
-    Range,
-    ReadAhead,
-    read_into,
-)
+from zstore.checkpoint import MEMORY_BYTES, ArraySource, KnownFile, Range, ReadAhead, read_into
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 from zstore.format import layout_of, model_array, numpy_dtype
 from zstore.io.tensors import as_numpy, as_torch, dtype_name
@@ -42,15 +35,7 @@ from ..build.model import stored_buffers, stored_whole
 from ..runtime.device import one_thread
 from ..runtime.messages import warn_once
 from . import client_state as client
-from .load_plan import (
-    LoadOptions,
-    LoadPlan,
-    LoadReport,
-    WithBuffers,
-    check_saved_state,
-    converted_moments,
-    plan_load,
-)
+from .load_plan import LoadOptions, LoadPlan, LoadReport, WithBuffers, check_saved_state, converted_moments, plan_load
 from .record import apply_record, check_record
 from .rng import derive_rng_state, load_rng_state
 

@@ -30,7 +30,7 @@ HIGHLY_COMPOSITE = (
 )  # fmt: skip
 """The numbers with more divisors than any smaller one (https://oeis.org/A002182), up to DeepSpeed's largest factor."""
 
-Sizes = Annotated[tuple[Positive, ...], Field(min_length=1), Words("a list of whole numbers of at least 1")]
+Sizes = Annotated[tuple[Positive, ...], Field(min_length=1), Words("a list of one or more whole numbers of at least 1")]
 
 
 class ElasticityError(ConfigError):
@@ -76,8 +76,10 @@ class ElasticitySection(Section):
         `world_size` that is not valid, those of that. See [Note: the elastic batch]. Raises ValueError if there is
         none: an ElasticityIncompatibleWorldSize if there is one at other world sizes."""
         sizes, maximum = self.micro_batch_sizes, self.max_train_batch_size
-        if maximum is None or sizes is None or self.max_gpus < self.min_gpus:
-            raise ValueError("expected max_train_batch_size, micro_batch_sizes, and min_gpus of at most max_gpus")
+        if maximum is None or sizes is None:
+            raise ValueError("expected max_train_batch_size and micro_batch_sizes")
+        if self.max_gpus < self.min_gpus:
+            raise ValueError(f"expected min_gpus of at most max_gpus, got {self.min_gpus} and {self.max_gpus}")
         per_node = self.num_gpus_per_node if self.version == "0.2" else 1
         most, larger = maximum // per_node, self.prefer_larger_batch
         if max(sizes) > most:
@@ -116,8 +118,12 @@ class ElasticitySection(Section):
         for key in () if self.ignore_non_elastic_batch_info else _sizes_beside(settings):
             write = 'remove the key, or write "ignore_non_elastic_batch_info": true into the section elasticity'
             yield ConfigProblem((key,), f"elasticity gives the batch sizes; {write}")
+        missing = [name for name in ("max_train_batch_size", "micro_batch_sizes") if getattr(self, name) is None]
+        for name in missing:
+            yield ConfigProblem((f"elasticity.{name}",), "needed if elasticity is enabled, got none")
         try:
-            self.batch()
+            if not missing:
+                self.batch()
         except ValueError as error:
             yield ConfigProblem(("elasticity",), str(error))
 
@@ -140,6 +146,7 @@ def compute_elastic_config(
             raise ConfigError('expected "elasticity": {"enabled": true, ...}, got none that is enabled')
     except ConfigError as error:
         raise ElasticityConfigError(str(error)) from None
+    world_size = max(world_size, 0)
     batch, valid = section.batch(world_size or None)
     micro = section.sizes_at(world_size)[1] if world_size else None
     return (batch, list(valid), micro) if world_size or return_microbatch else (batch, list(valid))

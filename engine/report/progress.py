@@ -88,8 +88,7 @@ class RunReport:
         """Return whether a forward is one of training, by its model's mode or its gradients: the time of evaluations is no
         step's."""
         trains = self._training.model.training or torch.is_grad_enabled()
-        if not trains:
-            self.utilisation.begin_anew()
+        self.utilisation.forward_begins(trains=trains)
         return trains
 
     def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:

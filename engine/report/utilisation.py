@@ -111,6 +111,8 @@ class StepUtilisation:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self._peak = peak_of(name, training.config.precision)
         self._ended_s: float | None = None
+        self._aside_s: float | None = None
+        """When the evaluation under way began."""
         self.step_s: float | None = None
         """Seconds of the last step; None: nothing says when it began."""
         self.last: float | None = None
@@ -139,6 +141,13 @@ class StepUtilisation:
         self.step_s = None if self._ended_s is None else now_s - self._ended_s
         self.last = flops / (self.step_s * self._peak) if self.step_s and flops and self._peak else None
         self._ended_s = now_s
+
+    def forward_begins(self, *, trains: bool) -> None:
+        """Leave the time from the forward of an evaluation to the next one of training out of the step under way."""
+        now_s = time.perf_counter()
+        if trains and self._aside_s is not None and self._ended_s is not None:
+            self._ended_s += now_s - max(self._aside_s, self._ended_s)
+        self._aside_s = None if trains else self._aside_s or now_s
 
     def begin_anew(self) -> None:
         """Forget when the last step ended: the time since then is no part of the next."""

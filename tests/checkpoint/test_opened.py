@@ -16,6 +16,7 @@ import torch
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
+from zstore.weights.choose import choose
 
 Array = npt.NDArray[Any]
 RECORD = {"engine": {"counters": {"global_steps": 60}}, "client_state": {"best": float("inf")}}
@@ -109,10 +110,7 @@ def test_a_closed_checkpoint_says_so(saved: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp16", torch.bfloat16, np.float32, None], ids=str)
 def test_consolidated_weights_are_torchs_casts(saved: Path, arrays: dict[str, Array], dtype: Any) -> None:
-    kinds = {
-        "fp16": torch.float16,
-        np.float32: torch.float32,
-    }
+    kinds = {"fp16": torch.float16, np.float32: torch.float32}
     kind = kinds.get(dtype, dtype)
     with zstore.open_checkpoint(saved) as ckpt:
         weights = ckpt.load_state_dict(dtype=dtype)
@@ -174,6 +172,7 @@ def test_names_may_be_patterns_or_a_list(saved: Path) -> None:
     assert sorted(zstore.load_state_dict(saved, names="h.*")) == ["h.10.weight", "h.2.weight"]
     assert sorted(zstore.load_state_dict(saved, names=["scalar", "mask"])) == ["mask", "scalar"]
     assert zstore.load_state_dict(saved, names=[]) == {}
+    assert choose(["a0", "a[0]"], exclude=["a[0]"]) == ["a0"]
     with pytest.raises(
         CheckpointMismatchError, match=r"'h.2.wieght' matches none of the 8 names; close matches: h.2.weight"
     ):

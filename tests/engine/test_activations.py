@@ -20,7 +20,7 @@ from tests.engine.transformers_models import checkpoint_layers
 from tests.waiting import until
 from zstore import checkpointing
 from zstore.engine import Engine
-from zstore.engine.activations.checkpointing import _Process
+from zstore.engine.activations.checkpointing import _Process, checkpoint_blocks
 from zstore.errors import BudgetError, ConfigError, DiskFullError, StorageError, UsageError
 from zstore.io.buffers import PAGE_BYTES
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
@@ -132,8 +132,14 @@ def test_the_switch_alone_keeps_inputs_and_bits(expected: dict[str, Any]) -> Non
     assert kept[1] < kept[0] / 4
     with start(config(gradient_checkpointing=True), deep()) as engine:
         assert bits(engine) == expected
+    model: Any = nn.Linear(2, 2)
+    model.supports_gradient_checkpointing = True  # and has no method for it
     with pytest.raises(UsageError, match="no blocks"):
-        start(config(gradient_checkpointing=True), nn.Linear(2, 2))
+        start(config(gradient_checkpointing=True), model)
+    asked: list[Any] = []
+    model.gradient_checkpointing_enable = lambda **keywords: asked.append(keywords)
+    checkpoint_blocks(model)
+    assert asked == [{"gradient_checkpointing_kwargs": {"use_reentrant": False}}]
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -222,6 +228,12 @@ def test_errors_leave_nothing_behind(tmp_path: Path, expected: dict[str, Any]) -
         engine.training_state.gradients.drop()
         engine.training_state.counters.micro_steps = 0
         assert bits(engine) == expected
+        loss = engine(data(0))
+        until(lambda: offloaded(engine).resting_bytes, "nothing was written")
+        files.inject(Fault(kind="read", error_number=errno.EIO, times=1))
+        with pytest.raises(StorageError) as raised:
+            engine.backward(loss)
+        assert "An activation could not be brought back." in raised.value.__notes__
     assert not any(tmp_path.rglob("*.shard"))
 
 
@@ -338,3 +350,5 @@ def test_inputs_of_blocks_are_kept_in_host_memory_if_configure_says_so(
     assert torch.equal(x.grad, torch.ones(2, 64).cos())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"checkpointing\.configure.*cpu_checkpointing: expected true or false"):
         checkpointing.configure(checkpoint_in_cpu="yes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expected a config as dict or as the path of a JSON file, got list"):
+        checkpointing.configure(deepspeed_config=[config])

@@ -27,6 +27,8 @@ from zstore.testing.ranks import run_ranks
 ROWS, WIDE, NARROW = 6, 32, 8
 FORWARD = 2 * 2 * ROWS * WIDE * NARROW  # two products, two operations for each multiply-accumulate
 
+EVALUATION_S = 0.3
+
 
 class Two(nn.Module):
     """Two layers, of which the first needs no gradient of its input."""
@@ -90,6 +92,11 @@ def test_utilisation_is_in_the_monitors_the_journal_and_the_statistics(
             engine(inputs())  # no training
         for own in (True, False, False):
             began_s, before_s = time.perf_counter(), began_s
+            engine.eval()
+            with torch.no_grad():
+                engine(inputs())
+                time.sleep(EVALUATION_S)
+            engine.train()
             take_step(engine, own=own)
         two_steps_s = time.perf_counter() - before_s
         known = engine.statistics()
@@ -97,9 +104,9 @@ def test_utilisation_is_in_the_monitors_the_journal_and_the_statistics(
     steps = [record for record in read(tmp_path) if record["kind"] == "step"]
     assert steps[0]["mfu"] is None
     assert steps[1]["mfu"] > 0
-    # A step lasts from the end of the one before to its own: longer than its model, shorter than both.
+    # A step lasts from the end of the one before to its own, without the evaluation: longer than its model, shorter than both.
     step_s = known.step_flops / 1e9 / steps[2]["mfu"]
-    assert steps[2]["forward_s"] + steps[2]["backward_s"] < step_s < two_steps_s
+    assert steps[2]["forward_s"] + steps[2]["backward_s"] < step_s < two_steps_s - 2 * EVALUATION_S
     with (tmp_path / "job" / "Train_Samples_mfu.csv").open(newline="") as file:
         rows = list(csv.reader(file))[1:]
     assert [float(value) for _, value in rows] == [one["mfu"] for one in steps[1:]]

@@ -82,13 +82,7 @@ def trained(
     stage, tier, precision, clip, accumulation, parameters = settings
     differences: list[str] = []
     reference = Reference(
-        make_net(),
-        world_size,
-        stage=stage,
-        precision=precision,
-        accumulation=accumulation,
-        clip=clip,
-        adam={"lr": 0.0},
+        make_net(), world_size, stage=stage, precision=precision, accumulation=accumulation, clip=clip, adam={"lr": 0.0}
     )
     reference.optimizer = made(name, reference.masters)
     with tempfile.TemporaryDirectory() as folder:

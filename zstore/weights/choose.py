@@ -14,25 +14,24 @@ from ..errors import CheckpointMismatchError
 def choose(names: Iterable[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[str]:
     """Return those of `names` that match a pattern of `include` (none: all), and none of `exclude`, in their order.
 
-    A pattern is a name, or has `*`, `?` and `[...]` as in a shell; `*` matches dots too. Raises CheckpointMismatchError
-    for a pattern that matches no name: it is a mistake more often than not.
+    A pattern is a name, which means that one alone, or has `*`, `?` and `[...]` as in a shell; `*` matches dots too.
+    Raises CheckpointMismatchError for a pattern that matches no name: it is a mistake more often than not.
     """
     known = list(names)
-    for pattern in (*include, *exclude):
-        if not any(_matches(name, pattern) for name in known):
-            near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3)
+    chosen, left_out = _matched(known, include) if include else set(known), _matched(known, exclude)
+    return [name for name in known if name in chosen and name not in left_out]
+
+
+def _matched(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    known, found = set(names), set[str]()
+    for pattern in patterns:
+        matched = [pattern] if pattern in known else [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             hint = f"; close matches: {', '.join(near)}" if near else ""
-            raise CheckpointMismatchError(f"{pattern!r} matches none of the {len(known)} names{hint}")
-    return [
-        name
-        for name in known
-        if (not include or any(_matches(name, pattern) for pattern in include))
-        and not any(_matches(name, pattern) for pattern in exclude)
-    ]
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatchcase(name, pattern)
+            raise CheckpointMismatchError(f"{pattern!r} matches none of the {len(names)} names{hint}")
+        found.update(matched)
+    return found
 
 
 def frozen_weights(source: ArraySource) -> set[str]:

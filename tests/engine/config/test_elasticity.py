@@ -65,6 +65,7 @@ def test_nodes_are_counted_whole_with_version_2() -> None:
     nodes = config(num_gpus_per_node=2, version=0.2)
     assert compute_elastic_config(nodes)[1] == [2, 4, 6, 12]
     assert compute_elastic_config(config(num_gpus_per_node=2, version=0.1))[1] == [1, 2, 3, 4, 6, 12]
+    assert compute_elastic_config(nodes, world_size=-1) == compute_elastic_config(nodes)
     assert compute_elastic_config(config(min_gpus=2, max_gpus=4), return_microbatch=True)[1:] == ([2, 3, 4], None)
 
 
@@ -73,7 +74,8 @@ def test_nodes_are_counted_whole_with_version_2() -> None:
     [
         (config() | {"train_batch_size": 8}, "train_batch_size: elasticity gives the batch sizes; remove the key"),
         (config(micro_batch_sizes=[20]), "elasticity: expected max_train_batch_size of at least 20, got 12"),
-        (config(min_gpus=6, max_gpus=5), "min_gpus of at most max_gpus"),
+        (config(min_gpus=6, max_gpus=5), "min_gpus of at most max_gpus, got 6 and 5"),
+        (config(micro_batch_sizes=[]), r"(?s)^(?!.*needed).*sizes: expected a list of one or more whole numbers"),
         (config(model_parallel_size=2), "there is no model parallelism"),
     ],
 )
