@@ -55,12 +55,8 @@ def test_the_examples_run(memory: Any, tmp_path: Path) -> None:
     # Resuming: the loop again goes on at step 4.
     exec(blocks("python")[0], names)
     assert names["engine"].global_steps == 8
+    assert (PART_BYTES, NUM_THREADS) == (8 * 2**20, 4)  # as the text says
     # A local folder is uploaded as the docs say.
     result = CliRunner().invoke(app, ["reshard", "memory://bucket/four", "here", "--world-size", "2"])
     assert result.exit_code == 0, result.output
     assert names["upload_all"](tmp_path / "here", "memory://bucket/again") == ["memory://bucket/again/step-00000004"]
-
-
-def test_the_numbers_are_those_of_the_code() -> None:
-    assert PART_BYTES == 8 * 2**20
-    assert NUM_THREADS == 4

@@ -54,7 +54,7 @@ def test_our_client_reads_and_uploads(below: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("ZSTORE_TOKEN", TOKEN)
     with zstore.open_checkpoint(f"{below}/one") as checkpoint:
         np.testing.assert_array_equal(checkpoint["model/a"][:], np.arange(1000.0))
-    with zstore.open_checkpoint(f"{below}/one/step-00000001") as checkpoint:
+    with zstore.open_checkpoint(f"{below}/one/step-00000001/") as checkpoint:
         assert checkpoint.step == 1
     save_arrays(tmp_path / "other", {"model/b": np.ones(3000)}, step=7)
     upload_checkpoint(tmp_path / "other/step-00000007", f"{below}/two")

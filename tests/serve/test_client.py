@@ -25,7 +25,7 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
 from zstore.open.sources import folder_of
 from zstore.remote.bucket import BucketFolder
-from zstore.remote.service import ServiceConnection, ServiceFolder, open_folder
+from zstore.remote.service import ServiceConnection, ServiceFolder, UploadPlace, open_folder
 from zstore.remote.url import Retries
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
@@ -119,12 +119,6 @@ def test_python_reads_what_is_there_and_counts_it(run: Path, base: str) -> None:
     assert weights["h.0.weight"].equal(zstore.load_state_dict(run, dtype="bf16")["h.0.weight"])
 
 
-@pytest.mark.parametrize("path", ["a%20run", "a%20run/second", "a%20run/second/"])
-def test_a_url_names_a_run_or_a_checkpoint(path: str, base: str) -> None:
-    with open_checkpoint(open_folder(f"{base}/{path}", OPTIONS)) as reader:
-        assert reader.location == f"{base}/a%20run/second"
-
-
 def test_the_contract_of_a_folder(run: Path, base: str) -> None:
     there, here = folder_of(f"{base}/a%20run", OPTIONS), folder_of(run)
     assert isinstance(there, ServiceFolder)
@@ -142,8 +136,6 @@ def test_the_contract_of_a_folder(run: Path, base: str) -> None:
     for missing in (tag.child("nothing"), there.parent):
         with pytest.raises(FileNotFoundError):
             missing.entries()
-    with pytest.raises(UsageError, match="has no path on this machine"):
-        _ = tag.path
 
 
 def test_what_is_wrong_is_said_and_no_token_with_it(base: str) -> None:
@@ -170,6 +162,8 @@ def test_what_is_wrong_is_said_and_no_token_with_it(base: str) -> None:
     with pytest.raises(UsageError, match="has a user: a service takes a token") as caught:
         zstore.open_checkpoint(f"{base.replace('://', '://me:secret@')}/a%20run")
     assert "secret" not in str(caught.value)
+    with pytest.raises(UsageError, match=f"name it as {base}/RUN"):
+        UploadPlace(base)
     assert TOKEN not in repr(vars(folder_of(f"{base}/a%20run", OPTIONS)))
 
 

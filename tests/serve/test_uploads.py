@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiofiles
 import numpy as np
@@ -21,7 +22,7 @@ from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.errors import CheckpointExistsError, CheckpointNotFoundError, DiskFullError, StorageError
+from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, DiskFullError, StorageError
 from zstore.io.pool import Workers
 from zstore.remote.service import UploadPlace
 from zstore.remote.target import files_here
@@ -75,12 +76,6 @@ def world() -> Iterator[World]:
         yield world
 
 
-def change(world: World, *names: str) -> None:
-    for name in names:
-        world.arrays[name][:] += 1
-    world.fill()
-
-
 def sent_bytes(summaries: list[Any]) -> int:
     return sum(summary.uploaded_bytes for summary in summaries)
 
@@ -93,7 +88,8 @@ def test_only_what_changed_is_sent_again(tmp_path: Path, url: str, world: World)
     assert {path.name for path in arrived.iterdir()} == {"latest", "step-00000001"}
     shards = {path: path.stat().st_size for path in arrived.rglob("c.*")}
     assert sent_bytes(first) == sum(shards.values())
-    change(world, "model/h.0.weight")
+    world.arrays["model/h.0.weight"][:] += 1
+    world.fill()
     second = save(world, local, f"{url}/one", step=2)
     changed = sum(size for path, size in shards.items() if path.parent == arrived / "step-00000001/model/h.0.weight")
     assert sent_bytes(second) == changed
@@ -168,6 +164,28 @@ def test_a_client_that_ended_is_not_seen_and_its_successor_goes_on(
     assert not (runs / "one" / ".uploads").exists()
     # Once more: it is there, and nothing is sent.
     upload_checkpoint(path, f"{url}/one", OPTIONS)
+
+
+def test_a_cancelled_upload_ends_within_a_file_and_is_given_up_at_the_service(tmp_path: Path, url: str) -> None:
+    path = save_arrays(tmp_path / "a", {"model/a": RNG.standard_normal((3000, 500))}, run_id="run")
+    retries = Retries()
+    target = target_in(UploadPlace(f"{url}/one", OPTIONS).open(retries), "step-00000001", "0" * 32, "run")
+    with open_checkpoint(path) as reader, Workers(1, "test") as workers:
+        target.begin(reader, overwrite=False)
+        with pytest.raises(CheckpointError, match="cancelled"):
+            target.send(
+                workers,
+                reader.path,
+                files := files_here(reader),
+                Mock(side_effect=[None, None, CheckpointError("cancelled")]),
+            )
+        (path / "model/a/c.0.0").write_bytes(b"short")
+        with pytest.raises(StorageError, match="the file has 5 bytes, expected"):
+            target.send(workers, reader.path, files, lambda _: None)
+        assert (tmp_path / "runs/one/.uploads").exists()
+        retries.cancelled.set()
+        target.discard(ended=True)
+    assert not any(path.is_file() for path in (tmp_path / "runs").rglob("*"))
 
 
 def test_a_tag_is_replaced_by_its_own_run_and_else_only_where_that_is_asked_for(tmp_path: Path, url: str) -> None:
