@@ -95,10 +95,8 @@ def test_a_folder_without_a_valid_record_is_no_checkpoint(remote: Remote) -> Non
     remote.change("bucket/run/step-00000001/zstore.json", 200)
     with pytest.raises(CheckpointNotFoundError, match="step-00000001 was refused"):
         remote.open()
-    assert {refusal.folder.name for refusal in refused(folder_of(URL, remote.options))} == {
-        "step-00000001",
-        "step-00000002",
-    }
+    found = refused(folder_of(URL, remote.options))
+    assert {refusal.folder.name for refusal in found} == {"step-00000001", "step-00000002"}
 
 
 def test_reading_asks_for_no_more_than_the_chunks(remote: Remote) -> None:
@@ -119,6 +117,7 @@ def test_reading_asks_for_no_more_than_the_chunks(remote: Remote) -> None:
 
 
 SHARD = "bucket/run/step-00000002/model/h.0.weight/c.1.0"
+MANIFEST = "bucket/run/step-00000002/manifest/rank-00001.json"
 
 
 @pytest.mark.parametrize(
@@ -126,10 +125,7 @@ SHARD = "bucket/run/step-00000002/model/h.0.weight/c.1.0"
     [
         (lambda remote: remote.fs.object_path(SHARD).unlink(), "c.1.0 is missing"),
         (lambda remote: remote.fs.put(SHARD, remote.fs.object_path(SHARD).read_bytes()[:-4096]), "was cut or replaced"),
-        (
-            lambda remote: remote.fs.rm_file("bucket/run/step-00000002/manifest/rank-00001.json"),
-            "rank-00001.json is missing",
-        ),
+        (lambda remote: remote.fs.rm_file(MANIFEST), "rank-00001.json is missing"),
     ],
 )
 def test_damage_is_found_and_named(damage: Any, words: str, remote: Remote) -> None:

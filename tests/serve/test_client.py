@@ -225,6 +225,18 @@ def test_other_servers_are_read_through_fsspec(run: Path) -> None:
         assert folder.read_small("zstore.json") == (run / "second/zstore.json").read_bytes()
 
 
+@pytest.mark.parametrize("listing", [b"[]", b'{"folders": [5], "files": []}', b"<html>"])
+def test_an_answer_that_is_no_listing_is_an_error_at_once(listing: bytes) -> None:
+    class Odd(_Silent):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"service": "zstore"}' if self.path == "/api" else listing)
+
+    with serving_by(Odd) as url, pytest.raises(StorageError, match=r"expected (a list of folders|JSON from GET)"):
+        open_folder(f"{url}/run").entries()
+
+
 def test_a_redirect_does_not_get_the_token(base: str) -> None:
     """A server that sends its clients to a service: what they would send there is theirs to say."""
 

@@ -76,10 +76,6 @@ def world() -> Iterator[World]:
         yield world
 
 
-def sent_bytes(summaries: list[Any]) -> int:
-    return sum(summary.uploaded_bytes for summary in summaries)
-
-
 def test_only_what_changed_is_sent_again(tmp_path: Path, url: str, world: World) -> None:
     local, arrived = tmp_path / "local", tmp_path / "runs" / "one"
     first = save(world, local, f"{url}/one")
@@ -87,12 +83,12 @@ def test_only_what_changed_is_sent_again(tmp_path: Path, url: str, world: World)
     assert_same(arrived, world)
     assert {path.name for path in arrived.iterdir()} == {"latest", "step-00000001"}
     shards = {path: path.stat().st_size for path in arrived.rglob("c.*")}
-    assert sent_bytes(first) == sum(shards.values())
+    assert sum(one.uploaded_bytes for one in first) == sum(shards.values())
     world.arrays["model/h.0.weight"][:] += 1
     world.fill()
     second = save(world, local, f"{url}/one", step=2)
     changed = sum(size for path, size in shards.items() if path.parent == arrived / "step-00000001/model/h.0.weight")
-    assert sent_bytes(second) == changed
+    assert sum(one.uploaded_bytes for one in second) == changed
     assert_same(arrived, world)
     assert whole(arrived) == ["step-00000001", "step-00000002"]
     frozen = "model/frozen/c.0.0"
