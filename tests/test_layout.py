@@ -56,7 +56,7 @@ LIMITS = {
     "lines of zstore": (lambda: _layout().lines("zstore/"), 24_800),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_500),
     "lines of assets": (lambda: _layout().asset_lines(), 2_260),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_650),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_700),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_920),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 5_000),
     "lines of engine without adapters and extras": (

@@ -25,7 +25,7 @@ from tests.checkpoint.checkpoints import World, begin_upload, open_world, save_a
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
 from tests.waiting import until
 from zstore.checkpoint.handle import SaveHandle
-from zstore.checkpoint.names import new_save_id, parse_own_name
+from zstore.checkpoint.names import LOCK, SET_ASIDE, new_save_id, own_name, parse_own_name
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
@@ -40,7 +40,7 @@ from zstore.errors import (
 from zstore.ranks.rendezvous import StoreBoard
 from zstore.remote.bucket import PART_BYTES
 from zstore.remote.service import open_folder
-from zstore.remote.target import BucketTarget, has_ended
+from zstore.remote.target import BucketTarget, has_ended, sweep
 from zstore.remote.upload import upload_checkpoint
 from zstore.remote.url import Retries
 from zstore.testing.ranks import run_ranks
@@ -348,6 +348,19 @@ def test_a_part_that_fails_begins_the_file_anew_and_shows_nothing_of_it(remote: 
     with pytest.raises(CheckpointError, match="cancelled"):
         remote.folder.send(big, "cancelled", Mock(side_effect=[None, CheckpointError("cancelled")]))
     assert list(remote.fs.objects()) == ["bucket/run/big"]
+
+
+def test_remains_that_cannot_be_told_from_a_checkpoint_keep_their_lock(remote: Remote) -> None:
+    save_id = new_save_id()
+    lock, aside = (f"bucket/run/{own_name('step-00000001', kind, save_id)}" for kind in (LOCK, SET_ASIDE))
+    upload_checkpoint(save_arrays(remote.local, ARRAYS, run_id="run"), URL, remote.options)
+    remote.fs.put(lock, json.dumps({"host": "", "pid": 0, "run": "run", "since_s": 0}).encode())
+    remote.fs.put(f"{aside}/zstore.json", remote.fs.object_path(f"{TAG}/zstore.json").read_bytes())
+    remote.fs.faults.append(RequestFault(kind="read", pattern=f"{TAG}/zstore.json", times=6, error=unavailable))
+    assert len(sweep(remote.folder, "run")) == 1
+    assert lock in remote.fs.objects()
+    assert sweep(remote.folder, "run") == []
+    assert not any(parse_own_name(key.split("/")[2]) for key in remote.fs.objects())
 
 
 def test_a_cancelled_save_ends_soon(remote: Remote, world: World) -> None:
