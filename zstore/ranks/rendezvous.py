@@ -21,8 +21,6 @@ MOST_PAUSE_S = 0.1
 _LEAST_PAUSE_S = 0.001
 _VALUE_BYTES = 4 * 1024 * 1024
 """Most bytes of one value: a store of torch.distributed refuses 8 MiB."""
-
-
 _CONNECT = timedelta(seconds=20)
 """Most time until a connection to the ranks' store is there."""
 
