@@ -16,11 +16,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from zstore.checkpoint.handle import SaveHandle
 from zstore.checkpoint.names import new_save_id, step_tag
+from zstore.checkpoint.plan import SaveRequest, SaveSummary
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.request import SaveRequest, SaveSummary
-from zstore.checkpoint.save import save_checkpoint
+from zstore.checkpoint.save import SaveHandle, save_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import Grid, grid_in_checkpoint, make_grid

@@ -16,8 +16,8 @@ import pytest
 
 from tests.checkpoint.checkpoints import World, open_world
 from zstore.checkpoint.commit import discard
+from zstore.checkpoint.plan import SaveSummary
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.request import SaveSummary
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.io.files import Files
 from zstore.store.store import TierName

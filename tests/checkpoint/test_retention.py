@@ -18,10 +18,9 @@ from tests.engine.runs import make_config, start, step
 from zstore.checkpoint.catalog import TagInfo
 from zstore.checkpoint.folder import LocalFolder
 from zstore.checkpoint.format import Record
+from zstore.checkpoint.plan import SaveSummary
 from zstore.checkpoint.reader import open_checkpoint, tags
-from zstore.checkpoint.request import SaveSummary
-from zstore.checkpoint.retention import Keep, metric_of
-from zstore.checkpoint.usage import joined_files, stored_files
+from zstore.checkpoint.retention import Keep, joined_files, metric_of, stored_files
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine.config.config import load_config
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError

@@ -16,9 +16,8 @@ import numpy.typing as npt
 import pytest
 
 from tests.checkpoint.checkpoints import World, leavings, open_world, save_arrays, values, wait_all
-from zstore.checkpoint.commit import Committer
+from zstore.checkpoint.commit import Committer, SaveLock, owner_is_dead
 from zstore.checkpoint.format import Record
-from zstore.checkpoint.lock import SaveLock, owner_is_dead
 from zstore.checkpoint.names import new_save_id
 from zstore.checkpoint.reader import CheckpointReader, tags
 from zstore.checkpoint.retention import Keep
@@ -386,7 +385,7 @@ def test_two_saves_of_one_tag_at_once_leave_one_whole_checkpoint(folder: Path) -
 def test_a_lock_lives_as_long_as_its_process(tmp_path: Path) -> None:
     path = tmp_path / "a.lock-0123456789abcdef0123456789abcdef"
     code = (
-        "import pathlib, sys; from zstore.checkpoint.lock import SaveLock\n"
+        "import pathlib, sys; from zstore.checkpoint.commit import SaveLock\n"
         f"lock = SaveLock(pathlib.Path({str(path)!r})); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

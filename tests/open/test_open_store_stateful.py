@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import zstore
+from zstore.checkpoint.plan import SaveSummary
 from zstore.checkpoint.reader import tags
-from zstore.checkpoint.request import SaveSummary
 from zstore.errors import BudgetError, CheckpointExistsError, StorageError, UsageError, ZstoreError
 from zstore.io.queue import Ticket
 from zstore.io.tensors import as_numpy, as_torch

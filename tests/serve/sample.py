@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.checkpoint.checkpoints import World, open_world
-from zstore.checkpoint.lock import owner_document
+from zstore.checkpoint.commit import owner_document
 from zstore.checkpoint.names import own_name, step_tag
 
 RUN = "gpt-small"

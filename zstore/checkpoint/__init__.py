@@ -1,7 +1,7 @@
 """Checkpoints: the format, saving and committing, reading and verifying, retention. Imports no torch.
 
-Read `docs/format.md` for the bytes, and in this order: names, format, metadata; request, reuse, publish, pieces, gather,
-commit, handle, save; folder, catalog, source, reader, lookahead, verify, reshard, usage, keep, retention.
+Read `docs/format.md` for the bytes, and in this order: names, format, metadata; plan, build, save, commit; folder,
+catalog, reader, lookahead, verify, reshard, retention.
 
 The names below are for code that builds on the store. Those that only some readers need are imported on first use.
 """
@@ -24,21 +24,36 @@ from .names import (
     tag_folder,
     tag_text,
 )
-from .reader import CheckpointReader, open_checkpoint, refused, tags
-from .source import NUM_THREADS, ArraySource, ReadStatistics, StoredArray
-from .usage import StoredFiles, joined_files, shared_bytes, stored_files
+from .reader import (
+    NUM_THREADS,
+    ArraySource,
+    CheckpointReader,
+    ReadStatistics,
+    StoredArray,
+    open_checkpoint,
+    refused,
+    tags,
+)
+from .retention import (
+    Fate,
+    Keep,
+    StoredFiles,
+    joined_files,
+    plan_lines,
+    remove_each,
+    retire,
+    shared_bytes,
+    stored_files,
+    weigh,
+)
 
 if TYPE_CHECKING:
     from .build import CheckpointBuilder
     from .commit import Committer, discard, new_folder, sweep, temporary_folder
-    from .handle import SaveHandle
     from .lookahead import MEMORY_BYTES, Range, ReadAhead, Span, read_into
-    from .plan import CheckpointPlan
-    from .request import SaveRequest, SaveSummary
+    from .plan import CheckpointPlan, KnownFile, SaveRequest, SaveSummary
     from .reshard import reshard_checkpoint
-    from .retention import Fate, Keep, plan_lines, remove_each, retire, weigh
-    from .reuse import KnownFile
-    from .save import save_checkpoint
+    from .save import SaveHandle, save_checkpoint
     from .verify import VerifyFault, verify_checkpoint
 
 __all__ = [
@@ -60,14 +75,10 @@ __all__ = [
 _HOMES = {
     "build": "CheckpointBuilder",
     "commit": "Committer discard new_folder sweep temporary_folder",
-    "handle": "SaveHandle",
     "lookahead": "MEMORY_BYTES Range ReadAhead Span read_into",
-    "plan": "CheckpointPlan",
-    "request": "SaveRequest SaveSummary",
+    "plan": "CheckpointPlan KnownFile SaveRequest SaveSummary",
     "reshard": "reshard_checkpoint",
-    "retention": "Fate Keep plan_lines remove_each retire weigh",
-    "reuse": "KnownFile",
-    "save": "save_checkpoint",
+    "save": "SaveHandle save_checkpoint",
     "verify": "VerifyFault verify_checkpoint",
 }
 """Module -> the names that are imported from it when they are first used."""

@@ -1,30 +1,48 @@
-"""The files of a checkpoint beside its shard files: the ranks' manifests, the metadata, the record.
+"""The files of a checkpoint: shards, the ranks' manifests, the metadata, the record.
 
 [Note: building a checkpoint]
 In a temporary folder, whose commit is one rename (see `zstore.checkpoint.commit`):
     (each rank)  `place` for every shard file, whichever code fills it; `write_manifest`, last
     (rank 0)     the metadata; `collect` until all manifests are there; `check_complete`; `sync_folders`; `record`
 A process that writes all ranks' parts leaves rank 0's to `finish`.
+
+[Note: pieces]
+An array under 64 KiB has no file for each rank: a shard file of a few rows takes 8 KiB, and a model has hundreds of such
+arrays. So each rank writes its rows of all of them, one array after the other, into few files beside its manifest. Once
+every manifest is there, rank 0 reads them, stores each array as one shard, and removes them. As all of a save, that needs
+no collectives, and no rank waits for it: the pins are released as soon as their rows were copied.
+
+    manifest/rank-<rank>.pieces-<group>     rows of the group's arrays in their order, without padding; their crc32c (u32)
+
+A group is arrays of 8 MiB together, which bounds the memory that either side takes.
 """
 
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import CheckpointError, RankError
+import numpy as np
+from crc32c import crc32c
+
+from ..errors import CheckpointError, CorruptionError, RankError
+from ..format.arrays import Bytes
 from ..io.files import Files, make_read_only
 from ..io.pool import Workers, helpful_threads
-from ..io.shards import ShardSummary
+from ..io.queue import Priority
+from ..io.shards import FillRuns, ShardSummary, write_shard
+from ..store.tiers import PinnedShard
 from .format import COMPLETE, Manifest, Record, read_json, sha256
 from .metadata import encode_documents
-from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
-from .plan import CheckpointPlan
+from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file, tag_folder
+from .plan import CheckpointPlan, KnownFile, SaveRequest
 
 
 class CheckpointBuilder:
@@ -259,3 +277,186 @@ class CheckpointBuilder:
             syncs = chain(own, self._own_syncs(), self.metadata_syncs(), self.folder_syncs())
             workers.run(syncs, here=True)
         return self.record(state, training_world_size=training_world_size)
+
+
+class Publisher:
+    """Puts the shards of `request` at the paths of `builder`; `check_alive` is called before each and stops the save by
+    raising."""
+
+    def __init__(self, request: SaveRequest, builder: CheckpointBuilder, check_alive: Callable[[], None]) -> None:
+        self._request = request
+        self._builder = builder
+        self._check_alive = check_alive
+        self._files = request.resources.files
+        self._resources = replace(request.resources, sync=False)
+        self._written: list[str] = []
+        """Shard files that are not durable yet."""
+        self._target = request.folder / tag_folder(request.tag)
+        self.known: dict[str, KnownFile] = {}
+        """Files that the next save may link, once this one is committed."""
+
+    def tasks(self) -> Iterator[Callable[[], ShardSummary]]:
+        """Yield a task for each shard file of this rank; those in memory first, since an updater waits for them."""
+        request = self._request
+        own = [name for name in request.pins if name not in request.pieces and request.file_bytes(name, request.rank)]
+        own.sort(key=lambda name: request.pins[name].tier == "disk")
+        yield from (partial(self._publish, name, request.pins[name]) for name in own)
+        if request.rank == 0:
+            yield from (partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0))
+
+    def syncs(self) -> Iterator[Callable[[], None]]:
+        """Yield a task for each shard file that makes it durable: many at once, since drives coalesce concurrent flushes."""
+        written, self._written = self._written, []
+        return (partial(self._files.sync_file, path) for path in written)
+
+    def _publish(self, name: str, pin: PinnedShard) -> ShardSummary:
+        request = self._request
+        path = self._place(name, request.rank)
+        version = pin.version
+        summary = self._link_known(name, pin, path)
+        if summary is None:
+            summary = pin.publish(self._resources, path, request.grid(name), request.rank, Priority.CHECKPOINT)
+        # Released at once: an updater of this shard may be waiting.
+        pin.release()
+        self._written_at(path)
+        later = self._target / request.shard_path(name, request.rank)
+        if known := KnownFile.of(later, version=version, crcs=summary.crcs, written_as=path):
+            self.known[name] = known
+        return summary
+
+    def _link_known(self, name: str, pin: PinnedShard, path: Path) -> ShardSummary | None:
+        """Link an earlier checkpoint's file that holds the same; None if there is none. See [Note: links of unchanged
+        shards]."""
+        request = self._request
+        known = request.unchanged(name)
+        if known is None or not known.link(self._files, path):
+            return None
+        if pin.checksums(request.resources, request.grid(name), request.rank) != known.crcs:
+            self._files.unlink(path)
+            return None
+        file_bytes = request.file_bytes(name, request.rank)
+        return ShardSummary(name, request.rank, file_bytes, known.crcs, linked=True)
+
+    def _write_small(self, name: str) -> ShardSummary:
+        return self.store_whole(name, np.ascontiguousarray(self._request.small[name]).reshape(-1).view(np.uint8))
+
+    def store_whole(self, name: str, data: Bytes) -> ShardSummary:
+        """Store an array that is one shard, rank 0's."""
+        path, spec = self._place(name, 0), self._request.specs[name]
+        fill = FillRuns.of(data, spec.itemsize)
+        summary = write_shard(self._resources, path, spec, self._request.grid(name), 0, fill)
+        self._written_at(path)
+        return summary
+
+    def _place(self, name: str, shard: int) -> Path:
+        self._check_alive()
+        return self._builder.place(name, shard)
+
+    def _written_at(self, path: Path) -> None:
+        self._written.append(str(path))
+        make_read_only(path)
+
+
+Store = Callable[[str, Bytes], ShardSummary]
+"""Stores an array whole, given its values."""
+
+_GROUP_BYTES = 8 * 1024 * 1024
+_CRC = struct.Struct("<I")
+
+
+class Pieces:
+    """The pieces of the save `request` in its temporary folder `folder`. See [Note: pieces]."""
+
+    def __init__(self, request: SaveRequest, folder: Path) -> None:
+        self._request = request
+        self._folder = folder
+        self._groups: list[list[str]] = []
+        """Names that travel together."""
+        nbytes = _GROUP_BYTES
+        for name in sorted(request.pieces):
+            size = request.specs[name].nbytes
+            if nbytes + size > _GROUP_BYTES:
+                self._groups.append([])
+                nbytes = 0
+            self._groups[-1].append(name)
+            nbytes += size
+
+    def tasks(self) -> list[Callable[[], None]]:
+        """Return a task for each group that leaves this rank's rows of it for rank 0, and releases their pins."""
+        return [partial(self._write_rows, group) for group in self._own()]
+
+    def own_files(self) -> list[Path]:
+        """Return the files that `tasks` write."""
+        return [self._path(group, self._request.rank) for group in self._own()]
+
+    def all_files(self) -> list[Path]:
+        """Return the files that `assembly_tasks` need."""
+        return [path for group in range(len(self._groups)) for path in self._paths(group)]
+
+    def assembly_tasks(self, store: Store) -> list[Callable[[], list[ShardSummary]]]:
+        """Return a task for each group that stores its arrays whole with `store`, and removes the ranks' pieces."""
+        return [partial(self._assemble, group, store) for group in range(len(self._groups))]
+
+    def _own(self) -> list[int]:
+        return [group for group in range(len(self._groups)) if self._num_bytes(group, self._request.rank)]
+
+    def _sources(self, group: int) -> range:
+        # The first ranks have the rows; of many ranks most have none of small arrays.
+        return range(max(self._request.pieces[name].num_shards for name in self._groups[group]))
+
+    def _paths(self, group: int) -> list[Path]:
+        return [self._path(group, rank) for rank in self._sources(group)]
+
+    def _path(self, group: int, rank: int) -> Path:
+        return (self._folder / manifest_file(rank)).with_suffix(f".pieces-{group}")
+
+    def _span(self, name: str, rank: int) -> tuple[int, int]:
+        """Return the bytes `[first, stop)` of the array that are rank `rank`'s."""
+        grid, itemsize = self._request.pieces[name], self._request.specs[name].itemsize
+        first = min(rank * grid.shard_numel, grid.rows * grid.row_numel)
+        return first * itemsize, (first + grid.shard_valid_numel(rank)) * itemsize
+
+    def _num_bytes(self, group: int, rank: int) -> int:
+        return sum(stop - first for first, stop in (self._span(name, rank) for name in self._groups[group]))
+
+    def _write_rows(self, group: int) -> None:
+        request = self._request
+        data: Bytes = np.empty(self._num_bytes(group, request.rank), np.uint8)
+        at = 0
+        for name in self._groups[group]:
+            first, stop = self._span(name, request.rank)
+            if first < stop:
+                request.pins[name].copy_into(data[at : at + stop - first], request.pieces[name], request.rank)
+                at += stop - first
+                # Released at once: an updater of this shard may be waiting.
+                request.pins[name].release()
+        # It need not be durable: it is gone before the commit.
+        whole = data.tobytes()
+        whole += _CRC.pack(crc32c(whole))
+        request.resources.files.write_small(self._path(group, request.rank), whole, sync=False)
+
+    def _assemble(self, group: int, store: Store) -> list[ShardSummary]:
+        request, names = self._request, self._groups[group]
+        shards: dict[str, Bytes] = {name: np.empty(request.specs[name].nbytes, np.uint8) for name in names}
+        for rank in self._sources(group):
+            data = self._read(group, rank)
+            at = 0
+            for name in names:
+                first, stop = self._span(name, rank)
+                if first < stop:
+                    shards[name][first:stop] = data[at : at + stop - first]
+                    at += stop - first
+        found = [store(name, values) for name, values in shards.items()]
+        for path in self._paths(group):
+            request.resources.files.unlink(path)
+        return found
+
+    def _read(self, group: int, rank: int) -> Bytes:
+        path, nbytes = self._path(group, rank), self._num_bytes(group, rank)
+        data = path.read_bytes()
+        if len(data) != nbytes + _CRC.size or _CRC.unpack(data[nbytes:])[0] != crc32c(data[:nbytes]):
+            raise CorruptionError(
+                f"{path} is not what rank {rank} wrote ({len(data)} bytes, expected {nbytes + _CRC.size}): the folder "
+                "is damaged, or something else writes there; save again"
+            )
+        return np.frombuffer(data, np.uint8)[:nbytes]

@@ -28,7 +28,7 @@ from ..format.shardfile import BLOCK_BYTES, CRC_BYTES
 from ..io.buffers import Slabs
 from ..io.closing import Closing
 from ..io.pool import Workers, num_cores
-from .source import ArraySource, StoredArray
+from .reader import ArraySource, StoredArray
 
 Range = tuple[str, int, int]
 """An array's name and global flat elements `[first, stop)` of it."""

@@ -24,7 +24,7 @@ from .format import COMPLETE
 from .lookahead import Range, ReadAhead
 from .names import new_save_id
 from .plan import CheckpointPlan
-from .source import ArraySource
+from .reader import ArraySource
 
 _WHOLE = ("buffer/", "client/")
 """Groups of arrays that rank 0 stores whole, at every world size."""

@@ -17,28 +17,29 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import Self
 
 from ..errors import CheckpointError, DiskFullError
+from ..io.closing import Completions, run_to_the_end
 from ..io.flush import Flush
 from ..io.pool import Workers, helpful_threads, in_turn
+from ..io.queue import Ticket, promise
 from ..io.shards import ShardSummary
 from ..ranks.rendezvous import Board, Rendezvous
-from .build import CheckpointBuilder
+from .build import CheckpointBuilder, Pieces, Publisher
 from .catalog import TagInfo, read_record, replaced_text
-from .commit import Committer, discard, sweep
+from .commit import Committer, discard, owner_is_dead, sweep
 from .folder import LocalFolder
 from .format import COMPLETE, decode_state, encode_state
-from .handle import SaveHandle
-from .lock import owner_is_dead
 from .names import ABORT_FILE, MANIFEST_FOLDER
-from .pieces import Pieces
-from .publish import Publisher
+from .plan import SaveRequest, SaveSummary
 from .reader import CheckpointReader
-from .request import SaveRequest, SaveSummary
 from .retention import retire
 
+_completions = Completions()
 _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
 _LOOK_AFTER_RANK_0_S = 2.0
@@ -46,6 +47,68 @@ _MOST_FLUSHED_BYTES = 256 * 1024 * 1024
 """Of a rank: more are as fast file by file, and wait for nobody else's."""
 _FOR_SMALL_FILES = 3
 """Threads beside the save's own that small files are worth: the caller waits until they have started."""
+
+
+class SaveHandle:
+    """A save under way. The end of the program completes it, and exits non-zero if that fails and nobody waited."""
+
+    def __init__(self, job: Save) -> None:
+        self._job = job
+        self._cancelled = False
+        self.stall_s = 0.0
+        """Seconds that training was paused for the save, if an engine took it."""
+        # Waited for, not the thread: when Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
+        self._ticket, self._carry_out = promise(self._run)
+        self._completion = _completions.begin(job.title, self.wait_for_end)
+
+    def start(self) -> Self:
+        """Begin, and return this handle. If this raises, as on Ctrl-C, the save may be under way all the same: see `begun`."""
+        try:
+            run_to_the_end(self._carry_out, "zstore-save")
+        except BaseException:
+            if self._ticket.future.cancel():
+                _completions.end(self._completion, None)
+            raise
+        return self
+
+    @property
+    def begun(self) -> bool:
+        """Whether its thread has it, or will; false when `start` raised before that."""
+        return not self._ticket.future.cancelled()
+
+    def _run(self) -> SaveSummary:
+        failed: BaseException | None = None
+        try:
+            return self._job.run()
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            _completions.end(self._completion, None if self._cancelled else failed)
+
+    @property
+    def ticket(self) -> Ticket[SaveSummary]:
+        """The save as a ticket, that is awaited or waited for."""
+        return Ticket(self._ticket.future, partial(_completions.heard, self._completion))
+
+    def wait(self, timeout_s: float | None = None) -> SaveSummary:
+        """Return once the checkpoint is committed; raises the save's error, on every rank, or TimeoutError."""
+        if not self.wait_for_end(timeout_s):
+            raise TimeoutError(f"{self._job.title} is not done after {timeout_s} s")
+        return self.ticket.wait()
+
+    def wait_for_end(self, timeout_s: float | None = None) -> bool:
+        """Wait until the save ended, well or badly; return whether it did."""
+        return self._ticket.wait_for_end(timeout_s)
+
+    def done(self) -> bool:
+        """Tell whether the save ended, well or badly."""
+        return self._ticket.done()
+
+    def cancel(self) -> None:
+        """Give the save up at the next shard, for instance if another rank could not begin it; `wait()` then raises."""
+        self._cancelled = True
+        self._job.cancel()
 
 
 def save_checkpoint(request: SaveRequest) -> SaveHandle:
@@ -107,7 +170,7 @@ class Save(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """Its name in messages."""
+        """Its name in messages, as "the save of ckpt/step-00000001"."""
 
     @abstractmethod
     def check(self) -> None:
@@ -126,6 +189,7 @@ class Save(ABC):
         """Tell the other ranks that this one failed, and why. Never raises."""
 
     def cancel(self) -> None:
+        """Let `run` raise soon."""
         self._cancelled.set()
 
     def run(self) -> SaveSummary:

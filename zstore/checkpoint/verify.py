@@ -14,8 +14,7 @@ from ..io.pool import Workers, in_turn
 from ..io.shards import ShardReader
 from .format import parse_json
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
-from .reader import CheckpointReader
-from .source import StoredArray
+from .reader import CheckpointReader, StoredArray
 
 Advance = Callable[[int], None]
 """Told, from several threads, how many bytes of shard files were checked."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..checkpoint.format import Record
 from ..checkpoint.names import array_path, step_tag, tag_text
-from ..checkpoint.source import ArraySource, StoredArray
+from ..checkpoint.reader import ArraySource, StoredArray
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError, ZstoreError, storage_error
 from ..format.arrays import ArraySpec, Bytes
 from ..format.partition import make_grid

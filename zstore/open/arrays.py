@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..checkpoint.names import array_path, groups_of
-from ..checkpoint.source import ArraySource
+from ..checkpoint.reader import ArraySource
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..format.partition import Grid, make_grid

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..checkpoint.names import natural_key
-from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.source import ArraySource
+from ..checkpoint.reader import ArraySource, CheckpointReader
 from ..checkpoint.verify import VerifyFault, verify_checkpoint
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
 from ..format.arrays import Array

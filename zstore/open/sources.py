@@ -10,8 +10,7 @@ from typing import Any
 
 from ..checkpoint.folder import Folder, LocalFolder
 from ..checkpoint.names import tag_text
-from ..checkpoint.reader import open_checkpoint
-from ..checkpoint.source import ArraySource
+from ..checkpoint.reader import ArraySource, open_checkpoint
 from ..errors import CheckpointNotFoundError, UsageError
 from ..io.files import UserPath, is_url, user_location, user_path
 from ..io.shards import IoResources

@@ -28,9 +28,8 @@ import numpy as np
 from ..checkpoint.catalog import check_tag_is_free
 from ..checkpoint.format import decode_state, encode_state
 from ..checkpoint.names import new_save_id
-from ..checkpoint.request import SaveRequest, SaveSummary
+from ..checkpoint.plan import KnownFile, SaveRequest, SaveSummary
 from ..checkpoint.retention import Keep
-from ..checkpoint.reuse import KnownFile
 from ..checkpoint.save import save_checkpoint
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec

@@ -38,9 +38,8 @@ from ..checkpoint.catalog import (
     replaced_text,
     stamped,
 )
-from ..checkpoint.commit import discard
+from ..checkpoint.commit import FOREIGN_LIFE_S, discard, owner_document, process_ended
 from ..checkpoint.folder import Entries, Folder
-from ..checkpoint.lock import FOREIGN_LIFE_S, owner_document, process_ended
 from ..checkpoint.names import (
     LATEST_FILE,
     LOCK,

@@ -30,11 +30,10 @@ from ..checkpoint.catalog import TagInfo
 from ..checkpoint.commit import sweep
 from ..checkpoint.folder import FolderLike, LocalFolder
 from ..checkpoint.format import COMPLETE
-from ..checkpoint.handle import SaveHandle
 from ..checkpoint.names import RECORD_FILE, manifest_file, tag_folder
+from ..checkpoint.plan import SaveRequest, SaveSummary
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
-from ..checkpoint.request import SaveRequest, SaveSummary
-from ..checkpoint.save import Save, begin_save
+from ..checkpoint.save import Save, SaveHandle, begin_save
 from ..errors import BudgetError, CheckpointError
 from ..io.pool import Workers
 from ..io.shards import ShardSummary

@@ -2,7 +2,7 @@
 
 A committed checkpoint never changes, except for the names that its files have elsewhere. So records and files are read once for
 each state of the run's folder (inode and time of every folder in it), and afterwards only the names are counted again. See
-[Note: sizes] in `zstore.checkpoint.usage`. Behind a URL one listing counts for a few seconds.
+[Note: sizes] in `zstore.checkpoint.retention`. Behind a URL one listing counts for a few seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from ..checkpoint.catalog import LOOPS_FOLDER, Catalog, TagInfo, list_nested, meant_of, newest_of, scan
 from ..checkpoint.folder import Folder
 from ..checkpoint.names import LATEST_FILE, parse_own_name
-from ..checkpoint.usage import StoredFiles, joined_files, shared_bytes, stored_files
+from ..checkpoint.retention import StoredFiles, joined_files, shared_bytes, stored_files
 from ..errors import CheckpointNotFoundError
 from .models import CheckpointEntry, CheckpointList, Newest, RefusedFolder
 

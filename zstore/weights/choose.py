@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..checkpoint.source import ArraySource
+from ..checkpoint.reader import ArraySource
 from ..errors import CheckpointMismatchError
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..checkpoint.lookahead import Range, Span, cut_spans, use_spans
-from ..checkpoint.source import ArraySource
+from ..checkpoint.reader import ArraySource
 from ..errors import CheckpointMismatchError
 from ..format.arrays import FLOATING, Array, empty_array, numpy_dtype
 from .cast import Overflow, cast_into

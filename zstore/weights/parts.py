@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..checkpoint.lookahead import cut_spans
-from ..checkpoint.source import ArraySource
+from ..checkpoint.reader import ArraySource
 from ..errors import CheckpointMismatchError
 from ..format.arrays import Bytes, numpy_dtype
 from .cast import Overflow

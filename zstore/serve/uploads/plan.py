@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ...checkpoint.format import COMPLETE, Manifest, Record, dump_metadata, parse_json, sha256
 from ...checkpoint.metadata import parse_root
 from ...checkpoint.names import ABORT_FILE, LATEST_FILE, MANIFEST_FOLDER, METADATA_FILE, RECORD_FILE, manifest_file
-from ...checkpoint.source import StoredArray
+from ...checkpoint.reader import StoredArray
 from ...errors import CorruptionError, UsageError
 from ...format.archive import packed_file_bytes
 from ...format.codecs import most_stored_bytes

@@ -28,9 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from ...checkpoint.catalog import scan
-from ...checkpoint.commit import Committer, sweep
+from ...checkpoint.commit import Committer, owner_is_dead, sweep
 from ...checkpoint.format import Record, dump_metadata
-from ...checkpoint.lock import owner_is_dead
 from ...checkpoint.names import LOCK, METADATA_FILE, RECORD_FILE, TEMPORARY, own_name, tag_folder
 from ...checkpoint.reader import CheckpointReader
 from ...errors import (

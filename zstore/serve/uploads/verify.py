@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from ...checkpoint.source import StoredArray
+from ...checkpoint.reader import StoredArray
 from ...errors import CorruptionError
 from ...format.archive import decode_packed_index, packed_file_bytes
 from ...format.shardfile import CRC_BYTES, check_index, checksum_error, layout_of
