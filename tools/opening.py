@@ -14,7 +14,7 @@ from zstore.checkpoint import NUM_THREADS, ArraySource
 from zstore.errors import BudgetError, listed
 from zstore.io import is_url, map_large_blocks, open_resources
 from zstore.open.sources import open_source
-from zstore.remote.url import parse_options
+from zstore.remote.bucket import parse_options
 from zstore.weights.companions import Companions
 
 from .options import Json, StorageOption, parse_size

@@ -13,8 +13,8 @@ import typer
 from zstore.checkpoint import ArraySource, CheckpointReader, open_checkpoint, reshard_checkpoint, stored_files
 from zstore.errors import CheckpointExistsError
 from zstore.io import is_url, user_location
+from zstore.remote.bucket import shown
 from zstore.remote.upload import upload_checkpoint
-from zstore.remote.url import shown
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.companions import Companions
 

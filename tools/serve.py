@@ -41,7 +41,7 @@ def serve_command(
     except ImportError as error:
         raise UsageError(f"zstore serve needs the package {error.name}: pip install 'zstore[serve]'") from error
     from zstore.io import is_url
-    from zstore.remote.url import parse_options
+    from zstore.remote.bucket import parse_options
 
     settings = Settings(
         roots=tuple(Root.parse(place) for place in places),

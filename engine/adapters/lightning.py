@@ -23,7 +23,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 
-from zstore.engine.checkpoint.client_state import join
+from zstore.engine.checkpoint.record import join_tensors
 from zstore.engine.runtime.garbage import FrozenObjects
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 from zstore.open.checkpoint import open_checkpoint
@@ -185,7 +185,7 @@ def _reading_folders(load: Callable[..., Any]) -> Callable[..., Any]:
         if not (isinstance(path, str | os.PathLike) and Path(path).is_dir()):
             return load(path, map_location=map_location, weights_only=weights_only)
         with open_checkpoint(path) as checkpoint:
-            state = join(checkpoint.state.get("client_state", {}), lambda name: checkpoint[name][...])
+            state = join_tensors(checkpoint.state.get("client_state", {}), lambda name: checkpoint[name][...])
             weights = checkpoint.load_state_dict()
         return {**_unpacked(state, path, weights_only is False), "state_dict": weights}
 

@@ -32,8 +32,8 @@ from ..access.guard import ParameterGuard, ValueSample
 from ..access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
 from ..access.offloading import OffloadedStates
 from ..access.optimizer_state import StateByParameter
-from ..checkpoint.client_state import ClientState, ClientValues, check, present
 from ..checkpoint.load_plan import LoadOptions, LoadReport
+from ..checkpoint.record import ClientState, ClientValues, check_client_state, present_state
 from ..checkpoint.save import Checkpoints, SaveOptions
 from ..report.monitors import Monitors
 from ..report.progress import RunReport
@@ -252,7 +252,7 @@ class Engine(nn.Module):
                 self.report.step_ended()
             while self._unchecked:
                 # Before hours of training, and not at a save that must not fail.
-                check(present(self._unchecked.pop()))
+                check_client_state(present_state(self._unchecked.pop()))
             if self._when_asked is not None and self.stop_requested is not None:
                 self._when_asked()
 
@@ -669,7 +669,7 @@ class Engine(nn.Module):
         """
         with self.world.calling("save"):
             if save_dir is not None:
-                state = None if client_state is None else present(client_state)
+                state = None if client_state is None else present_state(client_state)
                 settle(self.checkpoints.wait, "the save under way failed: ")
                 try:
                     self.save_checkpoint(save_dir, tag, state)

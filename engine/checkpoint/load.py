@@ -34,10 +34,8 @@ from zstore.store import LocalShard
 from ..build.model import stored_buffers, stored_whole
 from ..runtime.device import one_thread
 from ..runtime.messages import warn_once
-from . import client_state as client
 from .load_plan import LoadOptions, LoadPlan, LoadReport, WithBuffers, check_saved_state, converted_moments, plan_load
-from .record import apply_record, check_record
-from .rng import derive_rng_state, load_rng_state
+from .record import apply_record, check_record, derive_rng_state, join_tensors, load_rng_state
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -168,7 +166,7 @@ class Restore:
             training.run_id = reader.record.run
         if plan.options.progress:
             self._load_rng(reader)
-        state: dict[str, Any] = client.join(reader.record.state.get("client_state", {}), reader.read_array)
+        state: dict[str, Any] = join_tensors(reader.record.state.get("client_state", {}), reader.read_array)
         return state
 
     # -- arrays -----------------------------------------------------------------------------------------------------

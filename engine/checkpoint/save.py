@@ -7,11 +7,13 @@ here are raised on every rank, and nothing was written. The save itself runs in 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,30 +27,127 @@ from zstore.checkpoint import (
     SaveRequest,
     SaveSummary,
     new_save_id,
+    save_checkpoint,
     step_tag,
     tag_text,
 )
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, numpy_dtype
 from zstore.io import is_url
-from zstore.io.closing import settle
+from zstore.io.closing import settle, start_threads
 from zstore.io.tensors import host_values
+from zstore.ranks.rendezvous import StoreBoard
+from zstore.ranks.world import World
+from zstore.remote.service import UploadPlace
+from zstore.remote.upload import save_to_url
 from zstore.store import PinnedShard, Snapshot
 
 from ..build.model import files_beside, stored_whole
+from ..config.config import Config
 from ..optim.stepper import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.journal import RunJournal
-from . import client_state as client
-from .destinations import Destination, destination_of
+from ..runtime.signals import interrupts_wait
 from .load import Restore
 from .load_plan import LoadOptions, LoadReport
-from .pending import PendingSave
-from .record import engine_record
-from .rng import rng_state
+from .record import ClientValues, as_mapping, as_numbers, engine_record, rng_state, small_arrays, split_tensors
 
 if TYPE_CHECKING:
     from ..training.training import Training
+
+
+_FOLDER = "zstore-uploads"
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A folder that a save is committed in; of a URL, the folder that files are in on their way there."""
+
+    folder: Path
+    upload: UploadPlace | None = None
+
+    def begin(self, request: SaveRequest) -> SaveHandle:
+        """Begin the save; `request.folder` is this folder. See `save_checkpoint`."""
+        if self.upload is None:
+            return save_checkpoint(request)
+        board = StoreBoard(f"/{request.save_id}") if request.world_size > 1 else None
+        return save_to_url(request, self.upload, board)
+
+
+def destination_of(location: str, config: Config, drives: Sequence[Path]) -> Destination:
+    """Return the destination of a save to a path or URL; `drives` are the folders of the run's store. Raises as
+    `UploadPlace`."""
+    if not is_url(location):
+        return Destination(Path(location))
+    remote = UploadPlace(location, config.storage_options)
+    # One folder for each URL: tags of different runs do not meet.
+    name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
+    above = config.own.upload_folder or _chosen_folder(drives)
+    return Destination(above / name, remote)
+
+
+def _chosen_folder(drives: Sequence[Path]) -> Path:
+    if drives:
+        return drives[0] / _FOLDER
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / _FOLDER
+
+
+_END_WELL_S = 5.0
+"""How long a save may go on after a rank failed: it may end well, if all ranks did their part before."""
+
+
+class PendingSave:
+    """A save of all ranks: begun by all of them or by none, and given up if a rank fails."""
+
+    def __init__(self, world: World) -> None:
+        self.handle: SaveHandle | None = None
+        self._world = world
+        world.when_broken.append(self._give_up_later)
+
+    def begin(self, start: Callable[[], SaveHandle]) -> SaveHandle:
+        """Begin a save on every rank; raise on every rank the error that kept any from it (all ranks)."""
+        error: Exception | None = None
+        handle: SaveHandle | None = None
+        try:
+            # Ctrl-C before it is known would leave pins that no save releases, or a save for which nobody waits.
+            with interrupts_wait():
+                handle = self.handle = start()
+        except Exception as raised:
+            error = raised
+        try:
+            self._world.raise_together(error)
+        except BaseException:
+            self.handle = None
+            if handle is not None:
+                handle.cancel()
+                handle.wait_for_end(_END_WELL_S)  # until then the next save takes its folder for a living save's
+            raise
+        if handle is None:
+            raise RuntimeError("the save did not begin")
+        return handle
+
+    def complete(self) -> SaveSummary | None:
+        """Return the summary of the save under way once it has ended, None if there is none; raise its error.
+
+        The wait may be interrupted: the save goes on, and the next call waits again.
+        """
+        handle = self.handle
+        if handle is None:
+            return None
+        handle.wait_for_end()
+        self.handle = None
+        return handle.wait()
+
+    def _give_up_later(self) -> None:
+        if (handle := self.handle) and not start_threads(1, partial(_give_up, handle), "zstore-give-up"):
+            handle.cancel()  # the interpreter ends: there is no thread that could wait
+
+
+def _give_up(handle: SaveHandle) -> None:
+    if not handle.wait_for_end(_END_WELL_S):
+        handle.cancel()
+
 
 _log = logging.getLogger("zstore")
 
@@ -60,7 +159,7 @@ class SaveOptions:
     folder: str
     tag: str | float | None = None
     """None: `step-` and the step."""
-    state: client.ClientValues
+    state: ClientValues
     """The client's own state."""
     metrics: Mapping[str, Any]
     """Numbers by name, for rules of retention."""
@@ -143,22 +242,20 @@ class Checkpoints:
         """Return a unique tag, for a save whose tag another run took."""
         return f"{self._tag(tag)}-{self._training.run_id[:8]}"
 
-    def collect_small(
-        self, state: client.ClientValues, kept: Mapping[str, Any], metrics: Mapping[str, Any] | None
-    ) -> Small:
+    def collect_small(self, state: ClientValues, kept: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> Small:
         """Return the record and copies of the tensors that rank 0 stores whole: module buffers, parameters that were added
         later, and the tensors of the client and of what is `kept` beside its state."""
-        marked, tensors = client.split({**client.as_mapping(state), **kept})
+        marked, tensors = split_tensors({**as_mapping(state), **kept})
         known = (record.parameter for record in self._training.state.records)
         tensors |= {
             name: host_values(tensor.detach().to("cpu", copy=True))
             for name, tensor in stored_whole(self._training.model, known)
         }
-        specs, arrays = client.small_arrays(tensors)
+        specs, arrays = small_arrays(tensors)
         record = {
             "client_state": marked,
             "engine": engine_record(self._training),
-            "metrics": client.numbers({} if metrics is None else metrics),
+            "metrics": as_numbers({} if metrics is None else metrics),
         }
         return Small(record, specs, arrays)
 

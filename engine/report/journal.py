@@ -27,10 +27,8 @@ from zstore._version import __version__
 from zstore.checkpoint import LOOPS_FOLDER, SaveHandle, SaveSummary, tag_folder
 from zstore.io import LinkStatistics, is_url, resident_bytes
 from zstore.journal import JournalFile, JournalWriter, decode_lines, journal_file
-from zstore.remote.bucket import BucketFolder
-from zstore.remote.service import UploadPlace
-from zstore.remote.service_target import JournalTail
-from zstore.remote.url import PATIENT
+from zstore.remote.bucket import PATIENT, BucketFolder
+from zstore.remote.service import JournalTail, UploadPlace
 
 from ..config.keys import acting
 from ..params.record import Residency

@@ -24,9 +24,9 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import Grid, grid_in_checkpoint, make_grid
 from zstore.io.files import Files
+from zstore.remote.bucket import PATIENT, Retries
 from zstore.remote.service import UploadPlace
 from zstore.remote.upload import save_to_url
-from zstore.remote.url import PATIENT, Retries
 from zstore.store import StoreOptions, TensorStore
 from zstore.store.store import TierName
 

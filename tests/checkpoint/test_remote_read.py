@@ -17,8 +17,8 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
 from zstore.io import is_url
 from zstore.open.sources import folder_of, open_source
+from zstore.remote.bucket import Retries, parse_options, shown
 from zstore.remote.service import open_folder
-from zstore.remote.url import Retries, parse_options, shown
 
 Array = npt.NDArray[Any]
 

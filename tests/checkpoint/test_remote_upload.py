@@ -38,11 +38,10 @@ from zstore.errors import (
     StorageError,
 )
 from zstore.ranks.rendezvous import StoreBoard
-from zstore.remote.bucket import PART_BYTES
+from zstore.remote.bucket import PART_BYTES, Retries
 from zstore.remote.service import open_folder
 from zstore.remote.target import BucketTarget, has_ended, sweep
 from zstore.remote.upload import upload_checkpoint
-from zstore.remote.url import Retries
 from zstore.testing.ranks import run_ranks
 
 Array = npt.NDArray[Any]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from zstore.engine.checkpoint.rng import derive_rng_state, load_rng_state, rng_state
+from zstore.engine.checkpoint.record import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config.resolve import BatchSizes
 from zstore.engine.training.loader import TrainingLoader
 from zstore.engine.zero.norm import norm_of_sums, sum_of_squares

@@ -24,9 +24,8 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
 from zstore.open.sources import folder_of
-from zstore.remote.bucket import BucketFolder
+from zstore.remote.bucket import BucketFolder, Retries
 from zstore.remote.service import ServiceConnection, ServiceFolder, UploadPlace, open_folder
-from zstore.remote.url import Retries
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 from zstore.tools.cli import app

@@ -14,8 +14,7 @@ from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
 from zstore.journal import journal_file
-from zstore.remote.service import UploadPlace
-from zstore.remote.service_target import JournalTail
+from zstore.remote.service import JournalTail, UploadPlace
 
 TOKEN = {"Authorization": "Bearer secret-of-the-tests"}
 OPTIONS = {"token": "secret-of-the-tests"}

@@ -24,10 +24,10 @@ from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, DiskFullError, StorageError
 from zstore.io.pool import Workers
+from zstore.remote.bucket import Retries
 from zstore.remote.service import UploadPlace
 from zstore.remote.target import files_here
 from zstore.remote.upload import target_in, upload_checkpoint
-from zstore.remote.url import Retries
 from zstore.testing.faults import FaultyFiles
 
 Array = npt.NDArray[Any]

@@ -10,7 +10,7 @@ import typer
 
 from zstore.errors import UsageError
 from zstore.io import user_location
-from zstore.remote.url import parse_options
+from zstore.remote.bucket import parse_options
 
 from ..options import StorageOption, parse_file
 

@@ -38,11 +38,9 @@ from ..errors import BudgetError, CheckpointError
 from ..io.pool import Workers
 from ..io.shards import ShardSummary
 from ..ranks.rendezvous import MOST_PAUSE_S, Board
-from .bucket import BucketFolder, part_bytes
+from .bucket import PATIENT, BucketFolder, Retries, part_bytes
 from .service import ServiceFolder, UploadPlace
-from .service_target import ServiceTarget
-from .target import NUM_THREADS, Advance, BucketTarget, files_here
-from .url import PATIENT, Retries
+from .target import NUM_THREADS, Advance, BucketTarget, ServiceTarget, files_here
 
 T = TypeVar("T")
 Target = BucketTarget | ServiceTarget

@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from zstore.engine.api.engine import Engine
-from zstore.engine.checkpoint.client_state import ClientValues
+from zstore.engine.checkpoint.record import ClientValues
 from zstore.engine.optim.loss_scale import LossScaler
 from zstore.engine.params.record import Residency
 from zstore.errors import UsageError

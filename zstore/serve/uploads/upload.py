@@ -43,8 +43,17 @@ from ...io.files import Files, make_read_only
 from ...io.pool import Workers
 from ..runs import UPLOADS_FOLDER
 from .messages import OFFER_FILE, UploadFile, UploadOffer, UploadState
-from .plan import Content, KnownContent, ShardContent, UploadPlan, check_extras, documents_of, make_plan
-from .verify import file_sha256, verify_shard
+from .plan import (
+    Content,
+    KnownContent,
+    ShardContent,
+    UploadPlan,
+    check_extras,
+    documents_of,
+    file_sha256,
+    make_plan,
+    verify_shard,
+)
 
 _NUM_SEARCHED = 4
 """The newest checkpoints of its run, in which shards that did not change are looked for."""
