@@ -17,7 +17,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 32, "iteration": 39, "save": 50, "load": 56, "reshard": 38, "consolidate": 38, "initialize": 90}
+JOURNEYS = {"step": 32, "iteration": 39, "save": 40, "load": 53, "reshard": 36, "consolidate": 36, "initialize": 89}
 
 
 @cache
@@ -50,10 +50,10 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        57_540,
+        57_334,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 25_990),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_800),
+    "lines of engine": (lambda: _layout().lines("engine/"), 25_941),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_642),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_500),
     "lines of assets": (lambda: _layout().asset_lines(), 2_260),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_700),
@@ -61,7 +61,7 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 5_000),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        21_230,
+        21_176,
     ),
     "files of the core": (lambda: len(_layout().core), 32),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 7_823),
