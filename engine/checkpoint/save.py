@@ -36,7 +36,7 @@ from zstore.format import ArraySpec, numpy_dtype
 from zstore.io import is_url
 from zstore.io.closing import settle, start_threads
 from zstore.io.tensors import host_values
-from zstore.ranks.rendezvous import StoreBoard
+from zstore.ranks.board import Board
 from zstore.ranks.world import World
 from zstore.remote.service import UploadPlace
 from zstore.remote.upload import save_to_url
@@ -70,7 +70,7 @@ class Destination:
         """Begin the save; `request.folder` is this folder. See `save_checkpoint`."""
         if self.upload is None:
             return save_checkpoint(request)
-        board = StoreBoard(f"/{request.save_id}") if request.world_size > 1 else None
+        board = Board.connect(f"board/{request.save_id}") if request.world_size > 1 else None
         return save_to_url(request, self.upload, board)
 
 

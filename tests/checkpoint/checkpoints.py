@@ -24,6 +24,7 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import Grid, grid_in_checkpoint, make_grid
 from zstore.io.files import Files
+from zstore.ranks.board import Board
 from zstore.remote.bucket import PATIENT, Retries
 from zstore.remote.service import UploadPlace
 from zstore.remote.upload import save_to_url
@@ -103,7 +104,9 @@ def begin_upload(
     world: World, local: Path, url: str, options: Mapping[str, Any], *, retries: Retries = PATIENT, **fields: Any
 ) -> list[SaveHandle]:
     """Begin to save to a URL by way of the folder `local`, each rank with a thread of its own."""
-    save_id, board, place = new_save_id(), ThreadBoard(), UploadPlace(url, options)
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    save_id, board, place = new_save_id(), Board(HashStore()), UploadPlace(url, options)
     fields = {"run_id": "run", "timeout_s": 60.0, **fields}
     requests = [world.request(local, rank, save_id, **fields) for rank in range(len(world.stores))]
     return [save_to_url(request, place, board, retries=retries) for request in requests]
@@ -197,19 +200,3 @@ def values(folder: Path, tag: str | None = None) -> dict[str, bytes]:
 def leavings(folder: Path) -> list[str]:
     """What a save that was killed or given up would leave behind."""
     return sorted(p.name for p in folder.iterdir() if any(k in p.name for k in (".tmp-", ".old-", ".lock-")))
-
-
-class ThreadBoard:
-    """A board for ranks that are threads of one process."""
-
-    def __init__(self) -> None:
-        self.posts: dict[str, bytes] = {}
-
-    def post(self, key: str, data: bytes) -> None:
-        self.posts[key] = data
-
-    def read(self, key: str) -> bytes | None:
-        return self.posts.get(key)
-
-    def remove(self, key: str) -> None:
-        del self.posts[key]

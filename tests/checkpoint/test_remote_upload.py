@@ -37,7 +37,7 @@ from zstore.errors import (
     RankError,
     StorageError,
 )
-from zstore.ranks.rendezvous import StoreBoard
+from zstore.ranks.board import Board
 from zstore.remote.bucket import PART_BYTES, Retries
 from zstore.remote.service import open_folder
 from zstore.remote.target import BucketTarget, has_ended, sweep
@@ -424,16 +424,16 @@ def test_rows_of_small_arrays_come_together_without_a_folder(remote: Remote, tmp
 
 
 def _pass_on(rank: int) -> bool:
-    board, data = StoreBoard("/test"), bytes(range(256)) * 40_000  # more than the store takes in one value
+    board, data = Board.connect("test"), bytes(range(256)) * 40_000  # more than the store takes in one value
     if rank == 0:
-        board.post("large", data)
-        board.post("empty", b"")
+        board.post_bytes("large", data)
+        board.post_bytes("empty", b"")
         until(lambda: board.read("done") is not None)
-        return board.read("large") is None
-    until(lambda: board.read("empty") == b"")
-    same = board.read("large") == data
+        return board.read_bytes("large") is None
+    until(lambda: board.read_bytes("empty") == b"")
+    same = board.read_bytes("large") == data
     board.remove("large")
-    board.post("done", b"1")
+    board.post("done", [])
     return same
 
 

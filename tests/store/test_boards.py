@@ -9,20 +9,20 @@ import pytest
 import torch.distributed as torch_dist
 from torch.distributed import distributed_c10d as c10d
 
-from zstore.ranks import rendezvous
+from zstore.ranks import board
 
 
 def test_a_store_that_is_gone_is_not_asked_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = torch_dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     client: Any = torch_dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
     monkeypatch.setattr(c10d, "_get_default_store", lambda: client)
-    monkeypatch.setattr(rendezvous, "_CONNECT", timedelta(seconds=0.5))
+    monkeypatch.setattr(board, "_CONNECT", timedelta(seconds=0.5))
     usual = client.timeout
-    rendezvous.StoreBoard().post("a", b"b")
+    board.Board.connect("a").post("b", 1)
     del server
     gc.collect()
     began = time.monotonic()
     with pytest.raises(torch_dist.DistError):
-        rendezvous.StoreBoard()
+        board.Board.connect("a")
     assert time.monotonic() - began < usual.total_seconds() / 5
     assert client.timeout == usual

@@ -49,7 +49,7 @@ from .retention import (
 
 if TYPE_CHECKING:
     from .build import CheckpointBuilder
-    from .commit import Committer, discard, new_folder, sweep, temporary_folder
+    from .commit import Committer, abort_reason, discard, new_folder, sweep, temporary_folder
     from .lookahead import MEMORY_BYTES, Range, ReadAhead, Span, read_into
     from .plan import CheckpointPlan, KnownFile, SaveRequest, SaveSummary
     from .reshard import reshard_checkpoint
@@ -63,7 +63,7 @@ __all__ = [
     "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder",
     "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "SaveHandle", "SaveRequest",
     "SaveSummary", "Span", "StoredArray", "StoredFiles", "TagInfo", "VerifyFault",
-    "array_path", "discard",
+    "abort_reason", "array_path", "discard",
     "encode_state", "find_tag", "joined_files", "list_nested", "list_tags", "natural_key", "new_folder", "new_save_id",
     "open_checkpoint", "plain_value", "plan_lines", "read_into", "refused", "remove_each",
     "reshard_checkpoint", "resolve",
@@ -74,7 +74,7 @@ __all__ = [
 
 _HOMES = {
     "build": "CheckpointBuilder",
-    "commit": "Committer discard new_folder sweep temporary_folder",
+    "commit": "Committer abort_reason discard new_folder sweep temporary_folder",
     "lookahead": "MEMORY_BYTES Range ReadAhead Span read_into",
     "plan": "CheckpointPlan KnownFile SaveRequest SaveSummary",
     "reshard": "reshard_checkpoint",

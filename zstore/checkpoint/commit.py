@@ -292,6 +292,14 @@ class Committer:
             self._lock.release()
 
 
+def abort_reason(path: Path) -> str | None:
+    """Return the reason in a rank's file that says why it gave a save up; None if it is not there, or not yet whole."""
+    with contextlib.suppress(OSError, ValueError):
+        message = json.loads(path.read_bytes())
+        return str(message.get("reason")) if isinstance(message, dict) else None
+    return None
+
+
 def discard(files: Files, path: Path) -> None:
     """Remove a folder so that at no instant half of it looks like a checkpoint."""
     own = parse_own_name(path.name)

@@ -19,8 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from ..errors import CheckpointError, DiskFullError
 from ..io.closing import Completions, run_to_the_end
@@ -28,16 +27,18 @@ from ..io.flush import Flush
 from ..io.pool import Workers, helpful_threads, in_turn
 from ..io.queue import Ticket, promise
 from ..io.shards import ShardSummary
-from ..ranks.rendezvous import Board, Rendezvous
+from ..ranks.board import wait_until
 from .build import CheckpointBuilder, Pieces, Publisher
 from .catalog import TagInfo, read_record, replaced_text
-from .commit import Committer, discard, owner_is_dead, sweep
+from .commit import Committer, abort_reason, discard, owner_is_dead, sweep
 from .folder import LocalFolder
 from .format import COMPLETE, decode_state, encode_state
 from .names import ABORT_FILE, MANIFEST_FOLDER
 from .plan import SaveRequest, SaveSummary
 from .reader import CheckpointReader
 from .retention import retire
+
+T = TypeVar("T")
 
 _completions = Completions()
 _SEE_FOLDER_S = 60.0
@@ -145,9 +146,7 @@ def begin_save(request: SaveRequest, make: Callable[[], Save]) -> SaveHandle:
 class Save(ABC):
     """The save of one rank: what one to a folder and one to a URL have in common."""
 
-    def __init__(
-        self, request: SaveRequest, save_id: str, num_threads: int, board: Board | None = None, name: str = ""
-    ) -> None:
+    def __init__(self, request: SaveRequest, save_id: str, num_threads: int) -> None:
         self._request = request
         self._files = request.resources.files
         # Copying also finds values that are not JSON before anything is written.
@@ -156,9 +155,6 @@ class Save(ABC):
         self._committer = Committer(self._files, request.folder, request.tag, save_id)
         self._folder = self._committer.temporary
         self._cancelled = threading.Event()
-        self._rendezvous = Rendezvous(
-            Path(name or self._folder), self._files, self._check_alive, pause=self._cancelled.wait, board=board
-        )
         self._builder = CheckpointBuilder(request, self._folder, self._files, request.known_documents())
         self._publisher = Publisher(request, self._builder, self._check_alive)
         self._pieces = Pieces(request, self._folder)
@@ -191,6 +187,9 @@ class Save(ABC):
     def cancel(self) -> None:
         """Let `run` raise soon."""
         self._cancelled.set()
+
+    def _wait_until(self, ready: Callable[[], T | None], timeout_s: float, failure: Callable[[], str]) -> T:
+        return wait_until(ready, timeout_s, failure, check=self._check_alive, pause=self._cancelled.wait)
 
     def run(self) -> SaveSummary:
         """Carry the save out. Called once, by the save's thread."""
@@ -262,7 +261,7 @@ class _FolderSave(Save):
                 else:
                     # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
                     manifests = self._folder / MANIFEST_FOLDER
-                    self._rendezvous.wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
+                    self._wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
                 if request.written_bytes <= _MOST_FLUSHED_BYTES:
                     self._flush = Flush.of(self._files, self._folder)
                 summaries = self._publish(workers)
@@ -274,7 +273,7 @@ class _FolderSave(Save):
                 if request.leads:
                     self._commit(workers)
                 else:
-                    self._rendezvous.wait_until(self._is_over, request.timeout_s, self._not_committed)
+                    self._wait_until(self._is_over, request.timeout_s, self._not_committed)
         except BaseException as error:
             self.give_up(error)
             if isinstance(error, OSError) and error.errno == errno.ENOENT:
@@ -320,7 +319,7 @@ class _FolderSave(Save):
     def _assemble(self, workers: Workers) -> list[ShardSummary]:
         """Store the arrays of which every rank has left its piece, once all ranks have (rank 0)."""
         builder = self._builder
-        self._rendezvous.wait_until(
+        self._wait_until(
             lambda: builder.collect() or builder.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
         )
         found = workers.run(self._pieces.assembly_tasks(self._publisher.store_whole), here=True)
@@ -330,7 +329,7 @@ class _FolderSave(Save):
     def _commit(self, workers: Workers) -> None:
         request, builder = self._request, self._builder
         self._messages += sweep(self._files, request.folder)
-        self._rendezvous.wait_until(builder.collect, request.timeout_s, self._ranks_missing)
+        self._wait_until(builder.collect, request.timeout_s, self._ranks_missing)
         builder.check_complete()
         record = builder.record(self._state)
         if request.before_commit is not None:
@@ -365,8 +364,8 @@ class _FolderSave(Save):
     def _check_alive(self) -> None:
         if self._cancelled.is_set():
             raise CheckpointError(f"the save of {self._target} was cancelled")
-        if not self._request.leads and (told := self._rendezvous.posted(ABORT_FILE)) is not None:
-            raise CheckpointError(f"rank 0 gave up the save of {self._target}: {told.get('reason')}")
+        if not self._request.leads and (reason := abort_reason(self._folder / ABORT_FILE)) is not None:
+            raise CheckpointError(f"rank 0 gave up the save of {self._target}: {reason}")
 
     def _is_over(self) -> bool:
         """Return whether rank 0 committed; raises CheckpointError if it ended without doing so."""

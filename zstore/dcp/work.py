@@ -9,6 +9,7 @@ by one rank, its owner.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,11 +17,11 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.planner import TensorWriteData
 
-from zstore.checkpoint import array_path, shard_file
+from zstore.checkpoint import abort_reason, array_path, shard_file
 from zstore.errors import CheckpointError
 from zstore.format import ArraySpec, Box, Bytes, Grid, gather, grid_of_rows, make_grid
 from zstore.io import Files, Fill, FillRuns, IoResources, OpenFile, ShardSummary, write_shard
-from zstore.ranks.rendezvous import Rendezvous
+from zstore.ranks.board import wait_until
 
 PIECES_FOLDER = "pieces"
 """In the temporary folder of a save: pieces on their way from rank to rank. Gone before the commit."""
@@ -81,13 +82,12 @@ class RankWriter:
     def __init__(self, share: RankWork, resources: IoResources) -> None:
         self.share, self.resources, self.folder = share, resources, Path(share.folder)
         self._buffered = Files(direct=False)
-        self._rendezvous = Rendezvous(self.folder / PIECES_FOLDER, self._buffered, self.check)
 
     def check(self) -> None:
         """Raise CheckpointError if another rank gave up the save, or this one does not see the folder that rank 0 made."""
-        for path in self._rendezvous.folder.glob("failed-*.json"):
-            if (told := self._rendezvous.posted(path.name)) is not None:
-                raise CheckpointError(f"another rank gave up the save: {told.get('reason')}")
+        for path in (self.folder / PIECES_FOLDER).glob("failed-*.json"):
+            if (reason := abort_reason(path)) is not None:
+                raise CheckpointError(f"another rank gave up the save: {reason}")
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"rank {self.share.rank} does not see {self.folder}, which rank 0 made: the save was given up, or the folder "
@@ -128,7 +128,7 @@ class RankWriter:
         with contextlib.ExitStack() as opened:
             for path, _ in pieces:
                 failure = f"no rank wrote {path} within {TIMEOUT_S:g} s: the save is given up"
-                self._rendezvous.wait_until(path.exists, TIMEOUT_S, lambda failure=failure: failure)  # type: ignore[misc]
+                wait_until(path.exists, TIMEOUT_S, lambda failure=failure: failure, check=self.check)  # type: ignore[misc]
             files = [(opened.enter_context(self._buffered.opened(path)), box) for path, box in pieces]
 
             def read(file: OpenFile, start: int, out: Bytes) -> None:
@@ -147,9 +147,11 @@ class RankWriter:
     def give_up(self, error: BaseException) -> None:
         """Tell ranks that wait for this one's pieces that none will come. Never raises."""
         with contextlib.suppress(OSError):
-            self._rendezvous.folder.mkdir(exist_ok=True)
+            folder = self.folder / PIECES_FOLDER
+            folder.mkdir(exist_ok=True)
             reason = f"rank {self.share.rank}: {type(error).__name__}: {error}"
-            self._rendezvous.post(f"failed-{self.share.rank}.json", {"reason": reason})
+            path = folder / f"failed-{self.share.rank}.json"
+            self._buffered.write_small(path, json.dumps({"reason": reason}).encode(), sync=False)
 
 
 def box_of(piece: TensorWriteData) -> Box:

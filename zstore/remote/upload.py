@@ -37,7 +37,7 @@ from ..checkpoint.save import Save, SaveHandle, begin_save
 from ..errors import BudgetError, CheckpointError
 from ..io.pool import Workers
 from ..io.shards import ShardSummary
-from ..ranks.rendezvous import MOST_PAUSE_S, Board
+from ..ranks.board import Board
 from .bucket import PATIENT, BucketFolder, Retries, part_bytes
 from .service import ServiceFolder, UploadPlace
 from .target import NUM_THREADS, Advance, BucketTarget, ServiceTarget, files_here
@@ -47,6 +47,7 @@ Target = BucketTarget | ServiceTarget
 
 _END_S = 30.0
 """How long rank 0 waits for the other ranks to stop sending, once it gave up, and to see that it committed."""
+_END_PAUSE_S = 0.1
 _MOST_PARTS_HELD = 4
 """A part is held as it was read, in the file's buffer and in the request, and may be copied once more on its way out."""
 
@@ -113,7 +114,7 @@ def save_to_url(
     request: SaveRequest, place: UploadPlace, board: Board | None = None, *, retries: Retries = PATIENT
 ) -> SaveHandle:
     """Begin to save to a URL in the background; return the handle. `request.folder` is for this rank's files on their way,
-    `board` has the messages of its ranks; None: there is one.
+    `board` is for the messages of its ranks alone; None: there is one.
 
     The pins belong to the save from now on, even if this raises: it releases them. Raises UsageError for a bad request or
     state that is not JSON, StorageError for a folder that cannot be written, DiskFullError if it has no room for this rank's
@@ -127,7 +128,7 @@ class _RemoteSave(Save):
 
     def __init__(self, request: SaveRequest, place: UploadPlace, board: Board | None, retries: Retries) -> None:
         own = hashlib.sha256(f"{request.save_id} {request.rank}".encode()).hexdigest()[:32]
-        super().__init__(request, own, NUM_THREADS, board, request.save_id)
+        super().__init__(request, own, NUM_THREADS)
         self._board, self._place, self._retries = board, place, replace(retries, cancelled=self._cancelled)
         self._location = place.location_of(tag_folder(request.tag))
         self._target: Target | None = None
@@ -187,7 +188,7 @@ class _RemoteSave(Save):
         self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state, sync=False)
         if self._board is not None and request.rank:
             for path in (*pieces.own_files(), self._folder / manifest_file(request.rank)):
-                self._board.post(f"{request.save_id}/{path.name}", path.read_bytes())
+                self._board.post_bytes(path.name, path.read_bytes())
         return summaries
 
     def _send(self, target: Target, workers: Workers, files: Mapping[str, int]) -> int:
@@ -232,28 +233,31 @@ class _RemoteSave(Save):
         """Write the files that other ranks post into this rank's folder."""
         for path in paths:
             if self._board is not None and not path.exists():
-                key = f"{self._request.save_id}/{path.name}"
-                data = self._wait_until(partial(self._board.read, key), f"no rank posted {path.name}")
-                self._board.remove(key)
+                name = path.name
+                data = self._wait_within(partial(self._board.read_bytes, name), f"no rank posted {name}")
+                self._board.remove(name)
                 self._files.write_small(path, data, sync=False)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def _post(self, name: str, message: Mapping[str, Any]) -> None:
         if self._board is not None:
-            self._rendezvous.post(name, message)
+            self._board.post(name, message)
+
+    def _posted(self, name: str) -> dict[str, Any] | None:
+        return None if self._board is None else self._board.read(name)
 
     def _wait_for(self, name: str, what: str) -> dict[str, Any]:
-        return self._wait_until(partial(self._rendezvous.posted, name), what)
+        return self._wait_within(partial(self._posted, name), what)
 
-    def _wait_until(self, ready: Callable[[], T | None], what: str) -> T:
+    def _wait_within(self, ready: Callable[[], T | None], what: str) -> T:
         timeout_s = self._request.timeout_s
-        return self._rendezvous.wait_until(ready, timeout_s, lambda: f"{what} within {timeout_s} s")
+        return self._wait_until(ready, timeout_s, lambda: f"{what} within {timeout_s} s")
 
     def _check_alive(self) -> None:
         if self._cancelled.is_set():
             raise CheckpointError(f"{self.title} was cancelled")
-        failed = None if self._board is None else self._rendezvous.posted("failed")
+        failed = self._posted("failed")
         if failed is not None and failed["rank"] != self._request.rank:
             raise CheckpointError(f"rank {failed['rank']} gave up {self.title}: {failed['reason']}")
 
@@ -261,7 +265,7 @@ class _RemoteSave(Save):
         """Rank 0 removes the files that were sent, too."""
         rank = self._request.rank
         with contextlib.suppress(OSError, RuntimeError):  # nobody is there to be told
-            if self._board is not None and self._rendezvous.posted("failed") is None:
+            if self._posted("failed") is None:
                 self._post("failed", {"rank": rank, "reason": f"{type(error).__name__}: {error}"})
             if rank:
                 self._post(f"sent-{rank}", {"bytes": 0})
@@ -275,8 +279,8 @@ class _RemoteSave(Save):
         deadline = time.monotonic() + _END_S
         others = range(1, self._request.world_size)
         with contextlib.suppress(OSError, RuntimeError):
-            while not all(self._rendezvous.posted(f"{kind}-{rank}") is not None for rank in others):
-                if self._cancelled.wait(MOST_PAUSE_S) or time.monotonic() > deadline:
+            while not all(self._posted(f"{kind}-{rank}") is not None for rank in others):
+                if self._cancelled.wait(_END_PAUSE_S) or time.monotonic() > deadline:
                     return False
             return True
         return False
