@@ -56,7 +56,7 @@ LIMITS = {
     "lines of zstore": (lambda: _layout().lines("zstore/"), 24_642),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_500),
     "lines of assets": (lambda: _layout().asset_lines(), 2_260),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_700),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_670),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_920),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 5_000),
     "lines of engine without adapters and extras": (
@@ -75,7 +75,7 @@ LIMITS = {
     "floors inside zstore": (lambda: _rooms("zstore")[2], 8),
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 3),
-    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 6),
+    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 5),
     "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 1),
     '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 6),
     '"what is" in 10,000 words of prose': (

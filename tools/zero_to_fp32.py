@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zstore.checkpoint import natural_key
-from zstore.engine.access.access import live
+from zstore.engine.access.access import find_run
 from zstore.engine.access.gather import gather
 from zstore.errors import CheckpointExistsError, ZstoreError
 from zstore.io import user_path
@@ -54,7 +54,7 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, 
     """Load the fp32 weights of a checkpoint into `model` and return it: moved to the CPU, except for an engine's, which goes on
     training with them (all ranks)."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    if any(access.record_of(parameter) is not None for access in live() for parameter in model.parameters()):
+    if any(find_run(parameter) is not None for parameter in model.parameters()):
         with gather(model, modifier_rank=0):
             model.load_state_dict(state, strict=False)
         return model

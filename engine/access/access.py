@@ -2,27 +2,37 @@
 
 Everything here is a collective: all ranks call it, with the same names, in the same order. Values are read from the arrays
 in the store, so that reading disturbs nothing; `finished` completes pending work first.
+
+[Note: pieces]
+The flat elements of an array are cut at the ends of shards, and into pieces of whole chunks, about 8 MiB. A piece's owner
+reads it ahead of its turn and gives it to rank 0, or to all. Every rank goes through all pieces in the same order. If state
+is not sharded, every rank has everything, and nothing is sent.
+
+A rank that fails goes on with zeros, so that the others are not left waiting, and all ranks agree on errors every now
+and then, and at the end.
 """
 
 from __future__ import annotations
 
 import difflib
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from zstore.errors import UsageError, listed
-from zstore.format import model_array, optimizer_array
+from zstore.format import Grid, make_grid, model_array, optimizer_array, stored_shape
 from zstore.io.tensors import as_torch, plain_memory
+from zstore.ranks.world import World
 
 from ..params.record import ParameterRecord, Residency
 from ..zero.gradients import WholeGradients, agree_any
-from .full_tensors import ArrayPiece, RankArray, WholeArrays
-from .statedict import StateDictGuard
+from .guard import ParameterGuard, StateDictGuard
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -30,11 +40,47 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_PIECE_NUMEL = 2 * 1024 * 1024
+_PIECES_AHEAD = 2
+_AGREE_NUMEL = 32 * 1024 * 1024
+"""Elements after which the ranks agree on errors: at most as many move in vain."""
+
+Read = Callable[[], torch.Tensor]
+"""Waits for a read and returns its elements, 1-D, on any device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankArray:
+    """An array of a parameter of which this rank has its rows."""
+
+    record: ParameterRecord
+    name: str
+    """Of the array."""
+    dtype: torch.dtype
+    begin: Callable[[int, int], Read]
+    """Begins to read local flat elements `[first, stop)` of this rank's shard."""
+    shape: tuple[int, ...] | None = None
+    """Of the whole array, if it is not the parameter's, and it is cut by its own rows."""
+
+    def grid(self, num_ranks: int) -> Grid:
+        """Return how it is cut over `num_ranks` ranks that share the state."""
+        return self.record.state_grid if self.shape is None else make_grid(stored_shape(self.shape), num_ranks)
+
+
+Take = Callable[[RankArray, int, torch.Tensor], None]
+"""Takes a piece of an array: its global flat elements, 1-D, on the CPU, from a first one on."""
+
 
 class Access:
     """Whole tensors of one run. `before_changes` ends work that must not see the state change in place (a save)."""
 
-    def __init__(self, training: Training, units: ShardedUnits | None, before_changes: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        roots: dict[str, nn.Module | None],
+        training: Training,
+        units: ShardedUnits | None,
+        before_changes: Callable[[], None],
+    ) -> None:
         self.model, self.world = training.model, training.world
         self.state, self.gradients, self.scaler = training.state, training.gradients, training.scaler
         self.units = units
@@ -42,17 +88,17 @@ class Access:
         self._pending = training.pending
         self._before_changes = before_changes
         self._under_way: list[str] = []
-        self.away: set[str] = set()
+        self.away = training.away
         """State that `offload_states` moved away."""
         self.open_blocks = 0
         """Blocks of `zstore.gather` that are open."""
-        self.before_reading: Callable[[], None] | None = None
-        """Takes over values that a script changed in place."""
         records = self.state.records
         self._by_name = {name: record for record in records for name in (record.name, *record.aliases)}
         self._by_parameter = {record.parameter: record for record in records}
-        self.guard = StateDictGuard(self.model, self.record_of, self._loses)
+        self.guard = StateDictGuard(self.model, self._by_parameter.get, self._loses)
         """Watches the state dicts of the model."""
+        self.parameters = ParameterGuard(roots, training, units)
+        """Watches the parameters of the model."""
         _live.add(self)
 
     # -- which, and when --------------------------------------------------------------------------------------------
@@ -112,8 +158,8 @@ class Access:
                 )
             self._pending.complete()
             self._pending.require_whole()
-            if self.before_reading is not None and not self.open_blocks:
-                self.before_reading()
+            if not self.open_blocks:
+                self.parameters.check_values()
             if changes and self._under_way:
                 raise UsageError(f"{call} within a {self._under_way[-1]}: parameters can be changed between steps only")
             checked = check()
@@ -127,17 +173,17 @@ class Access:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def parameter(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:
+    def parameter(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
         """Return a parameter's fp32 master, or itself if it is not trained."""
         record = self.finished(f"get_full_parameter({name!r})", lambda: self.record(name))
-        return self._whole(self.source(record, "model"), rank0_only)
+        return self.whole(self.source(record, "model"), rank0_only=rank0_only)
 
-    def optimizer_state(self, name: str, slot: str, *, rank0_only: bool) -> torch.Tensor | None:
+    def optimizer_state(self, name: str, slot: str, *, rank0_only: bool = False) -> torch.Tensor | None:
         """Return an optimizer slot of a parameter; a scalar as a tensor of no dimensions."""
         source = self.slot(name, slot)
-        if isinstance(source, float):
-            return torch.tensor(source) if self.world.rank == 0 or not rank0_only else None
-        return self._whole(source, rank0_only)
+        if isinstance(source, RankArray):
+            return self.whole(source, rank0_only=rank0_only)
+        return torch.tensor(source) if self.world.rank == 0 or not rank0_only else None
 
     def slot(self, name: str, slot: str) -> RankArray | float:
         """Return this rank's rows of an optimizer slot of a parameter, or its scalar (all ranks)."""
@@ -155,10 +201,9 @@ class Access:
             raise UsageError(f"the optimizer has no {slot!r} of parameter {name!r}; {_nearest(slot, slots)}")
         return record
 
-    def gradient(self, name: str, *, rank0_only: bool) -> torch.Tensor | None:
+    def gradient(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
         """Return the mean over ranks of the gradient that the step under way has so far; None if there is none."""
-        record = self.finished(f"get_gradient({name!r})", lambda: self.record(name))
-        gradients = self.gradients
+        record, gradients = self.finished(f"get_gradient({name!r})", lambda: self.record(name)), self.gradients
         if record.group is None:
             return None
         if isinstance(gradients, WholeGradients):
@@ -169,54 +214,51 @@ class Access:
             if not agree_any(self.world, [rows is not None])[0]:
                 return None
             # In fp32 on every rank: one may hold rows on disk, in a wider type than another.
-            found = self._whole(
-                rows_source(record, torch.zeros(0) if rows is None else rows, torch.float32), rank0_only
-            )
+            source = rows_source(record, torch.zeros(0) if rows is None else rows, torch.float32)
+            found = self.whole(source, rank0_only=rank0_only)
         if found is None or (rank0_only and self.world.rank > 0):
             return None
         return found.float().div_(self.scaler.scale)
 
     def source(self, record: ParameterRecord, group: str, dtype: torch.dtype | None = None) -> RankArray:
-        """Return this rank's rows of an array of a parameter, for `WholeArrays`, in the type of the array or in `dtype`. That
-        of group "model" is the master, or the parameter if it is not trained."""
+        """Return this rank's rows of an array of a parameter, in the type of the array or in `dtype`. That of group "model" is
+        the master, or the parameter if it is not trained."""
         store, name = self.state.store, f"{group}/{record.name}"
         spec = store.spec(name)
         kind: torch.dtype = dtype or getattr(torch, spec.dtype)
 
-        def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
+        def begin(first: int, stop: int) -> Read:
             ticket = store.read(name, first, stop)
             return lambda: as_torch(ticket.wait()).to(kind)
 
         shape = None if spec.shape == tuple(record.parameter.shape) else spec.shape
         return RankArray(record=record, name=name, dtype=kind, begin=begin, shape=shape)
 
+    def whole(self, source: RankArray, *, rank0_only: bool = False) -> torch.Tensor | None:
+        """Return a whole array on the CPU; with `rank0_only` None on other ranks (all ranks)."""
+        shape = source.record.parameter.shape if source.shape is None else torch.Size(source.shape)
+        out = torch.empty(shape, dtype=source.dtype) if self.world.rank == 0 or not rank0_only else None
+        self.read_into({} if out is None else {source.record: out.view(-1)}, [source], rank0_only=rank0_only)
+        return out
+
     def read_into(
         self, targets: Mapping[ParameterRecord, torch.Tensor], sources: Sequence[RankArray], *, rank0_only: bool = False
     ) -> None:
-        """Read the arrays `sources` into the targets, 1-D, of their parameters; those without one are skipped (all ranks)."""
+        """Read whole arrays into the targets, 1-D, of their parameters; those without one are skipped (all ranks)."""
 
-        def take(piece: ArrayPiece) -> None:
-            target = targets.get(piece.source.record)
+        def take(source: RankArray, first: int, values: torch.Tensor) -> None:
+            target = targets.get(source.record)
             if target is not None:
-                target[piece.first : piece.stop] = piece.values
+                target[first : first + values.numel()] = values
 
         self.each(sources, take, rank0_only=rank0_only)
 
-    def each(self, sources: Sequence[RankArray], take: Callable[[ArrayPiece], None], *, rank0_only: bool) -> None:
-        """Call `take` with every piece of the arrays, in flat order; see `WholeArrays.each`."""
-        WholeArrays(self.world, sources, sharded=self.state.is_sharded).each(take, rank0_only=rank0_only)
+    def each(self, sources: Sequence[RankArray], take: Take, *, rank0_only: bool) -> None:
+        """Call `take` with every piece of whole arrays, in order, on every rank or on rank 0 alone (all ranks).
 
-    def whole(self, source: RankArray, *, rank0_only: bool = False) -> torch.Tensor:
-        """Return the whole array `source` on the CPU (all ranks); with `rank0_only` nothing of it on other ranks."""
-        shape = source.record.parameter.shape if source.shape is None else torch.Size(source.shape)
-        wanted = self.world.rank == 0 or not rank0_only
-        out = torch.empty(shape.numel() if wanted else 0, dtype=source.dtype)
-        self.read_into({source.record: out}, [source], rank0_only=rank0_only)
-        return out.view(shape) if wanted else out
-
-    def _whole(self, source: RankArray, rank0_only: bool) -> torch.Tensor | None:
-        found = self.whole(source, rank0_only=rank0_only)
-        return None if rank0_only and self.world.rank > 0 else found
+        Raises on every rank the error of `take` or of a read on any. See [Note: pieces].
+        """
+        _WholeArrays(self.world, sources, sharded=self.state.is_sharded).each(take, rank0_only=rank0_only)
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
@@ -283,7 +325,6 @@ class Access:
 
     def write(self, values: Sequence[tuple[ParameterRecord, torch.Tensor]]) -> None:
         """Replace parameters and their masters by the same values, 1-D [numel], on every rank (all ranks)."""
-
         with self._changing():
             for record, full in values:
                 self._fill(record, full, model_array(record.name))
@@ -310,46 +351,17 @@ class Access:
         with self._pending.changing(), self.world.agreeing(note):
             yield
 
-    def apart(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
-        """Return those that are resident, and whose master of this rank's rows is other memory."""
-        state = self.state
-        return [
-            record
-            for record in records
-            if record.group is not None and record.owned_numel and record.residency is Residency.RESIDENT
-            if not state.is_master(record)
-        ]
-
-    def take_over(self, records: Sequence[ParameterRecord]) -> None:
-        """Let the masters of resident parameters follow a script's changes in place, each rank its own rows: an element whose
-        bits differ from its master's becomes the master, others keep the digits that the parameter does not have.
-        Gathered values are forgotten. See [Note: changed in place] in `guard`."""
-        apart = self.apart(records)
-        with self.state.passing([[model_array(record.name)] for record in apart], "update") as tiles:
-            for tile in tiles:
-                record = apart[tile.group]
-                master, own = as_torch(tile.views[0]), record.owned()[tile.first : tile.stop]
-                own = own.to(master.device)
-                differs = _as_integers(own) != _as_integers(master.to(own.dtype))
-                master.copy_(torch.where(differs, own.float(), master))
-        if self.units is not None:
-            self.units.forget()
-
     def close(self) -> None:
-        """Let `zstore.gather` forget this run, and take the hooks off the model."""
+        """Let `zstore.gather` forget this run, and stop watching the model."""
         _live.discard(self)
         self.guard.remove()
-
-
-def _as_integers(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of floating values."""
-    return values.view(torch.int32 if values.itemsize == 4 else torch.int16)
+        self.parameters.remove()
 
 
 def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype) -> RankArray:
-    """Return this rank's rows of a parameter, 1-D in memory, for `WholeArrays`, cast to `dtype`."""
+    """Return this rank's rows of a parameter, 1-D in memory, as they are read and cast to `dtype`."""
 
-    def begin(first: int, stop: int) -> Callable[[], torch.Tensor]:
+    def begin(first: int, stop: int) -> Read:
         return lambda: rows[first:stop].to(dtype)
 
     return RankArray(record=record, name=f"rows/{record.name}", dtype=dtype, begin=begin)
@@ -364,9 +376,100 @@ def live() -> list[Access]:
     return list(_live)
 
 
+def find_run(parameter: nn.Parameter) -> tuple[Access, ParameterRecord] | None:
+    """Return the run of an open engine that has the parameter, and its record; None if none has it."""
+    found = ((access, access.record_of(parameter)) for access in live())
+    return next(((access, record) for access, record in found if record is not None), None)
+
+
 def _nearest(name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(map(repr, close)) + "?"
     return f"there are {listed([repr(one) for one in names], 5)}"
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Flat elements `[first, stop)` of the shard of an array that begins at global flat element `start`."""
+
+    source: RankArray
+    shard: int
+    start: int
+    first: int
+    stop: int
+
+
+class _WholeArrays:
+    """Gathers `sources`; `sharded` says whether each rank has its own rows alone. See [Note: pieces]."""
+
+    def __init__(self, world: World, sources: Sequence[RankArray], *, sharded: bool) -> None:
+        self._world = world
+        self._sources = sources
+        self._sharded = sharded and world.world_size > 1
+        self._error: Exception | None = None
+
+    def each(self, take: Take, *, rank0_only: bool) -> None:
+        """As `Access.each` says."""
+
+        def hand_over(piece: _Piece, values: torch.Tensor) -> None:
+            take(piece.source, piece.start + piece.first, values.cpu())
+
+        mine = (piece for piece in self._pieces() if self._has(piece, rank0_only))
+        ahead: deque[Read | None] = deque()
+        since_numel = 0
+        for piece in self._pieces():
+            values: torch.Tensor | None = None
+            if self._has(piece, rank0_only):
+                while len(ahead) <= _PIECES_AHEAD and (coming := next(mine, None)) is not None:
+                    ahead.append(self._keeping_error(coming.source.begin, coming.first, coming.stop))
+                read = ahead.popleft()
+                values = None if read is None else self._keeping_error(read)
+                if values is None:
+                    values = torch.zeros(piece.stop - piece.first, dtype=piece.source.dtype)
+            if self._sharded:
+                values = self._move(piece, values, rank0_only)
+            if values is not None and self._error is None:
+                self._keeping_error(hand_over, piece, values)
+            since_numel += piece.stop - piece.first
+            if since_numel >= _AGREE_NUMEL:
+                self._world.raise_together(self._error)
+                since_numel = 0
+        self._world.raise_together(self._error)
+
+    def _pieces(self) -> Iterator[_Piece]:
+        for source in self._sources:
+            grid = source.grid(self._world.world_size if self._sharded else 1)
+            step = max(1, _PIECE_NUMEL // grid.chunk_numel) * grid.chunk_numel
+            for shard in range(grid.num_shards):
+                valid = grid.shard_valid_numel(shard)
+                for first in range(0, valid, step):
+                    yield _Piece(source, shard, shard * grid.shard_numel, first, min(valid, first + step))
+
+    def _has(self, piece: _Piece, rank0_only: bool) -> bool:
+        if self._sharded:
+            return piece.shard == self._world.rank
+        return self._world.rank == 0 or not rank0_only
+
+    def _keeping_error(self, call: Callable[..., T], *args: Any) -> T | None:
+        """Return the result of a call; None if it fails: the first error is raised when the ranks agree."""
+        try:
+            return call(*args)
+        except Exception as error:
+            self._error = self._error or error
+            return None
+
+    def _move(self, piece: _Piece, values: torch.Tensor | None, rank0_only: bool) -> torch.Tensor | None:
+        """Return the piece on the ranks that want it, None on others."""
+        world = self._world
+        if rank0_only and world.rank not in (0, piece.shard):
+            return None
+        if values is None:
+            values = torch.empty(piece.stop - piece.first, dtype=piece.source.dtype, device=world.device)
+        values = values.to(world.device)
+        if rank0_only:
+            world.transfer(values, piece.shard, 0)
+            return values if world.rank == 0 else None
+        world.broadcast(values, piece.shard)
+        return values

@@ -29,7 +29,7 @@ from zstore.ranks.world import World
 from ..build.builder import Builder, Built, find_built, is_built
 from ..params.record import ParameterRecord, Residency
 from ..zero.gradients import agree_any
-from .access import Access, live, rows_source
+from .access import Access, find_run, rows_source
 from .guard import same_bits
 
 Parameters = nn.Parameter | nn.Module | Iterable[nn.Parameter]
@@ -50,15 +50,7 @@ def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[Non
 
     Raises UsageError for changes within a forward or backward, and if the ranks gather different parameters.
     """
-    listed = _listed(params)
-    runs, built = _by_run(listed), _by_builder(listed)
-    blocks: list[_Block] = [_RunBlock(access, records, modifier_rank) for access, records in runs]
-    blocks += [_BuiltBlock(builder, ones, modifier_rank) for builder, ones in built]
-    held = {id(record.parameter) for _, records in runs for record in records}
-    held |= {id(one.ref()) for _, ones in built for one in ones}
-    plain = [p for p in listed if id(p) not in held and is_built(p)]
-    if plain and modifier_rank is not None:
-        blocks.append(_PlainBlock(plain, modifier_rank))
+    blocks = _blocks(_listed(params), modifier_rank)
     opened: list[_Block] = []
     error: BaseException | None = None
     try:
@@ -93,24 +85,23 @@ def _listed(params: Parameters) -> list[nn.Parameter]:
     return listed
 
 
-def _by_run(parameters: Sequence[nn.Parameter]) -> list[tuple[Access, list[ParameterRecord]]]:
-    """Return the parameters' records by the run that they belong to; others are left out."""
-    found: list[tuple[Access, list[ParameterRecord]]] = []
-    for access in live():
-        records = [record for p in parameters if (record := access.record_of(p)) is not None]
-        if records:
-            found.append((access, records))
-    return found
-
-
-def _by_builder(parameters: Sequence[nn.Parameter]) -> list[tuple[Builder, list[Built]]]:
-    """Return the sharded parameters of models that are not trained yet, by builder."""
-    found: dict[Builder, list[Built]] = {}
+def _blocks(parameters: Sequence[nn.Parameter], modifier_rank: int | None) -> list[_Block]:
+    """Return a block for each run and builder that have some of the parameters, and one for others of `zstore.Init`."""
+    runs: dict[Access, list[ParameterRecord]] = {}
+    builders: dict[Builder, list[Built]] = {}
+    plain = []
     for parameter in parameters:
-        one = find_built(parameter)
-        if one is not None:
-            found.setdefault(one[0], []).append(one[1])
-    return list(found.items())
+        if (in_run := find_run(parameter)) is not None:
+            runs.setdefault(in_run[0], []).append(in_run[1])
+        elif (built := find_built(parameter)) is not None:
+            builders.setdefault(built[0], []).append(built[1])
+        elif is_built(parameter):
+            plain.append(parameter)
+    blocks: list[_Block] = [_RunBlock(access, records, modifier_rank) for access, records in runs.items()]
+    blocks += [_BuiltBlock(builder, built, modifier_rank) for builder, built in builders.items()]
+    if plain and modifier_rank is not None:
+        blocks.append(_PlainBlock(plain, modifier_rank))
+    return blocks
 
 
 class _RunBlock:
@@ -124,7 +115,6 @@ class _RunBlock:
         self._records = records
         names = hashlib.sha256("\n".join(record.name for record in records).encode()).hexdigest()[:16]
         self._call = f"gather() of {len(records)} parameters ({names}), modifier_rank={modifier_rank}"
-        self._shapes = [record.parameter.shape for record in records]
 
     def open(self) -> None:
         """Give the parameters their values (all ranks)."""
@@ -147,37 +137,34 @@ class _RunBlock:
     def close(self, error: BaseException | None) -> None:
         """Write changes back, or undo them, and let the parameters go; `error` ended the block (all ranks)."""
         try:
-            self._end_together(error)
+            try:
+                _end(self.world, error)
+            except Exception:
+                with suppress(Exception):
+                    self._restore(self._records)
+                raise
             if self._modifier_rank is None:
                 self._undo()
             else:
                 self._write_back(self._modifier_rank)
         finally:
-            for record, shape in zip(self._records, self._shapes, strict=True):
-                _take_over(record, shape, keep=False)
+            for record in self._records:
+                _take_over(record, keep=False)
             self._access.open_blocks -= 1
             if self._access.units is not None:
                 self._access.units.let_go(self._records)
 
-    def _end_together(self, error: BaseException | None) -> None:
-        """Raise the error that ended the block on any rank, after the parameters have their former values."""
-        try:
-            _end(self.world, error)
-        except Exception:
-            with suppress(Exception):
-                self._restore(self._records)
-            raise
-
     def _write_back(self, rank: int) -> None:
         world = self.world
         with world.agreeing():
-            for record, shape in zip(self._records, self._shapes, strict=True):
-                _take_over(record, shape, keep=world.rank == rank)
+            for record in self._records:
+                _take_over(record, keep=world.rank == rank)
         for record in self._records:
             world.broadcast(record.full, rank)
         changed = self._differ()
         self._access.write([(r, r.full) for r, any_ in zip(self._records, changed, strict=True) if any_])
-        self._accept(self._records)
+        for record in self._records:
+            record.note_version()
 
     def _undo(self) -> None:
         """Raise UsageError on every rank if a parameter was changed on any, and give it its values again."""
@@ -215,9 +202,6 @@ class _RunBlock:
         access = self._access
         sources = [access.source(r, "model") for r in records]
         access.read_into({r: r.full for r in records if r.residency is not Residency.RELEASED}, sources)
-        self._accept(records)
-
-    def _accept(self, records: Sequence[ParameterRecord]) -> None:
         for record in records:
             record.note_version()
 
@@ -316,19 +300,19 @@ def _check_rank(rank: int | None, world: World) -> None:
         raise UsageError(f"gather(modifier_rank={rank}): there are ranks 0 to {world.world_size - 1}")
 
 
-def _take_over(record: ParameterRecord, shape: torch.Size, *, keep: bool) -> None:
+def _take_over(record: ParameterRecord, *, keep: bool) -> None:
     """Give a parameter its own memory again if the block replaced it (`p.data = ...`), with the values of the new one if
     `keep`."""
     values = record.parameter.data
-    if keep and values.shape != shape:
+    if keep and values.shape != record.shape:
         raise UsageError(
-            f"parameter {record.name!r} has shape {tuple(values.shape)} at the end of gather(), expected {tuple(shape)}: "
-            "build the model in its final size before initialize()"
+            f"parameter {record.name!r} has shape {tuple(values.shape)} at the end of gather(), expected "
+            f"{tuple(record.shape)}: build the model in its final size before initialize()"
         )
     if values.data_ptr() != record.full.data_ptr() or not values.is_contiguous():
         if keep:
             record.full.copy_(values.reshape(-1))
-        record.parameter.data = record.full.view(shape)
+        record.parameter.data = record.full.view(record.shape)
 
 
 def in_step(generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,5 @@
-"""Keeps the model's parameters and the engine's state of them together after `initialize`.
+"""Keeps the model's parameters and the engine's state of them together after `initialize`, and its state dicts honest: an
+error with advice, in place of NaN or of values that the next step would replace.
 
 [Note: what would part them]
 The engine updates the memory that it gave each parameter, of the type and on the device that the config asks for. Were a
@@ -25,20 +26,27 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain, cycle
 from operator import is_
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zstore.errors import UsageError, listed
+from zstore.format import model_array
+from zstore.io.tensors import as_torch
 
 from ..params.record import ParameterRecord, Residency
 from ..training.training import Training
-from .full_tensors import RankArray
+
+if TYPE_CHECKING:
+    from ..zero.unshard import ShardedUnits
 
 _log = logging.getLogger("zstore")
 
@@ -48,22 +56,19 @@ _MOST_PROBE_DIMS = 5
 _SAMPLE_NUMEL = 1024
 _NAMED = 5
 """Parameters that an error names."""
+_INSTEAD = (
+    "call engine.module_state_dict(), engine.save_16bit_model(folder) or engine.save_checkpoint(folder) on all ranks, or "
+    "`with zstore.gather(model):` around it"
+)
 
 
 class ParameterGuard:
-    """Watches the parameters of one run. See [Note: what would part them]. `take_over` lets the masters of resident
-    parameters follow writes to these."""
+    """Watches the parameters of one run, in the modules `roots`. See [Note: what would part them]."""
 
-    def __init__(
-        self,
-        roots: dict[str, nn.Module | None],
-        training: Training,
-        take_over: Callable[[Sequence[ParameterRecord]], None],
-    ) -> None:
+    def __init__(self, roots: dict[str, nn.Module | None], training: Training, units: ShardedUnits | None) -> None:
         model, records = training.model, training.state.records
         self._roots = roots
-        self._pending = training.pending
-        self._take_over = take_over
+        self._pending, self._state, self._units = training.pending, training.state, units
         self._model = model
         self._records = {record.parameter: record for record in records}
         trains = any(record.group is not None for record in records)  # else nothing would be missed
@@ -81,12 +86,17 @@ class ParameterGuard:
         self._tables: list[dict[str, Any]] = []
         self._entries: list[Any] = []
         self._note_structure()
+        # Updates in the backward are under way when a step begins.
+        self._turns = cycle(self._apart(records) if training.pending.in_backward is None else ())
+        self._sample: tuple[ParameterRecord, torch.Tensor] | None = None
+        """The first values of a parameter, noted by a step."""
         self._shadows = [_Shadow(module, self._check_conversion) for module in model.modules()]
 
     def remove(self) -> None:
         """Stop watching; a second call does nothing."""
         for noted in (self._laid_out, self._counting, self._later, self._tables, self._entries):
             noted.clear()
+        self._turns, self._sample = cycle(()), None
         while self._shadows:
             self._shadows.pop().remove()
 
@@ -150,7 +160,7 @@ class ParameterGuard:
                 "they are being updated then: change them after step()"
             )
         whole = self._pending.wait() is None  # else the state is torn, and its next use raises
-        self._take_over([record for record in written if whole and record.residency is Residency.RESIDENT])
+        self._take_over(written if whole else ())
         for record in written:
             record.note_version()
         sharded = [record for record in written if record.residency is not Residency.RESIDENT]
@@ -161,6 +171,45 @@ class ParameterGuard:
                 f"parameter {listed([repr(record.name) for record in sharded], _NAMED)} changed in place, but is sharded or "
                 "offloaded: the values were written to memory that is not kept. Write them within `with "
                 "zstore.gather(parameter, modifier_rank=0):`, or call engine.set_full_parameter(name, values)"
+            )
+
+    def _take_over(self, written: Sequence[ParameterRecord]) -> None:
+        """Let the masters of resident parameters follow a script's changes in place, each rank its own rows: an element whose
+        bits differ from its master's becomes the master, others keep the digits that the parameter does not have.
+        Gathered values are forgotten."""
+        apart = self._apart(written)
+        with self._state.passing([[model_array(record.name)] for record in apart], "update") as tiles:
+            for tile in tiles:
+                master, own = as_torch(tile.views[0]), apart[tile.group].owned()[tile.first : tile.stop]
+                own = own.to(master.device)
+                differs = _as_integers(own) != _as_integers(master.to(own.dtype))
+                master.copy_(torch.where(differs, own.float(), master))
+        if self._units is not None:
+            self._units.forget()
+
+    def _apart(self, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
+        """Return those that are resident, and whose master of this rank's rows is other memory."""
+        resident = [r for r in records if r.residency is Residency.RESIDENT and r.group is not None and r.owned_numel]
+        return [record for record in resident if not self._state.is_master(record)]
+
+    def note_sample(self) -> None:
+        """Note the first values of the next parameter whose master is apart (after a step). See [Note: changed in place]."""
+        record = next(self._turns, None)
+        if record is not None:
+            self._sample = record, record.owned()[:_SAMPLE_NUMEL].clone()
+
+    def check_sample(self) -> None:
+        """Raise UsageError if the noted values changed and the master did not (before a step)."""
+        noted, self._sample = self._sample, None
+        if noted is None or same_bits(now := noted[0].owned()[:_SAMPLE_NUMEL], noted[1]):
+            return
+        name = noted[0].name
+        master = as_torch(self._state.store.read(model_array(name), 0, now.numel()).wait())
+        if not same_bits(now, master.to(now.device, now.dtype)):
+            raise UsageError(
+                f"parameter {name!r} was changed through .data, which its fp32 master does not follow: this step would "
+                "undo it. Write `with torch.no_grad(): parameter.clamp_(...)` without .data, or call "
+                "engine.set_full_parameter(name, values)"
             )
 
     def _refuse(self, record: ParameterRecord) -> None:
@@ -213,33 +262,9 @@ class ParameterGuard:
         self._note_structure()
 
 
-class ValueSample:
-    """The first values of one of `records`, which have masters apart from them, as `master` returns them. See [Note: changed
-    in place]."""
-
-    def __init__(self, records: Sequence[ParameterRecord], master: Callable[[ParameterRecord], RankArray]) -> None:
-        self._turns = cycle(records)
-        self._master = master
-        self._noted: tuple[ParameterRecord, torch.Tensor] | None = None
-
-    def note(self) -> None:
-        """Note the values of the next parameter (after a step)."""
-        record = next(self._turns, None)
-        if record is not None:
-            self._noted = record, record.owned()[:_SAMPLE_NUMEL].clone()
-
-    def check(self) -> None:
-        """Raise UsageError if the noted values changed and the master did not (before a step)."""
-        noted, self._noted = self._noted, None
-        if noted is None or same_bits(now := noted[0].owned()[:_SAMPLE_NUMEL], noted[1]):
-            return
-        record = noted[0]
-        if not same_bits(now, self._master(record).begin(0, now.numel())().to(now.device, now.dtype)):
-            raise UsageError(
-                f"parameter {record.name!r} was changed through .data, which its fp32 master does not follow: this step would "
-                "undo it. Write `with torch.no_grad(): parameter.clamp_(...)` without .data, or call "
-                "engine.set_full_parameter(name, values)"
-            )
+def _as_integers(values: torch.Tensor) -> torch.Tensor:
+    """Return the bits of floating values."""
+    return values.view(torch.int32 if values.itemsize == 4 else torch.int16)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -304,3 +329,106 @@ class _Shadow:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._living(), "_apply")
+
+
+class StateDictGuard:
+    """Lets `state_dict()` raise if parameters are sharded, and `load_state_dict()` also if masters would not follow.
+
+    `loses(parameter)` says whether values that are loaded into a parameter would be lost. Copies of the model are not
+    watched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        record_of: Callable[[nn.Parameter], ParameterRecord | None],
+        loses: Callable[[ParameterRecord], bool],
+    ) -> None:
+        self._record_of = record_of
+        self._loses = loses
+        self._is_suspended = False
+        self._gives_empties = False
+        """Whether a state dict has empty tensors for sharded parameters."""
+        self._whole: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            self._handles += [
+                module.register_state_dict_pre_hook(self._before),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
+            ]
+
+    def give_empties(self, model: nn.Module, *, logs: bool) -> None:
+        """Let sharded parameters be empty tensors in a state dict, and log that once if `logs` is set."""
+        self._gives_empties, self._told = True, not logs
+        for module in model.modules():
+            # An object of its own, on which torch leaves a mark.
+            hook = partial(self._after)
+            self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
+
+    def give_whole(self, state: Mapping[str, Any]) -> None:
+        """Let sharded parameters have the values of this state dict of the model, as long as it is alive, in place of empty
+        tensors."""
+        self._whole.update({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
+
+    def _records(self, module: nn.Module) -> Iterator[tuple[str, ParameterRecord]]:
+        for name, parameter in module.named_parameters(recurse=False):
+            record = None if self._is_suspended else self._record_of(parameter)
+            if record is not None:
+                yield name, record
+
+    def _released(self, module: nn.Module) -> list[ParameterRecord]:
+        return [record for _, record in self._records(module) if record.residency is Residency.RELEASED]
+
+    def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        released = self._released(module)
+        if released and not self._gives_empties:
+            raise UsageError(f"state_dict() of a model whose parameters are sharded: {_INSTEAD}")
+        for record in released:
+            record.detaches_empty = True
+
+    def _after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        released = self._released(module)
+        empty = False
+        for record in released:
+            record.detaches_empty = False
+            whole = next((self._whole[one] for one in (record.name, *record.aliases) if one in self._whole), None)
+            empty |= whole is None
+            for name, parameter in module.named_parameters(recurse=False) if whole is not None else ():
+                if parameter is record.parameter and prefix + name in state:
+                    state[prefix + name] = whole
+        if empty and not self._told:
+            self._told = True
+            _log.warning(
+                "state_dict() has sharded parameters as empty tensors, as in DeepSpeed; for whole ones %s", _INSTEAD
+            )
+
+    def _before_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any) -> None:
+        loaded = (record for name, record in self._records(module) if prefix + name in state)
+        if any(record.residency is Residency.RELEASED or self._loses(record) for record in loaded):
+            raise UsageError(
+                "load_state_dict() of a model in training: its values are in shards, or in fp32 masters that would overwrite "
+                "them at the next step. Call engine.load_module_state_dict(state) on all ranks, or load before "
+                "initialize(), or `with zstore.gather(model, modifier_rank=0):` around it"
+            )
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Allow everything for the length of a `with` block."""
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+
+    def remove(self) -> None:
+        """Take the hooks off the modules; a second call does nothing."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let copies and pickles of the model have hooks that do nothing."""
+        return _watches_nothing, ()
+
+
+def _watches_nothing() -> StateDictGuard:
+    return StateDictGuard(nn.Module(), lambda _: None, lambda _: False)

@@ -1,31 +1,48 @@
-"""The model's state dict, whole: given out, and loaded with the masters."""
+"""The model's state: its state dict, whole, given out and loaded with the masters, and safetensors for other software."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import glob
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from zstore.errors import UsageError, listed, shortened
+from zstore.checkpoint import new_folder, temporary_folder
+from zstore.errors import CheckpointError, CheckpointExistsError, UsageError, listed, shortened
+from zstore.format import FLOATING, STEM, SUFFIX, buffer_array, model_array
+from zstore.io import Files
+from zstore.io.tensors import as_numpy, dtype_name, host_values
+from zstore.weights.from_checkpoint import DTYPES
+from zstore.weights.layout import MAX_FILE_BYTES, FileLayout, Weight, index_file, plan_files
+from zstore.weights.writer import WeightsWriter, lost_text
 
 from ..build.init import Init
-from ..build.model import broadcast_bytes
-from ..params.record import Residency
+from ..build.model import broadcast_bytes, save_config, stored_buffers
+from ..params.record import ParameterRecord, Residency
+from .access import Access, RankArray
 from .gather import gather
 
-if TYPE_CHECKING:
-    from .access import Access
+_log = logging.getLogger("zstore")
 
 CustomLoad = Callable[..., Any]
 """Called as `custom(src=state_dict, dst=model)`."""
 
-
 _MOST_LISTED = 10
 _ENGINES = "module."
 """Prefix of the names of `engine.state_dict()`."""
+_PICKLED = {".bin", ".pt", ".pth"}
+"""Endings of the names of files that other software pickles weights into."""
+_PICKLED_STEM = "pytorch_model"
+"""Transformers' name of a pickled model; one in safetensors it calls `STEM`."""
 
 
 def module_state_dict(access: Access, *, exclude_frozen: bool) -> dict[str, Any]:
@@ -68,7 +85,10 @@ def hand_back(access: Access, config: Any, end: Callable[[], None]) -> None:
         for record in records:
             parameter = record.parameter
             if not (record.residency is Residency.RESIDENT and state.is_master(record)):
-                record.point_at(access.whole(access.source(record, "model")).to(device))
+                source = access.source(record, "model")
+                values = torch.empty(record.shape, dtype=source.dtype)
+                access.read_into({record: values.view(-1)}, [source])
+                record.point_at(values.to(device))
             parameter.grad = None
             path, _, name = record.name.rpartition(".")
             init.enter(access.model.get_submodule(path), name)
@@ -153,3 +173,155 @@ def without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
     if state and all(name.startswith(_ENGINES) for name in state):
         return {name.removeprefix(_ENGINES): value for name, value in state.items()}
     return state
+
+
+# -- weights for other software ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The arguments of `save_16bit_model`."""
+
+    filename: str | None = None
+    """None: as `from_pretrained` finds it."""
+    dtype: str
+    """One of `DTYPES`."""
+    max_file_bytes: int = MAX_FILE_BYTES
+    without_frozen: bool = False
+    overwrite: bool = False
+    """Whether weights of that name are replaced."""
+
+    @property
+    def written_name(self) -> str | None:
+        """The name of the file in place of one that other software pickles weights into."""
+        if self.filename is None or PurePath(self.filename).suffix not in _PICKLED:
+            return self.filename
+        stem = PurePath(self.filename).stem
+        return (STEM if stem == _PICKLED_STEM else stem) + SUFFIX
+
+
+def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[Path]:
+    """Write the weights as safetensors and return the files, the index last; see `save_16bit_model` (all ranks)."""
+    filename, precision = options.written_name, options.dtype
+    stem = STEM if filename is None else filename.removesuffix(SUFFIX)
+
+    def check() -> None:
+        if precision not in DTYPES:
+            raise UsageError(f"save_16bit_model(dtype={precision!r}): expected one of {', '.join(DTYPES)}")
+        if filename is not None and (not filename.endswith(SUFFIX) or not stem or "/" in filename):
+            raise UsageError(
+                f"save_16bit_model(filename={filename!r}): expected a name that ends with {SUFFIX}, the format that is "
+                "written"
+            )
+        if access.world.rank == 0:
+            _check_free(folder, stem, overwrite=options.overwrite)
+
+    which = "without frozen parameters" if options.without_frozen else "all parameters"
+    access.finished(f"save_16bit_model({str(folder)!r}, {filename!r}, {precision}, {which})", check)
+    if filename != options.filename and access.world.rank == 0:
+        _log.warning(
+            "save_16bit_model: %s is written in place of %s: weights are safetensors", filename, options.filename
+        )
+    records = [r for r in access.state.records if r.group is not None or not options.without_frozen]
+    layouts = plan_files(_weights(access.model, records, DTYPES[precision]), options.max_file_bytes, stem)
+    sources = {model_array(record.name): access.source(record, "model") for record in records}
+    ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
+    names = [layout.name for layout in layouts]
+    files = [folder / name for name in (names if len(names) == 1 else [*names, index_file(layouts)])]
+    export, leads = _Export(access.model, folder, layouts), access.world.rank == 0
+    with access.world.agreeing(), ExitStack() as opened:
+        with access.world.agreeing():
+            if leads:
+                export.open(opened)
+        access.each(ordered, export.put, rank0_only=True)
+        if leads:
+            export.finish(precision)
+            kept = {file.name for file in files}
+            for former in [path for path in weight_files(folder, stem) if path.name not in kept]:
+                former.unlink()
+    return files
+
+
+def weight_files(folder: Path, stem: str = STEM) -> list[Path]:
+    """Return the files of weights of that name in a folder, the index last."""
+    name = glob.escape(stem)
+    patterns = (f"{name}{SUFFIX}", f"{name}{SUFFIX}.index.json", f"{name}-*-of-*{SUFFIX}")
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    return sorted(found, key=lambda path: (path.suffix == ".json", path.name))
+
+
+def _check_free(folder: Path, stem: str, *, overwrite: bool) -> None:
+    """Raise CheckpointExistsError if the folder has weights of that name already that may not be replaced."""
+    if overwrite and folder.is_dir():
+        return
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise CheckpointExistsError(f"{folder} exists and is not a folder: choose another path")
+    numbered = [path.name for path in folder.glob(f"*{SUFFIX}*") if path.name.startswith((f"{stem}-", f"{stem}."))]
+    if numbered:
+        raise CheckpointExistsError(
+            f"{folder} already has weights ({min(numbered)}): remove them, or choose another folder or filename"
+        )
+
+
+def _weights(model: nn.Module, records: Sequence[ParameterRecord], dtype: str) -> list[Weight]:
+    """Return the tensors to write: those that `zstore consolidate` finds in a checkpoint."""
+    weights = []
+    for record in records:
+        kind = dtype_name(record.dtype)
+        kind, shape = dtype if kind in FLOATING else kind, tuple(record.parameter.shape)
+        weights.append(Weight(name=record.name, array=model_array(record.name), shape=shape, dtype=kind))
+    for name, buffer in stored_buffers(model):
+        array, kind = buffer_array(name), dtype_name(buffer.dtype)
+        weights.append(Weight(name=name, array=array, shape=tuple(buffer.shape), dtype=kind))
+    return weights
+
+
+class _Export:
+    """Rank 0's part of `save_weights`."""
+
+    _folder: Path
+    _writer: WeightsWriter
+
+    def __init__(self, model: nn.Module, target: Path, layouts: Sequence[FileLayout]) -> None:
+        self._model = model
+        self._target = target
+        self._is_new = not target.exists()
+        self._layouts = layouts
+        self._files = Files()
+        self._due = deque(weight for layout in layouts for weight in layout.weights)
+        self._buffers = {buffer_array(name): buffer for name, buffer in stored_buffers(model)}
+
+    def open(self, opened: ExitStack) -> None:
+        """Make the files, which `opened` closes; a new folder gets its name at its end, if there was no error."""
+        if self._is_new:
+            place = new_folder(self._files, self._target)
+        else:
+            place = temporary_folder(self._files, self._target, self._layouts[0].name)
+        self._folder = opened.enter_context(place)
+        self._writer = opened.enter_context(WeightsWriter(self._files, self._layouts, self._folder, overflow="error"))
+
+    def put(self, source: RankArray, first: int, values: torch.Tensor) -> None:
+        """Write a piece, and the buffers that come before it in the files."""
+        self._put_buffers(source.name)
+        self._writer.put(source.name, first, as_numpy(values))
+
+    def _put_buffers(self, stop: str | None) -> None:
+        while self._due and self._due[0].array != stop:
+            array = self._due.popleft().array
+            if array in self._buffers and self._buffers[array].numel():
+                self._writer.put(array, 0, as_numpy(host_values(self._buffers[array]).view(-1)))
+
+    def finish(self, precision: str) -> None:
+        """Make everything durable under its name."""
+        self._put_buffers(None)
+        names = self._writer.finish()
+        if lost := self._writer.lost():
+            raise CheckpointError(lost_text(lost, precision, 'Pass dtype="bf16"'))
+        save_config(self._model, self._folder)
+        if self._is_new:
+            return
+        # Weights go last, and the index after them: until then nobody takes the folder for a whole model.
+        others = [name for name in os.listdir(self._folder) if name not in names]
+        for name in [name for name in others if not (self._target / name).exists()] + names:
+            self._files.rename(self._folder / name, self._target / name)
+        self._files.sync_folder(self._target)

@@ -93,26 +93,21 @@ class OffloadedStates:
         for record in state.records:
             if "lp_params" in names and record.is_in_place:
                 record.use_in_place(None)
-            own = record.rest if record.rest is not None else model_array(record.name)
-            for array in state.arrays_of(record):
-                group = "optim_states" if array.startswith("optimizer/") else "hp_params"
-                if self._is_parameter(record, array):
-                    group = "lp_params" if record.rest is not None else ""
-                if group in names:
+            for array in state.all_arrays(record):
+                if (group := self._group_of(record, array)) in names:
                     self._move_array(array, tier, fetched=group == "lp_params")
-            if "lp_params" in names:
-                if record.rest is None:
-                    self._copy_away(record, tier)
-                elif own not in state.arrays_of(record):
-                    self._move_array(own, tier, fetched=True)
+            if "lp_params" in names and record.rest is None:
+                self._copy_away(record, tier)
         if names & {"lp_grads", "contiguous_grad_buffer"}:
             training.gradients.free()
 
-    def _is_parameter(self, record: ParameterRecord, array: str) -> bool:
-        """Return whether an array is the parameter's own memory, or the array of its rows."""
-        state = self._training.state
-        own = record.group is None or state.is_master(record)
-        return array == model_array(record.name) and own
+    def _group_of(self, record: ParameterRecord, array: str) -> str | None:
+        """Return the state that an array of a parameter belongs to; None: it is the parameter's own memory."""
+        if array == record.rest:
+            return "lp_params"
+        if array.startswith("optimizer/"):
+            return "optim_states"
+        return "hp_params" if record.group is not None and not self._training.state.is_master(record) else None
 
     def _move_array(self, name: str, tier: TierName, *, fetched: bool = False) -> None:
         store = self._training.state.store
@@ -144,7 +139,7 @@ class OffloadedStates:
             raise
         self._copied[record] = name, record.residency
         self._training.state.transfers.synchronize()
-        if self._is_parameter(record, model_array(record.name)):
+        if self._group_of(record, model_array(record.name)) is None:
             store.change_memory(model_array(record.name), None)
         # Anything that still has the memory, as a graph or a numpy array, keeps it.
         record.drop_memory()
@@ -156,7 +151,7 @@ class OffloadedStates:
         values = _memory(record)
         self._pass(name, "read", lambda view, part: self._copy(values[part], view))
         store.remove(name)
-        if self._is_parameter(record, model_array(record.name)):
+        if self._group_of(record, model_array(record.name)) is None:
             store.change_memory(model_array(record.name), record.owned())
 
     def _pass(self, name: str, mode: Any, use: Callable[[Any, slice], None]) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's names for reading and changing state by parameter, as `deepspeed.utils` has them.
+"""State by parameter: DeepSpeed's names for reading and changing it, as `deepspeed.utils` has them, and `optimizer.state`.
 
 All are collectives: every rank calls them for the same parameters, in the same order. For a parameter that is not trained,
 or that no open engine has, getters return None.
@@ -6,7 +6,8 @@ or that no open engine has, getters return None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,26 +15,25 @@ from torch import nn
 from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord
-from .access import Access, live, rows_source
-from .full_tensors import RankArray
+from .access import Access, RankArray, find_run, rows_source
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return the fp32 master of a parameter, whole, on the CPU."""
     found = _find(param)
-    return None if found is None else found[0].parameter(found[1].name, rank0_only=False)
+    return None if found is None else found[0].parameter(found[1].name)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Return an optimizer slot of a parameter, as "exp_avg", whole, on the CPU."""
     found = _find(param)
-    return None if found is None else found[0].optimizer_state(found[1].name, optim_state_key, rank0_only=False)
+    return None if found is None else found[0].optimizer_state(found[1].name, optim_state_key)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return a parameter's gradient in the step under way, averaged over ranks and unscaled, fp32, on the CPU."""
     found = _find(param)
-    return None if found is None else found[0].gradient(found[1].name, rank0_only=False)
+    return None if found is None else found[0].gradient(found[1].name)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -85,9 +85,8 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     if (found := _find(param)) is None:
         return None
     access, record = found
-    return _rows(
-        record, access.finished(f"get_full_parameter({record.name!r})", lambda: access.source(record, "model"))
-    )
+    call = f"get_full_parameter({record.name!r})"
+    return _rows(access.finished(call, lambda: access.source(record, "model")))
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -96,7 +95,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
         return None
     access, record = found
     source = access.slot(record.name, optim_state_key)
-    return torch.tensor(source) if isinstance(source, float | int) else _rows(record, source)
+    return _rows(source) if isinstance(source, RankArray) else torch.tensor(source)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -120,8 +119,8 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     safe_set_full_grad(param, _joined(param, value))
 
 
-def _rows(record: ParameterRecord, source: RankArray) -> torch.Tensor:
-    return source.begin(0, record.owned_numel)().clone()
+def _rows(source: RankArray) -> torch.Tensor:
+    return source.begin(0, source.record.owned_numel)().clone()
 
 
 def _joined(param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
@@ -133,15 +132,14 @@ def _joined(param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
             raise UsageError(
                 f"parameter {record.name!r}: expected {record.owned_numel} values, this rank's, got {rows.numel()}"
             )
-    return access.whole(rows_source(record, rows.detach().flatten(), torch.float32))
+    full = torch.empty(record.shape)
+    access.read_into({record: full.view(-1)}, [rows_source(record, rows.detach().flatten(), torch.float32)])
+    return full
 
 
 def _find(param: nn.Parameter) -> tuple[Access, ParameterRecord] | None:
-    for access in live():
-        record = access.record_of(param)
-        if record is not None and record.group is not None:
-            return access, record
-    return None
+    found = find_run(param)
+    return None if found is None or found[1].group is None else found
 
 
 def _required(param: nn.Parameter) -> tuple[Access, ParameterRecord]:
@@ -149,3 +147,70 @@ def _required(param: nn.Parameter) -> tuple[Access, ParameterRecord]:
     if found is None:
         raise UsageError(f"a parameter of shape {tuple(param.shape)} is trained by no open engine")
     return found
+
+
+# -- `optimizer.state` --------------------------------------------------------------------------------------------------
+
+
+class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
+    """The state of each parameter that was updated, by the parameter. Reading an entry fetches nothing yet: see
+    `StateOfParameter`."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    def __getitem__(self, parameter: Any) -> Mapping[str, torch.Tensor]:
+        record = self._access.record_of(parameter)
+        if record is None or not self._is_updated(record):
+            return {}  # as the defaultdict that it replaces
+        return StateOfParameter(self._access, record)
+
+    def _is_updated(self, record: ParameterRecord) -> bool:
+        return any(self._access.state.scalars.get(record, {}).values())
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in set(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([record.parameter for record in self._access.state.scalars if self._is_updated(record)])
+
+    def __len__(self) -> int:
+        return sum(map(self._is_updated, self._access.state.scalars))
+
+
+class StateOfParameter(Mapping[str, torch.Tensor]):
+    """The optimizer's slots of one parameter: a copy on the CPU, whole and in fp32, each time that a slot is read (all
+    ranks). `engine.set_optimizer_state` changes it."""
+
+    def __init__(self, access: Access, record: ParameterRecord) -> None:
+        self._access = access
+        self._record = record
+
+    def __getitem__(self, slot: str) -> torch.Tensor:
+        if slot not in self._slots():
+            raise KeyError(slot)
+        with self._access.world.calling("access"):
+            found = self._access.optimizer_state(self._record.name, slot)
+        if found is None:
+            raise KeyError(slot)
+        return found
+
+    def _slots(self) -> list[str]:
+        state, record = self._access.state, self._record
+        scalars = [name for name in state.scalars[record] if name != "updates"]  # the engine's own
+        return [*scalars, *(slot.name for slot in state.kernel_slots(record))]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots())
+
+    def __len__(self) -> int:
+        return len(self._slots())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are dictionaries of tensors. Raises UsageError on more ranks than one."""
+        if self._access.world.world_size > 1:
+            raise UsageError(
+                "the optimizer's state cannot be copied or pickled, since it is shared out over ranks: save all of it with "
+                "engine.save_checkpoint() or accelerator.save_state(), or read single slots, on all ranks"
+            )
+        return dict, (dict(self),)

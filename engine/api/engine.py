@@ -26,12 +26,18 @@ from zstore.ranks.world import World
 from zstore.weights.layout import MAX_FILE_BYTES
 
 from ..access.access import Access
-from ..access.export import ExportOptions, save_weights
 from ..access.gather import gather, in_step
-from ..access.guard import ParameterGuard, ValueSample
-from ..access.module_state import CustomLoad, hand_back, load_module_state, module_state_dict, without_prefix
+from ..access.module_state import (
+    CustomLoad,
+    ExportOptions,
+    hand_back,
+    load_module_state,
+    module_state_dict,
+    save_weights,
+    without_prefix,
+)
 from ..access.offloading import OffloadedStates
-from ..access.optimizer_state import StateByParameter
+from ..access.safe_access import StateByParameter
 from ..checkpoint.load_plan import LoadOptions, LoadReport
 from ..checkpoint.record import ClientState, ClientValues, check_client_state, present_state
 from ..checkpoint.save import Checkpoints, SaveOptions
@@ -119,7 +125,7 @@ class Engine(nn.Module):
         """Returns the seconds for which saves held training up, by their kind."""
         self.journal.saves_s = self.saves_s
         units = None if training.hooks is None else training.hooks.units
-        self.access = Access(training, units, self.checkpoints.wait)
+        self.access = Access(self._modules, training, units, self.checkpoints.wait)
         if not (training.config.frozen or (training.stepper is not None and training.stepper.needs_saved)):
             training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
         if training.hooks is not None and training.world.world_size == 1:
@@ -132,15 +138,10 @@ class Engine(nn.Module):
             functools.partial(_time_phase, self.times, "backward_s", self._wait_for_device),
         )
         self._offloaded = OffloadedStates(training, self.access)
-        self.parameter_guard = ParameterGuard(self._modules, training, self.access.take_over)
-        self.access.before_reading = self.parameter_guard.check_values
-        # Updates in the backward are under way when a step begins.
-        apart = [] if training.pending.in_backward is not None else self.access.apart(training.state.records)
-        self.value_sample = ValueSample(apart, functools.partial(self.access.source, group="model"))
         self.signals = StopSignals(training.world)
         pause = CollectorPause() if settings.disable_python_gc else None
         ends = (pause.end if pause is not None else None, FrozenObjects().end)
-        last = (*ends, self.signals.close, self.parameter_guard.remove, self.journal.close)
+        last = (*ends, self.signals.close, self.journal.close)
         self._finalizer: weakref.finalize[..., Any] = closing_with(
             self, _close, training, self.checkpoints, self.report, self.access, last
         )
@@ -239,9 +240,9 @@ class Engine(nn.Module):
                 if self.world_size > 1:
                     self.report.step_begins()
                 with self._timed("optimizer_s"):
-                    self.value_sample.check()
+                    self.access.parameters.check_sample()
                     training.step()
-                    self.value_sample.note()
+                    self.access.parameters.note_sample()
             else:
                 training.gradients.hide()
         finally:
@@ -331,7 +332,7 @@ class Engine(nn.Module):
     def require_parameters(self) -> None:
         """Raise UsageError if the model's parameters are no longer those that the engine trains."""
         if not self.access.open_blocks:  # which may give them other memory for its length
-            self.parameter_guard.check()
+            self.access.parameters.check()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Raise UsageError: the engine trains the model's parameters alone."""
@@ -580,7 +581,7 @@ class Engine(nn.Module):
             keeps=frozenset(keep_frozen),
         )
         if not self.access.open_blocks:
-            self.parameter_guard.check_values()
+            self.access.parameters.check_values()
         return self.checkpoints.save(options)
 
     def note_save_folder(self, save_dir: UserPath) -> None:

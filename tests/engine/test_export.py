@@ -16,7 +16,7 @@ from tests.integrations.tokens import tokenizer
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.access import export
+from zstore.engine.access import module_state
 from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, RankError, UsageError
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
@@ -148,7 +148,7 @@ def _full_disk(rank: int, folder: str) -> None:
         if not new:
             target.mkdir(exist_ok=True)
         files = FaultyFiles(faults=(Fault(kind=kind, pattern=f"{folder}/*", error_number=28),))
-        export.Files = lambda files=files: files  # type: ignore[attr-defined]
+        module_state.Files = lambda files=files: files  # type: ignore[attr-defined]
         with start(make_config(2)) as engine:
             with pytest.raises(DiskFullError if rank == 0 else RankError, match="No space left"):
                 engine.save_16bit_model(target)
@@ -173,14 +173,14 @@ class Zeros(torch.nn.Module):
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[int] = []
-    original = export.WeightsWriter
+    original = module_state.WeightsWriter
 
     class Watched(original):  # type: ignore[misc, valid-type]
         def put(self, array: str, first: int, values: Any) -> None:
             pieces.append(values.nbytes)
             super().put(array, first, values)
 
-    monkeypatch.setattr(export, "WeightsWriter", Watched)
+    monkeypatch.setattr(module_state, "WeightsWriter", Watched)
     config = make_config(0, optimizer={"type": "AdamW"}) | {"bf16": {"enabled": False}}
     engine: Engine = zstore.initialize(model=Zeros(), config=config)[0]  # 256 MB of masters
     with engine:
