@@ -41,7 +41,7 @@ class OffloadedStates:
     def __init__(self, training: Training, access: Access) -> None:
         self._training = training
         self._access = access
-        self._away = access.away = training.away
+        self._away = training.away
         self._former: dict[str, TierName] = {}
         """Arrays that were moved, and their own tiers."""
         self._copied: dict[ParameterRecord, tuple[str, Residency]] = {}
