@@ -391,7 +391,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ArrayPiece:
     """Flat elements `[first, stop)` of the shard of an array that begins at global flat element `start`."""
 
     source: RankArray
@@ -413,7 +413,7 @@ class _WholeArrays:
     def each(self, take: Take, *, rank0_only: bool) -> None:
         """As `Access.each` says."""
 
-        def hand_over(piece: _Piece, values: torch.Tensor) -> None:
+        def hand_over(piece: _ArrayPiece, values: torch.Tensor) -> None:
             take(piece.source, piece.start + piece.first, values.cpu())
 
         mine = (piece for piece in self._pieces() if self._has(piece, rank0_only))
@@ -438,16 +438,16 @@ class _WholeArrays:
                 since_numel = 0
         self._world.raise_together(self._error)
 
-    def _pieces(self) -> Iterator[_Piece]:
+    def _pieces(self) -> Iterator[_ArrayPiece]:
         for source in self._sources:
             grid = source.grid(self._world.world_size if self._sharded else 1)
             step = max(1, _PIECE_NUMEL // grid.chunk_numel) * grid.chunk_numel
             for shard in range(grid.num_shards):
                 valid = grid.shard_valid_numel(shard)
                 for first in range(0, valid, step):
-                    yield _Piece(source, shard, shard * grid.shard_numel, first, min(valid, first + step))
+                    yield _ArrayPiece(source, shard, shard * grid.shard_numel, first, min(valid, first + step))
 
-    def _has(self, piece: _Piece, rank0_only: bool) -> bool:
+    def _has(self, piece: _ArrayPiece, rank0_only: bool) -> bool:
         if self._sharded:
             return piece.shard == self._world.rank
         return self._world.rank == 0 or not rank0_only
@@ -460,7 +460,7 @@ class _WholeArrays:
             self._error = self._error or error
             return None
 
-    def _move(self, piece: _Piece, values: torch.Tensor | None, rank0_only: bool) -> torch.Tensor | None:
+    def _move(self, piece: _ArrayPiece, values: torch.Tensor | None, rank0_only: bool) -> torch.Tensor | None:
         """Return the piece on the ranks that want it, None on others."""
         world = self._world
         if rank0_only and world.rank not in (0, piece.shard):
