@@ -3,7 +3,7 @@
 [Note: building a checkpoint]
 In a temporary folder, whose commit is one rename (see `zstore.checkpoint.commit`):
     (each rank)  `place` for every shard file, whichever code fills it; `write_manifest`, last
-    (rank 0)     the metadata; `collect` until all manifests are there; `check_complete`; `sync_folders`; `record`
+    (rank 0)     the metadata; `collect` until all manifests are there; `check_complete`; `folder_syncs`; `record`
 A process that writes all ranks' parts leaves rank 0's to `finish`.
 
 [Note: pieces]
@@ -63,6 +63,8 @@ class CheckpointBuilder:
         self._files = files
         self._made: set[str] = set()
         """Folders that exist."""
+        self._written: list[str] = []
+        """Files that are not durable yet."""
         self._found: dict[int, str] = {}
         """Digests of the manifests that were read, by rank."""
         self.written_bytes = self.linked_bytes = 0
@@ -158,9 +160,11 @@ class CheckpointBuilder:
         def write(folder: str) -> None:
             self._make_folder(folder)
             path = os.path.join(self.folder, folder, METADATA_FILE)
-            if not self._link_earlier(folder, path):
+            if self._link_earlier(folder, path):
+                self._written.append(path)
+            else:
                 self._files.write_small(path, self._texts[folder], sync=False)
-                make_read_only(path)
+                self._finish_file(path)
 
         return (partial(write, folder) for folder in self._texts)
 
@@ -181,11 +185,15 @@ class CheckpointBuilder:
             pass
         return False
 
-    def metadata_syncs(self) -> Iterator[Callable[[], None]]:
-        """Yield a task for each `zarr.json` that makes it durable, once all are written."""
-        return (
-            partial(self._files.sync_file, os.path.join(self.folder, folder, METADATA_FILE)) for folder in self._texts
-        )
+    def _finish_file(self, path: str | Path) -> None:
+        self._written.append(str(path))
+        make_read_only(path)
+
+    def syncs(self) -> Iterator[Callable[[], None]]:
+        """Yield a task for each file that was written that makes it durable: many at once, since drives coalesce concurrent
+        flushes."""
+        written, self._written = self._written, []
+        return (partial(self._files.sync_file, path) for path in written)
 
     def collect(self) -> bool:
         """Read the manifests that came since the last call; return whether those of all ranks have come.
@@ -229,18 +237,13 @@ class CheckpointBuilder:
                     "r, so an array has at most as many as there are ranks"
                 )
 
-    def folder_syncs(self) -> Iterator[Callable[[], None]]:
-        """Yield a task for each array's and group's folder that makes the names in it durable, once all are there."""
-        # Not by a walk: a folder has a file for each rank.
-        return (partial(self._files.sync_folder, self.folder / folder) for folder in self._texts if folder)
-
-    def sync_folders(self, workers: Workers, *, arrays: bool = True) -> None:
-        """Make all names below the folder durable; without `arrays` those of `folder_syncs` are."""
-        workers.run(chain(self._own_syncs(), self.folder_syncs()) if arrays else self._own_syncs(), here=True)
-
-    def _own_syncs(self) -> Iterator[Callable[[], None]]:
-        # Those in the folder itself are made durable with the record.
-        yield partial(self._files.sync_folder, self.folder / MANIFEST_FOLDER)
+    def folder_syncs(self, *, manifests: bool = True, arrays: bool = True) -> Iterator[Callable[[], None]]:
+        """Yield a task for each folder below this one that makes the names in it durable, once all are there: that of the
+        manifests, and those of arrays and groups."""
+        # Not by a walk: a folder has a file for each rank. Names in the folder itself are made durable with the record.
+        folders = [MANIFEST_FOLDER] if manifests else []
+        folders += [folder for folder in self._texts if folder and arrays]
+        return (partial(self._files.sync_folder, self.folder / folder) for folder in folders)
 
     def record(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
         """Return the commit record, once all manifests are there."""
@@ -273,52 +276,63 @@ class CheckpointBuilder:
             self.check_complete()
             # One wave: drives coalesce concurrent flushes.
             own = (partial(self._files.sync_file, path) for path in manifests)
-            syncs: Iterator[Callable[[], None]]
-            syncs = chain(own, self._own_syncs(), self.metadata_syncs(), self.folder_syncs())
-            workers.run(syncs, here=True)
+            workers.run(chain[Callable[[], None]](own, self.syncs(), self.folder_syncs()), here=True)
         return self.record(state, training_world_size=training_world_size)
 
 
-class Publisher:
-    """Puts the shards of `request` at the paths of `builder`; `check_alive` is called before each and stops the save by
-    raising."""
+_GROUP_BYTES = 8 * 1024 * 1024
+_CRC = struct.Struct("<I")
 
-    def __init__(self, request: SaveRequest, builder: CheckpointBuilder, check_alive: Callable[[], None]) -> None:
+
+class RankPart(CheckpointBuilder):
+    """One rank's part of the save `request` in its temporary folder: shards, and pieces of small arrays.
+
+    `check_alive` is called before each shard and stops the save by raising.
+    """
+
+    def __init__(self, request: SaveRequest, folder: Path, check_alive: Callable[[], None]) -> None:
+        super().__init__(request, folder, request.resources.files, request.known_documents())
         self._request = request
-        self._builder = builder
         self._check_alive = check_alive
-        self._files = request.resources.files
         self._resources = replace(request.resources, sync=False)
-        self._written: list[str] = []
-        """Shard files that are not durable yet."""
         self._target = request.folder / tag_folder(request.tag)
         self.known: dict[str, KnownFile] = {}
         """Files that the next save may link, once this one is committed."""
+        self._groups: list[list[str]] = []
+        """Names whose pieces travel together."""
+        nbytes = _GROUP_BYTES
+        for name in sorted(request.pieces):
+            size = request.specs[name].nbytes
+            if nbytes + size > _GROUP_BYTES:
+                self._groups.append([])
+                nbytes = 0
+            self._groups[-1].append(name)
+            nbytes += size
 
-    def tasks(self) -> Iterator[Callable[[], ShardSummary]]:
-        """Yield a task for each shard file of this rank; those in memory first, since an updater waits for them."""
+    def tasks(self) -> Iterator[Callable[[], ShardSummary | None]]:
+        """Yield a task for each group of pieces and each shard file of this rank; those in memory first, since an updater
+        waits for them."""
         request = self._request
+        yield from (partial(self._write_rows, group) for group in self._own_groups())
         own = [name for name in request.pins if name not in request.pieces and request.file_bytes(name, request.rank)]
         own.sort(key=lambda name: request.pins[name].tier == "disk")
         yield from (partial(self._publish, name, request.pins[name]) for name in own)
         if request.rank == 0:
             yield from (partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0))
 
-    def syncs(self) -> Iterator[Callable[[], None]]:
-        """Yield a task for each shard file that makes it durable: many at once, since drives coalesce concurrent flushes."""
-        written, self._written = self._written, []
-        return (partial(self._files.sync_file, path) for path in written)
+    # -- shards -----------------------------------------------------------------------------------------------------
 
     def _publish(self, name: str, pin: PinnedShard) -> ShardSummary:
         request = self._request
-        path = self._place(name, request.rank)
+        self._check_alive()
+        path = self.place(name, request.rank)
         version = pin.version
         summary = self._link_known(name, pin, path)
         if summary is None:
             summary = pin.publish(self._resources, path, request.grid(name), request.rank, Priority.CHECKPOINT)
         # Released at once: an updater of this shard may be waiting.
         pin.release()
-        self._written_at(path)
+        self._finish_file(path)
         later = self._target / request.shard_path(name, request.rank)
         if known := KnownFile.of(later, version=version, crcs=summary.crcs, written_as=path):
             self.known[name] = known
@@ -338,77 +352,43 @@ class Publisher:
         return ShardSummary(name, request.rank, file_bytes, known.crcs, linked=True)
 
     def _write_small(self, name: str) -> ShardSummary:
-        return self.store_whole(name, np.ascontiguousarray(self._request.small[name]).reshape(-1).view(np.uint8))
+        return self._store_whole(name, np.ascontiguousarray(self._request.small[name]).reshape(-1).view(np.uint8))
 
-    def store_whole(self, name: str, data: Bytes) -> ShardSummary:
+    def _store_whole(self, name: str, data: Bytes) -> ShardSummary:
         """Store an array that is one shard, rank 0's."""
-        path, spec = self._place(name, 0), self._request.specs[name]
+        self._check_alive()
+        path, spec = self.place(name, 0), self._request.specs[name]
         fill = FillRuns.of(data, spec.itemsize)
         summary = write_shard(self._resources, path, spec, self._request.grid(name), 0, fill)
-        self._written_at(path)
+        self._finish_file(path)
         return summary
 
-    def _place(self, name: str, shard: int) -> Path:
-        self._check_alive()
-        return self._builder.place(name, shard)
+    # -- pieces -----------------------------------------------------------------------------------------------------
 
-    def _written_at(self, path: Path) -> None:
-        self._written.append(str(path))
-        make_read_only(path)
+    def pieces_of_rank(self) -> list[Path]:
+        """Return the files of pieces that this rank writes."""
+        return [self._pieces_file(group, self._request.rank) for group in self._own_groups()]
 
+    def all_pieces(self) -> list[Path]:
+        """Return the files of pieces that `assembly_tasks` need."""
+        return [path for group in range(len(self._groups)) for path in self._pieces_files(group)]
 
-Store = Callable[[str, Bytes], ShardSummary]
-"""Stores an array whole, given its values."""
+    def assembly_tasks(self) -> list[Callable[[], list[ShardSummary]]]:
+        """Return a task for each group that stores its arrays whole, and removes the ranks' pieces."""
+        return [partial(self._assemble, group) for group in range(len(self._groups))]
 
-_GROUP_BYTES = 8 * 1024 * 1024
-_CRC = struct.Struct("<I")
-
-
-class Pieces:
-    """The pieces of the save `request` in its temporary folder `folder`. See [Note: pieces]."""
-
-    def __init__(self, request: SaveRequest, folder: Path) -> None:
-        self._request = request
-        self._folder = folder
-        self._groups: list[list[str]] = []
-        """Names that travel together."""
-        nbytes = _GROUP_BYTES
-        for name in sorted(request.pieces):
-            size = request.specs[name].nbytes
-            if nbytes + size > _GROUP_BYTES:
-                self._groups.append([])
-                nbytes = 0
-            self._groups[-1].append(name)
-            nbytes += size
-
-    def tasks(self) -> list[Callable[[], None]]:
-        """Return a task for each group that leaves this rank's rows of it for rank 0, and releases their pins."""
-        return [partial(self._write_rows, group) for group in self._own()]
-
-    def own_files(self) -> list[Path]:
-        """Return the files that `tasks` write."""
-        return [self._path(group, self._request.rank) for group in self._own()]
-
-    def all_files(self) -> list[Path]:
-        """Return the files that `assembly_tasks` need."""
-        return [path for group in range(len(self._groups)) for path in self._paths(group)]
-
-    def assembly_tasks(self, store: Store) -> list[Callable[[], list[ShardSummary]]]:
-        """Return a task for each group that stores its arrays whole with `store`, and removes the ranks' pieces."""
-        return [partial(self._assemble, group, store) for group in range(len(self._groups))]
-
-    def _own(self) -> list[int]:
+    def _own_groups(self) -> list[int]:
         return [group for group in range(len(self._groups)) if self._num_bytes(group, self._request.rank)]
 
     def _sources(self, group: int) -> range:
         # The first ranks have the rows; of many ranks most have none of small arrays.
         return range(max(self._request.pieces[name].num_shards for name in self._groups[group]))
 
-    def _paths(self, group: int) -> list[Path]:
-        return [self._path(group, rank) for rank in self._sources(group)]
+    def _pieces_files(self, group: int) -> list[Path]:
+        return [self._pieces_file(group, rank) for rank in self._sources(group)]
 
-    def _path(self, group: int, rank: int) -> Path:
-        return (self._folder / manifest_file(rank)).with_suffix(f".pieces-{group}")
+    def _pieces_file(self, group: int, rank: int) -> Path:
+        return (self.folder / manifest_file(rank)).with_suffix(f".pieces-{group}")
 
     def _span(self, name: str, rank: int) -> tuple[int, int]:
         """Return the bytes `[first, stop)` of the array that are rank `rank`'s."""
@@ -433,26 +413,26 @@ class Pieces:
         # It need not be durable: it is gone before the commit.
         whole = data.tobytes()
         whole += _CRC.pack(crc32c(whole))
-        request.resources.files.write_small(self._path(group, request.rank), whole, sync=False)
+        self._files.write_small(self._pieces_file(group, request.rank), whole, sync=False)
 
-    def _assemble(self, group: int, store: Store) -> list[ShardSummary]:
+    def _assemble(self, group: int) -> list[ShardSummary]:
         request, names = self._request, self._groups[group]
         shards: dict[str, Bytes] = {name: np.empty(request.specs[name].nbytes, np.uint8) for name in names}
         for rank in self._sources(group):
-            data = self._read(group, rank)
+            data = self._read_rows(group, rank)
             at = 0
             for name in names:
                 first, stop = self._span(name, rank)
                 if first < stop:
                     shards[name][first:stop] = data[at : at + stop - first]
                     at += stop - first
-        found = [store(name, values) for name, values in shards.items()]
-        for path in self._paths(group):
-            request.resources.files.unlink(path)
+        found = [self._store_whole(name, values) for name, values in shards.items()]
+        for path in self._pieces_files(group):
+            self._files.unlink(path)
         return found
 
-    def _read(self, group: int, rank: int) -> Bytes:
-        path, nbytes = self._path(group, rank), self._num_bytes(group, rank)
+    def _read_rows(self, group: int, rank: int) -> Bytes:
+        path, nbytes = self._pieces_file(group, rank), self._num_bytes(group, rank)
         data = path.read_bytes()
         if len(data) != nbytes + _CRC.size or _CRC.unpack(data[nbytes:])[0] != crc32c(data[:nbytes]):
             raise CorruptionError(

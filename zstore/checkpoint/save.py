@@ -12,7 +12,6 @@ rank 0 then gives up and leaves `abort.json` for all to see.
 from __future__ import annotations
 
 import contextlib
-import errno
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -28,11 +27,11 @@ from ..io.pool import Workers, helpful_threads, in_turn
 from ..io.queue import Ticket, promise
 from ..io.shards import ShardSummary
 from ..ranks.board import wait_until
-from .build import CheckpointBuilder, Pieces, Publisher
+from .build import RankPart
 from .catalog import TagInfo, read_record, replaced_text
 from .commit import Committer, abort_reason, discard, owner_is_dead, sweep
 from .folder import LocalFolder
-from .format import COMPLETE, decode_state, encode_state
+from .format import COMPLETE, Record, decode_state, encode_state
 from .names import ABORT_FILE, MANIFEST_FOLDER
 from .plan import SaveRequest, SaveSummary
 from .reader import CheckpointReader
@@ -144,7 +143,10 @@ def begin_save(request: SaveRequest, make: Callable[[], Save]) -> SaveHandle:
 
 
 class Save(ABC):
-    """The save of one rank: what one to a folder and one to a URL have in common."""
+    """The save of one rank: what one to a folder and one to a URL have in common. See [Note: who does what]."""
+
+    lasts = True
+    """Whether this rank's files stay in its folder, and so are made durable there."""
 
     def __init__(self, request: SaveRequest, save_id: str, num_threads: int) -> None:
         self._request = request
@@ -155,9 +157,11 @@ class Save(ABC):
         self._committer = Committer(self._files, request.folder, request.tag, save_id)
         self._folder = self._committer.temporary
         self._cancelled = threading.Event()
-        self._builder = CheckpointBuilder(request, self._folder, self._files, request.known_documents())
-        self._publisher = Publisher(request, self._builder, self._check_alive)
-        self._pieces = Pieces(request, self._folder)
+        self._part = RankPart(request, self._folder, self._check_alive)
+        self._flush: Flush | None = None
+        """Makes this rank's files durable at once, rank 0's as it commits; None: each file is by itself."""
+        self._is_complete = False
+        """Whether this rank's part is there, and its manifest says so."""
         self._messages: list[str] = []
         self._started = time.monotonic()
         # Here, by the thread that saves: see [Note: endings].
@@ -173,8 +177,20 @@ class Save(ABC):
         """Check all that can be checked at once."""
 
     @abstractmethod
-    def _run(self) -> SaveSummary:
-        """Save this rank's part."""
+    def _begin(self) -> None:
+        """Make the folder that this rank's files come into, or wait for it."""
+
+    @abstractmethod
+    def _gather(self, pieces: bool) -> None:
+        """Wait until the other ranks' pieces, or all ranks' manifests, are in this rank's folder, and read these (rank 0)."""
+
+    @abstractmethod
+    def _commit(self, record: Record, workers: Workers) -> None:
+        """Publish the checkpoint, whose files are all there (rank 0)."""
+
+    @abstractmethod
+    def _follow(self, summaries: Sequence[ShardSummary], workers: Workers) -> None:
+        """Wait until rank 0 has committed (other ranks)."""
 
     @abstractmethod
     def _check_alive(self) -> None:
@@ -184,25 +200,95 @@ class Save(ABC):
     def give_up(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed, and why. Never raises."""
 
+    @abstractmethod
+    def _explain(self, error: BaseException) -> None:
+        """Raise the CheckpointError that an error means, if it means one."""
+
+    def _end(self) -> None:
+        self._committer.close()
+
     def cancel(self) -> None:
         """Let `run` raise soon."""
         self._cancelled.set()
 
-    def _wait_until(self, ready: Callable[[], T | None], timeout_s: float, failure: Callable[[], str]) -> T:
-        return wait_until(ready, timeout_s, failure, check=self._check_alive, pause=self._cancelled.wait)
-
     def run(self) -> SaveSummary:
         """Carry the save out. Called once, by the save's thread."""
-        told = self._request.told
+        told = self._request.told or (lambda _: None)
         try:
-            summary = self._run()
+            summary = self._summarise(self._run())
         except BaseException as error:
-            if told is not None:
-                told(error)
+            told(error)
             raise
-        if told is not None:
-            told(summary)
+        told(summary)
         return summary
+
+    def _run(self) -> list[ShardSummary]:
+        request, part = self._request, self._part
+        try:
+            with self.workers as workers:
+                self._begin()
+                found = workers.run(self._tasks(), here=True)
+                summaries = [summary for summary in found if summary is not None]
+                self._sync(workers)
+                if request.rank == 0 and request.pieces:
+                    self._gather(pieces=True)
+                    summaries += chain.from_iterable(workers.run(part.assembly_tasks(), here=True))
+                    self._sync(workers)
+                now = self.lasts and (request.rank > 0 or self._flush is None)
+                part.write_manifest(request.rank, COMPLETE, summaries, self._rank_state, sync=now)
+                self._is_complete = True
+                if request.rank == 0:
+                    self._lead(workers)
+                else:
+                    self._follow(summaries, workers)
+        except BaseException as error:
+            self.give_up(error)
+            self._explain(error)
+            raise
+        finally:
+            for pin in request.pins.values():
+                pin.release()
+            self._end()
+        return summaries
+
+    def _tasks(self) -> Iterator[Callable[[], ShardSummary | None]]:
+        tasks = self._part.tasks()
+        if self._request.rank:
+            return tasks
+        # Metadata in between, so that the drive writes shards meanwhile; not first: to encode it would hold the caller up.
+        first = list(islice(tasks, self._request.num_threads))
+        return chain(first, in_turn(tasks, self._part.metadata_tasks()))
+
+    def _sync(self, workers: Workers) -> None:
+        """Make the files that were written durable; rank 0 leaves it to its commit if one flush is enough."""
+        if self._flush is not None:
+            if self._request.rank:
+                self._flush.sync()
+        elif self.lasts:
+            alone = self._request.world_size == 1  # nobody else makes files
+            folders = self._part.folder_syncs(manifests=False, arrays=alone)
+            workers.run(chain(self._part.syncs(), folders), here=True)
+
+    def _lead(self, workers: Workers) -> None:
+        request, part = self._request, self._part
+        self._gather(pieces=False)
+        part.check_complete()
+        record = part.record(self._state)
+        if request.before_commit is not None:
+            with self._reader(record) as reader:
+                self._messages += request.before_commit(reader)
+        self._commit(record, workers)
+
+    def _reader(self, record: Record) -> CheckpointReader:
+        return CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record))
+
+    def _wait_until(
+        self, ready: Callable[[], T | None], failure: Callable[[], str], timeout_s: float | None = None
+    ) -> T:
+        """Return what `ready` returns, once that is true; raises CheckpointError with the text of `failure` at a timeout."""
+        limit_s = self._request.timeout_s if timeout_s is None else timeout_s
+        text = lambda: f"{failure()} within {limit_s} s"  # noqa: E731
+        return wait_until(ready, limit_s, text, check=self._check_alive, pause=self._cancelled.wait)
 
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         linked = [s for s in summaries if s.linked]
@@ -212,10 +298,10 @@ class Save(ABC):
             num_linked=len(linked),
             linked_bytes=sum(s.file_bytes for s in linked),
             written_bytes=sum(s.file_bytes for s in summaries if not s.linked),
-            all_linked_bytes=self._builder.linked_bytes,
-            all_written_bytes=self._builder.written_bytes,
+            all_linked_bytes=self._part.linked_bytes,
+            all_written_bytes=self._part.written_bytes,
             elapsed_s=time.monotonic() - self._started,
-            known=self._publisher.known,
+            known=self._part.known,
             messages=tuple(self._messages),
         )
 
@@ -224,119 +310,53 @@ class _FolderSave(Save):
     """One into a folder that all ranks see."""
 
     def __init__(self, request: SaveRequest) -> None:
-        num_files = len(request.pins) + request.leads * (2 * len(request.specs))
+        num_files = len(request.pins) + (2 * len(request.specs) if request.rank == 0 else 0)
         # Threads beside its own that the save is worth, which writes its shards and, on rank 0, documents.
         helpers = max(helpful_threads(request.written_bytes, 0), min(_FOR_SMALL_FILES, helpful_threads(0, num_files)))
         super().__init__(request, request.save_id, min(request.num_threads, helpers))
         self._target = self._committer.target
-        self._flush: Flush | None = None
-        """Makes this rank's files durable at once, rank 0's as it commits; None: each file is by itself."""
-        self._is_complete = False
-        """Whether this rank's part is there, and its manifest says so."""
 
     @property
     def title(self) -> str:
         return f"the save of {self._target}"
 
     def check(self) -> None:
-        if self._request.leads:
-            request = self._request
-            self._builder.check_names()
-            replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
-            if replaced is not None and not request.overwrite:
-                self._messages.append(replaced_text(replaced))
-            try:
-                request.check_room(request.folder, request.world_size)
-            except DiskFullError:
-                # What dead saves left takes room too; else it goes behind the caller.
-                self._messages += sweep(self._files, request.folder)
-                request.check_room(request.folder, request.world_size)
-
-    def _run(self) -> SaveSummary:
         request = self._request
+        if request.rank:
+            return
+        self._part.check_names()
+        replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
+        if replaced is not None and not request.overwrite:
+            self._messages.append(replaced_text(replaced))
         try:
-            with self.workers as workers:
-                if request.leads:
-                    self._committer.begin()
-                else:
-                    # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
-                    manifests = self._folder / MANIFEST_FOLDER
-                    self._wait_until(manifests.is_dir, min(_SEE_FOLDER_S, request.timeout_s), self._not_seen)
-                if request.written_bytes <= _MOST_FLUSHED_BYTES:
-                    self._flush = Flush.of(self._files, self._folder)
-                summaries = self._publish(workers)
-                if request.rank == 0 and request.pieces:
-                    summaries += self._assemble(workers)
-                later = self._flush is not None and request.leads
-                self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state, sync=not later)
-                self._is_complete = True
-                if request.leads:
-                    self._commit(workers)
-                else:
-                    self._wait_until(self._is_over, request.timeout_s, self._not_committed)
-        except BaseException as error:
-            self.give_up(error)
-            if isinstance(error, OSError) and error.errno == errno.ENOENT:
-                self._check_alive()  # rank 0 gave up, and removed this rank's files: it knows why
-            raise
-        finally:
-            for pin in request.pins.values():
-                pin.release()
-            if self._flush is not None:
-                self._flush.close()
-            self._committer.close()
-        return self._summarise(summaries)
+            request.check_room(request.folder, request.world_size)
+        except DiskFullError:
+            # What dead saves left takes room too; else it goes behind the caller.
+            self._messages += sweep(self._files, request.folder)
+            request.check_room(request.folder, request.world_size)
 
-    def _publish(self, workers: Workers) -> list[ShardSummary]:
-        publisher, builder = self._publisher, self._builder
-        tasks: Iterator[Callable[[], ShardSummary | None]]
-        tasks = chain(self._pieces.tasks(), publisher.tasks())
-        if self._request.leads:
-            # In between, so that the drive writes shards meanwhile; not first, for to encode it would hold the caller up.
-            first = list(islice(tasks, self._request.num_threads))
-            tasks = chain(first, in_turn(tasks, builder.metadata_tasks()))
-        try:
-            found = workers.run(tasks, here=True)
-            syncs = publisher.syncs()
-            if self._request.leads:
-                syncs = chain(syncs, builder.metadata_syncs())
-            if self._request.world_size == 1:  # nobody else makes files
-                syncs = chain(syncs, builder.folder_syncs())
-            self._sync(workers, syncs)
-            return [summary for summary in found if summary is not None]
-        except OSError:
-            # Rank 0 may have given up and removed the folder meanwhile: then that is the error.
-            self._check_alive()
-            raise
+    def _begin(self) -> None:
+        request = self._request
+        if request.rank == 0:
+            self._committer.begin()
+        else:
+            # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
+            manifests = self._folder / MANIFEST_FOLDER
+            self._wait_until(manifests.is_dir, self._not_seen, min(_SEE_FOLDER_S, request.timeout_s))
+        if request.written_bytes <= _MOST_FLUSHED_BYTES:
+            self._flush = Flush.of(self._files, self._folder)
 
-    def _sync(self, workers: Workers, syncs: Iterator[Callable[[], None]]) -> None:
-        """Make this rank's files durable; rank 0 leaves that to its commit if one flush is enough."""
+    def _gather(self, pieces: bool) -> None:
+        part = self._part
+        if not pieces:
+            self._messages += sweep(self._files, self._request.folder)
+        # Its own manifest is the last.
+        self._wait_until(lambda: part.collect() or (pieces and part.missing_ranks() == [0]), self._ranks_missing)
+
+    def _commit(self, record: Record, workers: Workers) -> None:
+        request = self._request
         if self._flush is None:
-            workers.run(syncs, here=True)
-        elif not self._request.leads:
-            self._flush.sync()
-
-    def _assemble(self, workers: Workers) -> list[ShardSummary]:
-        """Store the arrays of which every rank has left its piece, once all ranks have (rank 0)."""
-        builder = self._builder
-        self._wait_until(
-            lambda: builder.collect() or builder.missing_ranks() == [0], self._request.timeout_s, self._ranks_missing
-        )
-        found = workers.run(self._pieces.assembly_tasks(self._publisher.store_whole), here=True)
-        self._sync(workers, self._publisher.syncs())
-        return [summary for summaries in found for summary in summaries]
-
-    def _commit(self, workers: Workers) -> None:
-        request, builder = self._request, self._builder
-        self._messages += sweep(self._files, request.folder)
-        self._wait_until(builder.collect, request.timeout_s, self._ranks_missing)
-        builder.check_complete()
-        record = builder.record(self._state)
-        if request.before_commit is not None:
-            with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
-                self._messages += request.before_commit(reader)
-        if self._flush is None:
-            builder.sync_folders(workers, arrays=request.world_size > 1)
+            workers.run(self._part.folder_syncs(arrays=request.world_size > 1), here=True)
         self._check_alive()
         self._messages += self._committer.commit(record, self._flush)
         if request.keep is not None:
@@ -346,6 +366,9 @@ class _FolderSave(Save):
                 run=request.run_id,
                 remove=lambda info: discard(self._files, info.path),
             )
+
+    def _follow(self, summaries: Sequence[ShardSummary], workers: Workers) -> None:
+        self._wait_until(self._is_over, lambda: f"rank 0 did not commit {self._target}")
 
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         request = self._request
@@ -364,7 +387,7 @@ class _FolderSave(Save):
     def _check_alive(self) -> None:
         if self._cancelled.is_set():
             raise CheckpointError(f"the save of {self._target} was cancelled")
-        if not self._request.leads and (reason := abort_reason(self._folder / ABORT_FILE)) is not None:
+        if self._request.rank and (reason := abort_reason(self._folder / ABORT_FILE)) is not None:
             raise CheckpointError(f"rank 0 gave up the save of {self._target}: {reason}")
 
     def _is_over(self) -> bool:
@@ -395,18 +418,24 @@ class _FolderSave(Save):
             "says why), or the checkpoint folder is local to a machine; give one that all ranks share, or a bucket"
         )
 
-    def _not_committed(self) -> str:
-        return f"rank 0 did not commit {self._target} within {self._request.timeout_s} s"
-
     def _ranks_missing(self) -> str:
-        missing = [rank for rank in self._builder.missing_ranks() if rank]  # its own manifest is the last
-        return f"ranks {missing[:20]} did not finish their part of {self._target} within {self._request.timeout_s} s"
+        missing = [rank for rank in self._part.missing_ranks() if rank]
+        return f"ranks {missing[:20]} did not finish their part of {self._target}"
 
     def give_up(self, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"
-        if self._request.leads:
+        if self._request.rank == 0:
             self._committer.abort(reason, alone=self._request.world_size == 1)
         elif not self._is_complete and (self._folder / MANIFEST_FOLDER).is_dir():
             # A complete part's manifest stays as it is: rank 0 may be committing it.
             with contextlib.suppress(OSError):
-                self._builder.write_manifest(self._request.rank, f"failed: {reason}", [], self._rank_state)
+                self._part.write_manifest(self._request.rank, f"failed: {reason}", [], self._rank_state)
+
+    def _explain(self, error: BaseException) -> None:
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            self._check_alive()  # rank 0 may have given up, and removed this rank's files: it knows why
+
+    def _end(self) -> None:
+        if self._flush is not None:
+            self._flush.close()
+        super()._end()

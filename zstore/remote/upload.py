@@ -18,18 +18,17 @@ import contextlib
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 from ..checkpoint.catalog import TagInfo
 from ..checkpoint.commit import sweep
-from ..checkpoint.folder import FolderLike, LocalFolder
-from ..checkpoint.format import COMPLETE
+from ..checkpoint.folder import FolderLike
+from ..checkpoint.format import Record
 from ..checkpoint.names import RECORD_FILE, manifest_file, tag_folder
 from ..checkpoint.plan import SaveRequest, SaveSummary
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
@@ -42,7 +41,6 @@ from .bucket import PATIENT, BucketFolder, Retries, part_bytes
 from .service import ServiceFolder, UploadPlace
 from .target import NUM_THREADS, Advance, BucketTarget, ServiceTarget, files_here
 
-T = TypeVar("T")
 Target = BucketTarget | ServiceTarget
 
 _END_S = 30.0
@@ -126,14 +124,16 @@ def save_to_url(
 class _RemoteSave(Save):
     """One rank's part in a save. See [Note: a save to a URL]."""
 
+    lasts = False
+
     def __init__(self, request: SaveRequest, place: UploadPlace, board: Board | None, retries: Retries) -> None:
         own = hashlib.sha256(f"{request.save_id} {request.rank}".encode()).hexdigest()[:32]
         super().__init__(request, own, NUM_THREADS)
         self._board, self._place, self._retries = board, place, replace(retries, cancelled=self._cancelled)
         self._location = place.location_of(tag_folder(request.tag))
         self._target: Target | None = None
-        self._others_bytes = 0
-        """Bytes that the other ranks sent (rank 0)."""
+        self._sent_bytes = self._others_bytes = 0
+        """Bytes that this rank sent, and all others (rank 0)."""
 
     @property
     def title(self) -> str:
@@ -143,100 +143,76 @@ class _RemoteSave(Save):
         request = self._request
         if request.world_size > 1 and self._board is None:
             raise CheckpointError("a save of several ranks to a URL needs a board for their messages")
-        self._builder.check_names()
+        self._part.check_names()
         self._files.make_folder(request.folder)
         sweep(self._files, request.folder)
         request.check_room(request.folder, num_ranks=1)
 
-    def _run(self) -> SaveSummary:
+    def _begin(self) -> None:
+        self._committer.begin()
+        folder, request = self._place.open(self._retries), self._request
+        self._target = target_in(folder, request.tag, request.save_id, request.run_id)
+
+    def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
+        sent, own = self._sent_bytes, super()._summarise(summaries)
+        total = sent + self._others_bytes if self._request.rank == 0 else 0
+        return replace(own, known={}, url=self._location, uploaded_bytes=sent, all_uploaded_bytes=total)
+
+    def _send(self, workers: Workers, files: Mapping[str, int]) -> None:
+        rank = self._request.rank
+        self._sent_bytes = self._opened.send(workers, self._folder, files, lambda _: self._check_alive(), rank=rank)
+
+    @property
+    def _opened(self) -> Target:
+        if self._target is None:
+            raise RuntimeError("the target of the upload was not opened")
+        return self._target
+
+    # -- other ranks ------------------------------------------------------------------------------------------------
+
+    def _follow(self, summaries: Sequence[ShardSummary], workers: Workers) -> None:
         request = self._request
-        try:
-            with self.workers as workers:
-                self._committer.begin()
-                folder = self._place.open(self._retries)
-                target = self._target = target_in(folder, request.tag, request.save_id, request.run_id)
-                summaries = self._write(workers)
-                nbytes = self._follow(target, workers, summaries) if request.rank else self._lead(target, workers)
-        except BaseException as error:
-            self.give_up(error)
-            if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-                text = f"checkpoint {request.tag!r} was not saved to {self._location}: {error}"
-                raise CheckpointError(text) from error
-            raise
-        finally:
-            for pin in request.pins.values():
-                pin.release()
-            self._committer.abort("", alone=True)
-        return replace(
-            self._summarise(summaries),
-            known={},
-            url=self._location,
-            uploaded_bytes=nbytes,
-            all_uploaded_bytes=nbytes + self._others_bytes if request.rank == 0 else 0,
-        )
-
-    # -- each rank --------------------------------------------------------------------------------------------------
-
-    def _write(self, workers: Workers) -> list[ShardSummary]:
-        """Write this rank's files into its folder, and post what rank 0 needs of them."""
-        request, pieces, publisher = self._request, self._pieces, self._publisher
-        found = workers.run(chain(pieces.tasks(), publisher.tasks()), here=True)
-        summaries = [summary for summary in found if summary is not None]
-        if request.rank == 0:
-            self._fetch(pieces.all_files())
-            summaries += chain.from_iterable(workers.run(pieces.assembly_tasks(publisher.store_whole), here=True))
-        self._builder.write_manifest(request.rank, COMPLETE, summaries, self._rank_state, sync=False)
-        if self._board is not None and request.rank:
-            for path in (*pieces.own_files(), self._folder / manifest_file(request.rank)):
+        if self._board is not None:
+            for path in (*self._part.pieces_of_rank(), self._folder / manifest_file(request.rank)):
                 self._board.post_bytes(path.name, path.read_bytes())
-        return summaries
-
-    def _send(self, target: Target, workers: Workers, files: Mapping[str, int]) -> int:
-        return target.send(workers, self._folder, files, lambda _: self._check_alive(), rank=self._request.rank)
-
-    def _follow(self, target: Target, workers: Workers, summaries: Sequence[ShardSummary]) -> int:
-        files = {self._request.shard_path(s.array, s.shard): s.file_bytes for s in summaries}
-        target.facts = self._wait_for("begin", "rank 0 did not begin the upload")
-        nbytes = self._send(target, workers, files)
-        self._post(f"sent-{self._request.rank}", {"bytes": nbytes})
+        self._opened.facts = self._wait_for("begin", "rank 0 did not begin the upload")
+        self._send(workers, {request.shard_path(s.array, s.shard): s.file_bytes for s in summaries})
+        self._post(f"sent-{request.rank}", {"bytes": self._sent_bytes})
         self._wait_for("end", "rank 0 did not commit")
-        self._post(f"seen-{self._request.rank}", {})
-        return nbytes
+        self._post(f"seen-{request.rank}", {})
 
     # -- rank 0 -----------------------------------------------------------------------------------------------------
 
-    def _lead(self, target: Target, workers: Workers) -> int:
-        request, builder = self._request, self._builder
-        others = range(1, request.world_size)
-        self._fetch(self._folder / manifest_file(rank) for rank in others)
-        builder.collect()
-        builder.check_complete()
-        workers.run(builder.metadata_tasks(), here=True)
-        record = replace(builder.record(self._state), committed_ns=time.time_ns())
-        with CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record)) as reader:
-            if request.before_commit is not None:
-                self._messages += request.before_commit(reader)
-            self._files.write_small(self._folder / RECORD_FILE, record.encode(), sync=False)
-            self._messages += target.begin(reader, overwrite=request.overwrite, replaces_own=True, keep=request.keep)
-            self._post("begin", target.facts)
-            nbytes = self._send(target, workers, files_here(reader))
-            for rank in others:
-                sent = self._wait_for(f"sent-{rank}", f"rank {rank} did not send its part")
-                self._others_bytes += int(sent["bytes"])
-            self._check_alive()  # one that failed has posted that first
-            self._messages += target.commit(reader)
-        self._post("end", {"committed": True})
-        self._all_posted("seen")  # the board may end with this process
-        return nbytes
+    def _gather(self, pieces: bool) -> None:
+        others = range(1, self._request.world_size)
+        self._fetch(self._part.all_pieces() if pieces else (self._folder / manifest_file(rank) for rank in others))
+        if not pieces:
+            self._part.collect()
 
     def _fetch(self, paths: Iterable[Path]) -> None:
         """Write the files that other ranks post into this rank's folder."""
         for path in paths:
             if self._board is not None and not path.exists():
                 name = path.name
-                data = self._wait_within(partial(self._board.read_bytes, name), f"no rank posted {name}")
+                data = self._wait_until(partial(self._board.read_bytes, name), partial("no rank posted {}".format, name))
                 self._board.remove(name)
                 self._files.write_small(path, data, sync=False)
+
+    def _commit(self, record: Record, workers: Workers) -> None:
+        request, target = self._request, self._opened
+        record = replace(record, committed_ns=time.time_ns())
+        with self._reader(record) as reader:
+            self._files.write_small(self._folder / RECORD_FILE, record.encode(), sync=False)
+            self._messages += target.begin(reader, overwrite=request.overwrite, replaces_own=True, keep=request.keep)
+            self._post("begin", target.facts)
+            self._send(workers, files_here(reader))
+            for rank in range(1, request.world_size):
+                sent = self._wait_for(f"sent-{rank}", f"rank {rank} did not send its part")
+                self._others_bytes += int(sent["bytes"])
+            self._check_alive()  # one that failed has posted that first
+            self._messages += target.commit(reader)
+        self._post("end", {"committed": True})
+        self._all_posted("seen")  # the board may end with this process
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -248,11 +224,7 @@ class _RemoteSave(Save):
         return None if self._board is None else self._board.read(name)
 
     def _wait_for(self, name: str, what: str) -> dict[str, Any]:
-        return self._wait_within(partial(self._posted, name), what)
-
-    def _wait_within(self, ready: Callable[[], T | None], what: str) -> T:
-        timeout_s = self._request.timeout_s
-        return self._wait_until(ready, timeout_s, lambda: f"{what} within {timeout_s} s")
+        return self._wait_until(partial(self._posted, name), lambda: what)
 
     def _check_alive(self) -> None:
         if self._cancelled.is_set():
@@ -273,6 +245,14 @@ class _RemoteSave(Save):
             ended = self._all_posted("sent")
             if self._target is not None:
                 self._target.discard(ended=ended)
+
+    def _explain(self, error: BaseException) -> None:
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            text = f"checkpoint {self._request.tag!r} was not saved to {self._location}: {error}"
+            raise CheckpointError(text) from error
+
+    def _end(self) -> None:
+        self._committer.abort("", alone=True)
 
     def _all_posted(self, kind: str) -> bool:
         """Wait a while until each other rank posted such a message; return whether they did (rank 0)."""
