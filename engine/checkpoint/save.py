@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,11 @@ from zstore.io import is_url
 from zstore.io.closing import settle, start_threads
 from zstore.io.tensors import host_values
 from zstore.ranks.board import Board
-from zstore.ranks.world import World
 from zstore.remote.service import UploadPlace
 from zstore.remote.upload import save_to_url
 from zstore.store import PinnedShard, Snapshot
 
 from ..build.model import files_beside, stored_whole
-from ..config.config import Config
 from ..optim.stepper import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.journal import RunJournal
@@ -56,100 +54,11 @@ if TYPE_CHECKING:
     from ..training.training import Training
 
 
+_log = logging.getLogger("zstore")
+
 _FOLDER = "zstore-uploads"
-
-
-@dataclass(frozen=True)
-class Destination:
-    """A folder that a save is committed in; of a URL, the folder that files are in on their way there."""
-
-    folder: Path
-    upload: UploadPlace | None = None
-
-    def begin(self, request: SaveRequest) -> SaveHandle:
-        """Begin the save; `request.folder` is this folder. See `save_checkpoint`."""
-        if self.upload is None:
-            return save_checkpoint(request)
-        board = Board.connect(f"board/{request.save_id}") if request.world_size > 1 else None
-        return save_to_url(request, self.upload, board)
-
-
-def destination_of(location: str, config: Config, drives: Sequence[Path]) -> Destination:
-    """Return the destination of a save to a path or URL; `drives` are the folders of the run's store. Raises as
-    `UploadPlace`."""
-    if not is_url(location):
-        return Destination(Path(location))
-    remote = UploadPlace(location, config.storage_options)
-    # One folder for each URL: tags of different runs do not meet.
-    name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
-    above = config.own.upload_folder or _chosen_folder(drives)
-    return Destination(above / name, remote)
-
-
-def _chosen_folder(drives: Sequence[Path]) -> Path:
-    if drives:
-        return drives[0] / _FOLDER
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / _FOLDER
-
-
 _END_WELL_S = 5.0
 """How long a save may go on after a rank failed: it may end well, if all ranks did their part before."""
-
-
-class PendingSave:
-    """A save of all ranks: begun by all of them or by none, and given up if a rank fails."""
-
-    def __init__(self, world: World) -> None:
-        self.handle: SaveHandle | None = None
-        self._world = world
-        world.when_broken.append(self._give_up_later)
-
-    def begin(self, start: Callable[[], SaveHandle]) -> SaveHandle:
-        """Begin a save on every rank; raise on every rank the error that kept any from it (all ranks)."""
-        error: Exception | None = None
-        handle: SaveHandle | None = None
-        try:
-            # Ctrl-C before it is known would leave pins that no save releases, or a save for which nobody waits.
-            with interrupts_wait():
-                handle = self.handle = start()
-        except Exception as raised:
-            error = raised
-        try:
-            self._world.raise_together(error)
-        except BaseException:
-            self.handle = None
-            if handle is not None:
-                handle.cancel()
-                handle.wait_for_end(_END_WELL_S)  # until then the next save takes its folder for a living save's
-            raise
-        if handle is None:
-            raise RuntimeError("the save did not begin")
-        return handle
-
-    def complete(self) -> SaveSummary | None:
-        """Return the summary of the save under way once it has ended, None if there is none; raise its error.
-
-        The wait may be interrupted: the save goes on, and the next call waits again.
-        """
-        handle = self.handle
-        if handle is None:
-            return None
-        handle.wait_for_end()
-        self.handle = None
-        return handle.wait()
-
-    def _give_up_later(self) -> None:
-        if (handle := self.handle) and not start_threads(1, partial(_give_up, handle), "zstore-give-up"):
-            handle.cancel()  # the interpreter ends: there is no thread that could wait
-
-
-def _give_up(handle: SaveHandle) -> None:
-    if not handle.wait_for_end(_END_WELL_S):
-        handle.cancel()
-
-
-_log = logging.getLogger("zstore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +87,9 @@ class Checkpoints:
     def __init__(self, training: Training, journal: RunJournal) -> None:
         self._training = training
         self._journal = journal
-        self._pending = PendingSave(training.world)
+        self._under_way: list[SaveHandle] = []
+        """The save under way, one at most: begun by all ranks or by none, and given up if a rank fails."""
+        training.world.when_broken.append(partial(_give_up_later, self._under_way))  # it must not hold the training
         self._known: dict[str, KnownFile] = {}
         """Files of the last checkpoint, saved or loaded, which the next one may link."""
         self.folder: str | None = None
@@ -196,9 +107,9 @@ class Checkpoints:
         self.wait()
         stepper = self._training.stepper
         kept = {STATE_KEY: stepper.state()} if stepper is not None and stepper.keeps_state else {}
-        world, drives = self._training.world, self._training.state.store.options.all_paths
+        world = self._training.world
         with world.agreeing():
-            destination = destination_of(options.folder, self._training.config, drives)
+            folder, upload = self._destination(options.folder)
             self._training.pending.require_whole()
             mine = self._tag(options.tag)
             require_last_step(self._training)
@@ -215,9 +126,16 @@ class Checkpoints:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
         if world.rank > 0:
             small = Small.standing_in(small.state, described)
-        tell = self._journal.save_begins(chosen, destination.folder, destination.upload)
+        tell = self._journal.save_begins(chosen, folder, upload)
+
+        def begin() -> SaveHandle:
+            # Before anything is pinned.
+            board = Board.connect(f"board/{save_id}") if upload is not None and world.world_size > 1 else None
+            request = self._pinned(options, folder, chosen, save_id, small, tell)
+            return save_checkpoint(request) if upload is None else save_to_url(request, upload, board)
+
         try:
-            handle = self._pending.begin(lambda: self._begin(options, destination, chosen, small, tell, save_id))
+            handle = self._begin(begin)
         except BaseException as error:
             tell(error)
             raise
@@ -232,8 +150,19 @@ class Checkpoints:
     def note_folder(self, folder: str) -> None:
         """Note the folder of later checkpoints. Raises UsageError for a URL that no file system opens."""
         self.folder = self.folder or folder
-        place = destination_of(folder, self._training.config, self._training.state.store.options.all_paths)
-        self._journal.saves_in(place.folder, place.upload)
+        self._journal.saves_in(*self._destination(folder))
+
+    def _destination(self, location: str) -> tuple[Path, UploadPlace | None]:
+        """Return the folder that a save to a path is committed in; of one to a URL, that of its files on their way there, and
+        the place of the upload. Raises as `UploadPlace`."""
+        if not is_url(location):
+            return Path(location), None
+        config, drives = self._training.config, self._training.state.store.options.all_paths
+        remote = UploadPlace(location, config.storage_options)
+        # One folder for each URL: tags of different runs do not meet.
+        name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        return (config.own.upload_folder or (drives[0] if drives else cache) / _FOLDER) / name, remote
 
     def _tag(self, tag: str | float | None) -> str:
         return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
@@ -259,34 +188,28 @@ class Checkpoints:
         }
         return Small(record, specs, arrays)
 
-    def _begin(
-        self,
-        options: SaveOptions,
-        destination: Destination,
-        tag: str,
-        small: Small,
-        tell: Callable[[SaveSummary | BaseException], None],
-        save_id: str,
-    ) -> SaveHandle:
-        """Pin the store's arrays and hand the save to its thread, which releases them whatever happens."""
-        training = self._training
-        store = training.state.store
-        folder = destination.folder
-        # Files that are copied to another drive before training goes on are not shared after that.
-        drives = store.options.all_paths
-        copied = options.wait and bool(drives) and not any(_one_drive(path, folder) for path in drives)
-        changing = [name for one in training.trained for name in training.state.arrays_of(one)]
-        reserve_bytes = 0 if copied else store.require_room(changing, num_stores=training.world.local_world_size)
-        return destination.begin(
-            replace(
-                self.pinned_request(folder, tag, save_id, small, without=self._left_out(options)),
-                keep=training.config.own.keep,
-                overwrite=options.overwrite,
-                before_commit=files_beside(training.model, training.config),
-                reserve_bytes=reserve_bytes,
-                told=tell,
-            )
-        )
+    def _begin(self, start: Callable[[], SaveHandle]) -> SaveHandle:
+        """Begin a save on every rank; raise on every rank the error that kept any from it (all ranks)."""
+        error: Exception | None = None
+        handle: SaveHandle | None = None
+        try:
+            # Ctrl-C before it is known would leave pins that no save releases, or a save for which nobody waits.
+            with interrupts_wait():
+                handle = start()
+                self._under_way.append(handle)
+        except Exception as raised:
+            error = raised
+        try:
+            self._training.world.raise_together(error)
+        except BaseException:
+            self._under_way.clear()
+            if handle is not None:
+                handle.cancel()
+                handle.wait_for_end(_END_WELL_S)  # until then the next save takes its folder for a living save's
+            raise
+        if handle is None:
+            raise RuntimeError("the save did not begin")
+        return handle
 
     def _choices(self, options: SaveOptions) -> dict[str, Any]:
         """Return the record's part about choices that a reader must know."""
@@ -300,24 +223,25 @@ class Checkpoints:
         frozen = [one for one in self._training.state.records if one.group is None and options.leaves_out_frozen]
         return [one for one in frozen if options.keeps.isdisjoint((one.name, *one.aliases))]
 
-    def pinned_request(
+    def _pinned(
         self,
+        options: SaveOptions,
         folder: Path,
         tag: str,
         save_id: str,
         small: Small,
-        *,
-        without: Collection[ParameterRecord] = (),
+        tell: Callable[[SaveSummary | BaseException], None],
     ) -> SaveRequest:
         """Return the request of a save of the present state, which is pinned from here on. Rank 0 stores small arrays whole."""
         training = self._training
         state, store = training.state, training.state.store
-        left_out = set(without)
+        left_out = set(self._left_out(options))
         records = [one for one in state.records if one not in left_out]
         arrays = [(one, name) for one in records for name in state.arrays_of(one)]
         of_ranks = {name: state.grid_of_ranks(one, name) for one, name in arrays}
         grids = {name: state.grid_in_files(one, name) for one, name in arrays}
         pieces = {name: grid for name, grid in of_ranks.items() if grids[name] != grid}
+        reserve_bytes, before_commit = self._reserved(options, folder), files_beside(training.model, training.config)
         pins: dict[str, PinnedShard] = {}
         try:
             state.transfers.synchronize()  # the save reads memory of the device from threads of its own
@@ -342,35 +266,56 @@ class Checkpoints:
                 known=self._known,
                 disk_folder=store.options.run_path,
                 disk_folders=store.disk_folders(),
+                keep=training.config.own.keep,
+                overwrite=options.overwrite,
+                before_commit=before_commit,
+                reserve_bytes=reserve_bytes,
+                told=tell,
             )
         except BaseException:
             Snapshot(0, pins).release()
             raise
 
+    def _reserved(self, options: SaveOptions, folder: Path) -> int:
+        """Return the bytes that the next step needs for files beside those that the save keeps."""
+        training, store = self._training, self._training.state.store
+        # Files that are copied to another drive before training goes on are not shared after that.
+        drives = store.options.all_paths
+        if options.wait and drives and not any(_one_drive(path, folder) for path in drives):
+            return 0
+        changing = [name for one in training.trained for name in training.state.arrays_of(one)]
+        return store.require_room(changing, num_stores=training.world.local_world_size)
+
     def wait(self) -> None:
         """Complete the save under way, if any (all ranks)."""
-        if self._pending.handle is None:
+        if not self._under_way:
             return
         error: Exception | None = None
         try:
-            self._note(self._pending.complete())
+            self._complete()
         except Exception as raised:
             error = raised
         self._training.world.raise_together(error)
 
     def finish(self) -> None:
         """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
-        if self._pending.handle is None:
+        if not self._under_way:
             return
         try:
-            self._note(self._pending.complete())
+            self._complete()
         except Exception:
             self._training.world.require_others()  # else the error of a save that was given up hides the rank that was lost
             raise
 
-    def _note(self, summary: SaveSummary | None) -> None:
-        if summary is None:
-            return
+    def _complete(self) -> None:
+        """Take over the result of the save under way once it has ended; raise its error.
+
+        The wait may be interrupted: the save goes on, and the next call waits again.
+        """
+        (handle,) = self._under_way
+        handle.wait_for_end()
+        self._under_way.clear()
+        summary = handle.wait()
         # The earlier file of an array that a save left out stays known.
         self._known = {**self._known, **summary.known}
         for message in summary.messages:
@@ -423,6 +368,17 @@ class Small:
         specs = {n: ArraySpec(name=n, shape=tuple(shape), dtype=dtype) for n, shape, dtype in described}
         arrays = {n: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for n, spec in specs.items()}
         return Small(state, specs, arrays)
+
+
+def _give_up_later(under_way: list[SaveHandle]) -> None:
+    for handle in under_way[:]:
+        if not start_threads(1, partial(_give_up, handle), "zstore-give-up"):
+            handle.cancel()  # the interpreter ends: there is no thread that could wait
+
+
+def _give_up(handle: SaveHandle) -> None:
+    if not handle.wait_for_end(_END_WELL_S):
+        handle.cancel()
 
 
 def require_last_step(training: Training) -> None:

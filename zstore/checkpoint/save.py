@@ -286,9 +286,8 @@ class Save(ABC):
         self, ready: Callable[[], T | None], failure: Callable[[], str], timeout_s: float | None = None
     ) -> T:
         """Return what `ready` returns, once that is true; raises CheckpointError with the text of `failure` at a timeout."""
-        limit_s = self._request.timeout_s if timeout_s is None else timeout_s
-        text = lambda: f"{failure()} within {limit_s} s"  # noqa: E731
-        return wait_until(ready, limit_s, text, check=self._check_alive, pause=self._cancelled.wait)
+        timeout_s = self._request.timeout_s if timeout_s is None else timeout_s
+        return wait_until(ready, timeout_s, failure, check=self._check_alive, pause=self._cancelled.wait)
 
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         linked = [s for s in summaries if s.linked]
@@ -368,7 +367,8 @@ class _FolderSave(Save):
             )
 
     def _follow(self, summaries: Sequence[ShardSummary], workers: Workers) -> None:
-        self._wait_until(self._is_over, lambda: f"rank 0 did not commit {self._target}")
+        text = f"rank 0 did not commit {self._target} within {self._request.timeout_s} s"
+        self._wait_until(self._is_over, lambda: text)
 
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
         request = self._request
@@ -420,7 +420,7 @@ class _FolderSave(Save):
 
     def _ranks_missing(self) -> str:
         missing = [rank for rank in self._part.missing_ranks() if rank]
-        return f"ranks {missing[:20]} did not finish their part of {self._target}"
+        return f"ranks {missing[:20]} did not finish their part of {self._target} within {self._request.timeout_s} s"
 
     def give_up(self, error: BaseException) -> None:
         reason = f"{type(error).__name__}: {error}"

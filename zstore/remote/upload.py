@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from ..checkpoint.catalog import TagInfo
@@ -41,6 +41,7 @@ from .bucket import PATIENT, BucketFolder, Retries, part_bytes
 from .service import ServiceFolder, UploadPlace
 from .target import NUM_THREADS, Advance, BucketTarget, ServiceTarget, files_here
 
+T = TypeVar("T")
 Target = BucketTarget | ServiceTarget
 
 _END_S = 30.0
@@ -193,9 +194,8 @@ class _RemoteSave(Save):
         """Write the files that other ranks post into this rank's folder."""
         for path in paths:
             if self._board is not None and not path.exists():
-                name = path.name
-                data = self._wait_until(partial(self._board.read_bytes, name), partial("no rank posted {}".format, name))
-                self._board.remove(name)
+                data = self._wait_within(partial(self._board.read_bytes, path.name), f"no rank posted {path.name}")
+                self._board.remove(path.name)
                 self._files.write_small(path, data, sync=False)
 
     def _commit(self, record: Record, workers: Workers) -> None:
@@ -224,7 +224,10 @@ class _RemoteSave(Save):
         return None if self._board is None else self._board.read(name)
 
     def _wait_for(self, name: str, what: str) -> dict[str, Any]:
-        return self._wait_until(partial(self._posted, name), lambda: what)
+        return self._wait_within(partial(self._posted, name), what)
+
+    def _wait_within(self, ready: Callable[[], T | None], what: str) -> T:
+        return self._wait_until(ready, lambda: f"{what} within {self._request.timeout_s} s")
 
     def _check_alive(self) -> None:
         if self._cancelled.is_set():
