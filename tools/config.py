@@ -40,7 +40,7 @@ def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = 
 
     raw = read_config(file)
     facts, found = explain(raw)
-    problems = [problem.message for problem in found]
+    problems = list(map(str, found))
     resolved: dict[str, Any] = {}
     open_keys: list[str] = []
     note = ""
@@ -76,7 +76,7 @@ def resolve(config: Config, world_size: int, hidden_size: int | None) -> tuple[d
     script can answer. Raises ConfigError if sizes contradict."""
     from zstore.engine.config.keys import Section
     from zstore.engine.config.resolve import ResolveContext, open_keys, stand_ins
-    from zstore.engine.config.schema import BATCH_KEYS
+    from zstore.engine.config.sections import BATCH_KEYS
 
     settings = config.settings
     answers = stand_ins(settings)

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from zstore.engine.config.keys import Section, Status, about, description, known_keys, section_of, type_of
-from zstore.engine.config.schema import ConfigSections
+from zstore.engine.config.sections import ConfigSections
 from zstore.engine.config.values import expected, show
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zstore.engine.api.initialize import initialize
     from zstore.engine.build.init import Init
     from zstore.engine.build.pretrained import from_pretrained
-    from zstore.engine.config.arguments import add_config_arguments
+    from zstore.engine.config.config import add_config_arguments
     from zstore.engine.runtime.distributed import init_distributed
 
     from .errors import ZstoreError
@@ -47,7 +47,7 @@ _HOMES = {
     "Store": "zstore.open.store",
     "TensorStore": "zstore.store",
     "ZstoreError": "zstore.errors",
-    "add_config_arguments": "zstore.engine.config.arguments",
+    "add_config_arguments": "zstore.engine.config.config",
     "checkpointing": "zstore.checkpointing",
     "from_pretrained": "zstore.engine.build.pretrained",
     "gather": "zstore.engine.access.gather",

@@ -1,5 +1,6 @@
 """A config as the engine reads it: loaded, then resolved for a run."""
 
+import argparse
 import copy
 import os
 from collections.abc import Container, Iterator, Mapping
@@ -11,16 +12,19 @@ from zstore.errors import ConfigError, UsageError
 from zstore.format import round_up
 from zstore.io import PAGE_BYTES, user_path
 
-from .jsonc import load_jsonc
-from .keys import Notice, problem_text
-from .optimizers import OPTIMIZERS, AdamParams, Moments, OptimizerParams
-from .parse import parse
+from .keys import Notice, Status, problem_text
+from .optimizers import OPTIMIZERS, AdamParams, Moments, OptimizerParams, SchedulerSection
+from .parse import load_jsonc, parse
 from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
-from .scheduler import SchedulerSection
-from .schema import ConfigSections, ZstoreSection
-from .sections import Fp16Section
+from .sections import (
+    ConfigSections,
+    Fp16Section,
+    OffloadOptimizerSection,
+    OffloadParamSection,
+    ZeroSection,
+    ZstoreSection,
+)
 from .values import show
-from .zero import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Precision -> name of its data type."""
@@ -104,7 +108,7 @@ class Config:
         for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
-                notices.append(Notice(key, f"no effect: the {key} passed to initialize() is used"))
+                notices.append(Notice(Status.NO_EFFECT, f"the {key} passed to initialize() is used", (key,)))
         kind = context.optimizer_name if settings.optimizer is None else settings.optimizer.type
         rule = OPTIMIZERS.get(kind, OptimizerParams)
         clips = "gradient_clipping" in self.settings.model_fields_set and "gradient_clipping" not in defaults
@@ -116,7 +120,7 @@ class Config:
         if context.world_size == 1:
             notices += _alone(settings.zero_optimization, {notice.key for notice in notices})
         if found := list(rule.conflicts(settings, kind)):
-            raise ConfigError(problem_text(self.source, [problem.message for problem in found]))
+            raise ConfigError(problem_text(self.source, list(map(str, found))))
         whole, keeps = rule.whole_tensors or context.whole_tensors, rule.keeps_whole
         resolved = replace(
             self, settings=settings, notices=tuple(notices), resolved=True, whole_tensors=whole, keeps_whole=keeps
@@ -130,7 +134,7 @@ class Config:
         by = "fp16.enabled" if self.precision == "fp16" else "bf16.check_grad_overflow"
         if asked == acts or "non_finite_gradients" not in self.own.model_fields_set:
             return None
-        return Notice("zstore.non_finite_gradients", f'acts as "{acts}", because of {by}')
+        return Notice(Status.BUILT, f'acts as "{acts}", because of {by}', ("zstore.non_finite_gradients",))
 
     def _overlap_notice(self, world_size: int) -> Notice | None:
         """Name the step mode that is used, if it is not the requested one."""
@@ -152,7 +156,7 @@ class Config:
             message = 'acts as "forward": clipping, and what is not finite, need all gradients before any update'
         elif asked == "backward" and self.stage < 2 and world_size > 1:
             message = 'acts as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
-        return None if message is None else Notice("zstore.step_overlap", message)
+        return None if message is None else Notice(Status.BUILT, message, ("zstore.step_overlap",))
 
     def _plain(self, value: Any) -> Any:
         if not self.resolved:
@@ -362,18 +366,18 @@ def _alone(zero: ZeroSection, known: Container[str]) -> Iterator[Notice]:
     """Yield the keys that have no effect on a single rank, without those `known` to have none."""
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         if getattr(zero, name) and f"zero_optimization.{name}" not in known:
-            yield Notice(f"zero_optimization.{name}", "no effect: one rank sends nothing to others")
+            yield Notice(Status.NO_EFFECT, "one rank sends nothing to others", (f"zero_optimization.{name}",))
 
 
 def _defaults_notice(defaults: Mapping[str, Any]) -> Notice:
     """Name in one line the value taken for each "auto" without an answer."""
     taken = ", ".join(f"{key} = {show(value)}" for key, value in defaults.items())
     first = next(iter(defaults))
-    return Notice(
-        '"auto"',
+    text = (
         f"no answer was given, so these defaults are used: {taken}. For other values write them into the config, or "
-        f'pass initialize(..., auto={{"{first}": ...}})',
+        f'pass initialize(..., auto={{"{first}": ...}})'
     )
+    return Notice(Status.BUILT, text, ('"auto"',))
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, name: str = "config") -> Config:
@@ -391,10 +395,10 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, 
         raw = read_config(source)
     else:
         raise ConfigError(f"expected a config as dict or as the path of a JSON file, got {type(source).__name__}")
-    settings, problems, notices = parse(raw)
-    if problems:
-        raise ConfigError(problem_text(name, [problem.message for problem in problems]))
-    return Config(settings=settings, source=name, notices=tuple(notices), resolved=False)
+    settings, notices, _ = parse(raw)
+    if errors := [str(notice) for notice in notices if notice.is_error]:
+        raise ConfigError(problem_text(name, errors))
+    return Config(settings=settings, source=name, notices=tuple(notices))
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -411,3 +415,16 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"config file {name} cannot be read: {error}") from error
     return load_jsonc(text, name)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed` (a flag for the script's own use) and `--deepspeed_config PATH`, and return `parser`.
+
+    The older `--deepscale` and `--deepscale_config` are taken too, without being listed.
+    """
+    group = parser.add_argument_group("DeepSpeed", "configuration in the DeepSpeed dialect")
+    group.add_argument("--deepspeed", action="store_true", help="for the script's own use; changes nothing by itself")
+    group.add_argument("--deepspeed_config", metavar="PATH", help="JSON file with the configuration")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", metavar="PATH", help=argparse.SUPPRESS)
+    return parser

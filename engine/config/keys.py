@@ -10,11 +10,11 @@ from itertools import pairwise
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Union, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from .inactive import INACTIVE
-from .values import Auto, show
+from .values import Auto
 
 
 class Status(Enum):
@@ -28,33 +28,38 @@ class Status(Enum):
     """Nothing is lost without it: it happens anyway, or there is nothing to do it to; it is reported."""
     REFUSED = "refused"
     """Training without it would not be what the config asks for: an error."""
+    WRONG = "error"
+    """Unknown, of a wrong value, or in contradiction to another key."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A key that was set and does not act, or not as it could be read."""
+    """Keys that were set and do not act, or not as they could be read, or are errors."""
 
-    key: str
-    """Dotted path, as written."""
-    message: str
-    """The substitute, or the reason why nothing is left to do."""
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.message}"
-
-
-@dataclass(frozen=True)
-class ConfigProblem:
-    """An error, and the keys that it is about."""
-
+    status: Status
+    text: str
+    """The substitute, or the reason why nothing is left to do; of an error all that is wrong."""
     keys: tuple[str, ...]
-    what: str
+    """Dotted paths."""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether no run takes the config."""
+        return self.status in (Status.REFUSED, Status.WRONG)
+
+    @property
+    def key(self) -> str:
+        """The names of the keys; empty for the config as a whole."""
+        return " and ".join(filter(None, self.keys))
 
     @property
     def message(self) -> str:
-        """The message, after the names of the keys."""
-        named = " and ".join(filter(None, self.keys))
-        return f"{named}: {self.what}" if named else self.what
+        """The text, after the status of keys that do not act."""
+        is_idle = self.status in (Status.NOT_BUILT, Status.NO_EFFECT)
+        return f"{self.status.value}: {self.text}" if is_idle else self.text
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}" if self.key else self.message
 
 
 def problem_text(source: str, problems: Sequence[str]) -> str:
@@ -70,21 +75,24 @@ def built(default: Any, *, stages: tuple[int, ...] = (), text: str | None = None
 
 
 def _key(default: Any, status: Status, why: str = "", stages: tuple[int, ...] = (), text: str | None = None) -> Any:
-    extra: Any = {"status": status.name, "why": why, "stages": [*stages]}
+    extra: Any = {"status": status, "why": why, "stages": stages}
     return Field(default=default, description=text, json_schema_extra=extra)
+
+
+def _extra(field: FieldInfo) -> Mapping[str, Any]:
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
 def about(field: FieldInfo) -> tuple[Status, str]:
     """Return status and reason of a field made by the functions above."""
-    extra = field.json_schema_extra
-    return (Status[str(extra["status"])], str(extra["why"])) if isinstance(extra, dict) else (Status.BUILT, "")
+    extra = _extra(field)
+    return extra.get("status", Status.BUILT), extra.get("why", "")
 
 
-def stages_of(field: FieldInfo) -> list[int]:
+def stages_of(field: FieldInfo) -> tuple[int, ...]:
     """Return the ZeRO stages at which a key acts; none: at every one."""
-    extra = field.json_schema_extra
-    found = extra.get("stages") if isinstance(extra, dict) else None
-    return [one for one in found if isinstance(one, int)] if isinstance(found, list) else []
+    stages: tuple[int, ...] = _extra(field).get("stages", ())
+    return stages
 
 
 def type_of(field: FieldInfo) -> Any:
@@ -102,14 +110,15 @@ def answer_type(field: FieldInfo) -> Any:
 
 
 class Section(BaseModel):
-    """An object of the config. Frozen; unknown keys are errors; null is the same as leaving the key out."""
+    """An object of the config, which `parse` reads. Frozen; unknown keys are errors; null is the same as leaving the key
+    out."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False, defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     renames: ClassVar[Mapping[str, str]] = {}
     """Other spellings of keys."""
     variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {}
-    """Keys that hold one of several sections, by the value of the key `type` beside them; missing ones are empty."""
+    """Keys that hold one of several sections, by the value of the key `type` before them; missing ones are empty."""
     switch: ClassVar[str | None] = None
     """The key that turns the section on; if it is off, the other keys have no effect."""
     gives_batch: ClassVar[bool] = False
@@ -125,42 +134,12 @@ class Section(BaseModel):
 
     @classmethod
     def rewrite(cls, data: object) -> object:
-        """Return `data` in the present form. Raises ValueError if old and new forms contradict."""
+        """Return `data` in the present form."""
         return data
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_written(cls, data: object) -> object:
-        data = cls.rewrite(data)
-        if not isinstance(data, Mapping):
-            raise ValueError(
-                f"expected an object with keys as {', '.join(list(cls.model_fields)[:3])}; got {show(data)}"
-            )
-        known = {name: value for name, value in data.items() if value is not None or name not in cls.model_fields}
-        known |= {name: {} for name in cls.variants if name not in known}
-        for spelling, name in cls.renames.items():
-            value = known.pop(spelling, None)
-            if value is not None and known.setdefault(name, value) != value:
-                values = f"one is {show(value)} and one {show(known[name])}"
-                raise ValueError(f'"{spelling}" and "{name}" are the same setting, but {values}; keep one')
-        return known
-
-    @classmethod
-    def section_at(cls, name: str, raw: object = None) -> "type[Section] | None":
-        """Return the section that the key `name` holds, None for a value; of several, the one that `raw`, this section
-        as written, asks for."""
-        field = cls.model_fields.get(name)
-        if name in cls.variants and isinstance(raw, Mapping):
-            asked = str(raw.get("type")).lower()
-            return next((kind for value, kind in cls.variants[name].items() if value.lower() == asked), None)
-        return section_of(field) if field else None
-
     def notices(self, settings: Any) -> Iterator[Notice]:
-        """Yield the keys of the config that do not act because the section is on."""
-        return iter(())
-
-    def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
-        """Yield the errors of the section, which is on, by itself and beside other keys of the config."""
+        """Yield the errors of the section, which is on, by itself and beside other keys of the config, and the keys that do
+        not act because of it."""
         return iter(())
 
     def prepare(self, model: Any) -> None:
@@ -177,14 +156,34 @@ class Section(BaseModel):
         return self.switch is not None and getattr(self, self.switch) in (None, False, "none")
 
 
-def by_type(kinds: Mapping[str, type[Section]], none: type[Section]) -> PlainValidator:
-    """Return what reads a key of `Section.variants`; if the `type` is wrong, only that is reported."""
+@dataclass(frozen=True)
+class Setting:
+    """A key that a config sets."""
 
-    def read(value: object, info: ValidationInfo) -> object:
-        kind = kinds.get(info.data.get("type", ""))
-        return none() if kind is None else kind.model_validate(value)
+    key: str
+    """Dotted path, in the schema's spelling."""
+    section: Section
+    name: str
 
-    return PlainValidator(read)
+    @property
+    def value(self) -> Any:
+        """The value in the section."""
+        return getattr(self.section, self.name)
+
+    @property
+    def field(self) -> FieldInfo:
+        """The field of the section."""
+        return type(self.section).model_fields[self.name]
+
+
+def settings_in(section: Section, prefix: str = "") -> Iterator[Setting]:
+    """Yield the keys that are set in `section` and in the sections in it, in the order of the schema."""
+    for name in (name for name in type(section).model_fields if name in section.model_fields_set):
+        one = Setting(f"{prefix}{name}", section, name)
+        if isinstance(one.value, Section):
+            yield from settings_in(one.value, f"{one.key}.")
+        else:
+            yield one
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

@@ -1,21 +1,41 @@
-"""Reads a config into `ConfigSections`, and says of every key whether it acts, does not, or is wrong."""
+"""Reads a config into `ConfigSections`, and says of every key whether it acts, does not, or is wrong.
+
+A file is JSON as people write it in configs: with comments (`//`, `#`, `/* */`), trailing commas and a byte order mark. And
+Hjson, which DeepSpeed reads, if the package `hjson` is installed.
+"""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NoReturn
 
-from pydantic import ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import TypeAdapter
 
-from .keys import ConfigProblem, Notice, Section, Status, about, description, known_keys, type_of
-from .rules import contradictions, idle_keys
-from .schema import ConfigSections
-from .values import expected, refusal, show
+from zstore.errors import ConfigError
 
+from .keys import (
+    Notice,
+    Section,
+    Setting,
+    Status,
+    about,
+    description,
+    known_keys,
+    section_of,
+    settings_in,
+    stages_of,
+    type_of,
+)
+from .sections import ConfigSections, ZeroSection
+from .values import check, expected, show
+
+Variants = Mapping[str, type[Section]]
 _SECRET = "zstore.storage_options"
-_REFUSED = "is not supported: "
 _CLOSE = 0.72
 """How close a key of the same section must be to be guessed, as difflib counts."""
 _MOST_HOMES = 2
@@ -25,47 +45,179 @@ _MOST_KEYS = 8
 _TELLING = 5
 """Letters below which a part of a name is ambiguous."""
 
+_STRING = r'"(?:[^"\\\n]|\\.)*"'
+_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=[ \t\r\n]*[\]}}])")
 
-def parse(raw: Mapping[str, Any]) -> tuple[ConfigSections, list[ConfigProblem], list[Notice]]:
-    """Return settings, problems and notices of `raw`, all of them; with problems, the settings mean nothing."""
-    problems: list[ConfigProblem] = []
-    sound, removed = dict(raw), set[tuple[str, ...]]()
-    while True:
+
+def load_jsonc(text: str, source: str) -> dict[str, Any]:
+    """Return the object that `text` holds; `source` names it in errors.
+
+    Raises ConfigError with source, line and column for what is not JSON, and for a key given twice, a number that is too
+    large, and if the outermost value is not an object.
+    """
+    plain = _COMMENT.sub(_without_comment, text.removeprefix("\ufeff"))
+    plain = _TRAILING_COMMA.sub(lambda found: " " if found.group() == "," else found.group(), plain)
+    try:
+        value = json.loads(plain, object_pairs_hook=_object, parse_float=_finite_number, parse_constant=_not_finite)
+    except json.JSONDecodeError as error:
+        if plain.lstrip()[:1] == "{" and (value := _hjson(plain)) is not None:
+            return value
+        following = plain[error.pos :].split(maxsplit=1)
+        found = f"got {following[0][:20]!r}" if following else "got the end of the text"
+        raise ConfigError(f"{source}:{error.lineno}:{error.colno}: {error.msg}, {found}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deep for a config") from None
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{source}: expected an object, starting with "{{", got {type(value).__name__}')
+    return value
+
+
+def _hjson(text: str) -> dict[str, Any] | None:
+    """Return the object that `text` holds as Hjson; None if it holds none, or nothing reads it."""
+    if find_spec("hjson") is None:
+        return None
+    try:
+        value = import_module("hjson").loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _without_comment(found: re.Match[str]) -> str:
+    """Return a string as it is, and a comment as white space of its length."""
+    text = found.group()
+    return text if text[0] == '"' else re.sub(r"[^\n]", " ", text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f'key "{twice}" is given twice in one object; keep one')
+    return members
+
+
+def _finite_number(literal: str) -> float:
+    value = float(literal)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"number {literal} is too large")
+    return value
+
+
+def _not_finite(literal: str) -> NoReturn:
+    raise ValueError(f"expected a number, got {literal}")
+
+
+class _Reader:
+    """Reads objects into sections, all of them, and notes every error."""
+
+    def __init__(self) -> None:
+        self.errors: list[Notice] = []
+        self.written: dict[str, str] = {}
+        """Each key that is set, as a dotted path in the schema's spelling, and as it was written."""
+
+    def section(
+        self, kind: type[Section], raw: object, path: str = "", written: str = "", others: Variants | None = None
+    ) -> Section | None:
+        """Return the section in `raw`, at `path`, which may be one of `others`; None if it has no keys, or lacks one."""
         try:
-            settings = ConfigSections.model_validate(sound)
-            break
-        except ValidationError as failure:
-            # Wrong keys are taken out and the others are read again, so that checks across keys are made too.
-            seen, before = sound, frozenset(removed)
-            for error in failure.errors(include_url=False):
-                path, problem = _problem(seen, error)
-                wrong = path
-                if _is_missing(error, path):  # then its section goes, or the one around it
-                    wrong = path[:-1]
-                    while wrong in before:
-                        wrong = wrong[:-1]
-                # Else it was taken out, alone or with its section, or is refused by the other members of a union too.
-                if path not in removed and not any(path[:depth] in before for depth in range(1, len(path))):
-                    problems.append(problem)
-                removed |= {path, wrong}
-                sound = _without(sound, wrong)
-            if sound == seen:  # the wrong key was written as another one, in an older form
-                sound = _without(sound, path[:1])
-    broken = {key for problem in problems for key in problem.keys}
-    for section in ("optimizer", "scheduler"):
-        if f"{section}.type" in broken:  # Its params belong to a type that is not offered.
-            problems = [problem for problem in problems if not problem.keys[0].startswith(f"{section}.params")]
-    notices: list[Notice] = []
-    for one in _written(settings, sound):
+            given = self._by_name(kind, raw)
+        except ValueError as error:
+            self.errors.append(Notice(Status.WRONG, str(error), (written,)))
+            return None
+        values: dict[str, Any] = {}
+        for name, field in kind.model_fields.items():
+            spelling, value = given.pop(name, (name, None))
+            inner, variants = section_of(field), kind.variants.get(name, {})
+            if variants:
+                inner, value = variants.get(values.get("type", "")), {} if value is None else value
+                if inner is None:  # of a type that is wrong
+                    continue
+            key, place = _dotted(path, name), _dotted(written, spelling)
+            self.written[key] = place
+            try:
+                if inner is not None and value is not None:
+                    if (section := self.section(inner, value, key, place, variants)) is not None:
+                        values[name] = section
+                elif value is not None:
+                    values[name] = check(type_of(field), value, _reader(kind, name))
+                elif field.is_required():
+                    raise ValueError(f"the key is missing; expected {expected(type_of(field))}")
+            except ValueError as error:
+                self.errors.append(Notice(Status.WRONG, str(error), (place,)))
+        for name in given:
+            message = _unknown(kind, path, name, others or {}) if isinstance(name, str) else "Keys should be strings"
+            self.errors.append(Notice(Status.WRONG, message, (_dotted(written, str(name)),)))
+        if any(field.is_required() and name not in values for name, field in kind.model_fields.items()):
+            return None
+        return kind.model_construct(set(values), **values)
+
+    def _by_name(self, kind: type[Section], raw: object) -> dict[Any, tuple[str, object]]:
+        """Return (name as written, value) of each key, by name. Raises ValueError if `raw` is no object, or gives a key
+        two values."""
+        raw = kind.rewrite(raw)
+        if not isinstance(raw, Mapping):
+            raise ValueError(
+                f"expected an object with keys as {', '.join(list(kind.model_fields)[:3])}; got {show(raw)}"
+            )
+        known = kind.model_fields
+        given = {name: (name, value) for name, value in raw.items() if value is not None or name not in known}
+        for spelling, name in kind.renames.items():
+            _, value = given.pop(spelling, (spelling, None))
+            if value is not None and (other := given.setdefault(name, (spelling, value))[1]) != value:
+                values = f"one is {show(value)} and one {show(other)}"
+                raise ValueError(f'"{spelling}" and "{name}" are the same setting, but {values}; keep one')
+        return given
+
+
+@cache
+def _reader(kind: type[Section], name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(type_of(kind.model_fields[name]))
+
+
+def _dotted(outer: str, name: str) -> str:
+    return f"{outer}.{name}" if outer else name
+
+
+def parse(raw: Mapping[str, Any]) -> tuple[ConfigSections, list[Notice], Mapping[str, str]]:
+    """Return the settings in `raw`, which mean nothing with an error, all notices, and, by the dotted path of each key that is
+    set, the path as written."""
+    reader = _Reader()
+    read = reader.section(ConfigSections, raw)
+    settings = read if isinstance(read, ConfigSections) else ConfigSections()
+    notices, written = reader.errors, reader.written
+    broken = {key for error in notices for key in error.keys}
+    for one in settings_in(settings):
         status, why = about(one.field)
-        if status is Status.BUILT or one.is_off or one.value == one.field.default:
+        if one.section.is_off or one.value == one.field.default:
             continue
-        if status is Status.REFUSED:
-            problems.append(ConfigProblem((one.key,), f"{show(one.value)} {_REFUSED}{why}"))
+        if status is Status.BUILT:
+            notices += _of_other_stages(one, settings.zero_optimization.stage)
         else:
-            notices.append(Notice(one.key, f"{status.value}: {why}"))
-    problems += [problem for problem in contradictions(settings) if not broken & set(problem.keys)]
-    return settings, problems, [*notices, *idle_keys(settings)]
+            why = f"{show(one.value)} is not supported: {why}" if status is Status.REFUSED else why
+            notices.append(Notice(status, why, (written[one.key],)))
+    notices += [notice for notice in rules(settings) if not _follows(notice, broken)]
+    return settings, notices, written
+
+
+def _of_other_stages(one: Setting, stage: int) -> Iterator[Notice]:
+    """Yield a notice of a key that acts at other stages than this."""
+    stages = stages_of(one.field)
+    if stages and stage not in stages:
+        listed = " and ".join(", ".join(map(str, stages)).rsplit(", ", 1))
+        what = "parameters are sharded at stage 3 only" if stages == (3,) else f"it acts at stages {listed}"
+        yield Notice(Status.NO_EFFECT, f"{what}, and the stage is {stage}", (one.key,))
+
+
+def _follows(notice: Notice, broken: set[str]) -> bool:
+    """Return whether an error may be there because one of its keys, or a key of its section, is wrong."""
+    first, *others = notice.keys
+    inside = not others and any(key.startswith(f"{first}.") for key in broken)
+    return notice.is_error and (inside or not broken.isdisjoint(notice.keys))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,37 +234,36 @@ class KeyFact:
     """The key's effect; for one that does not act, or is wrong, the reason."""
 
 
-def explain(raw: Mapping[str, Any]) -> tuple[list[KeyFact], list[ConfigProblem]]:
-    """Return a fact about each key that `raw` sets, those with a problem first, and every problem."""
-    settings, problems, notices = parse(raw)
-    wrong = {key: problem.what for problem in problems for key in problem.keys}
-    said = {notice.key: notice.message for notice in notices}
-    facts: dict[str, tuple[object, str, str]] = {}
-    for key, what in wrong.items():
-        facts[key] = (_value_at(raw, key), "refused" if _REFUSED in what else "error", what)
-    for one in _written(settings, raw):
-        outer = one.key.rpartition(".")[0]
-        notice = next((said[key] for key in (f"{outer}.{one.name}", *_with_outer(one.key)) if key in said), None)
-        status, text = Status.BUILT.value, ""
-        if one.key in wrong:
-            continue
-        if notice is not None:
-            first, _, reason = notice.partition(": ")
-            is_status = first in {one.value for one in Status}
-            status, text = (first, reason) if is_status else (status, notice)
-        elif one.is_off and one.name != one.section.switch:
-            status, text = Status.NO_EFFECT.value, f"{one.section.switch} turns the section off"
-        elif about(one.field)[0] is not Status.BUILT:
-            status, text = Status.NO_EFFECT.value, "it asks for what happens anyway"
-        else:
-            text = description(one.section, one.name)
-        facts[one.key] = (one.value, status, text)
-    shown = {key: "an object, not shown" if key == _SECRET else show(value) for key, (value, _, _) in facts.items()}
-    found = [
-        KeyFact(key=key, value=shown[key], status=status, text=" ".join(text.split()))
-        for key, (_, status, text) in facts.items()
+def explain(raw: Mapping[str, Any]) -> tuple[list[KeyFact], list[Notice]]:
+    """Return a fact about each key that `raw` sets, those with an error first, and every error."""
+    settings, notices, written = parse(raw)
+    errors = [notice for notice in notices if notice.is_error]
+    found = {key: (_value_at(raw, key), error) for error in errors for key in error.keys}
+    said = {notice.key: notice for notice in notices if not notice.is_error}
+    for one in settings_in(settings):
+        key = written[one.key]
+        about_it = (said[name] for name in (key, *_with_outer(one.key)) if name in said)
+        found.setdefault(key, (one.value, next(about_it, None) or _effect(one)))
+    facts = [
+        KeyFact(
+            key=key,
+            value="an object, not shown" if key == _SECRET else show(value),
+            status=notice.status.value,
+            text=" ".join(notice.text.split()),
+        )
+        for key, (value, notice) in found.items()
     ]
-    return found, problems
+    return facts, errors
+
+
+def _effect(one: Setting) -> Notice:
+    """Return what a key does of which there is nothing to tell a run."""
+    switch = one.section.switch
+    if one.section.is_off and one.name != switch:
+        return Notice(Status.NO_EFFECT, f"{switch} turns the section off", (one.key,))
+    if about(one.field)[0] is not Status.BUILT:
+        return Notice(Status.NO_EFFECT, "it asks for what happens anyway", (one.key,))
+    return Notice(Status.BUILT, description(type(one.section), one.name), (one.key,))
 
 
 def _with_outer(key: str) -> Iterator[str]:
@@ -129,50 +280,18 @@ def _value_at(raw: Any, key: str) -> object:
     return raw
 
 
-def _problem(raw: Any, error: ErrorDetails) -> tuple[tuple[str, ...], ConfigProblem]:
-    """Return the path of the key that pydantic's `error` is about, as the schema spells it, and the message, with the key
-    as it was written."""
-    section: type[Section] | None = ConfigSections
-    field: FieldInfo | None = None
-    variants: Mapping[str, type[Section]] = {}
-    path: list[str] = []
-    written: list[str] = []
-    for name in map(str, error["loc"]):
-        if section is None:  # inside a value
-            break
-        holder = section
-        path.append(name)
-        written.append(_spelled(raw, section, name))
-        field = section.model_fields.get(name)
-        section = section.section_at(name, raw)
-        raw = raw.get(written[-1]) if isinstance(raw, Mapping) else None
-        if section is not None:
-            variants = holder.variants.get(name, {})
-    key = ".".join(written)
-    if error["type"] == "extra_forbidden":
-        others = [kind for kind, other in variants.items() if path[-1] in other.model_fields]
-        here = f" here ({' and '.join(others)} {'have' if others[1:] else 'has'} it)" if others else ""
-        message = f"unknown key{here}{_nearest(holder, path)}"
-    elif field is None or section is not None:
-        message = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
-    elif _is_missing(error, path):
-        message = f"the key is missing; expected {expected(type_of(field))}"
-    else:
-        message = refusal(type_of(field), error["input"] if raw is None else raw, error)
-    return tuple(path), ConfigProblem((key,), message)
+def _unknown(section: type[Section], path: str, name: str, others: Variants) -> str:
+    """Return the message about an unknown key of `section`, which is at `path` and one of `others`, with its sections if it
+    is known elsewhere, else the key that is meant if one is really close, else the keys of the section that act, if they are
+    few."""
+    having = [kind for kind, other in others.items() if name in other.model_fields]
+    here = f" here ({' and '.join(having)} {'have' if having[1:] else 'has'} it)" if having else ""
+    return f"unknown key{here}{_nearest(section, path, name)}"
 
 
-def _is_missing(error: ErrorDetails, path: Sequence[str]) -> bool:
-    """Return whether `error` is about a key that is not there, and not about an item of a value."""
-    return error["type"] == "missing" and len(error["loc"]) == len(path)
-
-
-def _nearest(section: type[Section], path: Sequence[str]) -> str:
-    """Return the end of a sentence about an unknown key of `section`, the last part of `path`: its sections if it is known
-    elsewhere, else the key that is meant if one is really close, else the keys of the section that act, if they are few."""
-    *outer, name = path
+def _nearest(section: type[Section], path: str, name: str) -> str:
     homes = {key.rpartition(".")[0] for key, _ in known_keys(ConfigSections) if key.rpartition(".")[2] == name}
-    homes -= {".".join(outer)}
+    homes -= {path}
     if 0 < len(homes) <= _MOST_HOMES:
         return (
             f"; it belongs {' or '.join(f'in {one}' if one else 'at the top of the config' for one in sorted(homes))}"
@@ -181,55 +300,62 @@ def _nearest(section: type[Section], path: Sequence[str]) -> str:
     longer = {section.renames.get(key, key) for key in here if name in key and len(name) >= _TELLING}
     close = list(longer) if len(longer) == 1 else difflib.get_close_matches(name, here, n=1, cutoff=_CLOSE)
     if close:
-        return f"; did you mean {'.'.join([*outer, close[0]])}?"
+        return f"; did you mean {_dotted(path, close[0])}?"
     keys = [key for key, field in section.model_fields.items() if about(field)[0] is Status.BUILT]
     return f"; the keys there are {', '.join(keys)}" if len(keys) <= _MOST_KEYS else ""
 
 
-def _spelled(raw: Any, section: type[Section], name: str) -> str:
-    """Return how `raw` spells the key `name` of `section`."""
-    if not isinstance(raw, Mapping) or raw.get(name) is not None:
-        return name
-    return next((other for other, target in section.renames.items() if target == name and other in raw), name)
+def rules(settings: ConfigSections) -> Iterator[Notice]:
+    """Yield the keys that act in general, but not with the other keys of this config, and the contradictions between keys
+    that are each right by themselves."""
+    if settings.fp16.enabled is True and settings.bf16.enabled is True:
+        yield Notice(Status.WRONG, "both are true; set one of them to false", ("fp16.enabled", "bf16.enabled"))
+    for key in ("wall_clock_breakdown", "memory_breakdown"):
+        if getattr(settings, key) and settings.steps_per_print == 0:
+            yield Notice(Status.NO_EFFECT, "its line comes with those of progress, and steps_per_print is 0", (key,))
+    yield from _rules_of_zero(settings.zero_optimization)
+    yield from _rules_of_zstore(settings)
+    for _, section in settings.sections_on():
+        yield from section.notices(settings)
 
 
-def _without(raw: Any, path: Sequence[str], section: type[Section] | None = ConfigSections) -> Any:
-    """Return a copy of `raw` without the key at `path`, however spelled."""
-    if not path or section is None or not isinstance(raw, Mapping):
-        return {}
-    name, *rest = path
-    names = {name, *(other for other, target in section.renames.items() if target == name)}
-    copy = {other: value for other, value in raw.items() if str(other) not in names}
-    spelled = _spelled(raw, section, name)
-    if rest and spelled in raw:
-        copy[spelled] = _without(raw[spelled], rest, section.section_at(name, raw))
-    return copy
+def _rules_of_zero(zero: ZeroSection) -> Iterator[Notice]:
+    state, parameters, prefix = zero.offload_optimizer, zero.offload_param, "zero_optimization."
+    if zero.stage != 3 and not parameters.is_off:
+        text = (
+            f"parameters are offloaded at stage 3 only. At stage {zero.stage} they stay whole on the device; write "
+            '"stage": 3 to offload them'
+        )
+        yield Notice(Status.NOT_BUILT, text, (f"{prefix}offload_param",))
+    if state.device == "cpu" and state.nvme_path is not None:
+        yield Notice(Status.NO_EFFECT, 'the device is "cpu"', (f"{prefix}offload_optimizer.nvme_path",))
+    for name, section in (("offload_optimizer", state), *((("offload_param", parameters),) if zero.stage == 3 else ())):
+        if section.device == "nvme" and section.nvme_path is None:
+            text = 'the device is "nvme"; give the path of a folder on the drive'
+            yield Notice(Status.WRONG, text, (f"{prefix}{name}.nvme_path", f"{prefix}{name}.device"))
+    if zero.stage == 0 and not state.is_off:
+        text = f'"{state.device}" needs stage 1, 2 or 3; got stage 0'
+        yield Notice(Status.WRONG, text, (f"{prefix}offload_optimizer.device", f"{prefix}stage"))
+    if zero.stage < 3 and zero.zero_hpz_partition_size > 1:
+        text = f"it needs stage 3, got stage {zero.stage}, where every rank has all parameters; set stage 3, or leave it out"
+        yield Notice(Status.WRONG, text, (f"{prefix}zero_hpz_partition_size", f"{prefix}stage"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Written:
-    """A key that is set in a section."""
-
-    key: str
-    """Dotted path, as written."""
-    value: Any
-    section: type[Section]
-    name: str
-    is_off: bool
-    """Whether the section is off."""
-
-    @property
-    def field(self) -> FieldInfo:
-        return self.section.model_fields[self.name]
-
-
-def _written(section: Section, raw: Any, prefix: str = "") -> Iterator[_Written]:
-    """Yield the keys that are set in `section`, which was `raw`, and in its sections."""
-    kind, off = type(section), section.is_off
-    for name in (name for name in kind.model_fields if name in section.model_fields_set):
-        value, spelled = getattr(section, name), _spelled(raw, kind, name)
-        if isinstance(value, Section):
-            inner = raw.get(spelled) if isinstance(raw, Mapping) else None
-            yield from _written(value, inner, f"{prefix}{spelled}.")
-        else:
-            yield _Written(key=f"{prefix}{spelled}", value=value, section=kind, name=name, is_off=off)
+def _rules_of_zstore(settings: ConfigSections) -> Iterator[Notice]:
+    zero, own, optimizer = settings.zero_optimization, settings.zstore, settings.optimizer
+    if own.quantized_gradient_bits != 4 and not zero.zero_quantized_gradients:
+        text = "zero_optimization.zero_quantized_gradients is not set"
+        yield Notice(Status.NO_EFFECT, text, ("zstore.quantized_gradient_bits",))
+    on_drive = "nvme" in (zero.offload_optimizer.device, zero.offload_param.device if zero.stage == 3 else "none")
+    if own.activations != "disk" and own.activations_path is not None:
+        yield Notice(Status.NO_EFFECT, 'zstore.activations is not "disk"', ("zstore.activations_path",))
+    if own.activations == "disk" and own.activations_path is None and not on_drive:
+        text = '"disk" needs a folder, and nothing else is on a drive: give the absolute path of one'
+        yield Notice(Status.WRONG, text, ("zstore.activations", "zstore.activations_path"))
+    asked = {
+        "bf16.bf16_optimizer_states": settings.bf16.bf16_optimizer_states,
+        "optimizer.params.fp32_optimizer_states": optimizer is not None and not optimizer.params.fp32_optimizer_states,
+    }
+    for key in (key for key, value in asked.items() if value and own.moments not in (None, "bf16")):
+        text = f'one asks for moments in bf16, one for "{own.moments}"; keep one'
+        yield Notice(Status.WRONG, text, (key, "zstore.moments"))

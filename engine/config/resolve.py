@@ -6,16 +6,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from zstore.errors import ConfigError, UsageError
 
-from .keys import Section, answer_type, problem_text, section_of, spelled_keys
+from .keys import Section, answer_type, problem_text, section_of, settings_in, spelled_keys
 from .optimizers import AdamParams, OptimizerSection
-from .schema import BATCH_KEYS, ConfigSections
-from .values import refusal, show
-from .zero import ZeroSection
+from .sections import BATCH_KEYS, ConfigSections, ZeroSection
+from .values import check, show
 
 S = TypeVar("S", bound=Section)
 _WARMUP_MAX = "scheduler.params.warmup_max_lr"
@@ -129,14 +127,10 @@ def _batch(settings: ConfigSections, context: ResolveContext) -> BatchSizes:
         return solve_batch(None, micro or 1, accumulation, context.world_size)
 
 
-def open_keys(section: Section, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths that still say "auto" and must not when the engine reads them."""
-    for name, info in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from open_keys(value, f"{prefix}{name}.")
-        elif value == "auto" and answer_type(info) is not None:
-            yield prefix + name
+def open_keys(settings: ConfigSections) -> dict[str, FieldInfo]:
+    """Return the keys that still say "auto" and must not when the engine reads them, by dotted path."""
+    found = settings_in(settings)
+    return {one.key: one.field for one in found if one.value == "auto" and answer_type(one.field) is not None}
 
 
 def _precision(settings: ConfigSections, context: ResolveContext) -> dict[str, bool]:
@@ -153,7 +147,7 @@ def _precision(settings: ConfigSections, context: ResolveContext) -> dict[str, b
 def stand_ins(settings: ConfigSections) -> dict[str, Any]:
     """Return stand-ins for answers that only a training script has: 1 for a batch size that is open, and for each "auto"
     without a default. With them the other keys of a config can be checked."""
-    found: dict[str, Any] = {key: 1 for key in open_keys(settings) if _field(settings, key).is_required()}
+    found: dict[str, Any] = {key: 1 for key, field in open_keys(settings).items() if field.is_required()}
     sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
     if all(size in (None, "auto") for size in sizes) and settings.batch_section is None:
         found["train_micro_batch_size_per_gpu"] = 1
@@ -223,7 +217,7 @@ def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, 
         sizes = {f"zero_optimization.{key}": hidden_size**2 * share // 100 for key, share in _BUCKETS.items()}
         sizes["zero_optimization.stage3_param_persistence_threshold"] = 10 * hidden_size
     optimizer = settings.optimizer
-    for key in open_keys(settings):
+    for key, info in open_keys(settings).items():
         if key in sizes:
             derived[key] = sizes[key]
         elif key == _WARMUP_MAX:
@@ -236,7 +230,6 @@ def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, 
         ):
             defaults[key] = default_weight_decay(optimizer)
         elif key not in (*BATCH_KEYS, *_PRECISION_KEYS):
-            info = _field(settings, key)
             if info.is_required():
                 missing.append(
                     f'{key}: "auto" has no default; write a number, or pass initialize(..., auto={{"{key}": ...}})'
@@ -251,12 +244,6 @@ def default_weight_decay(section: OptimizerSection) -> float:
     params = section.params
     as_torch = isinstance(params, AdamParams) and params.torch_adam and (section.type == "AdamW" or params.adam_w_mode)
     return 0.01 if as_torch else 0.0
-
-
-def _field(section: Section, path: str) -> FieldInfo:
-    """Return the field of the key at `path` in `section`."""
-    name, _, rest = path.partition(".")
-    return _field(getattr(section, name), rest) if rest else type(section).model_fields[name]
 
 
 def _replaced(section: S, values: Mapping[str, Any]) -> S:
@@ -334,7 +321,4 @@ def _read(written: str, value: object) -> tuple[str, Any]:
         raise ValueError(
             'a config cannot leave this key "auto", so there is nothing to answer; write it into the config'
         )
-    try:
-        return key, TypeAdapter(kind).validate_python(value)
-    except ValidationError as failure:
-        raise ValueError(refusal(kind, value, failure.errors()[0])) from None
+    return key, check(kind, value)

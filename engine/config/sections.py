@@ -1,22 +1,40 @@
-"""The smaller sections of a config: precision, I/O, monitors, checkpoints, activations, profiles."""
+"""The schema of a config: the DeepSpeed JSON dialect, and our own settings under `zstore`.
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar
+Each key is followed by its effect, unit and limits, and the reason for its default; `docs/config.md` is made from this. A
+key's status (`keys.Status`) tells its effect. Those that do not act are in `inactive.py`. Sizes are in elements, as
+DeepSpeed has them.
+"""
 
-from pydantic import AfterValidator, Field, ValidationInfo
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from .keys import Section, built
-from .values import Auto, Bool, Count, DataType, Name, Number, Positive, Real, Whole, Words, show
+from pydantic import Field
+from pydantic.fields import FieldInfo
 
+from .keys import Notice, Section, Status, built
+from .optimizers import OptimizerSection, SchedulerSection
+from .values import (
+    Auto,
+    Bool,
+    Count,
+    DataType,
+    Drives,
+    Folder,
+    Fraction,
+    Name,
+    Names,
+    Number,
+    OneOf,
+    Options,
+    Positive,
+    Real,
+    Rules,
+    Whole,
+    Words,
+    show,
+)
 
-def _above_0_if_dynamic(value: float, info: ValidationInfo) -> float:
-    """Return `value`, which is not used if fp16 is off or the scale fixed, and then may be anything, as in DeepSpeed."""
-    if value <= 0 and info.data.get("enabled") is not False and not info.data.get("loss_scale"):
-        raise ValueError(f"expected a number above 0 for a dynamic loss scale, got {show(value)}")
-    return value
-
-
-_OF_DYNAMIC = AfterValidator(_above_0_if_dynamic)
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 class Fp16Section(Section):
@@ -30,18 +48,24 @@ class Fp16Section(Section):
     """Fixed factor of the loss; 0: dynamic, since no fixed one suits a whole run."""
     initial_scale_power: Annotated[Count, Field(le=127)] = built(16)
     """The dynamic scale starts at 2 to this power; too high costs a few skipped steps, too low loses small gradients."""
-    loss_scale_window: Annotated[Whole, _OF_DYNAMIC, Words("a whole number of at least 1")] = built(1000)
+    loss_scale_window: Annotated[Whole, Words("a whole number of at least 1")] = built(1000)
     """Steps without overflow after which the next such step doubles the scale, as DeepSpeed counts."""
     hysteresis: Positive = built(2)
     """Overflows after which the scale halves; 2 forgives a single one."""
     consecutive_hysteresis: Bool = built(False)
     """Count only overflows in a row."""
-    min_loss_scale: Annotated[Number, _OF_DYNAMIC, Words("a number above 0")] = built(1.0)
+    min_loss_scale: Annotated[Number, Words("a number above 0")] = built(1.0)
     """The dynamic scale never falls below this."""
     raise_error_at_min_scale: Bool = built(True)
     """Raise an error at an overflow with the scale at its minimum; false: skip that step too."""
     auto_cast: Bool = built(False)
     """Cast floating tensors among the arguments of engine(...) to fp16, also in lists, tuples and dicts."""
+
+    def notices(self, settings: Any) -> Iterator[Notice]:
+        for name in () if self.loss_scale else ("loss_scale_window", "min_loss_scale"):
+            if (value := getattr(self, name)) <= 0:
+                text = f"expected a number above 0 for a dynamic loss scale, got {show(value)}"
+                yield Notice(Status.WRONG, text, (f"fp16.{name}",))
 
 
 class Bf16Section(Section):
@@ -155,3 +179,302 @@ class TimersSection(Section):
     """How time is taken."""
 
     throughput: ThroughputSection = ThroughputSection()
+
+
+Stage = Annotated[Literal[0, 1, 2, 3], OneOf()]
+Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
+
+
+class OffloadOptimizerSection(Section):
+    """Where the optimizer state (fp32 master weights and the optimizer's own tensors) is kept and updated."""
+
+    switch = "device"
+
+    device: Device
+    """Tier of the state: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`). Stages 1 to 3."""
+    nvme_path: Drives | None = built(None)
+    """Folder on the drive for the state's files, made if it is missing; needed with "nvme". A list spreads them over several
+    drives. Each run locks its folders; processes of two runs cannot share one."""
+    pin_memory: Bool = built(False)
+    """Register parameters in host memory with CUDA, for copies that run beside the computation; transfer buffers always are.
+    If that fails: pageable memory, and one warning."""
+    buffer_count: Positive = built(8)
+    """Buffers for state on its way: the pool has room for so many of `buffer_size`, and takes half of the host budget at
+    most, by default an eighth or 64 MiB. Pieces of all of an update's arrays share it, so that few buffers mean small
+    requests, never an error."""
+    buffer_size: Positive = built(4 * 1024 * 1024)
+    """fp32 elements of one buffer, 4 bytes each; a key that DeepSpeed does not have. A request to the disk is no larger
+    (nor than aio.block_size)."""
+    ratio: Fraction | Annotated[Auto, Words('"auto"')] = built(1.0)
+    """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 keeps 70 % on it. "auto": as much
+    stays on a GPU as it has memory for beside the rest, a micro-batch of the model's longest sequences included. CPU and GPU
+    round differently: bits depend on the share, which the log and the checkpoint name."""
+
+
+class OffloadParamSection(Section):
+    """Where parameters are kept between their uses, at stage 3. Below it parameters stay on the device, and the section is
+    reported."""
+
+    switch = "device"
+
+    device: Device
+    """Tier of the parameters: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`)."""
+    nvme_path: Drives | None = built(None)
+    """Folder on the drive, or a list of folders on several; needed with "nvme". It may be that of the optimizer state."""
+    pin_memory: Bool = built(False)
+    """The same as offload_optimizer.pin_memory: one of the two is enough."""
+    buffer_count: Positive = built(5)
+    """Buffers for parameters on their way from host memory or disk. Larger parameters are cut; without a free
+    buffer a transfer waits."""
+    buffer_size: Positive = built(100_000_000)
+    """Elements of one buffer. No buffer is larger than a request to the disk (aio.block_size), so that the default costs
+    little."""
+    max_in_cpu: Count | None = built(None)
+    """Elements of parameters kept in host memory with "nvme", in whole parameters. Unset: as many as the host budget
+    has room for, none without one; DeepSpeed's default is 1e9."""
+
+
+class LeafModuleSection(Section):
+    """Modules that are gathered as a whole at stage 3, with all below them, so that a rank may call other ones of their modules
+    than another does: mixtures of experts. A block of an outermost ModuleList is gathered as a whole too, as long as
+    `stage3_max_live_parameters` has room for it; a leaf always."""
+
+    classes: Names = built(
+        tuple(
+            f"transformers.models.{name}.modeling_{name}.{kind}SparseMoeBlock"
+            for name, kind in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+        ),
+        stages=(3,),
+    )
+    """Classes of such modules, by their names, short or with their Python module's; by default DeepSpeed's."""
+    names: Names = built((), stages=(3,))
+    """Such modules, as `model.named_modules()` calls them."""
+    name_suffixes: Names = built((), stages=(3,))
+    """How the names of such modules end."""
+
+
+class ZeroSection(Section):
+    """What is sharded over the ranks, where it is kept, and in which sizes it travels. A bare `true` is stage 1."""
+
+    renames: ClassVar[Mapping[str, str]] = {
+        name: f"stage3_{name}"
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "gather_16bit_weights_on_model_save",
+        )
+    } | {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
+
+    stage: Stage = built(0)
+    """0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too. Off unless asked for."""
+    offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection(device="none")
+    offload_param: OffloadParamSection = OffloadParamSection(device="none")
+    reduce_bucket_size: Positive | Auto = built(500_000_000)
+    """Elements of gradients reduced in one collective: more is faster, and takes that memory. On gloo at most 4 Mi:
+    larger ones are no faster there. "auto": hidden size squared."""
+    allgather_bucket_size: Positive | Auto = built(500_000_000, stages=(1, 2, 3))
+    """Elements of parameters gathered in one collective: after the update (stages 1, 2; on gloo at most 4 Mi), and of a unit
+    before its use (stage 3). "auto": hidden size squared."""
+    stage3_param_persistence_threshold: Count | Auto = built(100_000, stages=(3,))
+    """Parameters with fewer elements keep their gathered copy (stage 3): they cost little memory and many small
+    collectives. "auto": 10 times the hidden size."""
+    stage3_model_persistence_threshold: Count | None = built(None, stages=(3,))
+    """Most elements of parameters that keep their gathered copy, taken in the order of the model. Unset: no limit."""
+    stage3_prefetch_bucket_size: Count | Auto = built(50_000_000, stages=(3,))
+    """Elements gathered ahead of use; if it is not 0, at least the next unit, a transformer block. 0: each unit is
+    gathered when it is needed. "auto": 0.9 times the hidden size squared."""
+    stage3_max_live_parameters: Count = built(1_000_000_000, stages=(3,))
+    """Most elements of parameters gathered at one time, with those gathered ahead. A block with more is gathered part by
+    part; a single module's parameters are gathered whatever they are."""
+    stage3_max_reuse_distance: Count | None = built(None, stages=(3,))
+    """Keep a unit gathered that is used again before so many elements of other units are. Unset: 0, which keeps units that
+    are used twice in a row and costs no memory; DeepSpeed's default of 1e9 would keep 2 GB of a 16-bit model."""
+    stage3_gather_16bit_weights_on_model_save: Bool = built(False)
+    """Write the weights, as the model computes with them, into every checkpoint's folder: safetensors that `from_pretrained`
+    loads from there. At every stage; in the background, before the checkpoint is committed."""
+    reduce_scatter: Bool = built(True, stages=(1, 2))
+    """Reduce-scatter gradients; false: all-reduce them, which sends twice as much and gives the same bits (stages 1, 2; at
+    stage 3 they are always reduce-scattered, as in DeepSpeed)."""
+    overlap_comm: Bool = built(True)
+    """Reduce gradients and gather units while the model computes; false: wait for each at once. Reductions of stage 3 are
+    not waited for, since they come at different times on different ranks. On by default: it costs a bucket of memory."""
+    ignore_unused_parameters: Bool = built(True)
+    """Leave a parameter as it is if no rank has a gradient for it in a whole step; false: an error that names such
+    parameters."""
+    zero_hpz_partition_size: Count = built(1)
+    """Ranks that keep a second copy of the parameters among them (ZeRO++ hpZ, stage 3): neighbouring ones, as many as a fast
+    link joins. After the first gather of a step, which is from all ranks, parameters are gathered within the group. The same
+    bits; in device memory the bytes of the parameters over so many ranks. 0 and 1: none, which takes the least memory."""
+    zero_quantized_weights: Bool = built(False, stages=(3,))
+    """Gather parameters as 8-bit integers (ZeRO++ qwZ; stage 3): one byte an element and 4 bytes for each 256, half as much
+    as in 16 bits. Each rank's own rows, masters and checkpoints stay exact. Biases, norms and parameters below the
+    persistence threshold travel in their own type, as the second copy of `zero_hpz_partition_size` does. Off by default: it
+    changes the numbers that the model computes with."""
+    zero_quantized_gradients: Bool = built(False, stages=(2, 3))
+    """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; `zstore.quantized_gradient_bits` takes 8):
+    an all-to-all, the mean in fp32. Of several machines, or groups of `zero_hpz_partition_size` ranks, within each group
+    first and then between them. Off by default: it changes the gradients."""
+    leaf_module: LeafModuleSection = LeafModuleSection()
+
+    @classmethod
+    def rewrite(cls, data: object) -> object:
+        """Take `true` for stage 1, and the older `cpu_offload` and `cpu_offload_param` for their sections."""
+        if isinstance(data, bool):
+            return {"stage": int(data)}
+        if not isinstance(data, Mapping):
+            return data
+        known: dict[Any, Any] = dict(data)
+        pin_memory, taken = known.get("cpu_offload_use_pin_memory"), False
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if known.pop(old, None) and known.get(new) is None:
+                known[new] = {"device": "cpu", "pin_memory": pin_memory}
+                taken = True
+        if taken:
+            known.pop("cpu_offload_use_pin_memory", None)
+        return known
+
+
+class ZstoreSection(Section):
+    """Settings of zstore's own."""
+
+    host_budget_bytes: Positive | Annotated[Auto, Words('"auto"')] | None = built(None)
+    """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there; with nvme anything
+    beyond them is on disk. "auto": 60 % of the available memory. Unset: no limit, and with nvme as little as possible:
+    buffers, shards under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes a parameter, over more
+    than one micro-batch 4."""
+    verify_reads: Bool = built(True)
+    """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
+    keep: Rules | None = built(None)
+    """Checkpoints of this run that stay in the folder when a new one is saved: a number, of the newest; or an object,
+    any of whose reasons keeps one. "last": of the newest (1). "every": those whose step is a multiple. "best": the one with the
+    best metric, as "loss:min" or "accuracy:max", by a number of `save_checkpoint(metrics=...)` or in the client's state.
+    "tags": a list of names, or patterns of names. Unset: all."""
+    storage_options: Options | None = built(None)
+    """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: from the environment; credentials
+    belong there. See docs/remote.md."""
+    upload_folder: Folder | None = built(None)
+    """Where each rank's files for a URL are on their way, to be sent in the background; ranks need not share it. Unset: beside
+    the first nvme_path, where state on disk is linked and not written again, else in the user's cache folder."""
+    journal: Annotated[Literal["auto", False], Words('"auto" or false')] | Folder = built("auto")
+    """Where the run's journal goes: a line of JSON for each step, save and load, written by rank 0. "auto": beside the
+    checkpoints, as `journal-<run id>.jsonl`. A path: into that folder. false: there is none. See docs/metrics.md."""
+    silent_rank_s: Real = built(45.0)
+    """Seconds without a heartbeat after which a rank counts as dead and all ranks stop. A killed rank is noticed at once;
+    this is for one that hangs or whose machine is lost. A slow rank still sends heartbeats. 0: wait for the timeout of
+    torch.distributed."""
+    step_overlap: Annotated[Literal["none", "backward", "forward", "auto"], OneOf()] = built("auto")
+    """When the update runs; the bits are the same in all. "none": in step(). "forward": after it, each unit before the next
+    forward needs it. "backward": each unit as its gradients arrive, which cannot undo a step that is not finite;
+    with clipping or loss scaling it is treated as "forward". "auto": "forward" if state or parameters are offloaded, else
+    "none". Parameters that are not gathered before their use (stages 0 to 2; a rank alone without offload_param; those that
+    persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" is treated as "none"."""
+    non_finite_gradients: Annotated[Literal["error", "skip", "apply"], OneOf()] = built("error")
+    """How a step ends whose gradients, in fp32 or bf16, are not finite (NaN or infinite). "error": NonFiniteError on
+    every rank, and nothing is changed. "skip": nothing is changed, and training goes on. "apply": the optimizer takes them,
+    as in a plain loop, and with clipping every weight becomes NaN. In fp16, and with bf16.check_grad_overflow, such steps
+    are skipped."""
+    quantized_gradient_bits: Annotated[Literal[4, 8], OneOf()] = built(4)
+    """Bits of an element of a gradient that `zero_optimization.zero_quantized_gradients` sends: 4, as in DeepSpeed, or 8, which
+    sends twice as much and is about 18 times as exact."""
+    moments: Annotated[Literal["fp32", "bf16"], OneOf()] | None = built(None)
+    """Type of the optimizer's moments, at every tier and in checkpoints: averages of gradients and of their squares, as
+    exp_avg and exp_avg_sq. "bf16": 2 bytes an element each. The update computes in fp32 and rounds stochastically, alike on
+    every tier, at every world size and after a resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" if
+    bf16.bf16_optimizer_states or fp32_optimizer_states of the optimizer's params asks for that."""
+    activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = built(None)
+    """Where tensors that the forward saves for the backward are kept between the two: inputs of checkpointed blocks, and of
+    blocks without checkpointing all that autograd saves. "host": copied to host memory behind the forward. "disk": written
+    to the drive behind the forward, and read ahead of the backward. The bits are the same. Unset: on the device, or as
+    activation_checkpointing.cpu_checkpointing says. See docs/activations.md."""
+    activations_path: Drives | None = built(None)
+    """Folder on the drive for "activations": "disk", or one on each drive. Unset: the nvme_path of offload_optimizer, else
+    that of offload_param."""
+    gradient_checkpointing: Bool = built(False)
+    """Keep only the inputs of the model's blocks, and compute them again in the backward: the same bits, a third more
+    computation. The blocks are transformers' own if the model has `gradient_checkpointing_enable()`, else the modules in
+    its outermost ModuleLists."""
+
+
+class ConfigSections(Section):
+    """The whole config."""
+
+    renames: ClassVar[Mapping[str, str]] = {
+        "bfloat16": "bf16",
+        "seq_parallel_communication_data_type": "seq_parallel_comm_data_type",
+    }
+
+    train_batch_size: Positive | Auto | None = built(None)
+    """Samples per step over all ranks: train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size. Any
+    two of the three give the third. "auto" here and in the next two: the caller's answer."""
+    train_micro_batch_size_per_gpu: Positive | Auto | None = built(None)
+    """Samples that one rank takes through one forward and backward."""
+    gradient_accumulation_steps: Positive | Auto | None = built(None)
+    """Micro-batches per step; 1 if it cannot be derived."""
+    optimizer: OptimizerSection | None = None
+    scheduler: SchedulerSection | None = None
+    fp16: Fp16Section = Fp16Section()
+    bf16: Bf16Section = Bf16Section()
+    gradient_clipping: Real | Auto = built(1.0)
+    """Largest global norm of the gradients; larger ones are scaled down to it. 0: off. The default is DeepSpeed's since 0.19;
+    optimizers that send signs do not clip, and the Trainers of other libraries have defaults of their own."""
+    zero_optimization: ZeroSection = ZeroSection()
+    aio: AioSection = AioSection()
+    zstore: ZstoreSection = Field(default_factory=ZstoreSection)  # when all extras have added theirs
+    seed: Count = built(1234)
+    """Seed of the order of training_data, and of random numbers after a resume at another world size. Fixed, so that two runs
+    that say nothing about it agree. Initial values and dropout follow torch.manual_seed, which is the script's to call."""
+    steps_per_print: Count = built(10)
+    """Steps between lines of progress; 0: none. They go to the logger "zstore" at INFO; without a logging
+    configuration, to stderr."""
+    wall_clock_breakdown: Bool = built(False)
+    """Add a line with the mean times of forward, backward and step. On CUDA the host then waits for the device at both
+    ends of each, so that they are the device's times."""
+    memory_breakdown: Bool = built(False)
+    """Add a line with rank 0's bytes by tier and its peaks."""
+    dump_state: Bool = built(False)
+    """Print once, at the start on rank 0, the keys that act with their values, and the memory in use."""
+    tensorboard: TensorboardSection = TensorboardSection()
+    csv_monitor: CsvMonitorSection = CsvMonitorSection()
+    wandb: WandbSection = WandbSection()
+    dataloader_drop_last: Bool = built(False)
+    """Drop the last batch of an epoch if it is short."""
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], OneOf()] | None = built(None)
+    """Level of the logger `zstore` on every rank. Unset: as the script configured it, else "info"."""
+    disable_python_gc: Bool = built(False)
+    """Disable Python's garbage collector until the engine is closed, since a collection on one rank holds up all. Call
+    gc.collect() when it suits."""
+    activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    data_types: DataTypesSection = DataTypesSection()
+    communication_data_type: DataType | None = built(None)
+    """Type in which gradients are sent to other ranks; their mean is summed in fp32 and rounded to it once (on gloo).
+    Unset or "none": the parameters' type."""
+    timers: TimersSection = TimersSection()
+
+    def sections_on(self) -> Iterator[tuple[str, Section]]:
+        """Yield the sections at the top that are on, by key."""
+        for name in type(self).model_fields:
+            if isinstance(section := getattr(self, name), Section) and not section.is_off:
+                yield name, section
+
+    @property
+    def batch_section(self) -> str | None:
+        """The key of the section that gives the batch sizes; None: their own keys do."""
+        return next((name for name, section in self.sections_on() if section.gives_batch), None)
+
+    @classmethod
+    def rewrite(cls, data: object) -> object:
+        """Take an infinite steps_per_print, as Accelerate writes it, for "never"."""
+        if isinstance(data, Mapping) and data.get("steps_per_print") == float("inf"):
+            known: dict[Any, Any] = dict(data)
+            return known | {"steps_per_print": 0}
+        return data
+
+
+def add_section(name: str, section: type[Section]) -> None:
+    """Let configs have a section of an extra; one without a switch is on if it is there."""
+    kind: Any = section if section.switch is not None else section | None
+    ConfigSections.model_fields[name] = FieldInfo(annotation=kind, default=section() if kind is section else None)

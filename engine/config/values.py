@@ -17,6 +17,8 @@ from pydantic import (
     Strict,
     StrictBool,
     StrictStr,
+    TypeAdapter,
+    ValidationError,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
@@ -99,11 +101,15 @@ def _number(noun: str, about: Iterable[Any]) -> str:
     return f"{noun} from {limits['ge']:g} to {end}"
 
 
-def refusal(kind: Any, value: object, error: Mapping[str, Any]) -> str:
-    """Return the message about `value`, which pydantic refused as a `kind` with `error`."""
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    return f"expected {expected(kind)}, got {show(value)}"
+def check(kind: Any, value: object, reader: TypeAdapter[Any] | None = None) -> Any:
+    """Return `value` as a `kind`, by its `reader` if there is one. Raises ValueError that says what was expected."""
+    try:
+        return (reader or TypeAdapter(kind)).validate_python(value)
+    except ValidationError as failure:
+        error = failure.errors(include_url=False)[0]
+        if error["type"] == "value_error":
+            raise ValueError(str(error["ctx"]["error"])) from None
+        raise ValueError(f"expected {expected(kind)}, got {show(value)}") from None
 
 
 def _whole(value: object) -> object:

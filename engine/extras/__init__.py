@@ -6,7 +6,7 @@ A section changes a model by `prepare`; the rules, codecs and exchanges of all e
 from importlib import import_module
 
 from ..config.optimizers import OPTIMIZERS
-from ..config.schema import add_section
+from ..config.sections import add_section
 from .elasticity import ElasticitySection
 from .one_bit.section import OneBitAdamParams, OneBitLambParams, ZeroOneAdamParams
 from .sparse_attention.section import Pattern

@@ -20,8 +20,8 @@ from pydantic import BeforeValidator, Field
 from zstore.errors import ConfigError
 
 from ..config.config import load_config, read_config
-from ..config.keys import ConfigProblem, Notice, Section, built
-from ..config.schema import BATCH_KEYS
+from ..config.keys import Notice, Section, Status, built
+from ..config.sections import BATCH_KEYS
 from ..config.values import Bool, OneOf, Positive, Words
 
 HIGHLY_COMPOSITE = (
@@ -111,21 +111,20 @@ class ElasticitySection(Section):
         return batch, micro, share // micro
 
     def notices(self, settings: Any) -> Iterator[Notice]:
-        for key in _sizes_beside(settings) if self.ignore_non_elastic_batch_info else ():
-            yield Notice(key, "no effect: elasticity gives the batch sizes")
-
-    def contradictions(self, settings: Any) -> Iterator[ConfigProblem]:
-        for key in () if self.ignore_non_elastic_batch_info else _sizes_beside(settings):
-            write = 'remove the key, or write "ignore_non_elastic_batch_info": true into the section elasticity'
-            yield ConfigProblem((key,), f"elasticity gives the batch sizes; {write}")
+        for key in _sizes_beside(settings):
+            if self.ignore_non_elastic_batch_info:
+                yield Notice(Status.NO_EFFECT, "elasticity gives the batch sizes", (key,))
+            else:
+                write = 'remove the key, or write "ignore_non_elastic_batch_info": true into the section elasticity'
+                yield Notice(Status.WRONG, f"elasticity gives the batch sizes; {write}", (key,))
         missing = [name for name in ("max_train_batch_size", "micro_batch_sizes") if getattr(self, name) is None]
         for name in missing:
-            yield ConfigProblem((f"elasticity.{name}",), "needed if elasticity is enabled, got none")
+            yield Notice(Status.WRONG, "needed if elasticity is enabled, got none", (f"elasticity.{name}",))
         try:
             if not missing:
                 self.batch()
         except ValueError as error:
-            yield ConfigProblem(("elasticity",), str(error))
+            yield Notice(Status.WRONG, str(error), ("elasticity",))
 
 
 def _sizes_beside(settings: Any) -> list[str]:

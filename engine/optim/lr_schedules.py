@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zstore.errors import ConfigError, UsageError
 
-from ..config.scheduler import (
+from ..config.optimizers import (
     LRRangeTestParams,
     OneCycleParams,
     SchedulerParams,

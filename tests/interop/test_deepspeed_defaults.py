@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from zstore.engine.adapters.deepspeed import optimizers
+from zstore.engine.config.config import load_config
 from zstore.engine.config.keys import Section, Status, about, known_keys, section_of
-from zstore.engine.config.optimizers import OptimizerSection
+from zstore.engine.config.optimizers import SCHEDULES, OptimizerSection
 from zstore.engine.config.resolve import default_weight_decay
-from zstore.engine.config.scheduler import SCHEDULES
-from zstore.engine.config.schema import BATCH_KEYS, ConfigSections
+from zstore.engine.config.sections import BATCH_KEYS, ConfigSections
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -142,7 +142,8 @@ def _of_params(kinds: Mapping[str, type[Section]], prefix: str, make: Any) -> It
         for name, field in section.model_fields.items():
             if name in theirs and about(field)[0] is Status.BUILT and not field.is_required():
                 unset = field.default is None and name == "weight_decay"
-                ours = default_weight_decay(OptimizerSection(type=kind, params={})) if unset else field.default
+                made = load_config({"optimizer": {"type": kind}}).settings.optimizer if unset else None
+                ours = field.default if made is None else default_weight_decay(made)
                 yield f"{prefix} ({kind}) {name}", _alike(theirs[name]), _alike(ours)
 
 

@@ -15,7 +15,7 @@ import typer
 
 from bench import plots
 from tests.layout import per_ten_thousand_words
-from zstore.engine.config.jsonc import load_jsonc
+from zstore.engine.config.parse import load_jsonc
 from zstore.tools import cli
 
 ROOT = Path(__file__).parents[2]

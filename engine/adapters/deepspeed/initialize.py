@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from zstore.engine.api.initialize import initialize as zstore_initialize
-from zstore.engine.config.arguments import add_config_arguments
+from zstore.engine.config.config import add_config_arguments
 from zstore.engine.runtime.distributed import init_distributed
 from zstore.errors import ConfigError, UsageError
 

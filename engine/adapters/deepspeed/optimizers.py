@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zstore.engine.config.config import load_config
-from zstore.engine.config.scheduler import SCHEDULES
+from zstore.engine.config.optimizers import SCHEDULES
 from zstore.engine.optim.kernel import ELEMENT_WISE
 from zstore.engine.optim.lamb import Lamb
 from zstore.engine.optim.lion import Lion

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from ...config.keys import ConfigProblem, built
+from ...config.keys import Notice, Status, built
 from ...config.optimizers import MomentParams
 from ...config.values import Auto, BelowOne, Bool, Positive, Real
 
@@ -23,7 +23,7 @@ class _OneBitParams(MomentParams):
     """Decoupled decay of the weights per step, times lr."""
 
     @classmethod
-    def conflicts(cls, settings: Any, kind: str) -> Iterator[ConfigProblem]:
+    def conflicts(cls, settings: Any, kind: str) -> Iterator[Notice]:
         zero, clip = settings.zero_optimization, settings.gradient_clipping
         asked = {
             "zero_optimization.stage": zero.stage > 1,
@@ -34,11 +34,11 @@ class _OneBitParams(MomentParams):
             "optimizer.params.fp32_optimizer_states": not settings.optimizer.params.fp32_optimizer_states,
         }
         for key in (key for key, is_asked in asked.items() if is_asked):
-            yield ConfigProblem(
-                (key, "optimizer.type"),
+            text = (
                 f"every rank keeps all state of {kind} on the device in fp32, and its own gradients, which no norm "
-                f'clips: leave {key} out (stage 0 or 1), or write type "{cls.exact}" in place of {kind}',
+                f'clips: leave {key} out (stage 0 or 1), or write type "{cls.exact}" in place of {kind}'
             )
+            yield Notice(Status.WRONG, text, (key, "optimizer.type"))
 
 
 class OneBitAdamParams(_OneBitParams):

@@ -1,12 +1,10 @@
 """The section `sparse_attention`, which is a pattern too. Loads no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
-
-from ...config.keys import Section, built
+from ...config.keys import Notice, Section, Status, built
 from ...config.values import Bool, Count, OneOf, Positive, Words
 
 _Blocks = Annotated[tuple[Count, ...], Words("a list of whole numbers")]
@@ -87,8 +85,13 @@ class Pattern(Section):
         """Let the model's attention follow the pattern. Raises UsageError for a model of another kind."""
         resolve_name(f"{__package__}.attend:apply")(model, self)  # by name: it loads torch, and knows patterns
 
-    @model_validator(mode="after")
-    def _is_sound(self) -> Self:
+    def notices(self, settings: Any) -> Iterator[Notice]:
+        try:
+            self._check()
+        except ValueError as error:
+            yield Notice(Status.WRONG, str(error), ("sparse_attention",))
+
+    def _check(self) -> None:
         known = (*_OF_ALL, *ARGUMENTS[self.mode])
         for name in self.model_fields_set.difference(known):
             if getattr(self, name) is not None:
@@ -105,7 +108,6 @@ class Pattern(Section):
                 f"global_block_end_indices: expected {len(starts)} ends, each after its start in global_block_indices, got "
                 f"{list(ends)}"
             )
-        return self
 
     def _check_windows(self) -> None:
         local, each, places = (self.argument(name) for name in list(ARGUMENTS["fixed"])[:3])

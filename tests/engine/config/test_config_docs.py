@@ -3,9 +3,9 @@ import sys
 from pathlib import Path
 
 from tests import warm
-from zstore.engine.config.arguments import add_config_arguments
+from zstore.engine.config.config import add_config_arguments
 from zstore.engine.config.keys import known_keys
-from zstore.engine.config.schema import ConfigSections
+from zstore.engine.config.sections import ConfigSections
 from zstore.tools.config_docs import END, all_keys, mark, missing_keys, updated
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "config.md"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstore.engine.config.jsonc import load_jsonc
+from zstore.engine.config.parse import load_jsonc
 from zstore.errors import ConfigError
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from zstore.checkpoint.retention import Keep
 from zstore.engine.config.config import Config, IoConfig, OptimizerConfig, load_config
 from zstore.engine.config.keys import answer_type, known_keys
+from zstore.engine.config.optimizers import WarmupLRParams
 from zstore.engine.config.resolve import BatchSizes, ResolveContext, open_keys, read_answers, solve_batch
-from zstore.engine.config.scheduler import WarmupLRParams
-from zstore.engine.config.schema import ConfigSections
+from zstore.engine.config.sections import ConfigSections
 from zstore.errors import ConfigError, UsageError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))

@@ -12,7 +12,7 @@ from zstore.engine.config.config import Config, load_config
 from zstore.engine.config.keys import Section, Status, about, description, known_keys, section_of, type_of
 from zstore.engine.config.optimizers import OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.config.schema import ConfigSections
+from zstore.engine.config.sections import ConfigSections
 from zstore.engine.config.values import expected
 from zstore.errors import ConfigError
 

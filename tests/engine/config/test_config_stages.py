@@ -9,7 +9,7 @@ import pytest
 from zstore.engine.config.config import load_config
 from zstore.engine.config.keys import Status, about, known_keys, section_of
 from zstore.engine.config.parse import explain
-from zstore.engine.config.schema import ConfigSections
+from zstore.engine.config.sections import ConfigSections
 from zstore.errors import ConfigError
 
 # By DeepSpeed's documentation of ZeRO: stage 1 shards optimizer state, 2 gradients, 3 parameters. Of all other keys the stages

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import zstore
 from zstore.engine.config.keys import Status, about, known_keys, section_of
-from zstore.engine.config.schema import ConfigSections
+from zstore.engine.config.sections import ConfigSections
 
 SOURCES = Path(zstore.__file__).parent
 GIVEN_WHOLE = ("optimizer.params.", "scheduler.params.", "sparse_attention.")
