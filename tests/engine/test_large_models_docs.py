@@ -13,7 +13,7 @@ import transformers
 
 from tests.engine.runs import make_config, start
 from zstore.io.buffers import PAGE_BYTES
-from zstore.store.statistics import StoreStatistics
+from zstore.store.options import StoreStatistics
 from zstore.testing.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs/large-models.md"

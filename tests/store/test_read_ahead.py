@@ -10,8 +10,7 @@ import pytest
 
 from tests.store.stores import Array, create, flip, other_than
 from zstore.errors import StorageError
-from zstore.store import StoreOptions, TensorStore
-from zstore.store.snapshot import Snapshot
+from zstore.store import Snapshot, StoreOptions, TensorStore
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
 

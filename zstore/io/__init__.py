@@ -1,7 +1,15 @@
 """Bytes between memory and drives: threads, buffers, shard files. The names below are public, for code built on the store."""
 
-from .allocator import HUGE_PAGE_BYTES, advise_huge_pages, map_large_blocks, return_free_memory
-from .buffers import PAGE_BYTES, Pool, Rooms, make_slab
+from .buffers import (
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    Pool,
+    Rooms,
+    advise_huge_pages,
+    make_slab,
+    map_large_blocks,
+    return_free_memory,
+)
 from .files import Files, NewFile, OpenFile, UserPath, is_url, make_read_only, user_location, user_path
 from .flush import Flush
 from .hostmemory import HostMemory, most_resident_bytes, read_host_memory, resident_bytes

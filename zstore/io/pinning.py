@@ -15,8 +15,7 @@ import numpy as np
 
 from ..format.arrays import Bytes
 from ..format.partition import round_up
-from .allocator import HUGE_PAGE_BYTES
-from .buffers import make_slab
+from .buffers import HUGE_PAGE_BYTES, make_slab
 from .pool import Workers, num_cores
 
 _MOST_THREADS = 8

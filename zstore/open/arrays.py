@@ -19,8 +19,7 @@ from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, numpy_dtype
 from ..format.partition import Grid, make_grid
 from ..store import TensorStore
-from ..store.tiers.base import View
-from ..store.tiers.views import copy_into, copy_out
+from ..store.tiers.base import View, copy_into, copy_out
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -37,10 +37,8 @@ from ..io.closing import OF_THE_PARENT, Closing, closing_with, tell_of_fork
 from ..io.files import Files, UserPath, user_location, user_path
 from ..io.pool import Workers, run_in_thread
 from ..io.queue import Ticket, wait_all
-from ..store import StoreOptions, TensorStore
+from ..store import Snapshot, StoreOptions, StoreStatistics, TensorStore
 from ..store.order import ArrayOrder
-from ..store.snapshot import Snapshot
-from ..store.statistics import StoreStatistics
 from ..store.store import TierName
 from .arrays import (
     ArraysByName,

@@ -1,10 +1,12 @@
-"""How a store uses this rank's host memory and disks."""
+"""How a store uses this rank's host memory and disks, and the statistics of that."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ..io.queue import QueueStatistics
 
 DEFAULT_POOL_BYTES = 128 * 1024 * 1024
 
@@ -63,3 +65,24 @@ class StoreOptions:
     def span_bytes(self) -> int:
         """Bytes of one request as the pool allows: a small pool still holds several at once."""
         return min(self.block_bytes, self.pool_bytes // 12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStatistics:
+    """The store's contents, and its work since it was opened."""
+
+    disk_read_bytes: int
+    disk_write_bytes: int
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    pool_bytes: int
+    pool_peak_bytes: int
+    read_wait_s: float
+    write_wait_s: float
+    pool_wait_s: float
+    pin_wait_s: float
+    pinned_bytes: int
+    """Bytes of buffers and state in host memory that are registered with CUDA."""
+    queue: QueueStatistics
+    fallbacks: tuple[str, ...]

@@ -18,16 +18,13 @@ from ..io.links import LinkCounters
 from ..io.pinning import PinnedSlabs
 from ..io.queue import IoQueue, Priority, Ticket
 from ..io.shards import IoResources
-from .options import StoreOptions
+from .options import StoreOptions, StoreStatistics
 from .order import ArrayOrder
 from .runfolder import RunFolders
-from .snapshot import Snapshot
 from .spans import Batch
-from .statistics import StoreStatistics
 from .stream import Pass, Stream, StreamCounters
 from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, Tier, Tile
-from .tiers.base import TierName, View
-from .tiers.views import as_numpy, copy_into, copy_out
+from .tiers.base import Snapshot, TierName, View, as_numpy, copy_into, copy_out
 
 if TYPE_CHECKING:
     import torch

@@ -34,7 +34,7 @@ from ..io.queue import Priority, Ticket
 from .spans import Batch, SpanPlan, plan_batches
 from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
 from .tiers.base import Piece, View
-from .tiers.packed import load_packed, save_packed
+from .tiers.disk import load_packed, save_packed
 
 __all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
 

@@ -1,4 +1,4 @@
-"""The contract of every tier: how a rank's shard is kept, and how passes and pins reach it.
+"""The contract of every tier: how a rank's shard is kept, and how passes and pins reach it; views of it as numpy arrays.
 
 [Note: a pass]
 All bulk access is a pass over whole chunks, driven by `zstore.store.stream` from one thread per shard:
@@ -26,9 +26,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+
 from ...errors import UsageError
-from ...format.arrays import ArraySpec, Bytes
+from ...format.arrays import Array, ArraySpec, Bytes, numpy_dtype
 from ...format.partition import Grid
+from ...io.closing import Closing
 from ...io.queue import Priority, Ticket
 from ...io.shards import IoResources, ShardSummary
 
@@ -177,6 +180,23 @@ class PinnedShard(Protocol):
         """Allow changes again; a second call does nothing."""
 
 
+class Snapshot(Closing):
+    """A pinned version: the shards' contents when it was taken, whatever happens to them since."""
+
+    def __init__(self, version: int, pins: dict[str, PinnedShard]) -> None:
+        self.version = version
+        self.pins = pins
+
+    def release(self) -> None:
+        """Allow changes in place again; a second call does nothing."""
+        for pin in self.pins.values():
+            pin.release()
+
+    def close(self) -> None:
+        """Do as `release`."""
+        self.release()
+
+
 TierName = Literal["device", "host", "pinned", "disk"]
 """Pinned: host memory that is registered with CUDA if the options say so; `tier_of` calls it host too."""
 
@@ -257,3 +277,55 @@ def new_version() -> int:
 def being_changed(name: str) -> UsageError:
     """Return the error of a pass or a pin during a change."""
     return UsageError(f"array {name!r} is being changed by a pass: exhaust that or close it first")
+
+
+def as_numpy(data: Array | torch.Tensor, spec: ArraySpec) -> Array:
+    """Return `data` as a 1-D numpy array of the spec's data type, without copying unless torch has its values to negate.
+
+    Raises UsageError if that cannot be.
+    """
+    dtype = numpy_dtype(spec.dtype)
+    if not isinstance(data, np.ndarray):
+        import torch
+
+        found = str(data.dtype).removeprefix("torch.")
+        if data.device.type != "cpu" or data.dim() != 1 or not data.is_contiguous() or found != spec.dtype:
+            raise UsageError(
+                f"array {spec.name!r}: expected 1-D contiguous {spec.dtype} on the CPU, got {tuple(data.shape)} of "
+                f"{found} on {data.device}"
+            )
+        from ...io.tensors import host_values
+
+        flat = host_values(data)
+        return flat.view(torch.uint8).numpy().view(dtype) if flat.numel() else np.empty(0, dtype)
+    if data.ndim != 1 or not data.flags.c_contiguous or data.dtype != dtype:
+        raise UsageError(f"array {spec.name!r}: expected 1-D contiguous {dtype}, got {data.shape} of {data.dtype}")
+    return data
+
+
+def copy_into(view: View, source: Array) -> None:
+    """Copy `source`, of the view's size and data type, into a view of any tier."""
+    if isinstance(view, np.ndarray):
+        view[:] = source
+    else:
+        import torch
+
+        # torch warns of memory that it might write to.
+        writable = source if source.flags.writeable else source.copy()
+        view.view(torch.uint8).copy_(torch.from_numpy(writable.view(np.uint8)))
+
+
+def copy_out(view: View, out: Array) -> None:
+    """Copy a view of any tier into host memory of as many bytes, of any shape; if `out` is contiguous, no other memory is
+    taken."""
+    target = out.view(np.uint8)
+    if isinstance(view, np.ndarray):
+        target[...] = view.view(np.uint8).reshape(target.shape)
+        return
+    import torch
+
+    source = view.detach().view(torch.uint8)
+    if source.device.type == "cpu":
+        target[...] = source.numpy().reshape(target.shape)  # torch's copy would take threads of its own for it
+    else:
+        torch.from_numpy(target).copy_(source.view(target.shape))

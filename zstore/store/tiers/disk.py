@@ -20,7 +20,7 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -34,9 +34,19 @@ from ...format.partition import Grid
 from ...format.shardfile import finish_slots, layout_of
 from ...io.queue import Priority, Ticket, wait_all
 from ...io.shards import IoResources, ShardSummary, make_shard_file
-from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
-from .diskfiles import DiskFile, DiskShard, checked_views, fill_file, read_elements, read_span, write_slots, write_span
-from .packs import Pack, is_packed, run_file_bytes
+from .base import ChunkSpan, LocalShard, Mode, Piece, Tier, View, being_changed, new_version
+from .diskfiles import (
+    DiskFile,
+    DiskShard,
+    checked_views,
+    fill_file,
+    read_elements,
+    read_slots,
+    read_span,
+    write_slots,
+    write_span,
+)
+from .packs import Pack, PackRun, is_packed, run_file_bytes, runs_of
 
 if TYPE_CHECKING:
     import torch
@@ -274,7 +284,7 @@ class DiskTier(Tier):
         return ("", 0) if shard.pack is None else (str(shard.current.path), shard.current.base)
 
     def is_packed(self, name: str) -> bool:
-        """Return whether the shard shares its file with others: `tiers.packed` transfers it."""
+        """Return whether the shard shares its file with others: `load_packed` and `save_packed` transfer it."""
         return self._shards[name].pack is not None
 
     def part(self, name: str, *, write: bool) -> tuple[DiskShard, DiskFile]:
@@ -349,6 +359,59 @@ class DiskTier(Tier):
                 self._res.files.unlink(file.path)
         self._shards.clear()
         self._packs.clear()
+
+
+_Part = tuple[DiskShard, DiskFile, Piece]
+_Move = Callable[[IoResources, Sequence[_Part], Bytes], None]
+
+
+def load_packed(tier: DiskTier, pieces: Sequence[Piece], memory: Bytes, priority: Priority) -> list[Ticket[None]]:
+    """Start to read pieces of small shards into `memory`: those of a kind in one operation."""
+    kinds: dict[str, list[_Part]] = {}
+    for piece in pieces:
+        shard, file = tier.part(piece.name, write=False)
+        if all(file.crcs[chunk] is None for chunk in piece.span.chunks):
+            piece.of(memory)[:] = 0
+        else:
+            kinds.setdefault(piece.kind, []).append((shard, file, piece))
+    return [_submit(tier.resources, kind, _read, parts, memory, priority) for kind, parts in kinds.items()]
+
+
+def save_packed(tier: DiskTier, pieces: Sequence[Piece], memory: Bytes) -> list[Ticket[None]]:
+    """Start taking pieces of small shards back; see `load_packed`."""
+    kinds: dict[str, list[_Part]] = {}
+    for piece in pieces:
+        shard, file = tier.part(piece.name, write=True)
+        kinds.setdefault(piece.kind, []).append((shard, file, piece))
+    return [_submit(tier.resources, kind, _write, parts, memory, Priority.WRITE_BACK) for kind, parts in kinds.items()]
+
+
+def _submit(
+    res: IoResources, kind: str, move: _Move, parts: list[_Part], memory: Bytes, priority: Priority
+) -> Ticket[None]:
+    nbytes = sum(piece.nbytes for _, _, piece in parts)
+    return res.queue.submit(partial(move, res, parts, memory), priority, nbytes, subject=kind)
+
+
+def _runs(parts: Sequence[_Part]) -> list[PackRun]:
+    places = []
+    for shard, file, piece in parts:
+        offset = shard.offset(file, piece.span.first_chunk)
+        places.append(PackRun(path=file.path, offset=offset, first=piece.first, nbytes=piece.nbytes))
+    return runs_of(places)
+
+
+def _read(res: IoResources, parts: Sequence[_Part], memory: Bytes) -> None:
+    for run in _runs(parts):
+        read_slots(res, run.path, run.offset, run.of(memory))
+
+
+def _write(res: IoResources, parts: Sequence[_Part], memory: Bytes) -> None:
+    crcs = [finish_slots(piece.of(memory), shard.layout) for shard, _, piece in parts]
+    for run in _runs(parts):
+        write_slots(res, run.path, run.offset, run.of(memory))
+    for (_, file, piece), found in zip(parts, crcs, strict=True):
+        file.crcs[piece.span.first_chunk : piece.span.first_chunk + piece.span.num_chunks] = found
 
 
 class DiskPin:

@@ -14,12 +14,10 @@ import numpy as np
 from ...errors import UsageError
 from ...format.arrays import Bytes, numpy_dtype
 from ...format.partition import Grid, round_up
-from ...io.allocator import HUGE_PAGE_BYTES
-from ...io.buffers import Budget, make_slab
+from ...io.buffers import HUGE_PAGE_BYTES, Budget, make_slab
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
-from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, new_version
-from .views import copy_out
+from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, copy_out, new_version
 
 if TYPE_CHECKING:
     import torch
