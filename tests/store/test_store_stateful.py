@@ -13,9 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.store.model import ModelStore
 from zstore.errors import StorageError, UsageError
-from zstore.format.arrays import ArraySpec
+from zstore.format.arrays import ArraySpec, numpy_dtype
 from zstore.format.partition import make_grid
 from zstore.io.queue import Priority, Ticket, wait_all
 from zstore.io.shards import ShardReader
@@ -61,7 +60,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.files = FaultyFiles()
         options = StoreOptions(run_path=self.folder, host_budget_bytes=3 << 20, num_threads=2)
         self.store = TensorStore(options, files=self.files)
-        self.model = ModelStore()
+        self.model: dict[str, np.ndarray] = {}
+        self.version = 0
         self.pinned: list[Pinned] = []
         self.behind: list[Ticket[None]] = []
         self.published: list[tuple[Path, LocalShard, np.ndarray]] = []
@@ -70,8 +70,10 @@ class StoreMachine(RuleBasedStateMachine):
                 spec = ArraySpec(name=f"{group}.{i}", shape=shape, dtype=dtype)
                 grid = make_grid(spec.stored_shape, world_size)
                 self.store.create(spec, grid=grid, shard=shard, tier=tier)  # type: ignore[arg-type]
-                self.model.create(spec, grid, shard)
-        assert self.store.names() == self.model.names()
+                numel = grid.shard_valid_numel(shard)
+                assert self.store.valid_numel(spec.name) == numel
+                self.model[spec.name] = np.zeros(numel, numpy_dtype(dtype))
+        assert self.store.names() == list(self.model)
 
     def values(self, name: str, numel: int, seed: int) -> np.ndarray:
         return random_values(self.store.spec(name).dtype, numel, seed)
@@ -90,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.pinned = [p for p in self.pinned if not p.released]
 
     def part(self, name: str, one: float, other: float) -> tuple[int, int]:
-        numel = self.model.numel(name)
+        numel = self.model[name].size
         first, stop = sorted((round(one * numel), round(other * numel)))
         return first, stop
 
@@ -99,9 +101,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(name=names, seed=seeds)
     def write(self, name: str, seed: int) -> None:
         self.make_way([name])
-        values = self.values(name, self.model.numel(name), seed)
+        values = self.values(name, self.model[name].size, seed)
         self.store.write(name, values).wait()
-        self.model.write(name, values)
+        self.model[name][:] = values
 
     @rule(name=names, one=fractions, other=fractions, seed=seeds)
     def write_part(self, name: str, one: float, other: float, seed: int) -> None:
@@ -109,19 +111,19 @@ class StoreMachine(RuleBasedStateMachine):
         first, stop = self.part(name, one, other)
         values = self.values(name, stop - first, seed)
         self.store.write(name, values, first).wait()
-        self.model.write(name, values, first)
+        self.model[name][first:stop] = values
 
     @rule(name=names, seed=seeds)
     def write_several_behind(self, name: str, seed: int) -> None:
         self.make_way([name])
-        numel = self.model.numel(name)
+        numel = self.model[name].size
         values = [self.values(name, numel, seed + i) for i in range(3)]
         tickets = [self.store.write(name, v) for v in values[:2]]
         found = self.store.read(name)
         self.behind.append(self.store.write(name, values[2]))
         assert same_bits(found.wait(), values[1])
         assert all(ticket.done() for ticket in tickets)
-        self.model.write(name, values[2])
+        self.model[name][:] = values[2]
 
     @rule(which=st.lists(groups, min_size=1, max_size=3, unique=True))
     def update(self, which: list[int]) -> None:
@@ -130,37 +132,39 @@ class StoreMachine(RuleBasedStateMachine):
         for tile in self.store.stream([NAMES[g] for g in which]):
             for name, view in zip(NAMES[which[tile.group]], tile.views, strict=True):
                 turned(as_array(view, self.store.spec(name).dtype))
-        self.model.update(changing, lambda *shards: [turned(shard) for shard in shards])
+        for name in changing:
+            turned(self.model[name])
 
     @rule(which=groups, seed=seeds)
     def fill(self, which: int, seed: int) -> None:
         self.make_way(NAMES[which])
-        values = {name: self.values(name, self.model.numel(name), seed) for name in NAMES[which]}
+        values = {name: self.values(name, self.model[name].size, seed) for name in NAMES[which]}
         for tile in self.store.stream([NAMES[which]], "fill"):
             for name, view in zip(NAMES[which], tile.views, strict=True):
                 as_array(view, self.store.spec(name).dtype)[:] = values[name][tile.first : tile.stop]
         for name, array in values.items():
-            self.model.write(name, array)
+            self.model[name][:] = array
 
     @rule(name=names)
     def read(self, name: str) -> None:
-        assert same_bits(self.store.read(name).wait(), self.model.read(name))
+        assert same_bits(self.store.read(name).wait(), self.model[name])
 
     @rule(name=names, one=fractions, other=fractions)
     def read_part(self, name: str, one: float, other: float) -> None:
         first, stop = self.part(name, one, other)
-        assert same_bits(self.store.read(name, first, stop).wait(), self.model.read(name, first, stop))
+        assert same_bits(self.store.read(name, first, stop).wait(), self.model[name][first:stop])
 
     @rule(which=groups)
     def read_in_a_pass(self, which: int) -> None:
         for tile in self.store.stream([NAMES[which]], "read"):
             for name, view in zip(NAMES[which], tile.views, strict=True):
                 found = as_array(view, self.store.spec(name).dtype)
-                assert same_bits(found, self.model.read(name, tile.first, tile.stop))
+                assert same_bits(found, self.model[name][tile.first : tile.stop])
 
     @rule()
     def commit(self) -> None:
-        assert self.store.commit() == self.model.commit()
+        self.version += 1
+        assert self.store.commit() == self.version
 
     # -- snapshots -----------------------------------------------------------------------------------------------
 
@@ -168,7 +172,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(some=st.one_of(st.none(), st.lists(names, min_size=1, unique=True)))
     def snapshot(self, some: list[str] | None) -> None:
         snapshot = self.store.snapshot(some)
-        expected = {name: values for name, values in self.model.snapshot().items() if name in snapshot.pins}
+        expected = {name: values.copy() for name, values in self.model.items() if name in snapshot.pins}
         assert list(expected) == (self.store.names() if some is None else sorted(some, key=self.store.names().index))
         self.pinned.append(Pinned(snapshot, expected))
 
@@ -215,20 +219,20 @@ class StoreMachine(RuleBasedStateMachine):
             pinned.superseded.update(NAMES[which])
         for name in NAMES[which]:
             if failure is None:
-                self.model.update([name], lambda shard: shard.fill(0))
+                self.model[name].fill(0)
                 continue
             assert failure.errno == errno.EIO
             ticket = self.store.read(name)
             lost = ticket.error()
             if lost is None:
-                assert same_bits(ticket.wait(), self.model.read(name))
+                assert same_bits(ticket.wait(), self.model[name])
                 continue
             assert isinstance(lost, UsageError)
             assert "failed half way" in str(lost)
             assert name not in held
-            values = self.values(name, self.model.numel(name), seed)
+            values = self.values(name, self.model[name].size, seed)
             self.store.write(name, values).wait()
-            self.model.write(name, values)
+            self.model[name][:] = values
 
     # -- what must hold ------------------------------------------------------------------------------------------
 
@@ -243,8 +247,8 @@ class StoreMachine(RuleBasedStateMachine):
                     self.published.append((path, pin.local, pinned.expected[name]))
             for pinned in list(self.pinned):
                 self.release_one(pinned)
-            for name in self.model.names():
-                assert same_bits(self.store.read(name).wait(), self.model.read(name))
+            for name, values in self.model.items():
+                assert same_bits(self.store.read(name).wait(), values)
             # What was published holds what was pinned, whatever was done to the shard since.
             for path, local, expected in self.published:
                 reader = ShardReader(self.store.resources, path, local.spec, local.grid, local.shard)

@@ -143,8 +143,6 @@ class TestDiskTier(TierContract):
         pin.release()
         bench.expect_all_buffers_back()
 
-    # -- a full disk and other faults ---------------------------------------------------------------------------
-
     # -- damage -------------------------------------------------------------------------------------------------
 
     def flip(self, bench: TierBench, local: LocalShard, chunk: int = 1) -> None:
