@@ -150,7 +150,7 @@ class DiskPieces:
             self._transfers.begin(target, source, after=after).wait()
 
     def free(self, place: str) -> None:
-        self._free[self._store.valid_numel(place)].append(place)
+        self._free[self._store.local(place).valid_numel].append(place)
 
 
 ActivationTier = HostPieces | DiskPieces

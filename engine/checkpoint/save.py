@@ -273,7 +273,7 @@ class Checkpoints:
                 told=tell,
             )
         except BaseException:
-            Snapshot(0, pins).release()
+            Snapshot(pins).release()
             raise
 
     def _reserved(self, options: SaveOptions, folder: Path) -> int:

@@ -34,7 +34,7 @@ def create(
     """Register an array, and return random values for this rank's shard, which the store does not hold yet."""
     spec = ArraySpec(name=name, shape=shape, dtype=dtype)
     store.create(spec, grid=make_grid(spec.stored_shape, world_size), shard=shard, tier=cast("TierName", tier))
-    return random_values(dtype, store.valid_numel(name), seed=len(store.names()))
+    return random_values(dtype, store.local(name).valid_numel, seed=len(store.names()))
 
 
 def flip(tiles: Iterable[Tile]) -> None:

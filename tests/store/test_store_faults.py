@@ -131,7 +131,7 @@ def test_what_cannot_be_written(store: TensorStore, data: Any) -> None:
 
 def test_places_outside_the_shard_and_wrong_targets_are_refused(store: TensorStore) -> None:
     create(store, "disk", (10,), world_size=2, shard=0)
-    numel = store.valid_numel("model/w")
+    numel = store.local("model/w").valid_numel
     for first, size in ((-1, 2), (numel, 1), (0, numel + 1)):
         with pytest.raises(UsageError, match=f"are not in a shard of {numel}"):
             store.write("model/w", np.zeros(size, np.float32), first)
@@ -152,7 +152,7 @@ def test_an_unknown_name_is_refused_by_every_call(store: TensorStore) -> None:
         lambda: store.stream([["model/x"]]),
         lambda: store.spec("model/x"),
         lambda: store.tier_of("model/x"),
-        lambda: store.valid_numel("model/x"),
+        lambda: store.local("model/x").valid_numel,
         lambda: store.snapshot(["model/x"]),
     ):
         with pytest.raises(UsageError, match="no array 'model/x'"):

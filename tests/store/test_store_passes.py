@@ -142,7 +142,7 @@ def test_memory_is_changed_in_place(store: TensorStore, tier: str) -> None:
     version = store.version("model/w")
     with store.changing(["model/w"]):
         memory = store.memory("model/w")
-        assert len(memory) == store.valid_numel("model/w")
+        assert len(memory) == store.local("model/w").valid_numel
         with pytest.raises(UsageError, match="being changed"):
             store.snapshot()
         as_array(memory, "float32")[:] = values

@@ -38,7 +38,6 @@ from ..io.files import Files, UserPath, user_location, user_path
 from ..io.pool import Workers, run_in_thread
 from ..io.queue import Ticket, wait_all
 from ..store import Snapshot, StoreOptions, StoreStatistics, TensorStore
-from ..store.order import ArrayOrder
 from ..store.store import TierName
 from .arrays import (
     ArraysByName,
@@ -57,8 +56,6 @@ from .stream import Mode, Unreported, Values
 
 T = TypeVar("T")
 
-_NUM_OPERATIONS = 4
-"""Operations on arrays under way at a time."""
 _CLOSED = "the store is closed: what was put is gone, but for what `checkpoint` kept"
 
 
@@ -113,7 +110,6 @@ class Store(Closing):
         self._arrays = ArraysByName()
         self._lock = threading.RLock()
         """Guards the table of arrays: held shortly, so that no coroutine waits for it."""
-        self._order = ArrayOrder(_NUM_OPERATIONS)
         self._workers = Workers(2, "zstore-passes")
         self._loads, self._saves = Unreported(), Unreported()
         self._run = uuid.uuid4().hex
@@ -121,7 +117,7 @@ class Store(Closing):
         """Shard files of earlier checkpoints, by array."""
         self._closed = ""
         """Why it cannot be used any more."""
-        self._end = closing_with(self, _close, self._order, self._workers, self._shards)
+        self._end = closing_with(self, _close, self._workers, self._shards)
         tell_of_fork(self)
 
     def _forked(self) -> None:
@@ -171,7 +167,7 @@ class Store(Closing):
                         self._set(name, former if self._has(former) else None)
                 raise
 
-        return self._order.submit(name, run, changes=True)
+        return self._shards.order.submit(name, run, changes=True)
 
     def _set(self, name: str, array: StoreArray | None) -> None:
         if array is not None:
@@ -218,7 +214,7 @@ class Store(Closing):
                 raise UsageError(f"array {array.spec.name!r} is not what was put last, for that failed: put it again")
             return operation()
 
-        return self._order.submit(array.spec.name, run, changes=changes)
+        return self._shards.order.submit(array.spec.name, run, changes=changes)
 
     def get(self, name: str, *, rows: slice | None = None, out: Value | None = None) -> Ticket[Any]:
         """Read an array, or `rows` of its first extent (a slice without a step), in the kind of value that was put.
@@ -304,7 +300,7 @@ class Store(Closing):
         """Return an array's tier once operations under way for it are done: "disk", "host" or "device"."""
         with self._lock:
             self._array(name)
-            return self._order.submit(name, partial(self._shards.tier_of, name), changes=False)
+            return self._shards.order.submit(name, partial(self._shards.tier_of, name), changes=False)
 
     def __contains__(self, name: object) -> bool:
         with self._lock:
@@ -338,13 +334,13 @@ class Store(Closing):
         """Wait for all changes so far; the ticket raises, once, the error of one that failed, unless a later one succeeded."""
         with self._lock:
             self._check_open()
-            return self._workers.submit(partial(self._flush, self._order.names(), self._loads.all()))
+            return self._workers.submit(partial(self._flush, self._shards.order.names(), self._loads.all()))
 
     def _flush(self, names: Sequence[str], loads: Sequence[Ticket[Any]]) -> None:
-        self._order.wait(names)
+        self._shards.order.wait(names)
         for load in loads:
             load.wait()
-        self._order.raise_failed(names)
+        self._shards.order.raise_failed(names)
 
     def checkpoint(
         self,
@@ -385,13 +381,9 @@ class Store(Closing):
         with self._lock:
             self._check_open()
             specs = {name: self._array(name).spec for name in (self._arrays if names is None else names)}
-            pinning = self._order.submit_on([*specs], partial(self._pin, [*specs]))
+            pinning = self._shards.order.submit_on([*specs], partial(self._shards.snapshot, [*specs]))
             save = partial(self._save, pinning, partial(request, specs=specs))
             return self._saves.add(run_in_thread(save, "zstore-checkpoint"))
-
-    def _pin(self, names: Sequence[str]) -> Snapshot:
-        self._order.raise_failed(names)
-        return self._shards.snapshot(names)
 
     def _save(self, pinning: Ticket[Snapshot], request: Callable[..., SaveRequest]) -> SaveSummary:
         """Save the snapshot that was asked for; release it in any case."""
@@ -467,7 +459,7 @@ class Store(Closing):
             last_to_first.callback(self._end)
             for save in self._saves.all():
                 last_to_first.callback(save.wait)
-            last_to_first.callback(self._flush, self._order.names(), self._loads.all())
+            last_to_first.callback(self._flush, self._shards.order.names(), self._loads.all())
             last_to_first.callback(setattr, self, "_closed", _CLOSED)
 
     async def __aenter__(self) -> Self:
@@ -488,7 +480,7 @@ def _unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> No
     return operation()
 
 
-def _close(order: ArrayOrder, workers: Workers, shards: TensorStore) -> None:
+def _close(workers: Workers, shards: TensorStore) -> None:
     workers.close()
-    order.close()
+    shards.order.close()  # first: what waits for a pin is carried out once that is released
     shards.close()

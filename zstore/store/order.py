@@ -13,12 +13,17 @@ from ..io.queue import Ticket
 
 T = TypeVar("T")
 
+_NUM_OPERATIONS = 4
+"""Operations on arrays under way at a time."""
+
 
 class ArrayOrder:
     """Carries out operations on arrays, by threads of its own: those on one array one after the other, as they came."""
 
-    def __init__(self, num_threads: int = 2) -> None:
-        self._workers = Workers(num_threads, "zstore-store")
+    def __init__(self) -> None:
+        self._workers = Workers(_NUM_OPERATIONS, "zstore-store")
+        self._here = threading.local()
+        """`names`: of the arrays of the operation that this thread carries out, and that waits for no other of theirs."""
         self._pending: dict[str, tuple[int, Ticket[Any]]] = {}
         """The last operation on each array that has not ended, and its number: a ticket keeps its result."""
         self._numbers = itertools.count()
@@ -53,7 +58,11 @@ class ArrayOrder:
                 for ticket in before:
                     ticket.error()
                 before.clear()
-                return operation()
+                self._here.names = names
+                try:
+                    return operation()
+                finally:
+                    self._here.names = ()
 
             number, ticket = next(self._numbers), self._workers.submit(run)
             self._pending.update(dict.fromkeys(names, (number, ticket)))
@@ -73,9 +82,12 @@ class ArrayOrder:
             return list({*self._pending, *self._failed})
 
     def wait(self, names: Iterable[str]) -> None:
-        """Wait for all operations on `names`; errors stay with their tickets."""
+        """Wait for all operations on `names`, but for those on the arrays of the operation that this thread carries out; errors
+        stay with their tickets."""
+        own = getattr(self._here, "names", ())
         with self._lock:
-            pending = [each for name in names if (each := self._pending.pop(name, None)) is not None]
+            others = [name for name in names if name not in own]
+            pending = [each for name in others if (each := self._pending.pop(name, None)) is not None]
         for _, ticket in pending:
             ticket.error()
 

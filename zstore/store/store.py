@@ -72,12 +72,13 @@ class TensorStore(Closing):
         """Grows whenever an array is created, renamed, moved or removed: memory that `memory` gave may be another's then."""
         self._planned: dict[Any, Sequence[Batch]] = {}
         """Plans of former passes over whole arrays; cleared when arrays are created, removed or moved."""
-        self._order = ArrayOrder()
+        self.order = ArrayOrder()
+        """Of operations on arrays, for callers that queue their own, too."""
         self._pools, self._counters = [pool], StreamCounters()
         self.links, self.rooms = LinkCounters(), Rooms(self._make_buffers)
         """For callers that move the store's contents over a link of their own, as to a device; `rooms` has memory like that of
         transfer buffers, which is not counted against the budget."""
-        self._version, self._closed = 0, ""
+        self._closed = ""
         tell_of_fork(self)
 
     def _drives(self) -> Drives:
@@ -157,8 +158,8 @@ class TensorStore(Closing):
         """Return the tier of an array once nothing is under way for it, for a call that moves or changes it."""
         self.local(name)
         self._rearrange()
-        self._order.wait([name])
-        self._order.forget(name)
+        self.order.wait([name])
+        self.order.forget(name)
         return self._tiers[name]
 
     def _rearrange(self) -> None:
@@ -196,10 +197,6 @@ class TensorStore(Closing):
         """Return name, shape and data type of the array."""
         return self.local(name).spec
 
-    def valid_numel(self, name: str) -> int:
-        """Return the elements of this rank's shard, padding left out."""
-        return self.local(name).valid_numel
-
     def tier_of(self, name: str) -> TierName:
         """Return the shard's tier: device, host or disk."""
         self.local(name)
@@ -213,8 +210,7 @@ class TensorStore(Closing):
 
     def shares_file(self, name: str) -> bool:
         """Return whether the shard is on disk and small, so that it shares a file with others."""
-        tier = self._tiers[name]
-        return isinstance(tier, DiskTier) and tier.is_packed(name)
+        return self._tiers[name].is_packed(name)
 
     def _disk_of(self, name: str) -> DiskTier | None:
         """Return the disk tier, if the shard has a file of its own there."""
@@ -244,7 +240,7 @@ class TensorStore(Closing):
     def write(self, name: str, data: Array | torch.Tensor, first: int = 0) -> Ticket[None]:
         """Replace local flat elements `[first, first + len(data))` by `data`: 1-D, contiguous, in host memory, of the array's
         data type, and not to be touched by the caller until it is done."""
-        return self._order.submit(name, self.writing(name, data, first), changes=True)
+        return self.order.submit(name, self.writing(name, data, first), changes=True)
 
     def writing(self, name: str, data: Array | torch.Tensor, first: int) -> Callable[[], None]:
         """Return the operation that `write` queues, for a caller that orders an array's operations itself."""
@@ -265,12 +261,12 @@ class TensorStore(Closing):
     def read(self, name: str, first: int = 0, stop: int | None = None, out: Array | None = None) -> Ticket[Array]:
         """Read local flat elements `[first, stop)`, all by default, into `out`, which the ticket gives: 1-D, contiguous, of the
         array's data type, and the caller's; None: a new array."""
-        return self._order.submit(name, self.reading(name, first, stop, out), changes=False)
+        return self.order.submit(name, self.reading(name, first, stop, out), changes=False)
 
     def reading(self, name: str, first: int, stop: int | None, out: Array | None) -> Callable[[], Array]:
         """Return the operation that `read` queues; see `writing`."""
         self._check_open()
-        last = self.valid_numel(name) if stop is None else stop
+        last = self.local(name).valid_numel if stop is None else stop
         local = self._require_in_shard(name, first, last)
         dtype, numel = numpy_dtype(local.spec.dtype), local.grid.chunk_numel
         target = make_slab((last - first) * dtype.itemsize, zeroed=False).view(dtype) if out is None else out
@@ -342,13 +338,13 @@ class TensorStore(Closing):
         self._check_open()
         chosen = {name: Mode(other) for name, other in (modes or {}).items()}
         what = Pass(groups=groups, mode=Mode(mode), pool=self.resources.pool, modes=chosen)
-        self._order.wait(what.names)
+        self.order.wait(what.names)
         return what
 
     def memory(self, name: str) -> Any:
         """Return the memory of a shard on the host or the device tier, 1-D, without padding, until it is moved or removed.
         Whoever writes to it does so within `changing`, or ensures that nobody else has it."""
-        return self._memory_tier(name).view(name, 0, self.valid_numel(name))
+        return self._memory_tier(name).view(name, 0, self.local(name).valid_numel)
 
     def _memory_tier(self, name: str) -> MemoryTier:
         tier = self._tiers[self.local(name).spec.name]
@@ -361,7 +357,7 @@ class TensorStore(Closing):
         """Let the caller alone change the `memory` of shards for the length of a `with` block, in as many threads as it likes.
         What is pinned is copied first, or waited for. After a failure, elements that were set stay so."""
         self._check_open()
-        self._order.wait(names)
+        self.order.wait(names)
         with contextlib.ExitStack() as last_to_first:
             for tier in dict.fromkeys(map(self._memory_tier, names)):
                 last_to_first.enter_context(tier.changing([name for name in names if self._tiers[name] is tier]))
@@ -399,17 +395,13 @@ class TensorStore(Closing):
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
-    def commit(self) -> int:
-        """Wait for everything under way, call the state a version, and return its number. Raises, once, the error of a write
-        that failed and that no later write of its array made good."""
-        self._complete(list(self._shards))
-        self._version += 1
-        return self._version
-
-    def _complete(self, names: Sequence[str]) -> None:
+    def commit(self, names: Sequence[str] | None = None) -> None:
+        """Wait for everything under way for `names`, all arrays by default. Raises, once, the error of a write that failed and
+        that no later write of its array made good."""
         self._check_open()
-        self._order.wait(names)
-        self._order.raise_failed(names)
+        chosen = list(self._shards) if names is None else names
+        self.order.wait(chosen)
+        self.order.raise_failed(chosen)
 
     def require_room(self, names: Sequence[str], *, num_stores: int = 1) -> int:
         """Return the bytes that the next change of `names` needs on the first drive after a snapshot of them.
@@ -425,8 +417,8 @@ class TensorStore(Closing):
     def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
         """Pin the present version of `names` (all arrays by default) without moving a byte; raises as `commit` does."""
         chosen = list(self._shards) if names is None else list(names)
-        self._complete(chosen)
-        snapshot = Snapshot(self._version, {})
+        self.commit(chosen)
+        snapshot = Snapshot({})
         try:
             for name in chosen:
                 self.local(name)
@@ -472,7 +464,7 @@ class TensorStore(Closing):
             return
         for waiting in (self._host, self._pinned, self._device):
             waiting.stop_waiting()
-        self._order.wait(list(self._shards))
+        self.order.wait(list(self._shards))
         self._closed = "the store is closed"
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._folders.close)
@@ -482,4 +474,4 @@ class TensorStore(Closing):
                 if tier is not None:
                     last_to_first.callback(tier.close)
             last_to_first.callback(self.resources.queue.close)
-            last_to_first.callback(self._order.close)
+            last_to_first.callback(self.order.close)

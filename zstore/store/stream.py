@@ -143,7 +143,7 @@ class _Loaded:
                 tier, mode = self._tiers[piece.name], self._pass.mode_of(piece.name)
                 if isinstance(tier, DiskTier):
                     self._on_disk[piece.name] = tier.views(piece.name, piece.span, piece.of(self._memory), mode)
-                if not _is_packed(tier, piece.name):
+                if not tier.is_packed(piece.name):
                     ticket = tier.load(piece.name, piece.span, piece.of(self._memory), mode, self._pass.priority)
                     self.loads += [] if ticket is None else [ticket]
             for tier, packed in self._packed(moved):
@@ -181,7 +181,7 @@ class _Loaded:
         changed = [piece for piece in self._pieces if self._pass.mode_of(piece.name) is not Mode.READ]
         for piece in changed:
             tier = self._tiers[piece.name]
-            if not _is_packed(tier, piece.name):
+            if not tier.is_packed(piece.name):
                 ticket = tier.save(piece.name, piece.span, piece.of(self._memory))
                 saves += [] if ticket is None else [ticket]
         for tier, packed in self._packed(changed):
@@ -201,10 +201,6 @@ def _tile_in_memory(plan: SpanPlan, tiers: Mapping[str, MemoryTier], shards: Map
     """Return a span of a group as one tile; `tiers` has its arrays, which are all in memory, in order."""
     first, stop = shards[next(iter(tiers))].span_range(plan.span)
     return Tile(plan.group, first, stop, tuple(tier.view(name, first, stop) for name, tier in tiers.items()))
-
-
-def _is_packed(tier: Tier, name: str) -> bool:
-    return isinstance(tier, DiskTier) and tier.is_packed(name)
 
 
 class Stream:

@@ -183,8 +183,7 @@ class PinnedShard(Protocol):
 class Snapshot(Closing):
     """A pinned version: the shards' contents when it was taken, whatever happens to them since."""
 
-    def __init__(self, version: int, pins: dict[str, PinnedShard]) -> None:
-        self.version = version
+    def __init__(self, pins: dict[str, PinnedShard]) -> None:
         self.pins = pins
 
     def release(self) -> None:
@@ -225,6 +224,10 @@ class Tier(ABC):
     @abstractmethod
     def version(self, name: str) -> int:
         """Return a number unique to the shard's contents: while it is the same, no pass changed the shard."""
+
+    def is_packed(self, name: str) -> bool:
+        """Tell whether the shard shares its file with others."""
+        return False
 
     def place(self, name: str) -> tuple[str, int]:
         """Return a key that sorts shards that share a file by their place in it; all others are alike."""

@@ -284,7 +284,7 @@ class DiskTier(Tier):
         return ("", 0) if shard.pack is None else (str(shard.current.path), shard.current.base)
 
     def is_packed(self, name: str) -> bool:
-        """Return whether the shard shares its file with others: `load_packed` and `save_packed` transfer it."""
+        """Then `load_packed` and `save_packed` transfer it."""
         return self._shards[name].pack is not None
 
     def part(self, name: str, *, write: bool) -> tuple[DiskShard, DiskFile]:
