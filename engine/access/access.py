@@ -85,7 +85,7 @@ class Access:
         self.state, self.gradients, self.scaler = training.state, training.gradients, training.scaler
         self.units = units
         """None if parameters are not sharded."""
-        self._pending = training.pending
+        self._update = training.update
         self._before_changes = before_changes
         self._under_way: list[str] = []
         self.away = training.away
@@ -151,13 +151,13 @@ class Access:
                 raise UsageError(
                     f"{call}: states were moved away by offload_states(): call engine.reload_states() first"
                 )
-            if self._pending.is_in_backward:
+            if self._update.is_in_backward:
                 raise UsageError(
                     f'{call} between backward() and step(): with "step_overlap": "backward" the '
                     "state is being changed then; call step() first"
                 )
-            self._pending.complete()
-            self._pending.require_whole()
+            self._update.wait()
+            self._update.require_whole()
             if not self.open_blocks:
                 self.parameters.check_values()
             if changes and self._under_way:
@@ -347,8 +347,8 @@ class Access:
         """Change the state in the block, on every rank or with an error on every rank, and then it is torn (all ranks)."""
         if self.units is not None:
             self.units.values_change()
-        note = "The state was changed in part: load a checkpoint before going on."
-        with self._pending.changing(), self.world.agreeing(note):
+        note = "The state was changed in part: load a checkpoint before continuing."
+        with self._update.changing(), self.world.agreeing(note):
             yield
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class ParameterGuard:
     def __init__(self, roots: dict[str, nn.Module | None], training: Training, units: ShardedUnits | None) -> None:
         model, records = training.model, training.state.records
         self._roots = roots
-        self._pending, self._state, self._units = training.pending, training.state, units
+        self._update, self._state, self._units = training.update, training.state, units
         self._model = model
         self._records = {record.parameter: record for record in records}
         trains = any(record.group is not None for record in records)  # else nothing would be missed
@@ -87,7 +87,7 @@ class ParameterGuard:
         self._entries: list[Any] = []
         self._note_structure()
         # Updates in the backward are under way when a step begins.
-        self._turns = cycle(self._apart(records) if training.pending.in_backward is None else ())
+        self._turns = cycle(() if training.update.runs_in_backward else self._apart(records))
         self._sample: tuple[ParameterRecord, torch.Tensor] | None = None
         """The first values of a parameter, noted by a step."""
         self._shadows = [_Shadow(module, self._check_conversion) for module in model.modules()]
@@ -154,13 +154,13 @@ class ParameterGuard:
             written = [record for record, parameter in self._counting if parameter._version != record.version]
         if not written:
             return
-        if self._pending.is_in_backward:
+        if self._update.is_in_backward:
             raise UsageError(
                 'parameters changed in place between backward() and step(), but with "step_overlap": "backward" '
                 "they are being updated then: change them after step()"
             )
-        whole = self._pending.wait() is None  # else the state is torn, and its next use raises
-        self._take_over(written if whole else ())
+        self._update.drain()
+        self._take_over(() if self._update.torn else written)  # else its next use raises
         for record in written:
             record.note_version()
         sharded = [record for record in written if record.residency is not Residency.RESIDENT]

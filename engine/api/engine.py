@@ -269,7 +269,7 @@ class Engine(nn.Module):
         if math.isnan(max_norm) or max_norm < 0:
             raise UsageError(f"clip_grad_norm_: expected a norm of at least 0, got {max_norm}")
         clip_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
-        if clip_norm and training.pending.in_backward is not None:
+        if clip_norm and training.update.runs_in_backward:
             raise UsageError(
                 f'clip_grad_norm_({max_norm}): with "step_overlap": "backward" parameters are updated before the norm is '
                 'known: write "gradient_clipping" into the config'

@@ -72,7 +72,7 @@ class LossBackward:
 
     def require_no_block(self, call: str) -> None:
         """Raise UsageError within a block of `zstore.gather` if a backward begun now updates."""
-        if self._training.pending.in_backward is not None and self._training.accumulation.is_boundary:
+        if self._training.update.runs_in_backward and self._training.accumulation.is_boundary:
             self._access.require_no_block(f'{call}, which with "step_overlap": "backward" updates,')
 
     # -- backward ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 [Note: loading]
 The checkpoint is compared with the model first, on every rank before any changes anything; then each rank streams the
 elements that it owns from the files into its arrays, casts masters into its parameters, and all ranks share the rows of
-resident parameters. If that fails half way the state is a mixture (`PendingUpdate.torn`): the error says so, and it is
+resident parameters. If that fails partway the state is inconsistent (`Update.torn`): the error says so, and it is
 neither trained nor saved until a load replaces it.
 
 [Note: loading by links]
@@ -89,18 +89,18 @@ class Restore:
         return reader.location, state
 
     def _plan(self, reader: ArraySource, options: LoadOptions) -> LoadPlan:
-        """Return the plan of the load. Raises as `plan_load` does, and UsageError if a mixture would stay one."""
+        """Return the plan of the load. Raises as `plan_load` does, and UsageError if inconsistent state would stay so."""
         training = self._training
         plan = plan_load(training.model, training.state, reader, options)
-        if training.pending.is_in_backward and not plan.is_whole:
+        if training.update.is_in_backward and not plan.is_whole:
             raise UsageError(
                 'a load of a part of a checkpoint between backward() and step(): with "step_overlap": "backward" '
                 "the state is being changed then; call step() first, or load a whole one, without options"
             )
-        if training.pending.torn and not plan.is_whole:
+        if training.update.torn and not plan.is_whole:
             raise UsageError(
-                "a step or a load stopped half way, so that the state is a mixture of two: load a whole checkpoint, without "
-                "options"
+                "a previous step or load failed partway, so the state is inconsistent; load a whole checkpoint, without "
+                "options, before continuing"
             )
         if training.stepper is not None and training.stepper.needs_saved and options.optimizer:
             check_saved_state(training.stepper, reader)
@@ -119,7 +119,7 @@ class Restore:
     def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
         """Replace the state by the checkpoint's, on every rank or with an error on every rank; return the client's."""
         training = self._training
-        training.pending.forget()
+        training.update.forget()
         if plan.left_out and training.world.rank == 0:
             _log.warning("%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in plan.left_out))
         if reader.notes and training.world.rank == 0:
@@ -127,8 +127,8 @@ class Restore:
         if training.world.rank == 0 and (kept := converted_moments(training.state, reader, plan)):
             _log.info("moments are converted: %s", kept)
         state: dict[str, Any] = {}
-        note = "The engine now holds a mixture of two states: load another checkpoint before going on."
-        with training.pending.changing():
+        note = "The engine's state is inconsistent now: load another checkpoint before continuing."
+        with training.update.changing():
             if training.hooks is not None:
                 training.hooks.units.values_change()
             with training.world.agreeing(note):

@@ -110,7 +110,7 @@ class Checkpoints:
         world = self._training.world
         with world.agreeing():
             folder, upload = self._destination(options.folder)
-            self._training.pending.require_whole()
+            self._training.update.require_whole()
             mine = self._tag(options.tag)
             require_last_step(self._training)
             small = self.collect_small(options.state, kept, options.metrics)
@@ -246,7 +246,7 @@ class Checkpoints:
         try:
             state.transfers.synchronize()  # the save reads memory of the device from threads of its own
             for one in records:
-                pins |= training.pending.updater.pin(one, state.arrays_of(one))
+                pins |= training.update.tickets.pin(one, state.arrays_of(one))
             return SaveRequest(
                 resources=store.resources,
                 folder=folder,
@@ -328,9 +328,9 @@ class Checkpoints:
         if self._training.config.frozen:
             options = replace(options, load_module_only=True)
         # If the update failed on any rank the state is torn on all.
-        settle(self._training.pending.complete, "the update that was under way failed: ")
+        settle(self._training.update.wait, "the update that was under way failed: ")
         # A save that failed with the update it waited for does not keep the load from repairing it.
-        if self._training.pending.torn:
+        if self._training.update.torn:
             settle(self.wait, "the save under way failed: ")
         else:
             self.wait()
@@ -383,7 +383,7 @@ def _give_up(handle: SaveHandle) -> None:
 
 def require_last_step(training: Training) -> None:
     """Raise UsageError when a save, which leaves out a step that has begun, would not have the state of the last one."""
-    if training.pending.is_in_backward:
+    if training.update.is_in_backward:
         raise UsageError(
             'save_checkpoint between backward and step(): with "step_overlap": "backward" the state is being '
             'changed then; call step() first, or set "step_overlap" to "forward" or "none"'

@@ -1,54 +1,91 @@
-"""The update under way, wherever it runs, and whether the state is whole.
+"""The updates of a run: when each begins, who waits for it, and whether the state is whole.
+
+[Note: step modes]
+none      `step()` takes the norm and updates everything before it returns.
+backward  An update begins with the last backward of a step and changes each parameter once its gradient is final;
+          `step()` waits for the others. Nothing can be undone: so it is for runs without clipping and loss scaling,
+          and a gradient that is not finite leaves a state that must be loaded again.
+forward   `step()` takes the norm and fixes the step's settings: skipped or not, learning rates, step counts. Resident
+          parameters, which a plain read reaches, are updated in it; all others behind it, in order, while the loop
+          goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for the
+          remaining ones, and so does every call that reads the state. A save takes each array as its update is done.
+All give the same bits, by the same `Changes`; they differ in when these begin. An error is raised, with the number of its
+step, in every call that waits for the update, and the state is torn from then on. Possible failures and their consequences
+are in docs/design/0005-step.md.
 
 [Note: which state is whole]
-What stops half way leaves the state torn: a mixture of two, which is neither trained nor saved until a load replaces it.
+An update or a load that fails partway leaves the state torn: inconsistent, and neither trained nor saved until a load
+replaces it.
 
 | that fails | the state |
 |---|---|
 | a block of `changing`: an update in `step()`, a write of a caller, a load | torn |
-| an update behind `step()` | torn, as soon as somebody waits for it |
+| an update behind `step()` | torn, on the other ranks as soon as they agree on its end |
 | `step()` before its update, or a backward | that of the step before |
 | the same with an update in the backward under way | torn: if it changed anything on any rank, and in `step()` always |
 
 [Note: who waits for an update]
-`PendingUpdate` knows of all ranks, and of updates in the backward; `Updater` is this rank's thread.
 
 | call | waits for | an error of the update is |
 |---|---|---|
-| `PendingUpdate.complete` | an update behind `step()`, on all ranks; none in a backward | raised on every rank |
-| `PendingUpdate.wait`, then `agree` | the same: on this rank, then with the others | returned, then raised on every rank |
-| `PendingUpdate.forget` | the end of any update; one in a backward is abandoned | forgotten: the state is replaced |
-| `Updater.wait_for` | the updates of some parameters that are read next | raised |
-| `Updater.join`, `join_or_raise`, `reset` | the end of any update | returned, raised, forgotten |
+| `wait` | an update behind `step()`, on all ranks; none in a backward | raised on every rank |
+| `drain`, then `agree` | the same: on this rank, then with the others | raised by `agree` on every rank |
+| `Tickets.wait_for` | the updates of some parameters that are read next | raised |
+| `forget` | the end of any update; one in a backward is abandoned | forgotten: the state is replaced |
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from functools import partial
 
+import torch
 from torch import nn
 
 from zstore.errors import UsageError
+from zstore.io import Ticket, Workers
 from zstore.ranks.world import World
 
+from ..params.record import ParameterRecord, Residency
+from ..runtime.device import StreamContext
+from ..runtime.signals import interrupts_wait
 from ..zero.fetch import Fetcher
 from ..zero.gradients import Gradients
 from ..zero.unit_gradients import UnitGradients
-from .in_backward import UpdateInBackward
 from .state import OptimizerState
-from .update import Update
-from .updater import StepMode, Updater
+from .stepper import Stepper
+from .tickets import TORN, ReadGuard, Tickets, TicketState
+from .update import Changes, Rows, StepSettings, in_order
 
 _log = logging.getLogger("zstore")
 
+LEAST_WAITING_BYTES = 32 * 1024 * 1024
+"""Bytes of gradients that may wait for their update in the backward whatever the size of a unit."""
+_UNITS_WAITING = 2
+"""Units of the largest size whose gradients may wait, if these are more bytes."""
 
-class PendingUpdate:
-    """The update under way, if any, and whether the state is whole. See [Note: which state is whole].
+
+class StepMode(Enum):
+    """When the update runs. See [Note: step modes]."""
+
+    NONE = "none"
+    """In `step()`."""
+    BACKWARD = "backward"
+    """In the backward, as gradients arrive."""
+    FORWARD = "forward"
+    """Behind `step()`, before the next forward needs it."""
+
+
+class Update:
+    """A run's updates, of which at most one is under way on a thread, with a ticket for each of its records.
 
     Updates run in the backward if the step mode says so and gradients are final there; `fetcher` brings the values that
-    gradients are made of, once their update is done."""
+    gradients are made of, once their update is done. Safe to use from several threads.
+    """
 
     def __init__(
         self,
@@ -58,91 +95,256 @@ class PendingUpdate:
         world: World,
         mode: StepMode,
         fetcher: Fetcher | None,
+        stepper: Stepper | None,
     ) -> None:
-        self.world = world
-        self.updater = Updater(state.store, state.transfers)
-        self.in_backward: UpdateInBackward | None = None
+        self.state, self.world, self.mode, self.stepper = state, world, mode, stepper
+        self.under_way = False
+        """Whether an update was started whose end the ranks have not agreed on; they do in the next backward, or in step mode
+        `backward` in `step()`."""
+        self.tickets = Tickets(state)
+        self._partial = False
+        """Whether a block of `changing`, or an abandoned update, has left a part of the state changed."""
+        self._fetcher = fetcher
+        self._workers: Workers | None = None
+        self._running: Ticket[None] | None = None
+        self._settings = StepSettings(step=0, factor=1.0, groups=())
+        """Those of the update in the backward."""
+        self._guard: ReadGuard | None = None
         if fetcher is not None:
-            fetcher.ready = self.updater.wait_for
-        # Gradients that are reduced once a step (stages 0 and 1 with more ranks) are final at its end alone.
+            fetcher.ready = self.tickets.wait_for
         if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
-            self.in_backward = UpdateInBackward(model, state, gradients, self.updater, fetcher)
-        self.torn = False
-        """Whether the state is a mixture."""
-        self._behind = False
-        """Whether an update was started behind `step()` whose end the ranks have not agreed on yet."""
+            self._gradients = gradients
+            self._guard = ReadGuard(model, state.scalars, self.tickets.of)
+        elif mode is StepMode.BACKWARD:
+            # Gradients that are reduced once a step (stages 0 and 1 with more ranks) are final at its end alone.
+            self.mode = StepMode.NONE
+
+    @property
+    def runs_in_backward(self) -> bool:
+        """Whether updates run in the backward."""
+        return self.mode is StepMode.BACKWARD
 
     @property
     def is_in_backward(self) -> bool:
         """Whether an update in the backward is under way, which `step()` ends."""
-        return self.in_backward is not None and self.in_backward.under_way
+        return self.under_way and self.mode is StepMode.BACKWARD
 
-    def start_behind(self, update: Update) -> None:
-        """Start an update behind `step()`."""
-        self._behind = True
-        self.updater.start(update)
+    # -- whether the state is whole -----------------------------------------------------------------------------------
+
+    @property
+    def torn(self) -> bool:
+        """Whether the state is inconsistent. See [Note: which state is whole]."""
+        # The error that ended an update in the backward is raised in step(), on every rank.
+        return self._partial or (self.tickets.error is not None and not self.is_in_backward)
+
+    def require_whole(self) -> None:
+        """Raise UsageError if the state is torn, which must be neither trained nor saved."""
+        if self.torn:
+            raise UsageError(TORN) from self.tickets.error
 
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Let the state be torn if the block, which changes it, does not come to its end."""
-        self.torn = True
+        self._partial = True
         yield
-        self.torn = False  # not after an error
+        self._partial = False  # not after an error
 
-    def abandon(self, *, in_step: bool = False) -> bool:
-        """Abandon the update of a backward or, `in_step`, of a step that failed; return whether that tears the state."""
-        if self.in_backward is None or not self.in_backward.under_way:
-            return False
-        before, self.torn = self.torn, True  # also if this is interrupted
-        # What this rank did not change by the end of the backward, another did.
-        changed = self.in_backward.abandon() or in_step
-        self.torn = before or changed
-        return changed
+    # -- in step() ----------------------------------------------------------------------------------------------------
 
-    def complete(self) -> None:
-        """Wait until no update is under way but one in a backward (all ranks). See [Note: who waits for an update]."""
-        if not self.is_in_backward:
-            self.agree(self.wait())
+    def split(self, records: Sequence[ParameterRecord]) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
+        """Return those of `records` that are updated in `step()`, and those that are updated behind it."""
+        if self.is_in_backward:  # the thread has updated some of them
+            return [], []
+        records = in_order(self.state, records)
+        if self.mode is not StepMode.FORWARD:
+            return records, []
+        here = {record for record in records if record.residency is Residency.RESIDENT}
+        return [record for record in records if record in here], [record for record in records if record not in here]
 
-    def wait(self) -> BaseException | None:
-        """Wait for the update that runs behind; return the error that ended it, to be agreed on. Alone, raise it."""
-        error = self.updater.join() if self._behind else None
-        self.torn |= error is not None
-        if error is not None and self.world.world_size == 1:
-            raise error
-        return error
+    def run(self, records: Sequence[ParameterRecord], settings: StepSettings, rows: Rows) -> None:
+        """Update `records` here and now; of an update in the backward what is left of it.
 
-    def agree(self, error: BaseException | None) -> None:
-        """Raise the error that ended the update behind on any rank on every rank (all ranks)."""
-        if not self._behind:
+        Raises UsageError if the settings differ from those that the update in the backward began with.
+        """
+        if self.is_in_backward:
+            self._finish(settings)
             return
-        self._behind = False
+        changes = Changes(self.state, records, settings, rows)
+        if self.stepper is None:
+            changes.run()
+        else:
+            self.stepper.run(changes)
+        changes.note_scalars(records)
+
+    def start_behind(self, records: Sequence[ParameterRecord], settings: StepSettings, rows: Rows) -> None:
+        """Start to update `records` behind `step()`, if there are any; their gradients are taken now."""
+        if not records:
+            return
+        held = {record: rows(record) for record in records}
+        changes = Changes(self.state, records, settings, held.pop)
+        changes.note_scalars(records)
+        self._start(changes)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _start(self, changes: Changes, most_bytes: float = math.inf) -> None:
+        self.join()
+        if self.tickets.error is not None:
+            raise self.tickets.error
+        if self._workers is None:
+            # As a daemon thread: the interpreter would wait for another before it closes engines that were left open, whose
+            # update may wait for a backward that never comes.
+            self._workers = Workers(1, "zstore-update")
+        self.tickets.begin(changes.records, most_bytes, in_backward=self.mode is StepMode.BACKWARD)
+        self.under_way = True
+        self._running = self._workers.submit(partial(self._run, changes, self.state.transfers.streams.stream_context()))
+
+    def _run(self, changes: Changes, context: StreamContext) -> None:
+        in_backward, error = self.mode is StepMode.BACKWARD, None
         try:
-            self.world.raise_together(error)
+            with context():
+                changes.run(admit=self._admit if in_backward else None, done=self.tickets.done)
+        except BaseException as raised:
+            raised.add_note(f"This happened in the update of step {changes.settings.step}, which was applied in part.")
+            error = raised
+        self.tickets.end(error, forget=not in_backward)
+
+    def join(self) -> None:
+        """Wait until the thread has ended its update. May be interrupted: the update goes on, and the next call waits again."""
+        if self._running is not None:
+            self._running.wait_for_end()
+            self._running = None
+
+    # -- waits: see [Note: who waits for an update] -------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait until no update is under way but one in a backward; raise its error on every rank (all ranks)."""
+        self.drain()
+        self.agree()
+
+    def drain(self) -> None:
+        """Wait for an update behind `step()` on this rank; `agree` comes next, here if there are no other ranks."""
+        if self.under_way and not self.is_in_backward:
+            self.join()
+            if self.world.world_size == 1:
+                self.agree()
+
+    def agree(self) -> None:
+        """Raise the error that ended the update behind `step()` on any rank on every rank (all ranks)."""
+        if not self.under_way or self.is_in_backward:
+            return
+        self.under_way = False
+        try:
+            self.world.raise_together(self.tickets.error)
         except BaseException:
-            self.torn = True
+            self._partial = True
             raise
 
-    def require_whole(self) -> None:
-        """Raise UsageError if the state is a mixture, which must be neither trained nor saved."""
-        # The error that ended an update in the backward is raised in step(), on every rank.
-        if self.torn or (not self.is_in_backward and self.updater.error is not None):
-            raise UsageError(
-                "a step or a load stopped half way, so that the state is a mixture of two: load a checkpoint before going on"
-            ) from self.updater.error
-
     def forget(self) -> None:
-        """Wait for the end of an update, and forget its changes: a load replaces the state."""
+        """Wait for the end of an update, and forget it: a load replaces the state."""
         self.abandon()
-        self.updater.reset()
+        self.join()
+        self.tickets.forget()
+        self.under_way = False
 
     def close(self) -> None:
-        """End the updater's thread."""
+        """End the thread, and remove the hooks from the modules."""
         # Before all else: an update that waits for a backward would never end.
         self.abandon()
-        error = self.updater.join()
-        if error is not None and not self.torn:
-            _log.warning("the last update failed, and nobody had asked for it yet: %s", error)
-        self.updater.close()
-        if self.in_backward is not None:
-            self.in_backward.close()
+        self.join()
+        if self.tickets.error is not None and self.under_way:
+            _log.warning("the last update failed and its error was never raised: %s", self.tickets.error)
+        self.forget()
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+        if self._guard is not None:
+            self._guard.remove()
+
+    # -- in the backward: see [Note: an update in the backward] -------------------------------------------------------
+
+    def start_in_backward(self, settings: StepSettings) -> None:
+        """Start an update in step mode `backward`, which takes each record when its gradient is final (before the backward)."""
+        self.require_whole()
+        if self._guard is None:
+            raise AssertionError("updates do not run in the backward")
+        if self.is_in_backward:
+            raise UsageError(
+                'a second backward before step(), but with "step_overlap": "backward" the first one has '
+                'updated the parameters: call step() after each backward, or set "step_overlap" to "forward" or "none"'
+            )
+        self._settings = settings
+        most_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
+        with interrupts_wait():
+            self._gradients.on_final = self._note_final
+            self._gradients.comes_in_parts = self._guard.recomputes
+            changes = Changes(self.state, self._gradients.expected, settings, self._take, self.tickets.last_read)
+            self._start(changes, most_bytes)
+
+    def _note_final(self, record: ParameterRecord) -> None:
+        """Hand a final gradient over, and wait for room (the backward's thread)."""
+        torch.autograd.graph.increment_version(record.parameter)
+        record.version += 1
+        last_read = self.state.transfers.streams.record()  # from here on a read is an error
+        num_unseen = 0 if self._fetcher is None else self._fetcher.num_unseen
+        self.tickets.put(record, num_unseen, last_read, self._gradients.waiting_bytes(record))
+
+    def end_backward(self, *, drop: bool = False) -> None:
+        """Let an update in the backward end with the final gradients; with `drop`, with what it has begun."""
+        if self.is_in_backward:
+            self.tickets.close(drop=drop)
+            self._gradients.on_final = None
+
+    def _admit(self, record: ParameterRecord, wait: bool) -> bool:
+        """Return whether a gradient is final and may be used, with `wait` at the end of the backward (the thread)."""
+        ticket = self.tickets.find(record, wait=wait)
+        if ticket.state is not TicketState.FINAL:
+            return ticket.is_begun  # a pass that had no room for it asks again
+        if self._fetcher is not None:  # raises if values that could not be read led to the gradient
+            self._fetcher.check_before(ticket.num_unseen)
+        squares = self._gradients.squares(record)
+        if squares is not None and not math.isfinite(squares):  # `step()` finds that in the norm, on every rank
+            self.tickets.note_taken(record)
+            return False
+        ticket.state = TicketState.RUNNING
+        return True
+
+    def _take(self, record: ParameterRecord) -> torch.Tensor | None:
+        rows = self._gradients.take(record)
+        self.tickets.note_taken(record)
+        return rows
+
+    def _finish(self, now: StepSettings) -> None:
+        """Return when an update in the backward has used every final gradient (in `step()`)."""
+        self.join()
+        if self.tickets.error is not None:
+            raise self.tickets.error
+        used = [ticket for ticket in self.tickets.of.values() if ticket.state is not TicketState.EXPECTED]
+        left = [ticket.record for ticket in used if not ticket.is_begun]
+        # Who called the backward may have read parameters since: without the events of their last reads.
+        Changes(self.state, left, self._settings, self._gradients.take).run()
+        changes = Changes(self.state, [ticket.record for ticket in used], self._settings, self._gradients.take)
+        changes.note_scalars(changes.records)
+        self.tickets.forget()
+        for number, name, before, after in self._settings.differences(now):
+            raise UsageError(
+                f"parameter group {number}: {name} was {before!r} at the backward and is {after!r} at step(), "
+                'but with "step_overlap": "backward" the update runs in the backward: set it before '
+                'engine.backward(), or set "step_overlap" to "forward" or "none"'
+            )
+        self.under_way = False
+
+    def abandon(self, *, in_step: bool = False) -> bool:
+        """Abandon the update of a backward or, `in_step`, of a step that failed, after the changes that have begun; return
+        whether that tears the state."""
+        if not self.is_in_backward:
+            return False
+        before, self._partial = self._partial, True  # also if this is interrupted
+        self.end_backward(drop=True)
+        self.join()
+        # What this rank did not change by the end of the backward, another did.
+        begun = any(ticket.is_begun for ticket in self.tickets.of.values()) or self._gradients.has_sent or in_step
+        self.tickets.forget()
+        self.under_way = False
+        self._partial = before or begun
+        return begun

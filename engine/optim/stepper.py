@@ -25,7 +25,7 @@ from ..params.record import ParameterRecord
 from ..runtime.device import GradientTiles
 from .kernel import Kernel, ParameterStep, Scalars, WholeStep
 from .state import OptimizerState
-from .update import Update
+from .update import Changes
 
 STATE_KEY = "zstore.client_optimizer"
 """Key of a checkpoint's client state with a stepper's state beside the store."""
@@ -44,7 +44,7 @@ class Stepper(ABC):
     """Name of the optimizer's class."""
 
     @abstractmethod
-    def run(self, update: Update) -> None:
+    def run(self, changes: Changes) -> None:
         """Carry out an update."""
 
     @property
@@ -69,14 +69,14 @@ class Stepper(ABC):
 
 
 def whole_gradient(
-    state: OptimizerState, update: Update, record: ParameterRecord, master: torch.Tensor
+    state: OptimizerState, changes: Changes, record: ParameterRecord, master: torch.Tensor
 ) -> torch.Tensor:
     """Return a parameter's gradient, 1-D, fp32, multiplied by its factor, in the memory of its whole `master`."""
-    rows = update.rows(record)
+    rows = changes.rows(record)
     if rows is None:
         raise UsageError(f"the gradient of parameter {record.name!r} is not in memory")
     gradient = GradientTiles(state.transfers, rows).tile(0, master.numel(), master)
-    factor = update.settings.factor_of(record)
+    factor = changes.settings.factor_of(record)
     return gradient if factor == 1.0 else gradient.mul_(factor)
 
 
@@ -114,14 +114,14 @@ class ClientStep(Stepper):
     def records(self) -> list[ParameterRecord]:
         return list(self._state.scalars)
 
-    def run(self, update: Update) -> None:
-        mine = [record for record in update.records if record.numel]
+    def run(self, changes: Changes) -> None:
+        mine = [record for record in changes.records if record.numel]
         groups = [[model_array(record.name)] for record in mine]
-        self._state.change_whole(groups, lambda: self._step(mine, update))
+        self._state.change_whole(groups, lambda: self._step(mine, changes))
 
-    def _step(self, records: Sequence[ParameterRecord], update: Update) -> None:
+    def _step(self, records: Sequence[ParameterRecord], changes: Changes) -> None:
         masters = [self._state.whole_master(record) for record in records]
-        gradients = [whole_gradient(self._state, update, *each) for each in zip(records, masters, strict=True)]
+        gradients = [whole_gradient(self._state, changes, *each) for each in zip(records, masters, strict=True)]
         parameters = [record.parameter for record in records]
         own = [parameter.data for parameter in parameters]
         try:

@@ -53,6 +53,8 @@ from .state import InPlace, OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
 """Gives this rank's rows of an averaged gradient, 1-D; None if they are on disk (`OptimizerState.spilled`)."""
+Admit = Callable[[ParameterRecord, bool], bool]
+"""Asked, with the record and whether to wait for it, before its state is touched: whether that may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,17 @@ class StepSettings:
     def factor_of(self, record: ParameterRecord) -> float:
         """Return the factor of a parameter's gradient, applied once, in fp32."""
         return self.factors.get(record, self.factor)
+
+    def differences(self, now: StepSettings) -> Iterator[tuple[int, str, Any, Any]]:
+        """Yield group, name and both values of the settings that are others `now`."""
+        for number, (before, after) in enumerate(zip(self.groups, now.groups, strict=True)):
+            for name, value in before.items():
+                if name in after and _plain(after[name]) != _plain(value):
+                    yield number, name, value, after[name]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _copy(value: Any) -> Any:
@@ -199,7 +212,7 @@ class _Portion:
         self._slots.append(slots)
         self._own.append(own)
 
-    def apply(self, room: Scratch, h2d: H2DQueue, after: Mapping[ParameterRecord, Event]) -> None:
+    def apply(self, room: Scratch, h2d: H2DQueue, after: Callable[[ParameterRecord], Event]) -> None:
         """Carry the phases out."""
         gradients = self._gradients
         if gradients[0].dtype != torch.float32:
@@ -209,12 +222,10 @@ class _Portion:
         if self._factor != 1.0:
             torch._foreach_mul_(gradients, self._factor)
         self._step.tiles(self._masters, gradients, self._slots)
-        h2d.put_all(self._own, self._masters, [after.get(record) for record in self._records])
+        h2d.put_all(self._own, self._masters, list(map(after, self._records)))
 
 
-def _admitted(
-    records: Sequence[ParameterRecord], admit: Callable[[ParameterRecord, bool], bool] | None, most: int
-) -> Iterator[list[ParameterRecord]]:
+def _admitted(records: Sequence[ParameterRecord], admit: Admit | None, most: int) -> Iterator[list[ParameterRecord]]:
     """Yield the admitted records in order, those together that need not be waited for, with `most` elements or one."""
     some: list[ParameterRecord] = []
     numel = 0
@@ -296,7 +307,7 @@ def _arrays(state: OptimizerState, records: Iterable[ParameterRecord]) -> tuple[
     return groups, modes
 
 
-class Update:
+class Changes:
     """The changes of one step to `records`, each of which has a gradient by the time that it is admitted."""
 
     def __init__(
@@ -305,10 +316,10 @@ class Update:
         records: Sequence[ParameterRecord],
         settings: StepSettings,
         rows: Rows,
-        last_reads: Mapping[ParameterRecord, Event] | None = None,
+        last_read: Callable[[ParameterRecord], Event] = lambda record: None,
     ) -> None:
-        self._last_reads = {} if last_reads is None else last_reads  # which may still grow
-        """When the device has read a parameter's own rows for the last time; of others, what it was asked for so far."""
+        self._last_read = last_read
+        """Returns when the device has read a parameter's own rows for the last time; None: what it was asked for so far."""
         self.records = list(records)
         self.settings = settings
         self._state = state
@@ -321,7 +332,7 @@ class Update:
     def run(
         self,
         *,
-        admit: Callable[[ParameterRecord, bool], bool] | None = None,
+        admit: Admit | None = None,
         done: Callable[[ParameterRecord], None] | None = None,
     ) -> None:
         """Carry the changes out, in order. See [Note: the update].
@@ -344,7 +355,7 @@ class Update:
         mine: list[ParameterRecord],
         begun: Stream | None,
         *,
-        admit: Callable[[ParameterRecord, bool], bool] | None,
+        admit: Admit | None,
         done: Callable[[ParameterRecord], None] | None,
     ) -> None:
         """Change parameters in a pass over their arrays; `begun` ahead, if any is."""
@@ -389,7 +400,7 @@ class Update:
         threads = 1 if alone else threads_for(on_host)
         h2d.most *= threads
         with labelled("update"), self._state.store.changing([name for one in placed.values() for name in one.names]):
-            work = partial(_Portion.apply, room=self._room, h2d=h2d, after=self._last_reads)
+            work = partial(_Portion.apply, room=self._room, h2d=h2d, after=self._last_read)
             side_by_side(work, self._portions(found, threads), threads, transfers.streams.stream_context())
             h2d.drain()
 
@@ -422,7 +433,7 @@ class Update:
             if change is None or change.record is not record:
                 step = self._step_of(record)
                 change = _Change(self._state, record, self.rows(record), step, self.settings, h2d, change)
-                change.after = self._last_reads.get(record)
+                change.after = self._last_read(record)
             yield change, tile
 
     def _num_threads(self, mine: Sequence[ParameterRecord]) -> int:

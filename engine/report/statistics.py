@@ -21,7 +21,6 @@ from zstore.io import LinkStatistics, most_resident_bytes, total_of_links
 from zstore.store import StoreStatistics
 
 from ..activations.offload import ActivationStatistics
-from ..training.held import HeldBytes, held_bytes
 from ..zero.unshard import UnitStatistics
 
 if TYPE_CHECKING:
@@ -33,6 +32,22 @@ if TYPE_CHECKING:
 
 _OPTIMIZER = ("model", "optimizer")
 """First parts of the names of arrays that are optimizer state."""
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes held by one rank now."""
+
+    parameters: int
+    """Parameters in their own type: own rows in memory of the parameter, and the gathered copies that exist now."""
+    resting: int
+    """Rows of offloaded parameters in the store, on whichever tier, with fp32 masters that are the parameter."""
+    gradients: int
+    """Those that wait for the update."""
+    optimizer_state: int
+    """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter."""
+    secondary: int = 0
+    """This rank's part of a second copy of the parameters (`zero_hpz_partition_size`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +65,7 @@ class EngineStatistics:
     """Most memory that the process had resident, everything included."""
     cuda_peak_bytes: int
     """Most memory that tensors had on the CUDA device; 0 if there is none."""
-    held: HeldBytes
+    held: MemoryUse
     """Bytes of parameters, gradients and optimizer state that this rank holds now."""
     units: UnitStatistics | None
     """Gathers of sharded or offloaded parameters, ahead or on demand; None if there are none."""
@@ -80,7 +95,7 @@ def engine_statistics(
         sent_bytes=dict(world.sent_bytes),
         process_peak_bytes=most_resident_bytes(),
         cuda_peak_bytes=cuda_peak_bytes(world.device),
-        held=held_bytes(training),
+        held=memory_use(training),
         units=None if hooks is None else hooks.units.statistics(),
         overlapped=training.gradients.overlapped,
         store=store,
@@ -127,3 +142,23 @@ def link_statistics(
         "checkpoint_write": moved(("checkpoint",), stall_s=saves_s),
     }
     return counted | {name: link for name, link in stored.items() if link.operations or link.stall_s}
+
+
+def memory_use(training: Training) -> MemoryUse:
+    """Return the bytes that this rank holds."""
+    state, hooks, parameters = training.state, training.hooks, 0
+    for record in state.records:
+        if record.shard is not None:
+            parameters += record.shard.nbytes
+        # Not `full.nbytes`: a released parameter has no memory, or one that was kept for its next use.
+        parameters += 0 if record.is_in_place else min(record.full.untyped_storage().nbytes(), record.full.nbytes)
+    store = state.store
+    resting = sum(store.local(record.rest).nbytes for record in state.records if record.rest is not None)
+    optimizer_state = 0
+    for record in state.scalars:
+        master, *others = state.arrays_of(record)
+        names = others if state.is_master(record) else [master, *others]
+        optimizer_state += sum(store.local(name).nbytes for name in names)
+    second = None if hooks is None else hooks.units.fetcher.second_copy
+    secondary = 0 if second is None else second.held_bytes
+    return MemoryUse(parameters, resting, training.gradients.held_bytes(), optimizer_state, secondary)

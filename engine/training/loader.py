@@ -1,6 +1,7 @@
-"""The loader of training data: which samples each rank sees depends on the seed and the global sample number alone.
+"""Batches: the micro-batches that make up a step, and the loader of training data.
 
 [Note: the order of samples]
+Which samples each rank sees depends on the seed and the global sample number alone.
 Epoch e is one permutation of the data set, drawn from (seed, e). It is dealt in rounds of micro-batch x world size
 samples; in a round, rank r has the r-th micro-batch. So a resumed run, at another world size too, goes on where the
 saved one stopped. The last round of an epoch may be short: each rank then has the same, smaller number of samples,
@@ -24,6 +25,69 @@ from zstore.errors import UsageError
 from ..config.resolve import BatchSizes
 
 Collate = Callable[[list[Any]], Any]
+
+
+@dataclass
+class Counters:
+    """How far training is."""
+
+    global_steps: int = 0
+    """Optimizer steps, skipped ones too."""
+    skipped_steps: int = 0
+    """Steps that overflowed in fp16 and changed nothing."""
+    micro_steps: int = 0
+    """Calls of `step()`, those that ended an accumulation and others."""
+
+
+@dataclass(kw_only=True)
+class Accumulation:
+    """Which micro-batches make up a step: as many as the batch sizes say, or those up to the one that the caller names as
+    the last."""
+
+    batch: BatchSizes
+    """Sizes in use: those of the config, or after a load at another world size, recomputed from the saved global
+    batch."""
+    world_size: int
+    stepped: int = 0
+    """Micro-batches that `step()` ended since the last optimizer step."""
+    backwards: int = 0
+    """Backwards since the last call of `step()`."""
+    was_cleared: bool = False
+    """Whether `zero_grad()` forgot backwards since the last call of `step()`, which may be called for them."""
+    named: bool | None = None
+    """Whether the micro-batch under way is the last of its step, as the caller says; None: the engine counts."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no micro-batch of the step has had its backward."""
+        return not (self.stepped or self.backwards)
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its step."""
+        return self.stepped + 1 >= self.batch.accumulation_steps if self.named is None else self.named
+
+    def end_micro_batch(self, *, boundary: bool) -> None:
+        """Note a call of `step()`; a `boundary` ended the accumulation."""
+        self.backwards, self.was_cleared = 0, False
+        self.stepped = 0 if boundary else self.stepped + 1
+
+    def restart(self) -> None:
+        """Forget the micro-batches of the step under way."""
+        self.stepped, self.backwards, self.was_cleared = 0, 0, False
+
+    def batch_of(self, train_batch_size: int) -> BatchSizes:
+        """Return the batch sizes with that many samples a step, by more or fewer micro-batches.
+
+        Raises UsageError as `of_train_batch_size` does, and in the middle of a step.
+        """
+        batch = self.batch.of_train_batch_size(train_batch_size, self.world_size)
+        if not self.is_new:
+            raise UsageError(
+                f"set_train_batch_size({train_batch_size}) in the middle of a step, whose losses were divided by "
+                f"{self.batch.accumulation_steps} micro-batches: call it after the step() that ends an accumulation"
+            )
+        return batch
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,11 +19,10 @@ from ..config.resolve import BatchSizes
 from ..optim.loss_scale import LossScaler
 from ..optim.lr_schedules import LRSchedule
 from ..optim.optimizer import ZeroOptimizer
-from ..optim.pending import PendingUpdate
+from ..optim.pending import Update
 from ..optim.state import OptimizerState
 from ..optim.stepper import Stepper
-from ..optim.update import StepSettings, Update, in_order, read_ahead
-from ..optim.updater import StepMode
+from ..optim.update import StepSettings, read_ahead
 from ..params.record import ParameterRecord, Residency
 from ..params.sharding import Sharding
 from ..plan.plan import Plan
@@ -34,9 +31,8 @@ from ..zero.collectives import all_gather_rows
 from ..zero.gradients import Gradients
 from ..zero.hooks import UnitHooks
 from ..zero.norm import norm_of, norm_of_sums, scale_factor, sums_over_ranks
-from .accumulation import Accumulation, Counters
 from .compiled import CompiledUnits, Compiler
-from .loader import TrainingLoader
+from .loader import Accumulation, Counters, TrainingLoader
 
 _log = logging.getLogger("zstore")
 
@@ -55,8 +51,7 @@ class Training:
     plan: Plan
     """The tier of everything, decided before anything was laid out."""
     state: OptimizerState
-    pending: PendingUpdate
-    step_mode: StepMode
+    update: Update
     gradients: Gradients
     hooks: UnitHooks | None
     """None if parameters are not sharded."""
@@ -84,7 +79,7 @@ class Training:
 
     def __post_init__(self) -> None:
         # Of the config once, not in every step.
-        self.clip_norm, self._runs_behind = self.config.gradient_clipping, self.step_mode is StepMode.FORWARD
+        self.clip_norm = self.config.gradient_clipping
         self._raw_norm: float | None = None
         """Norm of the gradients as the loop scaled them, with the loss scale, once computed."""
         self._clip_factor: float | None = None
@@ -92,8 +87,6 @@ class Training:
         self.gradients.acts = self
         self._needs_gradients = not self.config.zero.ignore_unused_parameters
         self._gather_numel = self.config.allgather_bucket_numel
-        self._error_behind: BaseException | None = None
-        """The error that ended the update behind the step before, to be agreed on by the backward under way."""
 
     @property
     def trained(self) -> list[ParameterRecord]:
@@ -165,11 +158,9 @@ class Training:
             raise UsageError(
                 "a backward after the norm of the gradients was taken, and before step(): take it after the last backward"
             )
-        self._error_behind = self.pending.wait()
-        in_backward = self.pending.in_backward if self.accumulation.is_boundary else None
-        if in_backward is not None:
-            self.pending.require_whole()
-            in_backward.start(self._settings(scale_factor(0.0, 0.0, self.scaler.scale)))
+        self.update.drain()
+        if self.update.runs_in_backward and self.accumulation.is_boundary:
+            self.update.start_in_backward(self._settings(scale_factor(0.0, 0.0, self.scaler.scale)))
         try:
             self.gradients.start_backward(last=self.accumulation.is_boundary)
             if self.hooks is not None:
@@ -185,23 +176,22 @@ class Training:
             if self.hooks is not None:
                 self.hooks.end_backward()
             # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
-            error, self._error_behind = self._error_behind, None
-            self.pending.agree(error)
+            self.update.agree()
             self.gradients.show(whole=self.scaler.scale == 1.0)
         except BaseException as raised:
             self.abandon_backward(raised)
             raise
-        if self.pending.is_in_backward and self.pending.in_backward is not None:
-            self.pending.in_backward.end_backward()
+        if self.update.is_in_backward:
+            self.update.end_backward()
             if self.hooks is not None:
                 self.hooks.units.values_change(by_step=True)
         self.accumulation.backwards += 1
 
     def abandon_backward(self, raised: BaseException) -> None:
         """Forget a backward that failed, and with it the accumulation; `raised` gets a note if that cannot be."""
-        if self.pending.abandon():
+        if self.update.abandon():
             raised.add_note(
-                'With "step_overlap": "backward" parameters were updated before: load a checkpoint before going on.'
+                'With "step_overlap": "backward" parameters were updated before: load a checkpoint before continuing.'
             )
         self.restart_accumulation()
         if self.hooks is not None:
@@ -214,13 +204,13 @@ class Training:
         """
         if not self.accumulation.backwards:
             return
-        if self.pending.is_in_backward:
+        if self.update.is_in_backward:
             raise UsageError(
                 'zero_grad() between backward() and step(): with "step_overlap": "backward" the backward has updated '
                 'parameters already, which is final. Look at the loss first, or set "step_overlap" to "forward" or "none"'
             )
         with self.world.calling("step", meeting="zero_grad()"):
-            self.pending.abandon()
+            self.update.abandon()
             self._forget_gradients()
             self.accumulation.backwards, self.accumulation.was_cleared = 0, True
 
@@ -241,7 +231,7 @@ class Training:
 
     def name_boundary(self, is_boundary: bool | None) -> None:
         """Let the caller say whether the micro-batch under way is the last of its step, from now on; None: count again."""
-        if self.pending.is_in_backward and not is_boundary:
+        if self.update.is_in_backward and not is_boundary:
             raise UsageError(
                 "the micro-batch under way cannot be declared not the last of its step any more: with "
                 '"step_overlap": "backward" its backward has updated parameters; call step() first'
@@ -253,15 +243,15 @@ class Training:
     def measure(self, *, begin: bool = False) -> float:
         """Return the norm of the accumulated gradients, with the loss scale, once a step: no backward may follow before
         `step` (all ranks). With `begin` state is read meanwhile for the update that comes next."""
-        self.pending.require_whole()
+        self.update.require_whole()
         if self.gradients.sums is None:
             with labelled("reduce"):
                 self.gradients.reduce()
             if self._needs_gradients and self.gradients.backwards:  # else they were forgotten
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed())
             # It takes buffers: nobody may wait for any until the update.
-            if begin and not (self.stepper or self.pending.is_in_backward):
-                read_ahead(self.state, *self._updated())
+            if begin and not (self.stepper or self.update.is_in_backward):
+                read_ahead(self.state, *self.update.split(self._with_gradient()))
             self.gradients.sums = sums_over_ranks(self.trained, self.gradients, self.world, sharding=self.sharding)
         if self._raw_norm is None:
             norm = norm_of(self.gradients.sums, self.gradients.scales)
@@ -290,7 +280,7 @@ class Training:
 
     def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
         self._require_sharded_gradients("a factor of a gradient")
-        if self.pending.in_backward is not None:
+        if self.update.runs_in_backward:
             raise UsageError(
                 f"the gradient of parameter {record.name!r} was multiplied by a number between backward() and step(), but with "
                 '"step_overlap": "backward" the parameter is updated already: choose "forward" or "none"'
@@ -327,24 +317,19 @@ class Training:
                     "Look for a loss that is NaN or infinite, or lower the learning rate; "
                     '"zstore": {"non_finite_gradients": "skip"} goes on without such steps'
                 )
-            in_backward = self.pending.in_backward
-            if in_backward is not None and in_backward.under_way:
-                settings = self._settings(1.0)
-                with self.pending.changing(), self._together():
-                    in_backward.finish(settings)
-            elif overflow:
+            if overflow:
                 with self.world.agreeing():  # which brings a rank's requests to all, as every update does
                     pass
             else:
-                self._update(self._factor(self.norm))
+                self._update(self._settings(self._factor(self.norm)))
         finally:
-            self.pending.abandon(in_step=True)  # still there if the step failed
+            self.update.abandon(in_step=True)  # still there if the step failed
             self.state.drop_ahead()
             self._forget_gradients()
         self._count(overflow)
 
     def _what_changed(self) -> str:
-        if not self.pending.is_in_backward:
+        if not self.update.is_in_backward:
             return "no parameter and no optimizer state was changed"
         return 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
 
@@ -361,38 +346,17 @@ class Training:
         step = self.counters.global_steps + 1
         return StepSettings.of(self.optimizer.param_groups, step=step, factor=factor, factors=factors)
 
-    def _updated(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
-        """Return the records with a gradient that are updated in `step()`, and those that are updated behind it."""
-        records = in_order(self.state, [record for record in self.trained if self.gradients.has(record)])
-        here = {r for r in records if not self._runs_behind or r.residency is Residency.RESIDENT}
-        return [record for record in records if record in here], [record for record in records if record not in here]
+    def _with_gradient(self) -> list[ParameterRecord]:
+        return [record for record in self.trained if self.gradients.has(record)]
 
-    def _update(self, factor: float) -> None:
-        """Update everything with a gradient; in step mode `forward` here what a plain read reaches, the rest behind."""
-        here, behind = self._updated()
-        settings = self._settings(factor)
-        with self.pending.changing():
-            with self._together():
-                self._carry_out(Update(self.state, here, settings, self.gradients.take))
-            if behind:
-                held = {record: self.gradients.take(record) for record in behind}
-                update = Update(self.state, list(held), settings, held.pop)
-                update.note_scalars(list(held))
-                self.pending.start_behind(update)
-
-    def _carry_out(self, update: Update) -> None:
-        if self.stepper is None:
-            update.run()
-        else:
-            self.stepper.run(update)
-        update.note_scalars(update.records)
-
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """Change the state in the block, on every rank or with an error on every rank; resident parameters follow."""
-        with self.world.agreeing("The step was applied in part: load a checkpoint before going on."):
-            yield
-        self.gather_resident(self.trained)
+    def _update(self, settings: StepSettings) -> None:
+        """Update everything with a gradient, here or behind, on every rank or with an error on every rank."""
+        here, behind = self.update.split(self._with_gradient())
+        with self.update.changing():
+            with self.world.agreeing("The step was applied in part: load a checkpoint before continuing."):
+                self.update.run(here, settings, self.gradients.take)
+            self.gather_resident(self.trained)
+            self.update.start_behind(behind, settings, self.gradients.take)
 
     def gather_resident(self, records: list[ParameterRecord]) -> None:
         """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""
@@ -420,7 +384,7 @@ class Training:
 
     def close(self) -> None:
         """Release hooks, memory, threads and the run folder."""
-        self.pending.close()
+        self.update.close()
         self.gradients.close()
         if self.compiled is not None:
             self.compiled.remove()

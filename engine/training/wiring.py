@@ -17,10 +17,9 @@ from ..config.config import Config
 from ..optim.loss_scale import LossScaler
 from ..optim.lr_schedules import LRSchedule
 from ..optim.optimizer import ZeroOptimizer, group_of_parameters
-from ..optim.pending import PendingUpdate
+from ..optim.pending import StepMode, Update
 from ..optim.rules import CLIENT, check_client, codec_of, kernels_for, rule_of
 from ..optim.state import OptimizerState
-from ..optim.updater import StepMode
 from ..params.record import PRECISIONS, named_parameters
 from ..params.sharding import Sharding
 from ..params.units import Unit, find_units
@@ -32,9 +31,8 @@ from ..zero.hooks import UnitHooks
 from ..zero.spill import GradientSpill
 from ..zero.unit_gradients import UnitGradients
 from ..zero.unshard import make_sharded_units
-from .accumulation import Accumulation
 from .layout import Layout
-from .loader import TrainingLoader
+from .loader import Accumulation, TrainingLoader
 from .training import Training
 
 
@@ -106,7 +104,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         if stepper is not None and stepper.owns_gradients and isinstance(gradients, WholeGradients):
             gradients.averaged = stepper.averaged
         mode, fetcher = StepMode(config.step_overlap), None if hooks is None else hooks.units.fetcher
-        pending = PendingUpdate(model, state, gradients, world, mode, fetcher)
+        update = Update(model, state, gradients, world, mode, fetcher, stepper)
         return Training(
             world=world,
             groups=exchanges.groups,
@@ -116,8 +114,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             model=model,
             plan=plan,
             state=state,
-            pending=pending,
-            step_mode=mode,
+            update=update,
             gradients=gradients,
             hooks=hooks,
             optimizer=optimizer,

@@ -127,7 +127,7 @@ def rows_at_rest(engine: Engine, record: ParameterRecord) -> torch.Tensor:
 def engine_digests(engine: Engine) -> dict[str, str]:
     """Return the hash of this rank's rows of every array, and of every parameter's rows."""
     training = engine.training_state
-    training.pending.complete()
+    training.update.wait()
     found: dict[str, str] = {}
     for record in training.state.records:
         found[record.name] = digest(rows_at_rest(engine, record))

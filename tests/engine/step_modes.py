@@ -70,7 +70,7 @@ def held(mode: str, nvme: Path, **keys: Any) -> Iterator[tuple[Engine, GatedFile
     files.open_gate()
     with start(config(mode, nvme, **keys), make_model(), _files=files) as engine, files.holding():
         step(engine)
-        engine.training_state.pending.complete()
+        engine.training_state.update.wait()
         yield engine, files
 
 

@@ -157,10 +157,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_loads(
     DAMAGE[kind](next((folder / "bad" / array).glob("c.0*")))
     with pytest.raises(CorruptionError, match=f"{array}.*") as caught:
         engine.load_checkpoint(str(folder))
-    assert "load another checkpoint before going on" in caught.value.__notes__[0]
-    with pytest.raises(UsageError, match="a mixture of two: load a checkpoint"):
+    assert "load another checkpoint before continuing" in caught.value.__notes__[0]
+    with pytest.raises(UsageError, match="the state is inconsistent; load a checkpoint"):
         engine.save_checkpoint(str(folder), "mixed")
-    with pytest.raises(UsageError, match="a mixture of two: load a checkpoint"):
+    with pytest.raises(UsageError, match="the state is inconsistent; load a checkpoint"):
         step(engine)
     engine.load_checkpoint(str(folder), "good")
     assert state_of(engine) == good

@@ -224,7 +224,7 @@ with start(make_config(3, "nvme", disk)) as engine:
     assert "applied in part" in caught.value.__notes__[0]
     size("40m")
     for torn in (lambda: step(engine), lambda: engine.save_checkpoint(elsewhere, "torn")):
-        with pytest.raises(UsageError, match="a mixture of two: load a checkpoint"):
+        with pytest.raises(UsageError, match="the state is inconsistent; load a checkpoint"):
             torn()
     engine.load_checkpoint(str(disk / "ckpt"))
     with unchanged(engine, steps=2):

@@ -115,7 +115,9 @@ def test_a_failure_of_one_rank_ends_the_others_soon(
     for rank, found in ranks.items():
         # A failure that the ranks agreed on leaves them able to talk: a load mends it.
         go_on = (
-            "a mixture of two: load a checkpoint" if where == "read" else "Start the processes anew and load the last"
+            "the state is inconsistent; load a checkpoint"
+            if where == "read"
+            else "Start the processes anew and load the last"
         )
         assert go_on in found["refusal"]
         if what == "raise" and rank == FAILING:

@@ -15,7 +15,7 @@ from tests.engine.bits import Case, compare
 from tests.engine.fake_device import FakeDevice, HandOverError
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, moved_since, start, state_of, step
-from zstore.engine.optim.in_backward import UpdateInBackward
+from zstore.engine.optim.pending import Update
 from zstore.errors import NonFiniteError
 from zstore.testing.ranks import run_ranks
 
@@ -111,13 +111,13 @@ def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_m
     zero = config["zero_optimization"]
     for section in ("offload_optimizer", "offload_param"):
         zero.setdefault(section, {"device": "none"})["pin_memory"] = True
-    admit, is_over = UpdateInBackward._admit, threading.Event()
+    admit, is_over = Update._admit, threading.Event()
 
-    def admit_late(within: Any, *asked: Any) -> bool:
+    def admit_late(update: Any, *asked: Any) -> bool:
         # Else the number of gradients that wait for an update in the backward is another in every step.
-        return is_over.wait(60) and admit(within, *asked)
+        return is_over.wait(60) and admit(update, *asked)
 
-    monkeypatch.setattr(UpdateInBackward, "_admit", admit_late)
+    monkeypatch.setattr(Update, "_admit", admit_late)
     found: list[tuple[int, int]] = []
     with FakeDevice() as device, start(config, _streams=device) as engine:
         gradients = engine.training_state.gradients
@@ -133,7 +133,7 @@ def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_m
             engine.backward(loss)
             is_over.set()
             engine.step()
-            engine.training_state.pending.complete()
+            engine.training_state.update.wait()
             found.append((waits[-1] - before, device.allocations))
         assert device.copies_now == copies_now
     assert [wait for wait, _ in found] == [0] * 5

@@ -162,7 +162,7 @@ def test_traffic_and_files_are_as_planned(nvme: Path) -> None:
                 before = engine.statistics()
                 engine.backward(engine(x).float().mean())
                 engine.step()
-                engine.training_state.pending.complete()
+                engine.training_state.update.wait()
                 links = moved_since(engine, before)
             counted = links["optimizer_read"].bytes + links["optimizer_write"].bytes
             plan = engine.training_state.plan

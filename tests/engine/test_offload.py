@@ -243,7 +243,7 @@ def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str
         except (StorageError, RankError) as error:
             message = type(error).__name__
         files.heal()
-        torn, engine.training_state.pending.torn = engine.training_state.pending.torn, False  # the digests are wanted
+        torn, engine.training_state.update._partial = engine.training_state.update.torn, False  # the digests are wanted
         after = engine_digests(engine)
     return message, torn, [name for name in after if after[name] != before[name]]
 

@@ -32,7 +32,7 @@ from tests.engine.step_modes import (
 from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.optim import in_backward as within
+from zstore.engine.optim import pending
 from zstore.errors import NonFiniteError, RankError, UsageError
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
@@ -78,7 +78,7 @@ def _non_finite(rank: int, folder: str) -> str:
         with pytest.raises(NonFiniteError) as caught:
             end(engine, loss)
         for call in (lambda: step(engine), lambda: engine.save_checkpoint(f"{folder}/torn")):
-            with pytest.raises((UsageError, RankError), match="a mixture of two"):
+            with pytest.raises((UsageError, RankError), match="the state is inconsistent"):
                 call()
         engine.load_checkpoint(f"{folder}/ckpt")
         assert engine_digests(engine) == before
@@ -99,11 +99,12 @@ def _fails(rank: int, folder: str) -> tuple[bool, bool]:
         for where in ("head", "embed"):  # the first and the last of the backward
 
             def fail(gradient: torch.Tensor, where: str = where) -> None:
-                update = engine.training_state.pending.in_backward
+                update = engine.training_state.update
                 if where == "embed" and engine.world_size == 1:  # with more ranks, what was sent counts
-                    assert update is not None
-                    with update._final.changed:
-                        assert update._final.changed.wait_for(lambda: update._admitted, timeout=200)
+                    with update.tickets._changed:
+                        assert update.tickets._changed.wait_for(
+                            lambda: any(ticket.is_begun for ticket in update.tickets.of.values()), timeout=200
+                        )
                 raise ValueError("in the middle")
 
             loss = engine(*data(1))
@@ -113,7 +114,7 @@ def _fails(rank: int, folder: str) -> tuple[bool, bool]:
             with pytest.raises(ValueError, match="in the middle") as caught:
                 engine.backward(loss)
             handle.remove()
-            torn.append(engine.training_state.pending.torn)
+            torn.append(engine.training_state.update.torn)
             assert torn[-1] == ("parameters were updated before: load a checkpoint" in say(caught.value))
             if not torn[-1]:
                 assert engine_digests(engine) == before
@@ -153,7 +154,7 @@ def test_what_a_loop_must_not_do_within_the_step(nvme: Path, tmp_path: Path) -> 
         engine.optimizer.param_groups[0]["lr"] = 0.5
         with pytest.raises(UsageError, match=r"group 0: lr was .* at the backward and is 0.5 at step\(\)"):
             engine.step()
-        with pytest.raises(UsageError, match="a mixture of two"):
+        with pytest.raises(UsageError, match="the state is inconsistent"):
             step(engine)
         engine.load_checkpoint(str(tmp_path))
         step(engine)
@@ -171,7 +172,7 @@ def test_what_a_loop_must_not_do_within_the_step(nvme: Path, tmp_path: Path) -> 
         engine.backward(engine(*data(0)))
         with pytest.raises(UsageError, match=r"'unused.weight'.*parameters were changed before it was known"):
             engine.step()
-        with pytest.raises(UsageError, match="a mixture of two"):
+        with pytest.raises(UsageError, match="the state is inconsistent"):
             step(engine)
 
 
@@ -193,11 +194,11 @@ def test_what_reads_a_parameter_after_its_update_is_an_error(offloaded: bool, nv
             ) as caught:
                 engine.backward(loss)
             # The update may not have begun with anything yet.
-            assert engine.training_state.pending.torn == ("parameters were updated before: load" in say(caught.value))
+            assert engine.training_state.update.torn == ("parameters were updated before: load" in say(caught.value))
 
 
 def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    monkeypatch.setattr(within, "LEAST_WAITING_BYTES", 0)
+    monkeypatch.setattr(pending, "LEAST_WAITING_BYTES", 0)
     torch.manual_seed(0)
     model = Branches()
     model.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(16)])
@@ -221,7 +222,7 @@ def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, n
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 def test_close_with_an_update_under_way(mode: str, nvme: Path) -> None:
     with held(mode, nvme) as (engine, files):
-        updater = engine.training_state.pending.updater
+        updater = engine.training_state.update
         updater.join = opening(files, updater.join)  # type: ignore[method-assign]
         files.close_gate()
         engine.backward(engine(*data(1)))
@@ -235,10 +236,10 @@ def test_a_failed_update_is_told_at_the_end(nvme: Path, caplog: pytest.LogCaptur
     files = FaultyFiles()
     with start(config("forward", nvme), make_model(), _files=files) as engine:
         step(engine)
-        engine.training_state.pending.complete()
+        engine.training_state.update.wait()
         files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO))
         step(engine)
-    assert "the last update failed, and nobody had asked for it yet" in caplog.text
+    assert "the last update failed and its error was never raised" in caplog.text
 
 
 LEFT_OPEN = """

@@ -49,7 +49,7 @@ def test_what_changes_after_step_is_of_the_next_step(nvme: Path) -> None:
         for record, scalars in engine.training_state.state.scalars.items():
             assert scalars == {"step": 0.0 if "unused" in record.name else 2.0}
         files.open_gate()
-        engine.training_state.pending.complete()
+        engine.training_state.update.wait()
         for group, values in zip(engine.optimizer.param_groups, before, strict=True):
             group.update(values)
         assert state_of(engine) == expected(2)
@@ -72,7 +72,7 @@ def test_any_forward_applies_the_update(nvme: Path) -> None:
             files.close_gate()
             step(engine)
             # The gate opens when somebody waits for an update: what does not, reads old values.
-            residence.fetcher.ready = opening(files, engine.training_state.pending.updater.wait_for)
+            residence.fetcher.ready = opening(files, engine.training_state.update.tickets.wait_for)
             step(other)
             assert torch.equal(way(engine), way(other))
             engine.train()
@@ -133,10 +133,10 @@ READERS: dict[str, Callable[[Engine, Path], Any]] = {
 def test_readers_see_the_finished_step(nvme: Path, tmp_path: Path) -> None:
     with start(plain(), make_model()) as other, held("forward", nvme) as (engine, files):
         step(other)
-        updater = engine.training_state.pending.updater
+        updater = engine.training_state.update
         updater.join = opening(files, updater.join)  # type: ignore[method-assign]
         for name, read in READERS.items():
-            engine.training_state.pending.complete()
+            engine.training_state.update.wait()
             files.close_gate()
             step(engine)
             step(other)
@@ -146,7 +146,7 @@ def test_readers_see_the_finished_step(nvme: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 def test_ctrl_c_while_waiting(mode: str, nvme: Path) -> None:
     with held(mode, nvme) as (engine, files):
-        updater = engine.training_state.pending.updater
+        updater = engine.training_state.update
         original, interrupter = updater.join, threading.Thread(target=_thread.interrupt_main)
 
         def interrupted() -> Any:
@@ -167,7 +167,7 @@ def test_ctrl_c_while_waiting(mode: str, nvme: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             waits()
         if mode == "backward":  # what was changed cannot be taken back
-            with pytest.raises(UsageError, match="a mixture of two"):
+            with pytest.raises(UsageError, match="the state is inconsistent"):
                 engine.save_checkpoint(str(nvme / "ckpt"))
         else:
             files.open_gate()
@@ -240,7 +240,7 @@ def test_a_failed_update_fails_the_save_and_a_load_mends(nvme: Path, tmp_path: P
         # The failed save, of which the engine's caller has not heard, keeps it from no load.
         with pytest.raises(UsageError, match="load a whole checkpoint"):
             engine.load_checkpoint(folder, load_module_only=True)
-        with pytest.raises(UsageError, match="a mixture of two"):
+        with pytest.raises(UsageError, match="the state is inconsistent"):
             engine.save_checkpoint(folder, "torn")
         engine.load_checkpoint(folder)
         assert state_of(engine) == expected(1)
@@ -258,7 +258,7 @@ def test_a_save_given_up_leaves_no_pin(nvme: Path, tmp_path: Path) -> None:
         files.open_gate()
         with pytest.raises(CheckpointError, match="cancelled"):
             engine.wait_for_checkpoint()
-        engine.training_state.pending.complete()
+        engine.training_state.update.wait()
         assert _pins(engine) == 0
 
 
@@ -319,7 +319,7 @@ def test_a_disk_error_is_raised_on_every_rank_and_a_load_mends(world_size: int, 
         assert kind == ("StorageError" if rank == 0 else "RankError")
         assert "in the update of step 2, which was applied in part" in text
         assert "Input/output error" in text
-        assert "a mixture of two" in found["save"] or "rank 0 of 2 failed" in found["save"]
+        assert "the state is inconsistent" in found["save"] or "rank 0 of 2 failed" in found["save"]
         assert found["train"]
         assert found["read"]
         assert found["digests"] == good[rank]

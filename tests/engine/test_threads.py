@@ -47,7 +47,7 @@ def test_an_update_from_disk_leaves_the_threads_of_all_others(overlap: str, tmp_
         for _ in range(2):
             engine.backward(engine(torch.ones(1, 256)).sum())
             engine.step()
-        engine.training_state.pending.complete()
+        engine.training_state.update.wait()
         assert engine.statistics().store.disk_write_bytes > 0
         thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         thread.start()
@@ -131,13 +131,13 @@ def test_several_threads_update_in_the_stream_of_the_step(monkeypatch: pytest.Mo
 
 def test_several_threads_update_what_comes_from_a_disk(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
     torch.set_num_threads(1)  # those of torch change the bits of gradients
-    change, both = update.Update._pass, threading.Barrier(2)
+    change, both = update.Changes._pass, threading.Barrier(2)
 
     def begin(*args: Any, **keys: Any) -> None:
         both.wait(60)  # passes when two threads are at it
         change(*args, **keys)
 
-    monkeypatch.setattr(update.Update, "_pass", begin)
+    monkeypatch.setattr(update.Changes, "_pass", begin)
     monkeypatch.setattr(update, "num_consumers", lambda: 2)
     with start(step_modes.config("none", nvme), step_modes.make_model()) as engine:
         for _ in range(3):
@@ -154,7 +154,7 @@ def test_an_error_of_one_of_several_threads_ends_the_step(monkeypatch: pytest.Mo
         files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO))
         with pytest.raises(OSError, match="Input/output error"):
             step(engine)
-        with pytest.raises(UsageError, match="a mixture of two"):
+        with pytest.raises(UsageError, match="the state is inconsistent"):
             step(engine)
         pool = engine.training_state.state.store.resources.pool
         with pool.acquire(pool.nbytes):  # nothing is left of the others

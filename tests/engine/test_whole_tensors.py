@@ -174,7 +174,7 @@ def _saved(rank: int, folder: str, runs: str) -> dict[str, str]:
     net = make_net()
     engine, *_ = zstore.initialize(model=net, optimizer=make_client(net), config=config)
     with engine:
-        assert engine.training_state.step_mode.value == "none"
+        assert engine.training_state.update.mode.value == "none"
         assert bool(engine.training_state.state.spilled) == (rank == 0)
         for number, factor in enumerate((1.0, float("inf"), 1.0)):
             engine.backward(engine(*batch(number, 0, rank)) * factor)

@@ -71,13 +71,13 @@ def _counted(rank: int, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
         with engine:
             ids = torch.zeros(engine.train_micro_batch_size_per_gpu(), SEQ, dtype=torch.long)
             for _ in range(2):
-                engine.training_state.pending.complete()
+                engine.training_state.update.wait()
                 before = engine.statistics().store
                 for _ in range(engine.gradient_accumulation_steps()):
                     engine.backward(loss_of(engine(ids, labels=ids)))
                     gradients = engine.statistics().held.gradients
                     engine.step()
-            engine.training_state.pending.complete()
+            engine.training_state.update.wait()
             held, store = engine.statistics().held, engine.statistics().store
         state = store.device_bytes + store.host_bytes + store.disk_bytes - held.resting
         counted = {"parameters": held.parameters + held.resting, "gradients": gradients}

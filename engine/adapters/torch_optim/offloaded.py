@@ -14,7 +14,7 @@ import torch.distributed as torch_dist
 
 from zstore.engine.optim.kernel import ELEMENT_WISE, TorchKernel, kernel_for
 from zstore.engine.optim.state import OptimizerState
-from zstore.engine.optim.update import StepSettings, Update
+from zstore.engine.optim.update import Changes, StepSettings
 from zstore.engine.params.record import ParameterRecord
 from zstore.engine.runtime.device import Streams, Transfers, streams_for
 from zstore.errors import UsageError
@@ -161,13 +161,13 @@ class Offloaded(torch.optim.Optimizer, Closing):
         self._steps += 1
         settings = StepSettings.of(self.param_groups, step=self._steps, factor=1.0)
         take = cast(Callable[[ParameterRecord], torch.Tensor | None], rows.pop)
-        update = Update(self._local.arrays, records, settings, take)
+        changes = Changes(self._local.arrays, records, settings, take)
         try:
-            update.run()
+            changes.run()
         except BaseException as error:
             self._torn = error
             raise
-        update.note_scalars(records)
+        changes.note_scalars(records)
         for record in records:  # autograd refuses to go back over the change
             torch.autograd.graph.increment_version(record.parameter)
             record.note_version()

@@ -35,7 +35,7 @@ from ...optim.kernel import Kernel
 from ...optim.rules import Kind, Rule, register
 from ...optim.state import OptimizerState
 from ...optim.stepper import Stepper, whole_gradient
-from ...optim.update import Update
+from ...optim.update import Changes
 from ...params.record import ParameterRecord
 from ...plan.plan import Slots, TensorSlot
 from .rules import AdamRule, LambRule, TensorState, ZeroOneRule
@@ -136,13 +136,13 @@ class OneBitStep(Stepper):
         self._world.all_gather(everyone, mine, kind="control")
         return float(everyone.square().mean().sqrt())
 
-    def run(self, update: Update) -> None:
-        mine = [record for record in update.records if record.numel]
+    def run(self, changes: Changes) -> None:
+        mine = [record for record in changes.records if record.numel]
 
         def step() -> None:
             for record in mine:
-                rule, state = self._tensor(record, update.settings.groups)
-                gradient = whole_gradient(self._state, update, record, state.master)
+                rule, state = self._tensor(record, changes.settings.groups)
+                gradient = whole_gradient(self._state, changes, record, state.master)
                 rule.update(state, gradient, partial(compressed_mean, self._world, self.own[record]))
                 self._keep(record, state)
 

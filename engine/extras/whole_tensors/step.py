@@ -33,7 +33,7 @@ from ...optim.lamb import Lamb
 from ...optim.rules import Kind, Rule, register
 from ...optim.state import OptimizerState
 from ...optim.stepper import Stepper
-from ...optim.update import Update
+from ...optim.update import Changes
 from ...params.record import ParameterRecord
 from ...plan.plan import Slots, TensorSlot
 from ...runtime.device import GradientTiles
@@ -89,26 +89,26 @@ class TensorStep(Stepper):
         self._rank = world.rank if state.is_sharded else 0
         self._error: Exception | None = None
 
-    def run(self, update: Update) -> None:
+    def run(self, changes: Changes) -> None:
         """Carry out an update: element-wise updates in tiles, and then the whole tensors."""
-        whole = [r for r in update.records if r.numel and isinstance(self._state.kernel_of(r)[0], TensorKernel)]
+        whole = [r for r in changes.records if r.numel and isinstance(self._state.kernel_of(r)[0], TensorKernel)]
         apart, self._error = set(whole), None
-        others = [record for record in update.records if record not in apart]
+        others = [record for record in changes.records if record not in apart]
         with self._keeping_error():
-            Update(self._state, others, update.settings, update.rows).run()
+            Changes(self._state, others, changes.settings, changes.rows).run()
         whole.sort(key=lambda record: -record.numel)
         for first in range(0, len(whole), self._parties):
-            self._take(update, [_Tensor(self._state, record) for record in whole[first : first + self._parties]])
+            self._take(changes, [_Tensor(self._state, record) for record in whole[first : first + self._parties]])
         if self._error is not None:
             raise self._error
 
-    def _take(self, update: Update, tensors: Sequence[_Tensor]) -> None:
+    def _take(self, changes: Changes, tensors: Sequence[_Tensor]) -> None:
         device, parties = self._world.device, self._parties
         sent = torch.zeros(parties, max(tensor.numel for tensor in tensors), device=device)
         with self._keeping_error():
             self._read_state(tensors, sent)
             for row, tensor in zip(sent, tensors, strict=False):
-                self._read_gradient(update, tensor.record, self._rows(tensor.parts[-1], row))
+                self._read_gradient(changes, tensor.record, self._rows(tensor.parts[-1], row))
         received = back = sent
         if parties > 1:
             received = torch.empty_like(sent)
@@ -116,7 +116,7 @@ class TensorStep(Stepper):
             back = torch.zeros(parties, max(tensor.kept_numel for tensor in tensors), device=device)
         if self._rank < len(tensors) and self._error is None:
             with self._keeping_error():
-                self._step(update, tensors[self._rank], received, back)
+                self._step(changes, tensors[self._rank], received, back)
         del received
         if parties > 1:
             rows = sent.view(-1)[: back.numel()].view(back.shape)
@@ -124,7 +124,7 @@ class TensorStep(Stepper):
             back = rows
         if self._error is None:
             with self._keeping_error():
-                self._write(tensors, back, update.settings.step)
+                self._write(tensors, back, changes.settings.step)
 
     @contextmanager
     def _keeping_error(self) -> Iterator[None]:
@@ -154,22 +154,22 @@ class TensorStep(Stepper):
             for tile in tiles:
                 self._state.transfers.copy_into(kept[tile.group][1][tile.first : tile.stop], as_torch(tile.views[0]))
 
-    def _read_gradient(self, update: Update, record: ParameterRecord, target: torch.Tensor) -> None:
+    def _read_gradient(self, changes: Changes, record: ParameterRecord, target: torch.Tensor) -> None:
         if not record.owned_numel:
             return
-        state, rows = self._state, update.rows(record)
+        state, rows = self._state, changes.rows(record)
         if rows is not None:
             target.copy_(GradientTiles(state.transfers, rows).tile(0, target.numel(), target))
         else:
             with state.passing([[state.spilled[record]]], "read") as tiles:
                 for tile in tiles:
                     state.transfers.copy_into(target[tile.first : tile.stop], as_torch(tile.views[0]))
-        if (factor := update.settings.factor_of(record)) != 1.0:
+        if (factor := changes.settings.factor_of(record)) != 1.0:
             target.mul_(factor)
 
     # -- 2. ---------------------------------------------------------------------------------------------------------
 
-    def _step(self, update: Update, tensor: _Tensor, received: torch.Tensor, back: torch.Tensor) -> None:
+    def _step(self, changes: Changes, tensor: _Tensor, received: torch.Tensor, back: torch.Tensor) -> None:
         wholes = []
         for part in tensor.parts:
             rows = received[:, part.offset : part.offset + part.grid.shard_numel]
@@ -179,7 +179,7 @@ class TensorStep(Stepper):
             pairs = zip(tensor.parts[1:-1], wholes[1:-1], strict=True)
             slots = {part.slot.name: values for part, values in pairs if part.slot is not None}
             scalars = self._state.scalars[tensor.record]
-            kernel.update(update.settings.groups[group], scalars, wholes[0], wholes[-1], slots)
+            kernel.update(changes.settings.groups[group], scalars, wholes[0], wholes[-1], slots)
         if self._parties == 1:  # they are in place already
             return
         for part, whole in zip(tensor.parts[:-1], wholes[:-1], strict=True):

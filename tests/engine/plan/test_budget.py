@@ -41,7 +41,7 @@ def run(config: dict[str, Any], steps: int = STEPS) -> tuple[Engine, dict[str, s
                 engine.backward(loss)
                 engine.step()
         training = engine.training_state
-        training.pending.complete()
+        training.update.wait()
         store = training.state.store
         names = [name for record in training.state.records for name in training.state.arrays_of(record)]
         found = {name: digest(as_torch(store.read(name).wait())) for name in names}

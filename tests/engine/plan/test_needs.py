@@ -86,7 +86,7 @@ def _planned_and_counted(config: dict[str, Any], which: str) -> tuple[dict[str, 
                 if engine.is_gradient_accumulation_boundary():
                     statistics.append(engine.statistics())
                 engine.step()
-            engine.training_state.pending.complete()
+            engine.training_state.update.wait()
             statistics.append(engine.statistics())
         accumulated, (_, before, _, after) = statistics[0], statistics
         unused = 0 if which != "net" else _unused_bytes(engine)

@@ -1,0 +1,304 @@
+"""Tickets of an update, one for each parameter: the loop, the backward, readers and saves go by them.
+
+[Note: an update in the backward]
+The update goes over the parameters in the order in which their gradients are expected, and takes each when its gradient
+is final. One that is not expected, or is late, is updated when the backward is over.
+
+A read of a parameter after its update had begun would get other bits than in the other modes. So it is an error:
+a node of the graph that saved the parameter finds another version counter, and a module that is called again,
+for recomputation in the backward or a forward before `step()`, is watched.
+
+A gradient is freed as its update takes it. If the update falls behind, the backward waits for it: no more than a few
+units' gradients are held. The changes are final: an update that is abandoned has changed what it has.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zstore.errors import UsageError
+from zstore.format import Bytes, Grid
+from zstore.io import IoResources, Priority, ShardSummary
+from zstore.store import PinnedShard, TensorStore
+
+from ..params.record import ParameterRecord
+from ..runtime.device import Event
+from ..zero.hooks import ModuleHook
+from .state import OptimizerState
+
+TORN = "a previous step or load failed partway, so the state is inconsistent; load a checkpoint before continuing"
+"""An error's message. See [Note: which state is whole]."""
+
+
+class TicketState(Enum):
+    """How far the update of one parameter is."""
+
+    EXPECTED = "expected"
+    """Its gradient is not final: the backward may still read the parameter, and nobody waits for its update."""
+    FINAL = "final"
+    """Its gradient is final and the update may begin; no module may read the parameter until `step()`."""
+    RUNNING = "running"
+    """Its state is, or will be, changed: who reads it waits."""
+    DONE = "done"
+    """The new state is the present one, unless the update failed."""
+
+
+@dataclass(eq=False, slots=True)
+class UpdateTicket:
+    """The update of one parameter."""
+
+    record: ParameterRecord
+    state: TicketState
+    num_unseen: int = 0
+    """How many fetches whose headers are looked at late may have led to the gradient."""
+    waiting_bytes: int = 0
+    """Bytes of the final gradient that the update did not take yet."""
+    last_read: Event = None
+    """When the device has read the parameter for the last time, as its gradient was final."""
+    pins: list[LatePin] = field(default_factory=list)
+    """Those that wait for the new state."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the update may have changed anything."""
+        return self.state in (TicketState.RUNNING, TicketState.DONE)
+
+
+class Tickets:
+    """The tickets of the update under way, by which its thread, the backward's, readers and saves wait for each other."""
+
+    def __init__(self, state: OptimizerState) -> None:
+        self.of: dict[ParameterRecord, UpdateTicket] = {}
+        """By record; those without rows here have one in the backward alone."""
+        self.error: BaseException | None = None
+        """The error that ended the last update early."""
+        self._state = state
+        self._changed = threading.Condition()
+        self._is_open = False
+        """Whether a backward may bring further gradients."""
+        self._awaited: UpdateTicket | None = None
+        """The ticket whose gradient the thread waits for."""
+        self._waiting_bytes, self._most_bytes = 0, math.inf
+        """Bytes of final gradients that wait for the update, and how many may; any number if none takes them."""
+
+    def begin(self, records: Iterable[ParameterRecord], most_bytes: float, *, in_backward: bool) -> None:
+        """Begin an update of `records`: behind `step()`, or in a backward, of which it lets so many bytes of gradients wait."""
+        state = TicketState.EXPECTED if in_backward else TicketState.RUNNING
+        with self._changed:
+            self.of.clear()
+            self.of.update((one, UpdateTicket(one, state)) for one in records if in_backward or one.owned_numel)
+            self._is_open, self._waiting_bytes, self._most_bytes = in_backward, 0, most_bytes
+
+    def forget(self) -> None:
+        """Forget an update that has ended, and its error."""
+        self.of.clear()
+        self.error = None
+
+    # -- the backward's thread --------------------------------------------------------------------------------------
+
+    def put(self, record: ParameterRecord, num_unseen: int, last_read: Event, nbytes: int) -> None:
+        """Hand a final gradient of `nbytes` over, and wait for room."""
+        with self._changed:
+            ticket = self.of.get(record)
+            if ticket is None:
+                ticket = self.of[record] = UpdateTicket(record, TicketState.EXPECTED)
+            ticket.state, ticket.num_unseen, ticket.last_read = TicketState.FINAL, num_unseen, last_read
+            ticket.waiting_bytes = nbytes
+            self._waiting_bytes += nbytes
+            self._changed.notify_all()
+            self._changed.wait_for(self._has_room)
+
+    def _has_room(self) -> bool:
+        # An update that waits for the backward must not be waited for, nor one that frees nothing.
+        starved = self._awaited is not None and self._awaited.state is TicketState.EXPECTED
+        return starved or self._waiting_bytes <= self._most_bytes
+
+    def close(self, *, drop: bool) -> None:
+        """Note that a backward brings no further gradients; with `drop` none that waits is used."""
+        with self._changed:
+            for ticket in self.of.values() if drop else ():
+                if ticket.state is TicketState.FINAL:
+                    ticket.state = TicketState.EXPECTED
+            self._is_open = False
+            self._changed.notify_all()
+
+    # -- the update's thread ----------------------------------------------------------------------------------------
+
+    def find(self, record: ParameterRecord, *, wait: bool) -> UpdateTicket:
+        """Return a ticket, with `wait` when its gradient is final or the backward is over."""
+        with self._changed:
+            ticket = self.of[record]
+            if wait:
+                self._awaited = ticket
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: ticket.state is not TicketState.EXPECTED or not self._is_open)
+                self._awaited = None
+        return ticket
+
+    def note_taken(self, record: ParameterRecord) -> None:
+        """Note that a gradient waits no longer."""
+        with self._changed:
+            self._waiting_bytes -= self.of[record].waiting_bytes
+            self.of[record].waiting_bytes = 0
+            self._changed.notify_all()
+
+    def last_read(self, record: ParameterRecord) -> Event:
+        """Return when the device had read a parameter for the last time, as its gradient became final."""
+        return self.of[record].last_read
+
+    def done(self, record: ParameterRecord) -> None:
+        """Note that a parameter's new state is the present one."""
+        with self._changed:
+            ticket = self.of[record]
+            if ticket.pins:
+                self._state.transfers.synchronize()
+            while ticket.pins:
+                ticket.pins.pop().resolve(self._state.store, None)
+            ticket.state = TicketState.DONE
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None, *, forget: bool) -> None:
+        """Note that the update has ended; with `forget` nobody needs its tickets any more."""
+        with self._changed:
+            # At once with the error: from here on nothing is pinned.
+            self.error, self._most_bytes = error, math.inf
+            begun = [ticket for ticket in self.of.values() if ticket.is_begun]
+            for ticket in begun:
+                ticket.state = TicketState.DONE
+            if forget:
+                self.of.clear()
+            self._changed.notify_all()
+        for pin in (pin for ticket in begun for pin in ticket.pins):
+            pin.resolve(self._state.store, error)
+
+    # -- readers and saves ------------------------------------------------------------------------------------------
+
+    def wait_for(self, records: Iterable[ParameterRecord]) -> None:
+        """Return when none of `records` waits for its update; raise the error that ended the update.
+
+        Before an update in the backward is admitted, the backward may still read the parameters that it will change.
+        """
+        if not self.of and self.error is None:
+            return
+        with self._changed:
+            found = (self.of.get(record) for record in records)
+            running = [one for one in found if one is not None and one.state is TicketState.RUNNING]
+            if running:
+                self._changed.wait_for(lambda: all(one.state is TicketState.DONE for one in running))
+            if self.error is not None:
+                raise self.error
+
+    def pin(self, record: ParameterRecord, names: Sequence[str]) -> dict[str, PinnedShard]:
+        """Return pins of arrays of `record`: of the present version, or of the one that its update will make. Raises UsageError
+        if the update failed."""
+        store = self._state.store
+        with self._changed:
+            if self.error is not None:
+                raise UsageError(TORN) from self.error
+            ticket = self.of.get(record)
+            if ticket is None or ticket.state is TicketState.DONE:
+                return dict(store.snapshot(names).pins)
+            late = {name: LatePin(store, name) for name in names}
+            ticket.pins += late.values()
+            return dict(late)
+
+
+class ReadGuard:
+    """Raises when a module is called whose parameters an update in the backward may have changed."""
+
+    def __init__(
+        self, model: nn.Module, records: Iterable[ParameterRecord], tickets: Mapping[ParameterRecord, UpdateTicket]
+    ) -> None:
+        self._tickets = tickets
+        self.recomputes = False
+        """Whether a module ran without gradients in the model's last forward: reentrant checkpointing, which brings
+        gradients in parts."""
+        self._handles = [model.register_forward_pre_hook(ModuleHook(self._enter), prepend=True)]
+        of = {record.parameter: record for record in records}
+        for name, module in model.named_modules():
+            own = [of[p] for p in module.parameters() if p in of]
+            if own:
+                before = partial(self._before, name or type(module).__name__, own)
+                # Ahead of the hooks that gather them.
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.recomputes = not torch.is_grad_enabled()
+
+    def _before(self, name: str, own: list[ParameterRecord], module: nn.Module, args: Any) -> None:
+        self.recomputes |= not torch.is_grad_enabled()
+        tickets = self._tickets
+        if any(record in tickets and tickets[record].state is not TicketState.EXPECTED for record in own):
+            raise UsageError(
+                f"module {name!r} is called after the backward updated parameters of it, and before step(): with "
+                '"step_overlap": "backward" a forward between backward() and step(), and a '
+                'recomputation after the parameter\'s last gradient, would see updated values; set it to "forward" or "none"'
+            )
+
+    def remove(self) -> None:
+        """Remove the hooks from the modules."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class LatePin:
+    """A pin of the version that an update under way will make. See `PinnedShard`."""
+
+    def __init__(self, store: TensorStore, name: str) -> None:
+        self._name = name
+        self.local = store.local(name)
+        self.tier = store.tier_of(name)
+        self.has_file = self.tier == "disk" and not store.shares_file(name)
+        self.version: int | None = None
+        self._found: Future[PinnedShard] = Future()
+        self._lock = threading.Lock()
+
+    def resolve(self, store: TensorStore, error: BaseException | None) -> None:
+        """Pin the present version, or carry the error that kept it from being made (the update's call)."""
+        with self._lock:
+            if self._found.done():  # released before
+                return
+            try:
+                if error is not None:
+                    raise error
+                self._found.set_result(store.snapshot([self._name]).pins[self._name])
+            except BaseException as raised:
+                self._found.set_exception(raised)
+
+    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
+        """Wait for the update, then do as `PinnedShard.copy_into`. Raises UsageError if the update failed."""
+        self._made().copy_into(out, grid, shard)
+
+    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
+        """Wait for the update, then do as `PinnedShard.checksums`. Raises UsageError if the update failed."""
+        return self._made().checksums(res, grid, shard)
+
+    def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
+        """Wait for the update, then do as `PinnedShard.publish`. Raises UsageError if the update failed."""
+        return self._made().publish(res, path, grid, shard, priority)
+
+    def _made(self) -> PinnedShard:
+        error = self._found.exception()
+        if error is not None:
+            raise UsageError(
+                f"array {self._name!r}: its update failed, so there is nothing to save: {error}"
+            ) from error
+        return self._found.result()
+
+    def release(self) -> None:
+        with self._lock:
+            if not self._found.done():
+                self._found.set_exception(UsageError(f"array {self._name!r}: the pin was released"))
+            if self._found.exception() is None:
+                self._found.result().release()
