@@ -50,10 +50,10 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        57_060,
+        56_920,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 25_710),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_605),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_470),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_500),
     "lines of assets": (lambda: _layout().asset_lines(), 2_260),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_660),
@@ -75,7 +75,7 @@ LIMITS = {
     "floors inside zstore": (lambda: _rooms("zstore")[2], 8),
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 3),
-    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 5),
+    "classes over 300 lines": (lambda: sum(lines > 300 for _, lines in _layout().classes), 4),
     "files over 500 lines": (lambda: sum(text.count("\n") > 500 for text in _layout().source.values()), 1),
     '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 6),
     '"what is" in 10,000 words of prose': (

@@ -680,7 +680,7 @@ class Engine(nn.Module):
                         _log.warning("%s; this one is saved as %r", error, other)
                     self.save_checkpoint(save_dir, other, state)
             self.wait_for_checkpoint()
-            self.world.leave_together()
+            self.world.watch.agreed = True  # no failure of the run
             self.journal.stops(stop := SystemExit(STOPPED_EXIT_CODE))
             raise stop
 
@@ -879,7 +879,7 @@ class Engine(nn.Module):
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if value is not None:
-            self.world.escaped(value)
+            self.world.watch.escaped(value)
             if not isinstance(value, SystemExit):
                 self.journal.stops(value)
         try:
@@ -923,13 +923,13 @@ def _close(
         for end in last:
             if end is not None:
                 last_to_first.callback(end)
-        last_to_first.callback(training.world.end_watch)
+        last_to_first.callback(training.world.watch.close)
         last_to_first.callback(training.close)
         last_to_first.callback(report.close)
         last_to_first.callback(checkpoints.finish)
         last_to_first.callback(access.close)
         # First of all: others may wait for this rank, and the calls below may wait for them.
-        last_to_first.callback(training.world.tell_uncaught)
+        last_to_first.callback(training.world.watch.tell_uncaught)
 
 
 @contextlib.contextmanager

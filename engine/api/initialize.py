@@ -197,12 +197,12 @@ def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any) -> bool:
 @contextmanager
 def _watched(world: World, silent_s: float | None) -> Iterator[None]:
     """Watch over the ranks from here on, unless the block fails."""
-    world.begin_watch(silent_s)
     try:
+        world.begin_watch(silent_s)
         with world.calling("initialize"):
             yield
     except BaseException:
-        world.end_watch()
+        world.watch.close()
         raise
 
 

@@ -89,7 +89,7 @@ class Checkpoints:
         self._journal = journal
         self._under_way: list[SaveHandle] = []
         """The save under way, one at most: begun by all ranks or by none, and given up if a rank fails."""
-        training.world.when_broken.append(partial(_give_up_later, self._under_way))  # it must not hold the training
+        training.world.watch.when_broken.append(partial(_give_up_later, self._under_way))  # it must not hold training
         self._known: dict[str, KnownFile] = {}
         """Files of the last checkpoint, saved or loaded, which the next one may link."""
         self.folder: str | None = None
@@ -304,7 +304,7 @@ class Checkpoints:
         try:
             self._complete()
         except Exception:
-            self._training.world.require_others()  # else the error of a save that was given up hides the rank that was lost
+            self._training.world.watch.require_others()  # else the error of a given-up save hides the rank that was lost
             raise
 
     def _complete(self) -> None:

@@ -77,6 +77,8 @@ class RunReport:
         self._losses: list[torch.Tensor] = []
         self._are_parts = False
         """Whether the losses were divided by the number of micro-batches."""
+        losses = self._to_send = list[torch.Tensor]()  # the step's, if it is known, until the other ranks have it
+        world.messages["loss"] = lambda: float(losses.pop()) if losses else None  # it must not hold the training
         self._last_step = PhaseTimes()
         self._last_line = training.counters.global_steps, training.samples, PhaseTimes()
         self._line_s = time.perf_counter()
@@ -104,17 +106,19 @@ class RunReport:
         return _mean_of(losses, are_parts=self._are_parts)
 
     def step_begins(self) -> None:
-        """Let the loss of the step travel to the other ranks with its first message, by which the device has computed it (all
-        ranks of several)."""
-        taken, world = self._take_loss(), self._training.world
-        world.told, world.tells = [], lambda: None if taken is None else float(taken)
+        """Send the step's loss with its first message, by which the device has computed it (all ranks of several)."""
+        self._to_send[:] = [] if (loss := self._take_loss()) is None else [loss]
+        self._training.world.received["loss"] = []
 
     def step_ended(self) -> None:
         """Report an optimizer step, taken or skipped."""
         self.utilisation.step_ended()
         prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
-        taken, told = self._take_loss(), self._training.world.told  # the next step's may not be known
-        loss = sum(told) / len(told) if told else _value_of(taken)
+        taken, losses = (
+            self._take_loss(),
+            self._training.world.received.get("loss", []),
+        )  # the next step's may not be known
+        loss = sum(losses) / len(losses) if losses else _value_of(taken)
         times = replace(self._times)
         spent, self._last_step = times - self._last_step, times
         if self._writes or prints:

@@ -2,9 +2,9 @@
 a moment that does no harm.
 
 [Note: stopping by a signal]
-A handler only notes the signal, in this rank's `World.requested`. It travels with messages that the ranks exchange in each
-step anyway, so that after the same step all of them know, whichever rank was signalled. Then the state is saved, and the
-process ends with code 75, which says: run me again. A second signal takes effect at once, as if nobody handled it.
+A handler only notes the signal. It is one of `World.messages`, which travel with what the ranks exchange in each step anyway,
+so that after the same step all of them know, whichever rank was signalled. Then the state is saved, and the process ends
+with code 75, which says: run me again. A second signal takes effect at once, as if nobody handled it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ class StopSignals:
     def __init__(self, world: World) -> None:
         self._world = world
         self._pid = os.getpid()
+        self._noted: int | None = None  # the signal that this rank got
         self._before: dict[int, Any] = {}
 
     def watch(self, numbers: Iterable[int] = STOP_SIGNALS) -> None:
         """Note these signals from now on in place of ending the process. Raises UsageError outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("signals can be watched from the main thread only: call this where the script starts")
+        self._world.messages["signal"] = lambda: self._noted
         for number in numbers:
             if number not in self._before:
                 self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A forked child, as a data loader's worker, has the handler but not the run.
-        if os.getpid() != self._pid or self._world.requested:
+        if os.getpid() != self._pid or self._noted is not None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self._world.requested = number
+        self._noted = number
         name = signal.Signals(number).name
         text = f"zstore: rank {self._world.rank}: {name}: will stop after this step; a second signal stops at once\n"
         # Not print: this may come in the middle of one.
@@ -57,9 +59,9 @@ class StopSignals:
     @property
     def requested(self) -> signal.Signals | None:
         """The signal that some rank got, once all ranks know of it."""
-        world = self._world
-        number = world.granted or (world.requested if world.world_size == 1 else 0)
-        return signal.Signals(number) if number else None
+        heard = self._world.received.get("signal", [])
+        number = self._noted if self._world.world_size == 1 else max(heard, default=None)
+        return None if number is None else signal.Signals(number)
 
     def close(self) -> None:
         """Restore the former handlers of the signals; a second call does nothing."""

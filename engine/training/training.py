@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from zstore.errors import NonFiniteError, UsageError
-from zstore.ranks.groups import Groups
-from zstore.ranks.world import World
+from zstore.ranks.world import Groups, World
 
 from ..activations.offload import ActivationOffload
 from ..config.config import Config

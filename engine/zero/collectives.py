@@ -26,8 +26,7 @@ import torch
 
 from zstore.format import ALIGN_NUMEL, Grid
 from zstore.io.tensors import dtype_name
-from zstore.ranks.work import Kind
-from zstore.ranks.world import World
+from zstore.ranks.world import Kind, World
 
 from ..params.record import ParameterRecord
 from ..params.sharding import sums_in_place

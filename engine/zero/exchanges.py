@@ -15,9 +15,7 @@ from typing import Protocol
 import torch
 
 from zstore.format import Grid
-from zstore.ranks.groups import Groups
-from zstore.ranks.work import Kind, Work
-from zstore.ranks.world import World
+from zstore.ranks.world import Groups, Kind, Work, World
 
 from ..config.config import Config
 from ..params.record import ParameterRecord

@@ -32,8 +32,7 @@ import torch
 from zstore.errors import RankError, UsageError
 from zstore.io import Pool, Ticket, Workers
 from zstore.io.tensors import as_torch
-from zstore.ranks.work import Work
-from zstore.ranks.world import World
+from zstore.ranks.world import Work, World
 from zstore.store import TensorStore
 
 from ..params.record import ParameterRecord

@@ -241,7 +241,7 @@ class ShardedUnits:
 
     def unshard(self, unit: ShardedUnit) -> None:
         """Gather the unit's parameters, which then are in use (all ranks, in one order)."""
-        self._world.activity.unit = unit.unit.name
+        self._world.watch.activity.unit = unit.unit.name
         with labelled("unshard", unit.unit.name):
             number = self._recorder.begin_use(unit.number)
             follows = self._recorder.follows

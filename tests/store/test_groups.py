@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from zstore.ranks.groups import make_groups
-from zstore.ranks.world import World
+from zstore.ranks.world import World, make_groups
 from zstore.testing.ranks import run_ranks
 
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from zstore.ranks.connections import Connections, listed
+from zstore.ranks.connections import Connections
 from zstore.ranks.incident import ABSENT_S, SAME_S, Outcome, RankReport, explain, judge
 
 LATER_S = SAME_S + 1
@@ -76,10 +76,10 @@ def test_only_connections_between_ranks_are_cut() -> None:
         server.accept()[0] as its_end,
     ):
         mine = (*ours.getsockname(), *ours.getpeername())
-        assert mine in listed(None)
-        assert mine not in listed(server.getsockname()[1])
         connections = Connections()
-        connections.learn([listed(None), [[*mine[2:], *mine[:2]]]], 0)
+        assert mine in connections.listed()
+        assert mine not in Connections(server.getsockname()[1]).listed()
+        connections.learn([connections.listed(), [[*mine[2:], *mine[:2]]]], 0)
         assert len(connections) == 1
         connections.cut()
         assert theirs.recv(1) == b""

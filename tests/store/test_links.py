@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from zstore.io.links import LinkCounters, LinkStatistics
-from zstore.ranks.work import CountedWork
+from zstore.ranks.world import Work
 
 
 class Clock:
@@ -70,7 +70,7 @@ class SlowWork:
 
 def test_a_collective_is_busy_from_its_start_and_stalls_while_it_is_waited_for(clock: Clock) -> None:
     links = LinkCounters()
-    work = CountedWork(SlowWork(clock), links, "all_gather")
+    work = Work(SlowWork(clock), links, "all_gather")
     assert not work.is_completed()
     clock.now += 3.0  # computing
     work.wait()

@@ -23,7 +23,7 @@ def _watched() -> Iterator[World]:
     try:
         yield world
     finally:
-        world.end_watch()
+        world.watch.close()
 
 
 def _save(world: World, call: str = "save()") -> list[int]:
@@ -34,14 +34,12 @@ def _save(world: World, call: str = "save()") -> list[int]:
 
 def _late(rank: int) -> None:
     with _watched() as world:
-        assert world.meetings is not None
-        assert world.watch is not None
-        store = world.watch.shared_store()
+        board = world.watch.board
         for number in (1, 2):
             if rank == number % 2:
                 # It has said where it is, in a collective that the other has left, and the other is waiting.
                 torch_dist.barrier()
-                until(lambda: store.check([f"at/{rank}"]) and store.check([f"meeting/{number}/ranks"]))  # noqa: B023
+                until(lambda: board.read(f"place/{rank}") and board.add(f"meeting/{number}/ranks", 0))  # noqa: B023
             else:
                 torch_dist.barrier()
             assert _save(world) == [0, 1]
@@ -54,7 +52,7 @@ def test_ranks_wait_for_one_that_is_late() -> None:
 def _alone(rank: int, what: str) -> None:
     with _watched() as world:
         if rank == 1 and what == "left":
-            world.end_watch()
+            world.watch.close()
             return
         if rank == 0:
             with pytest.raises(UsageError, match=r"^save\(\) was called on rank 0 while rank 1 .* together") as raised:

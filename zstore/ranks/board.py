@@ -47,6 +47,16 @@ class Board:
             shared.set_timeout(usual)
         return Board(torch_dist.PrefixStore(f"zstore/{name}", own))  # type: ignore[attr-defined]
 
+    @property
+    def port(self) -> int | None:
+        """The port of a store that is reached over TCP."""
+        import torch.distributed as torch_dist
+
+        store = self._store
+        while isinstance(store, torch_dist.PrefixStore):  # type: ignore[attr-defined]
+            store = store.underlying_store
+        return store.port if isinstance(store, torch_dist.TCPStore) else None  # type: ignore[attr-defined]
+
     def post(self, key: str, message: Any) -> None:
         """Set a key to JSON data."""
         self.post_bytes(key, json.dumps(message).encode())
@@ -72,6 +82,11 @@ class Board:
             num_more, _, data = self._store.get(key).partition(b" ")
             more = [self._store.get(f"{key}/{number}") for number in range(int(num_more))]
             return b"".join([data, *more])
+
+    def add(self, key: str, number: int) -> int:
+        """Return the number of a key, first 0, after adding `number` to it; keys of numbers are no others'."""
+        with self._lock:
+            return int(self._store.add(key, number))
 
     def remove(self, key: str) -> None:
         """Remove a key, which has a value."""

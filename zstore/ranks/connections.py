@@ -1,4 +1,4 @@
-"""The TCP connections between the ranks' processes, and how to cut them.
+"""The TCP connections between the ranks' processes and to their store, and how to cut them.
 
 [Note: cutting]
 Nothing in torch.distributed cancels a gloo collective: `abort` and `shutdown` leave it blocked, and destroying a
@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 Ends = tuple[str, int, str, int]
@@ -25,10 +25,15 @@ _MAPPED = "::ffff:"
 
 
 class Connections:
-    """This process's connections to the other ranks. See [Note: cutting]."""
+    """This process's connections to the other ranks, and to their store, by its port. See [Note: cutting]."""
 
-    def __init__(self) -> None:
+    def __init__(self, store_port: int | None = None) -> None:
+        self.store_port = store_port
         self._known: set[Ends] = set()
+
+    def listed(self) -> list[Ends]:
+        """Return this process's TCP connections, without those to the store."""
+        return [ends for _, ends in _open_connections() if self.store_port not in ends]
 
     def learn(self, everyone: Sequence[Sequence[Sequence[str | int]]], rank: int) -> None:
         """Note which of this process's connections lead to another rank: `everyone` has what each rank `listed`."""
@@ -40,45 +45,38 @@ class Connections:
         return len(self._known)
 
     def there(self) -> set[Ends]:
-        """Return those of them that are open: when a process ends, its connections do."""
+        """Return those to other ranks that are open: when a process ends, its connections do."""
         return {ends for _, ends in _open_connections() if ends in self._known}
 
     def cut(self) -> None:
-        """Shut them down, whoever waits on them."""
-        for connection, ends in _open_connections():
-            if ends in self._known:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+        """Shut those to other ranks down, whoever waits on them."""
+        _cut(lambda ends: ends in self._known)
 
+    def cut_store(self) -> None:
+        """Shut those to the store down, whoever waits on them."""
+        _cut(lambda ends: ends[3] == self.store_port)
 
-def listed(without_port: int | None) -> list[Ends]:
-    """Return this process's TCP connections, without those of a port (the store's)."""
-    return [ends for _, ends in _open_connections() if without_port not in ends]
+    def give_up_store_after(self, silent_s: float) -> None:
+        """End those to the store once the machine at the other end has not answered for so long.
 
-
-def give_up_after(port: int | None, silent_s: float) -> None:
-    """End the connections to this port (the store's) once the machine at the other end has not answered for so long.
-
-    Otherwise who asks a machine that was lost, or cut off, waits a quarter of an hour, and for ever if all was sent before.
-    """
-    if sys.platform == "linux":
+        Otherwise who asks a machine that was lost, or cut off, waits a quarter of an hour, and for ever if all was sent before.
+        """
+        if sys.platform != "linux":
+            return
         pause_s = max(1, round(silent_s / 9))
-        for connection in _connections_to(port):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silent_s))
+        for connection, ends in _open_connections():
+            if ends[3] == self.store_port:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silent_s))
 
 
-def cut_to(port: int | None) -> None:
-    """Shut the connections to this port down, whoever waits on them."""
-    for connection in _connections_to(port):
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-def _connections_to(port: int | None) -> Iterator[socket.socket]:
-    return (connection for connection, (*_, there) in _open_connections() if there == port)
+def _cut(chosen: Callable[[Ends], bool]) -> None:
+    for connection, ends in _open_connections():
+        if chosen(ends):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _open_connections() -> Iterator[tuple[socket.socket, Ends]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from ..errors import RankError
 
@@ -46,15 +47,21 @@ class Activity:
         parts += [f"collective {self.collective}"] if self.collective else []
         return ", ".join(parts)
 
+    def report(self, **more: Any) -> RankReport:
+        """Return a report from here."""
+        return RankReport(at=str(self), entered=self.entered, **more)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """A rank's answer."""
+    """A rank's place, or its answer."""
 
-    at: str
+    at: str = "an unknown place"
     """Its activity."""
-    entered: int
+    entered: int = 0
     """Collectives that it entered."""
+    entered_by_anybody: int = 0
+    """Collectives begun in the process group of all ranks, if it is in one that is not the engine's."""
     cause: str | None = None
     """Its error on one line."""
     details: str = ""
@@ -91,33 +98,26 @@ def judge(reports: Mapping[int, RankReport], world_size: int, waited_s: float) -
 
 def explain(reports: Mapping[int, RankReport], world_size: int, rank: int, at: str, gone: str) -> RankError:
     """Return the error that rank `rank` raises at `at`; `gone` is the known state of ranks without a report."""
-    failures: dict[int, str] = {}
-    causes: dict[int, str] = {}
-    for other, report in reports.items():
-        if other != rank and report.cause is not None:
-            causes[other] = f"in {report.at}: {report.cause}"
-            failures[other] = report.details
-    for other in set(range(world_size)) - set(reports) - {rank}:
-        causes[other], failures[other] = "is gone", gone
-    if not causes:
-        causes, failures = _late(reports, rank)
-    if not causes:
-        for other, report in reports.items():
-            if report.cause is not None or report.lost is not None:
-                causes[other] = f"in {report.at}: {report.cause or report.lost}"
-                failures[other] = report.details
-    ranks = ", ".join(map(str, sorted(causes)))
-    text = "; ".join(f"rank {other} {cause}" for other, cause in sorted(causes.items()))
+    others = {other: report for other, report in reports.items() if other != rank}
+    found = {other: (f"in {r.at}: {r.cause}", r.details) for other, r in others.items() if r.cause is not None}
+    found |= {other: ("is gone", gone) for other in range(world_size) if other not in reports and other != rank}
+    found = found or _late(reports, rank)
+    if not found:
+        failed = {other: r for other, r in reports.items() if r.cause is not None or r.lost is not None}
+        found = {other: (f"in {r.at}: {r.cause or r.lost}", r.details) for other, r in failed.items()}
+    ranks = ", ".join(map(str, sorted(found)))
+    text = "; ".join(f"rank {other} {cause}" for other, (cause, _) in sorted(found.items()))
+    failures = {other: details for other, (_, details) in found.items()}
     return RankError(f"rank {ranks} of {world_size} failed ({text}); rank {rank} stops with it, in {at}", failures)
 
 
-def _late(reports: Mapping[int, RankReport], rank: int) -> tuple[dict[int, str], dict[int, str]]:
+def _late(reports: Mapping[int, RankReport], rank: int) -> dict[int, tuple[str, str]]:
     """Return (cause, details) of ranks that left, or that others wait for."""
     left = {other for other, report in reports.items() if report.left and other != rank}
-    entered = {other: report.entered for other, report in reports.items() if not report.left}
-    late = {other for other, count in entered.items() if count < max(entered.values())} - {rank}
-    causes = dict.fromkeys(left, "closed its engine") | {
-        other: f"did not come to a collective that others wait in: it is in {reports[other].at}" for other in late
+    there = {other: report for other, report in reports.items() if not report.left}
+    last = max((report.entered for report in there.values()), default=0)
+    late = {other: report for other, report in there.items() if report.entered < last and other != rank}
+    return dict.fromkeys(left, ("closed its engine", "its loop ended: do all ranks take the same number of steps?")) | {
+        other: (f"did not come to a collective that others wait in: it is in {report.at}", report.details)
+        for other, report in late.items()
     }
-    details = dict.fromkeys(left, "its loop ended: do all ranks take the same number of steps?")
-    return causes, details | {other: reports[other].details for other in late}

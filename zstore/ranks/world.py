@@ -9,6 +9,11 @@ same order.
 An error that escapes elsewhere on one rank, or a rank that dies, is the business of `watch`: a world that is watched
 raises RankError if its collectives fail.
 
+[Note: groups]
+With groups of k consecutive ranks (a machine's, or those that share one copy of the training state), rank r is member r % k
+of group r // k. `within` is the world of its group, `between` that of the ranks with its place in every group, in the order
+of the groups. A group may have any number of ranks; k is best the number of devices with a fast link.
+
 Values travel between ranks as JSON and as tensors, never pickled. Without a process group the same code runs alone.
 """
 
@@ -16,13 +21,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import traceback
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as torch_dist
@@ -30,20 +37,47 @@ import torch.distributed as torch_dist
 from ..errors import RankError
 from ..io.links import LinkCounters
 from ..io.tensors import plain_memory
-from .connections import Connections, listed
-from .incident import Activity
-from .meeting import Meetings
-from .watch import Watch, store_port
-from .work import CountedWork, Done, Kind, Work
+from .watch import Watch
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "transfer", "control"]
+"""The purpose of the bytes sent; "control" is agreement between ranks (counts, flags, errors), not tensors."""
 
 
 def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return values, 1-D, on the device, for which the host does not wait."""
     here = torch.tensor(values, dtype=dtype)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+
+
+class Work:
+    """A collective under way, which counts how long it took and how long somebody waited for it; None had nothing to do.
+
+    On CUDA a wait holds up the stream and not this thread, so the time counted there is the host's alone.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        links: LinkCounters,
+        kind: Kind,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._work, self._links, self._kind, self._within = work, links, kind, within
+        self._started: float | None = time.perf_counter()
+
+    def wait(self) -> None:
+        """Block until it is done; raise its error."""
+        if self._work is None:
+            return
+        with self._links.waiting(self._kind, "begun earlier"), self._within():
+            self._work.wait()
+        started, self._started = self._started, None
+        if started is not None:
+            self._links.busy(self._kind, time.perf_counter() - started)
+
+    def is_completed(self) -> bool:
+        """Return whether it is done."""
+        return self._work is None or self._work.is_completed()
 
 
 @dataclass(kw_only=True)
@@ -66,26 +100,15 @@ class World:
     """Process group of the collectives; None is the default one."""
     links: LinkCounters = field(default_factory=LinkCounters)
     """Bytes that this rank sent to others and the time waited, by `Kind`. A second world on another group shares them."""
-    activity: Activity = field(default_factory=Activity)
-    """The place of this rank in its work; a second world shares it."""
-    watch: Watch | None = None
-    """Fails all ranks if one fails; None alone, and until `begin_watch`."""
-    meetings: Meetings | None = None
-    """The ranks' meetings before calls that all of them make; None if they are not watched."""
-    connections: Connections = field(default_factory=Connections)
-    """To the other ranks, of all groups; a second world shares them."""
-    requested: int = 0
-    """This rank's request to all ranks, 0: none. It travels with `raise_together`, for a few bytes there."""
-    granted: int = 0
-    """The greatest request of any rank that has travelled: the same on all ranks after the same call."""
-    tells: Callable[[], float | None] | None = None
-    """Gives a number of this rank, which travels with the next `raise_together` alone."""
-    told: list[float] = field(default_factory=list)
-    """The numbers of all ranks that had one, as they travelled last: the same on all ranks after the same call."""
-    when_broken: list[Callable[[], None]] = field(default_factory=list)
-    """Further things to give up if the run is broken; called from the watch's thread."""
+    watch: Watch = field(default_factory=Watch)
+    """Fails all ranks if one fails, once it was begun; worlds of one run share it."""
+    messages: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """By topic, what this rank says to all with each `raise_together` without an error of its own: JSON data, for a few bytes
+    there; None: nothing."""
+    received: dict[str, list[Any]] = field(default_factory=dict)
+    """By topic the messages of all ranks that had one, as they travelled last: the same on all ranks after the same call."""
     near_ranks: int | None = None
-    """Of the other ranks, those in this rank's group (see `groups`); None if ranks are in no groups. With groups, bytes
+    """Of the other ranks, those in this rank's group (see [Note: groups]); None if ranks are in no groups. With groups, bytes
     sent, except for "control", are also counted as `within_group` and `between_groups`."""
 
     @property
@@ -123,7 +146,7 @@ class World:
         with self._within("new_group"):
             group = torch_dist.new_group()
         self.know_connections()
-        return World(**{**self.__dict__, "group": group})
+        return replace(self, group=group, messages={}, received={})
 
     def release(self) -> None:
         """Destroy the process group that `second` made, once no collective on it is under way; a second call does nothing.
@@ -131,80 +154,9 @@ class World:
         Its threads end here. Left to the interpreter's end, one that still holds a tensor would abort the process.
         """
         group, self.group = self.group, None
-        if group is None or (self.watch is not None and self.watch.broken):
-            return
-        with suppress(ValueError):  # the process group of all ranks, and this one with it, is gone already
-            torch_dist.destroy_process_group(group)
-
-    def begin_watch(self, silent_s: float | None = None) -> None:
-        """Watch over the ranks until `end_watch` (all ranks); see `zstore.ranks.watch`."""
-        if self.world_size == 1:
-            return
-        self._know_connections()
-        self.watch = Watch(
-            self.rank, self.world_size, activity=self.activity, store=_store(), cut=self._cut, silent_s=silent_s
-        )
-        self.meetings = Meetings(self.watch, self.rank, self.world_size, self.connections)
-
-    def end_watch(self) -> None:
-        """Stop watching; a second call does nothing."""
-        if self.watch is not None:
-            self.watch.close()
-
-    @contextmanager
-    def calling(self, phase: str, *, meeting: str | None = None) -> Iterator[None]:
-        """Name this rank's task in the block; an error that escapes from it on one rank fails all.
-
-        `meeting` names a call that scripts may make on one rank alone, by mistake: it begins once all ranks are in it.
-        """
-        if self.activity.phase or self.watch is None:
-            yield
-            return
-        self.watch.begin_call()
-        self.activity.phase, self.activity.unit = phase, ""
-        try:
-            if meeting is not None and self.meetings is not None:
-                self.meetings.meet(meeting)
-            yield
-        except BaseException as error:
-            self.watch.escaped(error)
-            raise
-        finally:
-            self.activity.phase = ""
-
-    def tell_uncaught(self) -> None:
-        """Tell the other ranks of the error that ends the interpreter, if one does."""
-        if self.watch is not None:
-            self.watch.tell_uncaught()
-
-    def leave_together(self) -> None:
-        """Note that all ranks know of the error about to be raised, and that it is no failure."""
-        if self.watch is not None:
-            self.watch.agree()
-
-    def require_others(self) -> None:
-        """Raise RankError if a rank was lost, any number of times."""
-        if self.watch is not None:
-            self.watch.require_others()
-
-    def escaped(self, error: BaseException) -> None:
-        """Tell the other ranks of an error of this rank that was raised outside of a call."""
-        if self.watch is not None:
-            self.watch.escaped(error)
-
-    def _count_reach(self, kind: Kind, sent_bytes: int, target: int | None = None) -> None:
-        """Count bytes sent to all others alike, or to rank `target`, by whether it leaves this rank's group."""
-        if self.near_ranks is None or self.world_size == 1 or kind == "control":
-            return
-        size = self.near_ranks + 1
-        if target is None:
-            near_bytes = sent_bytes * self.near_ranks // (self.world_size - 1)
-        else:
-            near_bytes = sent_bytes if target // size == self.rank // size else 0
-        if near_bytes:
-            self.links.begin("within_group", near_bytes)
-        if sent_bytes > near_bytes:
-            self.links.begin("between_groups", sent_bytes - near_bytes)
+        if group is not None and self.watch.failed is None:
+            with suppress(ValueError):  # the process group of all ranks, and this one with it, is gone already
+                torch_dist.destroy_process_group(group)
 
     @property
     def num_ranks(self) -> int:
@@ -215,38 +167,97 @@ class World:
         """Return the number among all ranks of a rank of this world."""
         return rank if self.group is None else torch_dist.get_global_rank(self.group, rank)
 
-    @contextmanager
-    def _within(self, collective: str, *, enters: bool = True) -> Iterator[None]:
-        """Enter a collective, or wait for one that was entered; if it fails, raise the watch's account of it."""
-        if self.watch is not None and enters:
-            self.watch.require_sound()
-        self.activity.entered += enters
-        self.activity.collective = collective
-        try:
-            yield
-        except RuntimeError as error:
-            if self.watch is None:
-                raise
-            raise self.watch.lost(error) from error
-        finally:
-            self.activity.collective = ""
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def begin_watch(self, silent_s: float | None = None) -> None:
+        """Watch over the ranks until `watch.close()` (all ranks); see `zstore.ranks.watch`."""
+        if self.world_size > 1:
+            name = self.broadcast_object(uuid.uuid4().hex)
+            self.watch.begin(name, self.rank, self.world_size, aborts=self.backend == "nccl", silent_s=silent_s)
+            self.know_connections()
 
     def know_connections(self) -> None:
         """Note the connections to the other ranks anew, if they are watched: a process group was made (all ranks)."""
-        if self.watch is not None:
-            self._know_connections()
+        if self.watch.begun:
+            self.watch.connections.learn(self.all_gather_object(self.watch.connections.listed()), self.rank)
 
-    def _know_connections(self) -> None:
-        everyone = self.all_gather_object(listed(store_port(_store())))
-        self.connections.learn(everyone, self.rank)
+    @contextmanager
+    def calling(self, phase: str, *, meeting: str | None = None) -> Iterator[None]:
+        """Name this rank's task in the block; an error that escapes from it on one rank fails all.
 
-    def _cut(self) -> None:
-        """End every collective that this rank waits in, or that others wait in for this rank."""
-        if self.backend == "nccl":
-            torch_dist.distributed_c10d._abort_process_group()
-        self.connections.cut()
-        for give_up in self.when_broken:
-            give_up()
+        `meeting` names a call that scripts may make on one rank alone, by mistake: it begins once all ranks are in it.
+        """
+        watch = self.watch
+        if watch.activity.phase or not watch.begun:
+            yield
+            return
+        watch.begin_call()
+        watch.activity.phase, watch.activity.unit = phase, ""
+        try:
+            if meeting is not None:
+                watch.meet(meeting)
+            yield
+        except BaseException as error:
+            watch.escaped(error)
+            raise
+        finally:
+            watch.activity.phase = ""
+
+    @contextmanager
+    def agreeing(self, note: str | None = None) -> Iterator[None]:
+        """Raise on every rank if the block raised on any; `note` is added to this rank's error (all ranks).
+
+        Anything but an Exception, such as KeyboardInterrupt, ends this rank's block at once.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            if note is not None:
+                raised.add_note(note)
+            error = raised
+        self.raise_together(error)
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
+        if error is not None and (self.world_size == 1 or self.watch.has_raised):
+            raise error
+        text = None if error is None else "".join(traceback.format_exception(error))
+        messages = {} if error is not None else {topic: say() for topic, say in self.messages.items()}
+        sent = {topic: message for topic, message in messages.items() if message is not None}
+        rows = self.all_gather_object([str(self.watch.activity), text, sent])
+        for topic in {topic for *_, sent in rows for topic in sent}:
+            self.received[topic] = [sent[topic] for *_, sent in rows if topic in sent]
+        failures = {rank: text for rank, (_, text, _) in enumerate(rows) if text is not None}
+        if failures:
+            self.watch.agreed = True
+        if error is not None:
+            raise error
+        if failures:
+            ranks = ", ".join(map(str, failures))
+            where = f" in {rows[min(failures)][0]}" if self.watch.activity.phase else ""
+            raise RankError(
+                f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it", failures
+            )
+
+    @contextmanager
+    def _within(self, collective: str, *, enters: bool = True) -> Iterator[None]:
+        """Enter a collective, or wait for one that was entered; if it fails, raise the watch's account of it."""
+        watch, activity = self.watch, self.watch.activity
+        if enters:
+            watch.require_sound()
+        activity.entered += enters
+        activity.collective = collective
+        try:
+            yield
+        except RuntimeError as error:
+            if not watch.begun:
+                raise
+            raise watch.lost(error) from error
+        finally:
+            activity.collective = ""
+
+    # -- collectives --------------------------------------------------------------------------------------------------
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's `value` (JSON data) in rank order."""
@@ -267,56 +278,14 @@ class World:
         """Return rank `source`'s `value` (JSON data) on every rank."""
         return self.all_gather_object(value if self.rank == source else None)[source]
 
-    @contextmanager
-    def agreeing(self, note: str | None = None) -> Iterator[None]:
-        """Raise on every rank if the block raised on any; `note` is added to this rank's error (all ranks).
-
-        Anything but an Exception, such as KeyboardInterrupt, ends this rank's block at once.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            if note is not None:
-                raised.add_note(note)
-            error = raised
-        self.raise_together(error)
-
-    def raise_together(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
-        if self.world_size == 1:
-            self.granted = max(self.granted, self.requested)
-            if error is not None:
-                raise error
-            return
-        if error is not None and self.watch is not None and self.watch.told:
-            raise error
-        text = None if error is None else "".join(traceback.format_exception(error))
-        number, self.tells = None if self.tells is None or error is not None else self.tells(), None
-        more = [] if number is None else [number]
-        told = self.all_gather_object([str(self.activity), text, self.requested, *more])
-        self.granted = max(self.granted, *(requested for _, _, requested, *_ in told))
-        self.told = [row[3] for row in told if row[3:]] or self.told
-        failures = {rank: text for rank, (_, text, *_) in enumerate(told) if text is not None}
-        if failures and self.watch is not None:
-            self.watch.agree()
-        if error is not None:
-            raise error
-        if failures:
-            ranks = ", ".join(map(str, failures))
-            where = "".join(f" in {told[rank][0]}" for rank in list(failures)[:1] if self.activity.phase)
-            raise RankError(
-                f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it", failures
-            )
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Replace the values of `tensor` by rank `source`'s."""
         if self.world_size > 1 and tensor.numel():
             # On the device of the backend's collectives; a model may be built on the host, and NCCL sends the device's alone.
             whole = plain_memory(tensor.to(self.device))
             sent_bytes = (self.world_size - 1) * whole.nbytes if self.rank == source else 0
-            with self._moving("broadcast", sent_bytes), self._within("broadcast"):
-                torch_dist.broadcast(whole.view(-1).view(torch.uint8), self.global_rank(source), group=self.group)
+            flat = whole.view(-1).view(torch.uint8)
+            self._run("broadcast", sent_bytes, partial(torch_dist.broadcast, flat, group_src=source, group=self.group))
             if whole is not tensor:
                 tensor.copy_(whole)
 
@@ -324,89 +293,135 @@ class World:
         """Replace the values of rank `target`'s `tensor`, contiguous, by rank `source`'s; those two call it."""
         if source == target or not tensor.numel():
             return
-        flat = tensor.view(-1).view(torch.uint8)
-        sent_bytes = tensor.nbytes if self.rank == source else 0
-        moving = self._moving("transfer", sent_bytes, target)
-        with moving, self._within("transfer", enters=False):
-            if self.rank == source:
-                torch_dist.send(flat, self.global_rank(target), group=self.group)
-            else:
-                torch_dist.recv(flat, self.global_rank(source), group=self.group)
+        flat, sends = tensor.view(-1).view(torch.uint8), self.rank == source
+        send = partial(torch_dist.send, flat, group_dst=target, group=self.group)
+        receive = partial(torch_dist.recv, flat, group_src=source, group=self.group)
+        self._run("transfer", tensor.nbytes if sends else 0, send if sends else receive, target)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> None:
         """Fill `out` [world * n] with every rank's `mine` [n] in rank order. Any data type; bits are moved, not
         values."""
         if self.world_size == 1:
             out.copy_(mine)
-            return
-        if mine.numel():
-            sent_bytes = (self.world_size - 1) * mine.nbytes
-            with self._moving(kind, sent_bytes), self._within(kind):
-                torch_dist.all_gather_single(out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+        elif mine.numel():
+            self._run(kind, (self.world_size - 1) * mine.nbytes, self._gather(out, mine))
 
     def start_all_gather(self, out: torch.Tensor, mine: torch.Tensor, *, kind: Kind = "all_gather") -> Work:
         """Do as `all_gather`, but return at once; the caller must keep both and not touch them until the work is
         done."""
         if self.world_size == 1:
             out.copy_(mine)
-        if self.world_size == 1 or not mine.numel():
-            return Done()
-        gather = partial(
-            torch_dist.all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group, async_op=True
-        )
-        return self._start(kind, (self.world_size - 1) * mine.nbytes, gather)
+        others = self.world_size - 1
+        return self._start(kind, others * mine.nbytes, self._gather(out, mine) if others and mine.numel() else None)
 
-    def _moving(self, kind: Kind, sent_bytes: int, target: int | None = None) -> AbstractContextManager[None]:
-        """Count a `with` block as a collective, whose whole time the caller waits; one that sends to `target`
-        alone if it is given."""
-        self._count_reach(kind, sent_bytes, target)
-        return self.links.moving(kind, sent_bytes)
-
-    def _start(self, kind: Kind, sent_bytes: int, collective: Callable[[], Work]) -> Work:
-        self._count_reach(kind, sent_bytes)
-        self.links.begin(kind, sent_bytes)
-        with self._within(kind):
-            work = collective()
-        return CountedWork(work, self.links, kind, partial(self._within, kind, enters=False))
+    def _gather(self, out: torch.Tensor, mine: torch.Tensor) -> Callable[..., Any]:
+        return partial(torch_dist.all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Send row r of `send` [world, n] to rank r, and receive its row in row r of `out`. Returns at once.
 
         The caller must keep both and not touch them until the work is done.
         """
-        if not send.numel():
-            return Done()
         flat_out, flat_send = out.view(-1).view(torch.uint8), send.view(-1).view(torch.uint8)
-        exchange = partial(torch_dist.all_to_all_single, flat_out, flat_send, group=self.group, async_op=True)
+        exchange = partial(torch_dist.all_to_all_single, flat_out, flat_send, group=self.group)
         sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
-        return self._start(kind, sent_bytes, exchange)
+        return self._start(kind, sent_bytes, exchange if send.numel() else None)
 
     def all_reduce(self, tensor: torch.Tensor, *, kind: Kind) -> Work:
         """Replace `tensor`, contiguous, by its sum over ranks, by the backend's own reduction. Returns at once.
 
         The caller must keep it and not touch it until the work is done.
         """
-        if self.world_size == 1 or not tensor.numel():
-            return Done()
-        reduce = partial(torch_dist.all_reduce, tensor, group=self.group, async_op=True)
+        reduce = partial(torch_dist.all_reduce, tensor, group=self.group)
         sent_bytes = 2 * tensor.nbytes * (self.world_size - 1) // self.world_size
-        return self._start(kind, sent_bytes, reduce)
+        return self._start(kind, sent_bytes, reduce if self.world_size > 1 and tensor.numel() else None)
 
     def reduce_scatter_mean(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
         reduction."""
-        if not send.numel():
-            return Done()
-        reduce = partial(
-            torch_dist.reduce_scatter_single,
-            out,
-            send.view(-1),
-            op=torch_dist.ReduceOp.AVG,
-            group=self.group,
-            async_op=True,
-        )
+        mean = torch_dist.ReduceOp.AVG
+        reduce = partial(torch_dist.reduce_scatter_single, out, send.view(-1), op=mean, group=self.group)
         sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
-        return self._start(kind, sent_bytes, reduce)
+        return self._start(kind, sent_bytes, reduce if send.numel() else None)
+
+    def _run(self, kind: Kind, sent_bytes: int, collective: Callable[..., Any], target: int | None = None) -> None:
+        """Run a collective for which the caller waits; with `target`, one that sends to this rank alone."""
+        self._count_reach(kind, sent_bytes, target)
+        with self.links.moving(kind, sent_bytes), self._within(kind, enters=target is None):
+            collective()
+
+    def _start(self, kind: Kind, sent_bytes: int, collective: Callable[..., Any] | None) -> Work:
+        """Begin a collective; None has nothing to do."""
+        if collective is None:
+            return Work(None, self.links, kind)
+        self._count_reach(kind, sent_bytes)
+        self.links.begin(kind, sent_bytes)
+        with self._within(kind):
+            work = collective(async_op=True)
+        return Work(work, self.links, kind, partial(self._within, kind, enters=False))
+
+    def _count_reach(self, kind: Kind, sent_bytes: int, target: int | None = None) -> None:
+        """Count bytes sent to all others alike, or to rank `target`, by whether it leaves this rank's group."""
+        if self.near_ranks is None or self.world_size == 1 or kind == "control":
+            return
+        size = self.near_ranks + 1
+        if target is None:
+            near_bytes = sent_bytes * self.near_ranks // (self.world_size - 1)
+        else:
+            near_bytes = sent_bytes if target // size == self.rank // size else 0
+        if near_bytes:
+            self.links.begin("within_group", near_bytes)
+        if sent_bytes > near_bytes:
+            self.links.begin("between_groups", sent_bytes - near_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """This rank's two worlds beside that of all ranks. See [Note: groups]."""
+
+    within: World
+    """The ranks of this rank's group."""
+    between: World
+    """The ranks with this rank's place in all groups."""
+
+    def release(self) -> None:
+        """Destroy the process groups, once no collective on them is under way; a second call does nothing."""
+        self.within.release()
+        self.between.release()
+
+
+def make_groups(world: World, size: int) -> Groups:
+    """Return the groups of `size` ranks, which divides the world size (a collective).
+
+    From now on `world`, worlds made of it later, and the groups count the bytes they send as `within_group` or
+    `between_groups`.
+    """
+    if size < 1 or world.world_size % size:
+        raise ValueError(f"groups of {size} ranks cannot be made of {world.world_size}")
+    if world.group is not None:
+        raise ValueError("groups are made of all ranks, on the default process group")
+    world.near_ranks = size - 1
+    within = [range(first, first + size) for first in range(0, world.world_size, size)]
+    between = [range(first, world.world_size, size) for first in range(size)]
+    groups = Groups(within=_one_of(within, world, near_ranks=size - 1), between=_one_of(between, world, near_ranks=0))
+    world.know_connections()
+    return groups
+
+
+def _one_of(groups: Sequence[range], world: World, *, near_ranks: int) -> World:
+    """Return the world of the one of `groups`, all of one size, with this rank; all ranks make them in the same order."""
+    size = len(groups[0])
+    made = [torch_dist.new_group(list(ranks)) if size > 1 else None for ranks in groups]
+    mine, group = next((ranks, group) for ranks, group in zip(groups, made, strict=True) if world.rank in ranks)
+    return replace(
+        world,
+        rank=mine.index(world.rank),
+        world_size=size,
+        group=group,
+        near_ranks=near_ranks,
+        messages={},
+        received={},
+    )
 
 
 def cuda_device(local_rank: int) -> torch.device:
@@ -422,9 +437,3 @@ def _backend(cuda: bool) -> str:
     found = by_device.get("cuda") if cuda else None
     # NCCL takes tensors of the device alone; other backends take those of the host.
     return found if found == "nccl" else by_device.get("cpu", torch_dist.get_backend())
-
-
-def _store() -> Store:
-    """Return the store by which the ranks found each other."""
-    store: Store = torch_dist.distributed_c10d._get_default_store()
-    return store

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from zstore.ranks.groups import make_groups
-from zstore.ranks.world import World
+from zstore.ranks.world import World, make_groups
 
 from ...config.config import Config
 from ...params.sharding import Sharding

@@ -34,9 +34,7 @@ from functools import cached_property
 import torch
 
 from zstore.format import Grid
-from zstore.ranks.groups import make_groups
-from zstore.ranks.work import Kind, Work
-from zstore.ranks.world import World
+from zstore.ranks.world import Kind, Work, World, make_groups
 
 from ...params.record import ParameterRecord
 from ...zero.collectives import Bucket, TypeOf, plan_buckets, unpack

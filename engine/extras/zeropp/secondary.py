@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from zstore.format import Grid
-from zstore.ranks.groups import Groups
+from zstore.ranks.world import Groups
 
 from ...params.record import ParameterRecord
 
