@@ -31,7 +31,7 @@ from zstore.io.tensors import as_torch, plain_memory
 from zstore.ranks.world import World
 
 from ..params.record import ParameterRecord, Residency
-from ..zero.gradients import WholeGradients, agree_any
+from ..zero.gradients import agree_any
 from .guard import ParameterGuard, StateDictGuard
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Access:
         record, gradients = self.finished(f"get_gradient({name!r})", lambda: self.record(name)), self.gradients
         if record.group is None:
             return None
-        if isinstance(gradients, WholeGradients):
+        if not gradients.rules.each_backward:
             mean = gradients.mean(record)
             found = None if mean is None else mean.cpu().view(record.parameter.shape)
         else:

@@ -244,7 +244,7 @@ class Engine(nn.Module):
                     training.step()
                     self.access.parameters.note_sample()
             else:
-                training.gradients.hide()
+                training.gradients.shown.hide()
         finally:
             training.counters.micro_steps += 1
             accumulation.end_micro_batch(boundary=boundary)

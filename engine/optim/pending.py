@@ -55,7 +55,6 @@ from ..runtime.device import StreamContext
 from ..runtime.signals import interrupts_wait
 from ..zero.fetch import Fetcher
 from ..zero.gradients import Gradients
-from ..zero.unit_gradients import UnitGradients
 from .state import OptimizerState
 from .stepper import Stepper
 from .tickets import TORN, ReadGuard, Tickets, TicketState
@@ -112,7 +111,7 @@ class Update:
         self._guard: ReadGuard | None = None
         if fetcher is not None:
             fetcher.ready = self.tickets.wait_for
-        if mode is StepMode.BACKWARD and isinstance(gradients, UnitGradients):
+        if mode is StepMode.BACKWARD and gradients.rules.each_backward:
             self._gradients = gradients
             self._guard = ReadGuard(model, state.scalars, self.tickets.of)
         elif mode is StepMode.BACKWARD:
@@ -276,8 +275,8 @@ class Update:
         self._settings = settings
         most_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
         with interrupts_wait():
-            self._gradients.on_final = self._note_final
-            self._gradients.comes_in_parts = self._guard.recomputes
+            self._gradients.step.on_final = self._note_final
+            self._gradients.step.comes_in_parts = self._guard.recomputes
             changes = Changes(self.state, self._gradients.expected, settings, self._take, self.tickets.last_read)
             self._start(changes, most_bytes)
 
@@ -293,7 +292,7 @@ class Update:
         """Let an update in the backward end with the final gradients; with `drop`, with what it has begun."""
         if self.is_in_backward:
             self.tickets.close(drop=drop)
-            self._gradients.on_final = None
+            self._gradients.step.on_final = None
 
     def _admit(self, record: ParameterRecord, wait: bool) -> bool:
         """Return whether a gradient is final and may be used, with `wait` at the end of the backward (the thread)."""

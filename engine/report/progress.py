@@ -96,7 +96,7 @@ class RunReport:
     def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:
         """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
         # Not by the accumulation: zero_grad() forgets gradients, and lets it go on.
-        if self._training.gradients.backwards == 0:
+        if self._training.gradients.step.backwards == 0:
             self._losses.clear()
         self._losses.append(loss.detach())
         self._are_parts = is_part

@@ -27,9 +27,9 @@ from ..params.sharding import Sharding
 from ..plan.plan import Plan
 from ..runtime.device import labelled
 from ..zero.collectives import all_gather_rows
-from ..zero.gradients import Gradients
+from ..zero.gradients import Gradients, sums_over_ranks
 from ..zero.hooks import UnitHooks
-from ..zero.norm import norm_of, norm_of_sums, scale_factor, sums_over_ranks
+from ..zero.norm import norm_of, norm_of_sums, scale_factor
 from .compiled import CompiledUnits, Compiler
 from .loader import Accumulation, Counters, TrainingLoader
 
@@ -83,7 +83,7 @@ class Training:
         """Norm of the gradients as the loop scaled them, with the loss scale, once computed."""
         self._clip_factor: float | None = None
         """Factor of the gradients in this step if the loop clipped them, the loss scale left out."""
-        self.gradients.acts = self
+        self.gradients.shown.acts = self
         self._needs_gradients = not self.config.zero.ignore_unused_parameters
         self._gather_numel = self.config.allgather_bucket_numel
 
@@ -215,7 +215,7 @@ class Training:
 
     def notice_cleared(self) -> None:
         """Do as `zero_grad` if the training loop has set all gradients to None itself (all ranks)."""
-        if self.accumulation.backwards and self.gradients.are_cleared:
+        if self.accumulation.backwards and self.gradients.shown.are_cleared:
             self.zero_grad()
 
     def restart_accumulation(self) -> None:
@@ -246,14 +246,14 @@ class Training:
         if self.gradients.sums is None:
             with labelled("reduce"):
                 self.gradients.reduce()
-            if self._needs_gradients and self.gradients.backwards:  # else they were forgotten
+            if self._needs_gradients and self.gradients.step.backwards:  # else they were forgotten
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed())
             # It takes buffers: nobody may wait for any until the update.
             if begin and not (self.stepper or self.update.is_in_backward):
                 read_ahead(self.state, *self.update.split(self._with_gradient()))
-            self.gradients.sums = sums_over_ranks(self.trained, self.gradients, self.world, sharding=self.sharding)
+            self.gradients.sums = sums_over_ranks(self.gradients, self.world, sharding=self.sharding)
         if self._raw_norm is None:
-            norm = norm_of(self.gradients.sums, self.gradients.scales)
+            norm = norm_of(self.gradients.sums, self.gradients.shown.scales)
             self._raw_norm = norm if self.stepper is None else self.stepper.agreed_norm(norm)
         return self._raw_norm
 
@@ -265,7 +265,7 @@ class Training:
         acts = math.isfinite(norm) or self.scaler.non_finite == "apply"
         if acts and (former is None or not factor >= former):
             self._clip_factor = factor
-            self.gradients.clip(factor if former is None else factor / former)
+            self.gradients.shown.clip(factor if former is None else factor / former)
         return norm
 
     def gradient_norm(self, record: ParameterRecord) -> float:
@@ -274,7 +274,7 @@ class Training:
             self.measure()
         shards = (self.gradients.sums or {}).get(record, ())
         clip = 1.0 if self._clip_factor is None else self._clip_factor
-        factor = self.gradients.scales.get(record, 1.0) * clip / self.scaler.scale
+        factor = self.gradients.shown.scales.get(record, 1.0) * clip / self.scaler.scale
         return norm_of_sums([(record.name, shards)]) * abs(factor)
 
     def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
@@ -286,7 +286,7 @@ class Training:
             )
         with self.world.calling("gradients"):
             self.measure()
-        self.gradients.scales[record] = self.gradients.scales.get(record, 1.0) * factor
+        self.gradients.shown.scales[record] = self.gradients.shown.scales.get(record, 1.0) * factor
         self._raw_norm = None
 
     def _require_sharded_gradients(self, what: str) -> None:
@@ -306,7 +306,7 @@ class Training:
         if self.hooks is not None:
             self.hooks.units.values_change(by_step=True)  # those of a forward without a backward are stale now
         try:
-            self.gradients.adopt()
+            self.gradients.shown.adopt()
             norm = self.measure(begin=True)
             self.norm = norm / self.scaler.scale
             overflow = not math.isfinite(norm) and self.scaler.non_finite != "apply"
@@ -340,8 +340,8 @@ class Training:
 
     def _settings(self, factor: float) -> StepSettings:
         gradients = self.gradients
-        factors = {record: factor * scale for record, scale in gradients.scales.items()}
-        factors |= dict.fromkeys(gradients.clipped, 1.0 / self.scaler.scale)
+        factors = {record: factor * scale for record, scale in gradients.shown.scales.items()}
+        factors |= dict.fromkeys(gradients.shown.clipped, 1.0 / self.scaler.scale)
         step = self.counters.global_steps + 1
         return StepSettings.of(self.optimizer.param_groups, step=step, factor=factor, factors=factors)
 

@@ -26,10 +26,9 @@ from ..params.units import Unit, find_units
 from ..plan.needs import activation_pool_bytes, gradient_types
 from ..runtime.device import Streams, Transfers, streams_for
 from ..zero.exchanges import Exchanges, GradientRules, exchanges_of
-from ..zero.gradients import Gradients, WholeGradients, agree_any
+from ..zero.gradients import Gradients, agree_any
 from ..zero.hooks import UnitHooks
 from ..zero.spill import GradientSpill
-from ..zero.unit_gradients import UnitGradients
 from ..zero.unshard import make_sharded_units
 from .layout import Layout
 from .loader import Accumulation, TrainingLoader
@@ -101,8 +100,8 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         stepper = (
             None if rule.stepper is None or config.frozen else rule.stepper(optimizer.client, state, exchanges.world)
         )
-        if stepper is not None and stepper.owns_gradients and isinstance(gradients, WholeGradients):
-            gradients.averaged = stepper.averaged
+        if stepper is not None and stepper.owns_gradients and not gradients.rules.each_backward:
+            gradients.step.averaged = stepper.averaged
         mode, fetcher = StepMode(config.step_overlap), None if hooks is None else hooks.units.fetcher
         update = Update(model, state, gradients, world, mode, fetcher, stepper)
         return Training(
@@ -141,28 +140,26 @@ def _gradients(
     world: World,
     exchanges: Exchanges,
 ) -> Gradients:
-    trained = [record for record in state.records if record.group is not None]
     # These get gradients that are not needed.
     others = [record.parameter for record in state.records if record.group is None]
     in_backward = StepMode(config.step_overlap) is StepMode.BACKWARD
     # Without other ranks, gradients for host memory are copied off the device as they arrive.
     leaves = bool(state.spilled) or (bool(state.gradients_on_host) and not state.transfers.streams.device_is_host)
     by_unit = sharding.gradients or (world.world_size == 1 and (in_backward or sharding.parameters or leaves))
-    by_unit = by_unit and not config.frozen
+    each_backward = by_unit and not config.frozen
     rules = GradientRules(
+        each_backward=each_backward,
         bucket_numel=config.reduce_bucket_numel,
         scatter=sharding.optimizer_state and (config.zero.reduce_scatter or sharding.parameters),
         overlap=config.zero.overlap_comm or sharding.parameters,
         types=gradient_types(config, world.world_size, PRECISIONS),
         # Those of the disk go by way of host memory: sums of squares have the same bits then, wherever gradients wait.
-        to_host=frozenset(state.gradients_on_host.union(state.spilled)),
+        to_host=frozenset(state.gradients_on_host.union(state.spilled) if each_backward else ()),
         spills=agree_any(world, [bool(state.spilled)])[0],
-        keeps_rows=config.offload_optimizer.device == "none" and world.world_size > 1,
-        squares_at_once=in_backward,
+        keeps_rows=each_backward and config.offload_optimizer.device == "none" and world.world_size > 1,
+        squares_at_once=each_backward and in_backward,
         exchanges=exchanges,
     )
-    if not by_unit:
-        return WholeGradients(trained, others, world, rules)
-    spill = GradientSpill(state.store, state.spilled, state.transfers) if state.spilled else None
+    spill = GradientSpill(state.store, state.spilled, state.transfers) if each_backward and state.spilled else None
     arrived = None if hooks is None else hooks.arrived
-    return UnitGradients(units, others, world, rules, state.transfers, spill=spill, arrived=arrived)
+    return Gradients(units, others, world, rules, state.transfers, spill=spill, arrived=arrived)

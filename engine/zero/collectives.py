@@ -25,11 +25,9 @@ from typing import Protocol
 import torch
 
 from zstore.format import ALIGN_NUMEL, Grid
-from zstore.io.tensors import dtype_name
 from zstore.ranks.world import Kind, World
 
 from ..params.record import ParameterRecord
-from ..params.sharding import sums_in_place
 
 TypeOf = Callable[[ParameterRecord], torch.dtype]
 GridOf = Callable[[ParameterRecord], Grid]
@@ -180,10 +178,6 @@ class Reducing(Protocol):
         """Wait, and return the mean of this rank's rows, [cols]."""
 
 
-Reduce = Callable[[World, Bucket, torch.Tensor, Kind], Reducing]
-"""Begins the reduction of a bucket's matrix [world, cols] of whole gradients (all ranks, in one order)."""
-
-
 class Reduction(Reducing):
     """A bucket's reduce-scatter under way. See [Note: the mean]."""
 
@@ -242,15 +236,9 @@ def all_gather_rows(
         for segment in bucket.segments:
             rows = segment.record.owned()[segment.first : segment.stop]
             mine[segment.offset : segment.offset + rows.numel()] = rows
-        _gather(world, bucket, mine, target, "all_gather")
-
-
-def _gather(
-    world: World, bucket: Bucket, mine: torch.Tensor, target: Callable[[ParameterRecord], torch.Tensor], kind: Kind
-) -> None:
-    matrix = mine.new_empty(world.world_size, bucket.cols)
-    world.all_gather(matrix.view(-1), mine, kind=kind)
-    unpack(bucket, matrix, target)
+        matrix = mine.new_empty(world.world_size, bucket.cols)
+        world.all_gather(matrix.view(-1), mine)
+        unpack(bucket, matrix, target)
 
 
 class _Mean:
@@ -294,7 +282,7 @@ def _travelling_together(
         yield small, of_small
 
 
-def _mean_in_place(
+def mean_in_place(
     world: World, gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int, *, overlap: bool
 ) -> int:
     """Replace gradients, 1-D in their types of exchange, by their mean over two ranks; return how many reductions
@@ -308,53 +296,4 @@ def _mean_in_place(
             under_way.popleft().finish()
     while under_way:
         under_way.popleft().finish()
-    return overlapped
-
-
-def reduce_whole(
-    world: World,
-    records: Sequence[ParameterRecord],
-    limit_numel: int,
-    gradient: Callable[[ParameterRecord], torch.Tensor],
-    dtype_of: TypeOf,
-    *,
-    scatter: Reduce | None,
-    overlap: bool = True,
-) -> int:
-    """Replace whole gradients, 1-D [numel], by their mean over ranks: this rank's rows alone, by the reductions that `scatter`
-    begins, or with None all of it. They are sent in the type that `dtype_of` gives, whatever theirs is. Return how many
-    reductions went on while the next bucket was packed; none without `overlap`."""
-    limit = bucket_limit(world, limit_numel)
-    overlapped = 0
-    if scatter is None:
-        native = world.backend != "gloo"
-        in_place = [
-            record for record in records if sums_in_place(dtype_name(dtype_of(record)), world.world_size, native=native)
-        ]
-        records = [record for record in records if record not in set(in_place)]
-        gradients = [(gradient(record), dtype_of(record)) for record in in_place if record.numel]
-        overlapped += _mean_in_place(world, gradients, limit, overlap=overlap)
-    kind: Kind = "all_reduce" if scatter is None else "reduce_scatter"
-    under_way: deque[Reducing] = deque()
-    begin: Reduce = Reduction if scatter is None else scatter
-
-    def put(segment: Segment, rows: slice, mean: torch.Tensor) -> None:
-        first, stop = segment.record.owned_range
-        gradient(segment.record)[first:stop][rows].copy_(mean)
-
-    def finish_one() -> None:
-        reduction = under_way.popleft()
-        mean = reduction.finish()
-        if scatter is None:
-            _gather(world, reduction.bucket, mean, gradient, kind)
-        else:
-            put_rows(reduction.bucket, mean, put)
-
-    for bucket in plan_buckets(records, world.world_size, limit, dtype_of):
-        under_way.append(begin(world, bucket, pack(bucket, world.world_size, gradient), kind))
-        overlapped += len(under_way) - 1
-        if len(under_way) > 1 or not overlap:
-            finish_one()
-    while under_way:
-        finish_one()
     return overlapped

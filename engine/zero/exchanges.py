@@ -15,22 +15,24 @@ from typing import Protocol
 import torch
 
 from zstore.format import Grid
+from zstore.io.tensors import dtype_name
 from zstore.ranks.world import Groups, Kind, Work, World
 
 from ..config.config import Config
 from ..params.record import ParameterRecord
-from ..params.sharding import GradientTypes, Sharding
+from ..params.sharding import GradientTypes, Sharding, sums_in_place
 from .collectives import (
     Bucket,
-    Reduce,
     Reducing,
     Reduction,
     Segment,
     TypeOf,
     bucket_limit,
+    mean_in_place,
     pack,
     plan_buckets,
     put_rows,
+    unpack,
 )
 
 Rows = Callable[[ParameterRecord], torch.Tensor]
@@ -121,8 +123,6 @@ class Exchanges:
     second_copy: SecondCopy | None = None
     reducer: Reducer | None = None
     """Reductions of the gradients that it accepts; None: of none."""
-    reduce: Reduce = Reduction
-    """Begins every other reduction of which each rank gets its rows."""
     groups: tuple[Groups, ...] = ()
     """Groups of ranks that hold a second copy of the parameters."""
 
@@ -150,6 +150,9 @@ class GradientRules:
     """How gradients are averaged over the ranks and where they wait for the update. The bits depend on `types` and `exchanges`
     alone."""
 
+    each_backward: bool
+    """Reduce gradients in each backward as they come, and hold this rank's rows (stages 2 and 3); else hold whole ones, and
+    reduce them once a step. See [Note: when gradients are reduced]."""
     bucket_numel: int
     """Most elements of one reduction."""
     scatter: bool = True
@@ -175,30 +178,68 @@ class GradientRules:
 
 
 class Reductions:
-    """Reductions of gradients under way, the oldest first, on a process group of their own."""
+    """Reductions of gradients under way, the oldest first: on a process group of their own if they are in a backward."""
 
     def __init__(self, world: World, rules: GradientRules) -> None:
-        self._world = world.second()
+        self._world = world.second() if rules.each_backward else world
         self._rules = rules
-        self._under_way: deque[tuple[Reducing, Put]] = deque()
+        self._under_way: deque[tuple[Reducing, Callable[[Bucket, torch.Tensor], None]]] = deque()
+        """With what takes this rank's rows of the mean, [cols]."""
 
     def start(self, values: dict[ParameterRecord, torch.Tensor | None], put: Put) -> Iterator[Bucket]:
         """Begin to reduce gradients, None for zeros, and forget `values` (all ranks, in one order); yield each bucket that is
         under way. `put` gets this rank's rows when it is done."""
-        for reduction in self._begin(values):
-            self._under_way.append((reduction, put))
+        scatter = self._rules.scatter
+
+        def take(bucket: Bucket, mean: torch.Tensor) -> None:
+            put_rows(bucket, mean if scatter else self._gather(mean)[bucket.segments[0].record.state_shard], put)
+
+        for reduction in self._begin(values, scatter=scatter):
+            self._under_way.append((reduction, take))
             yield reduction.bucket
-            if not (self._rules.overlap and self._rules.scatter):
+            if not (self._rules.overlap and scatter):
                 self._finish_oldest()
         values.clear()
         while self._under_way and self._under_way[0][0].done():
             self._finish_oldest()
 
-    def _begin(self, values: Mapping[ParameterRecord, torch.Tensor | None]) -> Iterator[Reducing]:
+    def replace(self, values: Mapping[ParameterRecord, torch.Tensor], *, scatter: bool) -> int:
+        """Replace whole gradients, 1-D [numel], by their mean over ranks, with `scatter` this rank's rows alone (all ranks).
+
+        They are sent in the type of the exchange, whatever theirs is. Return how many reductions overlapped with others.
+        """
+        overlapped, world, overlap = 0, self._world, self._rules.overlap
+        if not scatter:
+            sent = {record: (flat, self._rules.reduced(record)) for record, flat in values.items()}
+            native = world.backend != "gloo"
+            in_place = {r for r in sent if sums_in_place(dtype_name(sent[r][1]), world.world_size, native=native)}
+            limit = bucket_limit(world, self._rules.bucket_numel)
+            overlapped = mean_in_place(
+                world, [sent[r] for r in sent if r in in_place and r.numel], limit, overlap=overlap
+            )
+            values = {record: flat for record, flat in values.items() if record not in in_place}
+
+        def put(segment: Segment, rows: slice, mean: torch.Tensor) -> None:
+            values[segment.record][slice(*segment.record.owned_range)][rows].copy_(mean)
+
+        def take(bucket: Bucket, mean: torch.Tensor) -> None:
+            if scatter:
+                put_rows(bucket, mean, put)
+            else:
+                unpack(bucket, self._gather(mean), values.__getitem__)
+
+        for reduction in self._begin(values, scatter=scatter):
+            overlapped += len(self._under_way)
+            self._under_way.append((reduction, take))
+            while len(self._under_way) > int(overlap):
+                self._finish_oldest()
+        self.drain()
+        return overlapped
+
+    def _begin(self, values: Mapping[ParameterRecord, torch.Tensor | None], *, scatter: bool) -> Iterator[Reducing]:
         """Begin the reductions of gradients, bucket by bucket."""
         rules, world_size = self._rules, self._world.world_size
-        kind: Kind = "reduce_scatter" if rules.scatter else "all_reduce"
-        reduce: Reduce = rules.exchanges.reduce if rules.scatter else Reduction
+        kind: Kind = "reduce_scatter" if scatter else "all_reduce"
         limit = bucket_limit(self._world, rules.bucket_numel)
         records = list(values)
         if (reducer := rules.exchanges.reducer) is not None:
@@ -207,16 +248,17 @@ class Reductions:
                 yield reducer.start(bucket, pack(bucket, world_size, values.__getitem__), kind)
             records = [record for record in records if not reducer.takes(record)]
         for bucket in plan_buckets(records, world_size, limit, rules.reduced):
-            yield reduce(self._world, bucket, pack(bucket, world_size, values.__getitem__), kind)
+            yield Reduction(self._world, bucket, pack(bucket, world_size, values.__getitem__), kind)
+
+    def _gather(self, mean: torch.Tensor) -> torch.Tensor:
+        """Return every rank's rows of a mean, [world, cols] (all ranks)."""
+        everyone = mean.new_empty(self._world.world_size, mean.numel())
+        self._world.all_gather(everyone.view(-1), mean, kind="all_reduce")
+        return everyone
 
     def _finish_oldest(self) -> None:
-        reduction, put = self._under_way.popleft()
-        mean = reduction.finish()
-        if not self._rules.scatter:
-            everyone = mean.new_empty(self._world.world_size, mean.numel())
-            self._world.all_gather(everyone.view(-1), mean, kind="all_reduce")
-            mean = everyone[reduction.bucket.segments[0].record.state_shard]
-        put_rows(reduction.bucket, mean, put)
+        reduction, take = self._under_way.popleft()
+        take(reduction.bucket, reduction.finish())
 
     def drain(self) -> None:
         """Wait until none is under way."""
@@ -228,5 +270,8 @@ class Reductions:
         self._under_way.clear()
 
     def release(self) -> None:
-        """Destroy the process group, once nothing is under way."""
-        self._world.release()
+        """Destroy the process groups, once nothing is under way."""
+        if self._rules.each_backward:
+            self._world.release()
+        if self._rules.exchanges.reducer is not None:
+            self._rules.exchanges.reducer.release()

@@ -1,162 +1,253 @@
 """Gradients between backward and update: accumulated, averaged over ranks, this rank's rows handed out.
 
 The engine holds them; a training loop's view of them in `.grad` is in [Note: gradients between backward and step].
+
+[Note: when gradients are reduced]
+A stage is data: `GradientRules.each_backward`. Without it (stages 0 and 1, and most runs on one rank) whole gradients
+accumulate and are reduced once a step. If they accumulate in the parameter's type autograd does it: the held gradient goes
+back to `.grad` for the next backward. If the type is another one (see [Note: types of gradients]), each gradient is added
+to the held one as soon as it came as often as in the backward before, so that few at a time exist in the parameters' type.
+
+With it (stages 2 and 3) a unit's gradients are reduced as soon as the last of them has come, in one order of units that is
+the same on every rank, on a process group of their own, asynchronously: a rank whose unit is late holds up no other
+collective. A unit waits for the parameters that had a gradient on any rank in the backward before. Unexpected or late
+gradients are agreed on and reduced at the end of the backward. The order is the reverse of the modules' at
+first, then the one that rank 0 saw in the first backward. Each reduced row is added to the row held so far, in the
+type of [Note: types of gradients]. Without other ranks, a gradient is its own rows, and there is nothing to wait for.
+
+A gradient is complete when it came as often as in the backward before: recomputation of a shared module may bring it in
+several parts. In the last backward of a step it is final then, which an update in the backward waits for. Before
+any backward nothing is known, and gradients are final at the end.
 """
 
 from __future__ import annotations
 
-import weakref
-from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, cast
+from functools import cached_property
 
-import numpy as np
 import torch
 from torch import nn
 
 from zstore.errors import UsageError, listed
-from zstore.io.tensors import plain_memory
 from zstore.ranks.world import World, on_device
 
 from ..params.record import ParameterRecord
-from ..params.sharding import add_in, is_narrower
-from .collectives import reduce_whole
-from .exchanges import GradientRules
-from .sharded_gradient import GradientActs, ShardedGradient
+from ..params.sharding import Sharding
+from ..params.units import Unit
+from ..runtime.device import Transfers, labelled
+from .collectives import Segment
+from .exchanges import GradientRules, Reductions
+from .gradient import Arrivals, BackwardPhase, Gradient, GradientState, GradientStep, take_gradient, watch_gradient
+from .norm import sums_of_squares
+from .sharded_gradient import ShownGradients
+from .spill import GradientSpill
 
 _NAMED = 5
 """Parameters that an error names."""
 
 
-INCOMPLETE = (
-    "the gradient of parameter {!r} is set before the last backward of the step: set it after that one, before step()"
-)
-
-
-class Gradients(ABC):
-    """The gradients of `records`; `others` are parameters that get gradients although they are not trained.
+class Gradients:
+    """The gradients of the trained parameters of `units`; `others` are parameters that get gradients although they are not
+    trained. `arrived` is called with each record whose gradient came and was taken.
 
     The engine calls, in this order: for each micro-batch start_backward, end_backward, show (or drop, if the backward
     failed); then for the update reduce, has, squares, take, drop.
     """
 
     def __init__(
-        self, records: Sequence[ParameterRecord], others: Sequence[nn.Parameter], world: World, rules: GradientRules
+        self,
+        units: Sequence[Unit],
+        others: Sequence[nn.Parameter],
+        world: World,
+        rules: GradientRules,
+        transfers: Transfers,
+        *,
+        spill: GradientSpill | None = None,
+        arrived: Callable[[ParameterRecord], None] | None = None,
     ) -> None:
-        self._records = records
+        records = [record for unit in units for record in unit.owned if record.group is not None]
+        self.step = GradientStep(rules, transfers, spill, (record.dtype for record in records))
+        self.of = {record: Gradient(record, self.step) for record in records}
+        """By parameter."""
+        self._arrivals = Arrivals(units, self.of, self.step)
         self._others = others
         self._world = world
-        self._rules = rules
+        self.rules = rules
+        self._reductions = Reductions(world, rules) if world.world_size > 1 else None
+        self._after_backward = (
+            BackwardPhase.AVERAGED if rules.each_backward or world.world_size == 1 else BackwardPhase.OWN
+        )
+        self.step.phase = self._after_backward
+        self._arrived_too = arrived
         self.overlapped = 0
         """Reductions that overlapped with other work of this rank."""
-        self.backwards = 0
-        """Backwards of this step, the one under way included."""
-        self._last = False
-        """Whether the last backward of this step has begun."""
-        self._watches: list[Callable[[], object]] = []
-        self.acts: GradientActs | None = None
-        """Serves the loop's use of gradients that it cannot have whole; None: `.grad` stays None."""
         self.sums: dict[ParameterRecord, Sequence[float]] | None = None
         """Sums of squares of each shard, over all ranks, once computed in this step."""
-        self.scales: dict[ParameterRecord, float] = {}
-        """The loop's factors of gradients that it cannot have whole."""
-        self.clipped: set[ParameterRecord] = set()
-        """Whole gradients that were clipped in place."""
-        self._shown: dict[ParameterRecord, torch.Tensor] = {}
-        """The tensors that were put into `.grad`."""
-        self._stand_ins: dict[ParameterRecord, ShardedGradient] = {}
+        self.shown = ShownGradients(self.of, self.step)
+        self._watches: list[Callable[[], object]] = []
+        if rules.each_backward:
+            self._watch()
+
+    def _watch(self) -> None:
+        self._watches = [watch_gradient(record, self._arrived) for record in self.of]
+
+    # -- for the update in the backward -----------------------------------------------------------------------------
+
+    @property
+    def expected(self) -> list[ParameterRecord]:
+        """The records that had a gradient in the backward before, in the order in which they are expected."""
+        return [gradient.record for unit in self._arrivals.units for gradient in unit.gradients if gradient.expected]
+
+    @cached_property
+    def largest_unit_bytes(self) -> int:
+        """Bytes of this rank's rows of the gradients of one unit, at most."""
+        nbytes = {r: r.owned_numel * self.rules.types.planned(r.dtype).itemsize for r in self.of}
+        return max((sum(nbytes[one.record] for one in unit.gradients) for unit in self._arrivals.units), default=0)
+
+    def waiting_bytes(self, record: ParameterRecord) -> int:
+        """Return the bytes of a gradient that waits in memory for the update; 0 if it does not."""
+        values = self.of[record].values
+        return 0 if values is None else values.nbytes
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether another rank may have got gradients of this backward."""
+        return self._world.world_size > 1 and self._arrivals.sent > 0
+
+    # -- backward: see [Note: when gradients are reduced] -------------------------------------------------------------
 
     def start_backward(self, *, last: bool) -> None:
         """Prepare for a backward, the `last` of its step or not."""
-        self.hide()
-        self.backwards += 1
-        self._last = last
+        self.shown.hide()
+        step = self.step
+        step.count(step.backwards + 1, last=last)
+        step.phase = BackwardPhase.RUNNING
+        self._arrivals.start()
+        if not self.rules.each_backward:
+            for record, gradient in self.of.items():
+                held, of_step = gradient.values, step.of_step[record.dtype]
+                gradient.is_taken = of_step != record.dtype or (held is not None and held.dtype != of_step)
+                record.parameter.grad = None if gradient.is_taken else held
+                if gradient.is_taken and not self._watches:
+                    self._watch()
 
-    @property
-    def _several(self) -> bool:
-        """Whether this step has more than one backward, as far as is known."""
-        return self.backwards > 1 or not self._last
+    def _arrived(self, record: ParameterRecord) -> None:
+        gradient = self.of[record]
+        if self.step.phase is not BackwardPhase.RUNNING and self.rules.each_backward:
+            raise UsageError(
+                "a backward that the engine does not know of: call the engine and not its module, or engine.backward(loss)"
+            )
+        if self.step.phase is not BackwardPhase.RUNNING or not gradient.is_taken:
+            return
+        is_complete = self._arrivals.note(gradient)
+        if self._reductions is not None and self.rules.each_backward:
+            for gradients in self._arrivals.ready():
+                self._reduce_rows(gradients, self._reductions)
+        elif is_complete and (values := take_gradient(record)) is not None:
+            gradient.add(values.view(-1) if self.rules.each_backward else values)
+        if self._arrived_too is not None:
+            self._arrived_too(record)
 
-    def _total(self, record: ParameterRecord) -> torch.dtype:
-        """Return the type of the sum of the gradients so far and the new ones."""
-        return self._rules.types.held(record.dtype, several=self.backwards > 1)
-
-    def _of_step(self, record: ParameterRecord) -> torch.dtype:
-        """Return the type of the sum of the step's gradients, as far as it is known how many there are."""
-        return self._rules.types.held(record.dtype, several=self._several)
-
-    @abstractmethod
     def end_backward(self) -> None:
         """Take the gradients of a backward (all ranks)."""
+        step, reductions = self.step, self._reductions if self.rules.each_backward else None
+        step.d2h.drain()
+        step.phase = BackwardPhase.CLOSING
+        if reductions is not None:
+            for gradients in self._arrivals.ready(rest=True):
+                self._reduce_rows(gradients, reductions)
+        gradients = list(self.of.values())
+        flags = [flag for one in gradients for flag in (one.came > 0, one.record.parameter.grad is not None)]
+        if reductions is not None:
+            flags = agree_any(self._world, flags)
+        late = [gradient for gradient, is_late in zip(gradients, flags[1::2], strict=True) if is_late]
+        if reductions is not None:
+            self._reduce_rows(late, reductions)
+            reductions.drain()
+        else:
+            for gradient in late:
+                if (values := take_gradient(gradient.record)) is not None:
+                    gradient.add(values.view(-1) if self.rules.each_backward else values)
+        step.d2h.drain()
+        for gradient, came, is_late in zip(gradients, flags[::2], flags[1::2], strict=True):
+            if gradient.is_taken:
+                gradient.expected = max(gradient.came, 1) if came else 0
+            # A hook may have taken it.
+            gradient.is_agreed |= (came or is_late) and gradient.state is not GradientState.EMPTY
+        if self.rules.each_backward and not step.order_is_agreed:
+            self._arrivals.agree_on_order(self._world)
+        forget_gradients(self._others)
+        step.phase = self._after_backward
+        if step.last and self.rules.each_backward:
+            # This backward brought nothing to the rows of the others.
+            for gradient in gradients:
+                if gradient.is_agreed and gradient.state is not GradientState.FINAL:
+                    gradient.finish()
 
-    @abstractmethod
+    def _reduce_rows(self, gradients: Sequence[Gradient], reductions: Reductions) -> None:
+        """Take these gradients off their parameters, and reduce them into the rows (all ranks, in one order)."""
+        values = {gradient.record: take_gradient(gradient.record) for gradient in gradients}
+        adds = {gradient.record: gradient.note_sent() for gradient in gradients}
+
+        def put(segment: Segment, rows: slice, part: torch.Tensor) -> None:
+            self.of[segment.record].put(rows, part, adds=adds[segment.record])
+
+        with labelled("reduce"):
+            for bucket in reductions.start(values, put):
+                for segment in bucket.segments:
+                    self.of[segment.record].segments_left += 1
+                self.overlapped += self.rules.overlap and self.rules.scatter
+
     def show(self, *, whole: bool) -> None:
         """Put the gradients of the step so far into `.grad`; without `whole` none of them is that of a plain loop (all
         ranks). See [Note: gradients between backward and step]."""
+        # An optimizer that averages some of them itself has each rank's own.
+        is_cut = self.rules.each_backward or (self._world.world_size > 1 and self.rules.scatter)
+        whole = whole and self.step.averaged is None and not is_cut
+        if whole and self.step.last:
+            self.reduce()
+        self.shown.show(whole=whole and self.step.is_whole)
 
-    def _show(self, record: ParameterRecord, gradient: torch.Tensor | None = None) -> None:
-        """Put a gradient into `.grad`; None: a `ShardedGradient` in its place."""
-        if gradient is None:
-            if self.acts is None:
-                return
-            gradient = self._stand_ins.get(record)
-            if gradient is None:
-                gradient = self._stand_ins[record] = ShardedGradient.of(record, self.acts)
-        record.parameter.grad = self._shown[record] = gradient
+    # -- for the update ---------------------------------------------------------------------------------------------
 
-    @property
-    def are_cleared(self) -> bool:
-        """Whether the training loop has set all gradients that were shown to None, as `zero_grad()` of torch does."""
-        return bool(self._shown) and all(record.parameter.grad is None for record in self._shown)
-
-    def hide(self) -> None:
-        """Take the gradients of the step so far out of `.grad`, as the loop left them there, and keep them."""
-        self.adopt()
-        forget_gradients([record.parameter for record in self._shown])
-        self._shown.clear()
-
-    def adopt(self) -> None:
-        """Take over the gradients that the training loop put into `.grad` in place of those shown there.
-
-        Raises UsageError if one is not whole on this rank.
-        """
-        for record in self._records:
-            found, shown = record.parameter.grad, self._shown.get(record)
-            if found is shown:
-                continue
-            if isinstance(shown, ShardedGradient) or not self._replace(record, take_gradient(record)):
-                raise UsageError(
-                    f"the .grad of parameter {record.name!r} was replaced or cleared between backward() and step(), but its "
-                    "gradient is not whole on this rank, so that the step would not know. Multiply .grad in place by a number, "
-                    "change the loss, or forget all with engine.zero_grad(); with requires_grad=False there is no gradient"
-                )
-
-    def _replace(self, record: ParameterRecord, gradient: torch.Tensor | None) -> bool:
-        """Use a whole gradient that is no longer in `.grad`, None: none, in place of the parameter's own; return whether
-        that is possible."""
-        return False
-
-    def clip(self, factor: float) -> None:
-        """Multiply the whole fp32 gradients by `factor` in place: a plain loop sees clipped ones too. Others are clipped
-        in the update, whose bits are those of one product in fp32: `.grad` is their placeholder from now on."""
-        whole = [r for r, shown in self._shown.items() if not isinstance(shown, ShardedGradient)]
-        here = [record for record in whole if record.dtype == torch.float32]
-        if factor != 1.0 and here:
-            torch._foreach_mul_([self._shown[record] for record in here], float(np.float32(factor)))
-        self.clipped.update(here)
-        for record in whole:
-            if record.dtype != torch.float32:
-                self._show(record)
-
-    @abstractmethod
     def reduce(self) -> None:
         """Average the gradients that are not averaged yet, and agree on which parameters have one (all ranks)."""
+        if self.rules.each_backward:
+            lost = None if self.step.spill is None else self.step.spill.finish()
+            if self.rules.spills:
+                self._world.raise_together(lost)
+            return
+        self.shown.adopt()
+        if self._reductions is None or self.step.phase is BackwardPhase.AVERAGED:
+            return
+        self.step.phase = BackwardPhase.AVERAGED
+        gradients = list(self.of.values())
+        for gradient, any_ in zip(gradients, agree_any(self._world, [g.is_agreed for g in gradients]), strict=True):
+            if any_ and not gradient.is_agreed:  # other ranks alone have it
+                gradient.hold(self._zeros(gradient.record))
+        averaged = self.of if self.step.averaged is None else self.step.averaged()
+        held = {r: g.values.view(-1) for r, g in self.of.items() if g.values is not None and r in averaged}
+        self.overlapped += self._reductions.replace(held, scatter=self.rules.scatter)
 
-    @abstractmethod
+    def _zeros(self, record: ParameterRecord) -> torch.Tensor:
+        return torch.zeros(record.shape, dtype=self.step.of_step[record.dtype], device=record.full.device)
+
+    def mean(self, record: ParameterRecord) -> torch.Tensor | None:
+        """Return the mean over ranks of the step's gradient so far, 1-D [numel], a copy; None if no rank has any. For gradients
+        that are reduced once a step (all ranks)."""
+        self.shown.adopt()
+        held = self.of[record].values
+        if self._reductions is None or self.step.phase is BackwardPhase.AVERAGED:
+            return None if held is None else held.reshape(-1).clone()
+        if not agree_any(self._world, [held is not None])[0]:
+            return None
+        found = self._zeros(record).view(-1) if held is None else held.reshape(-1).clone()
+        self._reductions.replace({record: found}, scatter=False)
+        return found
+
     def has(self, record: ParameterRecord) -> bool:
         """Return whether any rank had a gradient of the parameter in this step."""
+        return record in self.of and self.of[record].is_agreed
 
     def require(self, records: Sequence[ParameterRecord], step: int, changed: str) -> None:
         """Raise UsageError, on every rank, that names those of `records` to which no rank's loss led in a step, and says
@@ -169,253 +260,94 @@ class Gradients(ABC):
                 "zero_optimization.ignore_unused_parameters to true"
             )
 
-    @abstractmethod
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
         """Return this rank's rows, 1-D, of the averaged gradient; None if there are none in memory."""
+        return self.of[record].owned() if self.has(record) else None
 
-    @abstractmethod
     def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
         """Use `full`, 1-D [numel], the same on every rank, as the averaged gradient of a parameter that has one (all ranks).
 
         Raises UsageError if the gradient is not complete, or waits on disk.
         """
+        if not self.step.last:
+            raise UsageError(
+                f"the gradient of parameter {record.name!r} is set before the last backward of the step: set it after that "
+                "one, before step()"
+            )
+        if not self.rules.each_backward:
+            self.reduce()
+        self.of[record].replace(full)
 
     def take(self, record: ParameterRecord) -> torch.Tensor | None:
         """Return the same as `owned`, for the update, which may change it; the caller keeps it alive."""
-        return self.owned(record)
+        return self.of[record].take()
 
     def squares(self, record: ParameterRecord) -> float | None:
         """Return the sum of squares of this rank's rows if it is known already; None: take it from `owned`."""
-        return None
+        return self.of[record].squares(self.of.values())
 
     def drop(self) -> None:
         """Forget all gradients."""
-        self.backwards, self._last, self.sums = 0, False, None
-        self.scales.clear()
-        self.clipped.clear()
-        self._shown.clear()
-        forget_gradients([record.parameter for record in self._records])
+        step = self.step
+        step.count(0, last=False)
+        step.phase = self._after_backward
+        self.sums = None
+        self.shown.forget()
+        forget_gradients([record.parameter for record in self.of])
+        step.d2h.drop()
+        if self._reductions is not None:
+            self._reductions.drop()
+        for gradient in self.of.values():
+            gradient.drop()
+        if step.spill is not None:
+            step.spill.drop()
 
     def free(self) -> None:
         """Forget all gradients, and free the memory that is kept for the next ones."""
         self.drop()
+        for gradient in self.of.values():
+            gradient.values = None
 
-    @abstractmethod
     def held_bytes(self) -> int:
         """Return the bytes of gradients held now."""
+        held = [gradient.values for gradient in self.of.values()]  # an update in the backward takes rows meanwhile
+        return sum(values.nbytes for values in held if values is not None)
 
     def close(self) -> None:
-        """Remove the hooks from the parameters, and forget all gradients."""
+        """Remove the hooks from the parameters, forget all gradients, and end threads and process groups."""
         while self._watches:
             self._watches.pop()()
         self.drop()
+        if self._reductions is not None:
+            self._reductions.release()
+        if self.step.spill is not None:
+            self.step.spill.close()
 
 
-class WholeGradients(Gradients):
-    """Gradients accumulated in whole, reduced once a step (stages 0 and 1, and any stage on one rank).
-
-    If they accumulate in the parameter's type autograd does it: the held gradient goes back to `.grad` for the next
-    backward. If the type is another one (see [Note: types of gradients]), each gradient is added to the held one as soon as
-    it came as often as in the backward before, so that few at a time exist in the parameters' type.
-    """
-
-    def __init__(
-        self, records: Sequence[ParameterRecord], others: Sequence[nn.Parameter], world: World, rules: GradientRules
-    ) -> None:
-        super().__init__(records, others, world, rules)
-        self.averaged: Callable[[], set[ParameterRecord]] | None = None
-        """Returns those of the step that are averaged over ranks; of others each rank keeps its own. None: all are."""
-        self._alone = world.world_size == 1
-        self._held: dict[ParameterRecord, torch.Tensor] = {}
-        """In the parameters' shapes."""
-        self._folded: set[ParameterRecord] = set()
-        """Those whose gradients of this backward are added here, not by autograd."""
-        self._fired: Counter[ParameterRecord] = Counter()
-        self._expected: Counter[ParameterRecord] = Counter(dict.fromkeys(records, 1))
-        """How often each gradient came in the last backward in which it was counted."""
-        self._is_reduced = False
-        """Whether the held gradients are the mean over ranks."""
-
-    def start_backward(self, *, last: bool) -> None:
-        super().start_backward(last=last)
-        self._is_reduced = False
-        self._fired.clear()
-        self._folded = {record for record in self._records if self._is_folded(record)}
-        if self._folded and not self._watches:
-            trained = [record for record in self._records if record.parameter.requires_grad]
-            self._watches = [watch_gradient(record, self._arrived) for record in trained]
-        for record in self._records:
-            record.parameter.grad = None if record in self._folded else self._held.get(record)
-
-    def _is_folded(self, record: ParameterRecord) -> bool:
-        held, wanted = self._held.get(record), self._of_step(record)
-        return wanted != record.dtype or (held is not None and held.dtype != wanted)
-
-    def _arrived(self, record: ParameterRecord) -> None:
-        if record in self._folded:
-            self._fired[record] += 1
-            if self._fired[record] >= self._expected[record]:
-                self._fold(record)
-
-    def _fold(self, record: ParameterRecord) -> None:
-        """Take the gradient off the parameter and add it to the held one."""
-        gradient = take_gradient(record)
-        if gradient is None:
-            return
-        held, room = self._held.get(record), self._of_step(record)
-        if held is None:
-            self._held[record] = gradient.to(room)
-            return
-        if is_narrower(held.dtype, room):
-            self._held[record] = held = held.to(room)
-        add_in(held, gradient, self._total(record))
-
-    def end_backward(self) -> None:
-        for record in self._records:
-            if record in self._folded:
-                self._fold(record)
-                self._expected[record] = max(self._fired[record], 1)
-            elif (gradient := take_gradient(record)) is not None:
-                self._held[record] = gradient
-        self._folded.clear()
-        forget_gradients(self._others)
-
-    def show(self, *, whole: bool) -> None:
-        # An optimizer that averages some of them itself has each rank's own.
-        whole = whole and self.averaged is None and (self._alone or not self._rules.scatter)
-        if whole and self._last:
-            self.reduce()
-        whole = whole and (self._alone or self._is_reduced)
-        for record, held in self._held.items():
-            self._show(record, held if whole and held.dtype == record.dtype else None)
-
-    def _replace(self, record: ParameterRecord, gradient: torch.Tensor | None) -> bool:
-        if not (self._alone or self._is_reduced) or self.averaged is not None:
-            return False
-        self._held.pop(record, None)
-        self._shown.pop(record, None)
-        if gradient is not None:
-            self._held[record] = gradient
-            self._show(record, gradient)
-        return True
-
-    def reduce(self) -> None:
-        self.adopt()
-        if self._is_reduced:
-            return
-        self._is_reduced = True
-        self._hold_zeros()
-        averaged = self._held if self.averaged is None else self.averaged()
-        if self._world.world_size > 1:
-            self.overlapped += reduce_whole(
-                self._world,
-                [record for record in self._records if record in self._held and record in averaged],
-                self._rules.bucket_numel,
-                self._flat,
-                self._rules.reduced,
-                scatter=self._rules.exchanges.reduce if self._rules.scatter else None,
-                overlap=self._rules.overlap,
-            )
-
-    def _hold_zeros(self) -> None:
-        """Hold zeros for the gradients that other ranks alone have (all ranks)."""
-        had = agree_any(self._world, [record in self._held for record in self._records])
-        for record, any_ in zip(self._records, had, strict=True):
-            if any_ and record not in self._held:
-                self._held[record] = self._zeros(record).view(record.shape)
-
-    def _zeros(self, record: ParameterRecord) -> torch.Tensor:
-        return torch.zeros(record.numel, dtype=self._of_step(record), device=record.full.device)
-
-    def _flat(self, record: ParameterRecord) -> torch.Tensor:
-        return self._held[record].view(-1)
-
-    def mean(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return the mean over ranks of the step's gradient so far, 1-D [numel], a copy; None if no rank has
-        any (all ranks)."""
-        self.adopt()
-        held = self._held.get(record)
-        if self._is_reduced or self._alone:
-            return None if held is None else held.reshape(-1).clone()
-        if not agree_any(self._world, [held is not None])[0]:
-            return None
-        found = self._zeros(record) if held is None else held.reshape(-1).clone()
-        reduce_whole(
-            self._world, [record], self._rules.bucket_numel, lambda _: found, self._rules.reduced, scatter=None
-        )
-        return found
-
-    def has(self, record: ParameterRecord) -> bool:
-        return record in self._held
-
-    def owned(self, record: ParameterRecord) -> torch.Tensor | None:
-        if record not in self._held:
-            return None
-        flat, (first, stop) = self._flat(record), record.owned_range
-        return flat if stop - first == flat.numel() else flat[first:stop]
-
-    def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
-        if not self._last:
-            raise UsageError(INCOMPLETE.format(record.name))
-        self.reduce()
-        self._flat(record).copy_(full)
-
-    def drop(self) -> None:
-        super().drop()
-        self._held.clear()
-        self._folded.clear()
-        self._is_reduced = False
-
-    def held_bytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self._held.values())
-
-
-class _Hooks(dict[int, Callable[[torch.Tensor], object]]):
-    """The post-accumulate hooks of a parameter, of which the engine's is the last whenever others are registered: they see the
-    gradient before it is taken."""
-
-    OURS = -1
-
-    def __setitem__(self, key: int, hook: Callable[[torch.Tensor], object]) -> None:
-        ours = self.pop(self.OURS, None)
-        super().__setitem__(key, hook)
-        if ours is not None and key != self.OURS:
-            super().__setitem__(self.OURS, ours)
-
-
-def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> Callable[[], object]:
-    """Call `arrived`, a method, with the record each time that autograd added to its gradient, as long as its object
-    exists: autograd holds the hook out of the collector's sight. Return the function that ends this."""
-    method, known, parameter = weakref.WeakMethod(arrived), weakref.ref(record), cast("Any", record.parameter)
-
-    def accumulated(_: torch.Tensor) -> None:
-        tell, told = method(), known()
-        if tell is not None and told is not None:
-            tell(told)
-
-    def call_former(tensor: torch.Tensor) -> None:
-        for hook in list(former.values()):  # their handles remove them from there
-            hook(tensor)
-
-    former, hooks = parameter._post_accumulate_grad_hooks, _Hooks()
-    if former:
-        hooks[0] = call_former
-    hooks[_Hooks.OURS] = accumulated
-    parameter._post_accumulate_grad_hooks = hooks
-    return partial(hooks.pop, _Hooks.OURS, None)
-
-
-def take_gradient(record: ParameterRecord) -> torch.Tensor | None:
-    """Return the gradient of the parameter, contiguous, and leave the parameter without one."""
-    gradient = record.parameter.grad
-    if gradient is None:
-        return None
-    if gradient.layout != torch.strided:
-        raise UsageError(
-            f"parameter {record.name!r} has a sparse gradient; build the module with sparse=False (nn.Embedding)"
-        )
-    record.parameter.grad = None
-    return plain_memory(gradient)
+def sums_over_ranks(
+    gradients: Gradients, world: World, *, sharding: Sharding
+) -> dict[ParameterRecord, Sequence[float]]:
+    """Return the sum of squares of each shard, in rank order, of the averaged gradients, as they are scaled (all ranks)."""
+    here = {record: gradient for record, gradient in gradients.of.items() if gradient.is_agreed}
+    if not here:
+        return {}
+    sharded = sharding.optimizer_state
+    cut: list[Sequence[float | torch.Tensor]] = []
+    for record, gradient in here.items():
+        known = gradient.squares(gradients.of.values())
+        rows = gradient.owned() if known is None else None
+        if rows is None:
+            cut.append([known or 0.0])
+        else:
+            cut.append([rows] if sharded else torch.split(rows, max(record.grid.shard_numel, 1)))
+    sums = iter(sums_of_squares([one for shards in cut for one in shards if isinstance(one, torch.Tensor)]))
+    found = [[next(sums) if isinstance(one, torch.Tensor) else one for one in shards] for shards in cut]
+    if sharded:  # else every rank has all rows
+        mine = on_device([shards[0] for shards in found], torch.float64, world.device)
+        everyone = torch.empty(world.world_size * len(here), dtype=torch.float64, device=world.device)
+        world.all_gather(everyone, mine, kind="control")
+        found = everyone.view(world.world_size, -1).t().tolist()
+    return dict(zip(here, found, strict=True))
 
 
 def forget_gradients(parameters: Sequence[nn.Parameter]) -> None:

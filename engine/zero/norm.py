@@ -20,12 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from zstore.ranks.world import World, on_device
-
 from ..params.record import ParameterRecord
-from ..params.sharding import Sharding
 from ..runtime.device import Copy, Scratch, Transfers, one_thread, side_by_side, threads_for, tile_numel
-from .gradients import Gradients
 
 ROW_NUMEL = 4096
 _TILE_ROWS = 128
@@ -157,26 +153,6 @@ def norm_of_sums(sums: Sequence[tuple[str, Sequence[float]]]) -> float:
     return math.sqrt(total) if total >= 0 else math.nan
 
 
-def sums_over_ranks(
-    records: Sequence[ParameterRecord], gradients: Gradients, world: World, *, sharding: Sharding
-) -> dict[ParameterRecord, Sequence[float]]:
-    """Return the sum of squares of each shard, in rank order, of the averaged gradients, as they are scaled (all ranks)."""
-    here = [record for record in records if gradients.has(record)]
-    if not here:
-        return {}
-    sharded = sharding.optimizer_state
-    cut = [[_known_or_rows(record, gradients)] if sharded else _shards(record, gradients) for record in here]
-    sums = iter(sums_of_squares([one for shards in cut for one in shards if isinstance(one, torch.Tensor)]))
-    found = [[next(sums) if isinstance(one, torch.Tensor) else one for one in shards] for shards in cut]
-    if not sharded:  # every rank has all rows
-        return dict(zip(here, found, strict=True))
-    mine = on_device([shards[0] for shards in found], torch.float64, world.device)
-    everyone = torch.empty(world.world_size * len(here), dtype=torch.float64, device=world.device)
-    world.all_gather(everyone, mine, kind="control")
-    columns = everyone.view(world.world_size, -1).t().tolist()
-    return dict(zip(here, columns, strict=True))
-
-
 def norm_of(sums: Mapping[ParameterRecord, Sequence[float]], scales: Mapping[ParameterRecord, float]) -> float:
     """Return the norm from sums of squares of each shard, and the factors of the gradients, 1 by default."""
     squares = {record: scale * scale for record, scale in scales.items()}
@@ -186,24 +162,6 @@ def norm_of(sums: Mapping[ParameterRecord, Sequence[float]], scales: Mapping[Par
             for record, shards in sums.items()
         ]
     )
-
-
-def _known_or_rows(record: ParameterRecord, gradients: Gradients) -> float | torch.Tensor:
-    """Return the sum of squares of this rank's rows if it is known, else the rows."""
-    known = gradients.squares(record)
-    if known is not None:
-        return known
-    rows = gradients.owned(record)
-    return 0.0 if rows is None else rows
-
-
-def _shards(record: ParameterRecord, gradients: Gradients) -> list[float | torch.Tensor]:
-    """Return the result of `_known_or_rows` for every rank's shard of a gradient that is whole here."""
-    step = max(record.grid.shard_numel, 1)
-    if record.numel <= step:
-        return [_known_or_rows(record, gradients)]
-    rows = gradients.owned(record)
-    return [] if rows is None else [rows[first : first + step] for first in range(0, record.numel, step)]
 
 
 def scale_factor(norm: float, clip: float, loss_scale: float) -> float:

@@ -1,0 +1,372 @@
+"""The gradient of one parameter in a step, and which gradients came in a backward.
+
+[Note: the life of a gradient]
+In each step a gradient goes through these states in this order. Its values are the sum over the backwards so far.
+
+| state | begins | values |
+|---|---|---|
+| EMPTY | with the step | none, or memory of the step before |
+| HELD | when its first values are sent | complete while no segment is under way; later backwards add to them |
+| FINAL | when it is complete in the step's last backward, or that ends | those of the step: an update may take them |
+
+Whether any rank had it (`is_agreed`) is no part of this order: that is known when a backward ends, before or after the
+gradient is final. Rows that the host budget cannot hold go to disk each time they are complete, and are added up there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from zstore.errors import UsageError
+from zstore.io.tensors import plain_memory
+from zstore.ranks.world import World
+
+from ..params.record import ParameterRecord
+from ..params.sharding import add_in, is_narrower
+from ..params.units import Unit
+from ..runtime.device import D2HQueue, Transfers
+from .exchanges import GradientRules
+from .norm import SumOfSquares
+from .spill import GradientSpill
+
+
+class GradientState(Enum):
+    """How far a gradient came in its step. See [Note: the life of a gradient]."""
+
+    EMPTY = "empty"
+    """No value of this step was sent yet."""
+    HELD = "held"
+    """Values of this step are held, or on their way there."""
+    FINAL = "final"
+    """Nothing is to be added in this step."""
+
+
+class BackwardPhase(Enum):
+    """Parts of a step, as far as gradients are concerned."""
+
+    RUNNING = "running"
+    """Autograd brings gradients."""
+    CLOSING = "closing"
+    """Autograd is done, and the ranks agree on which gradients there are: until then no further one is final."""
+    OWN = "own"
+    """No backward is under way, and each rank has sums of its own."""
+    AVERAGED = "averaged"
+    """No backward is under way, and the sums are the mean over ranks."""
+
+
+class GradientStep:
+    """How the gradients of a run are held, and how far their step is."""
+
+    def __init__(
+        self, rules: GradientRules, transfers: Transfers, spill: GradientSpill | None, dtypes: Iterable[torch.dtype]
+    ) -> None:
+        self.rules = rules
+        self.transfers = transfers
+        self.spill = spill
+        """Keeps rows on disk."""
+        self.d2h = D2HQueue(transfers)
+        self.phase = BackwardPhase.OWN
+        self.order_is_agreed = False
+        """Whether a backward is over, so that it is known how often gradients come, and in which order."""
+        self.comes_in_parts = True
+        """Whether a gradient may come in several parts before that is known."""
+        self.on_final: Callable[[ParameterRecord], None] | None = None
+        """Called with each record whose gradient is complete in the last backward of a step."""
+        self.averaged: Callable[[], set[ParameterRecord]] | None = None
+        """Returns those of the step that are averaged over ranks; of others each rank keeps its own. None: all are."""
+        self._dtypes = frozenset(dtypes)
+        self.count(0, last=False)
+
+    def count(self, backwards: int, *, last: bool) -> None:
+        """Set the number of backwards of this step, the one under way included; it may be the `last`."""
+        several, held = backwards > 1, self.rules.types.held
+        self.backwards = backwards
+        self.last = last
+        """Whether the last backward of this step has begun."""
+        self.total = {dtype: held(dtype, several=several) for dtype in self._dtypes}
+        """Types of the sums of the gradients so far and the new ones, by that of the parameter."""
+        self.of_step = {dtype: held(dtype, several=several or not last) for dtype in self._dtypes}
+        """Types of the sums of the step's gradients, as far as it is known how many there are."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole gradients are held, and averaged over the ranks if there are others."""
+        return not self.rules.each_backward and self.phase is BackwardPhase.AVERAGED and self.averaged is None
+
+
+class Gradient:
+    """The gradient of one parameter on this rank. See [Note: the life of a gradient]."""
+
+    def __init__(self, record: ParameterRecord, step: GradientStep) -> None:
+        self.record = record
+        self.state = GradientState.EMPTY
+        self.is_agreed = False
+        """Whether any rank had it in a backward of this step that is over; this rank, as long as each has its own sum."""
+        self.is_taken = step.rules.each_backward
+        """Whether its values are added here as they come, not by autograd."""
+        self.came = 0
+        """How often it, or a part of it, came in this backward."""
+        self.expected = 1
+        """How often it came in the backward before; at least once if it came on any rank."""
+        self.segments_left = 0
+        """Segments that were sent and are not in the values yet."""
+        self.values: torch.Tensor | None = None
+        """This rank's rows, 1-D, or all in the parameter's shape; None: no memory yet, on disk, or an update took them."""
+        self.shown: torch.Tensor | None = None
+        """The tensor that was put into `.grad`."""
+        self._squares: SumOfSquares | None = None
+        """That of the rows, once it was begun."""
+        self._spill = step.spill if step.spill is not None and record in step.spill else None
+        """Has the rows on disk; None: they wait in memory."""
+        self._step = step
+
+    def note_sent(self) -> bool:
+        """Note that values of a backward are on their way; return whether they are to be added to those in memory."""
+        adds = self.state is not GradientState.EMPTY if self._spill is None else self.segments_left > 0
+        if self.state is GradientState.EMPTY:
+            self.state = GradientState.HELD
+        return adds
+
+    def add(self, values: torch.Tensor) -> None:
+        """Add values that are not reduced now to those held, in their shape."""
+        step, adds = self._step, self.note_sent()
+        if not self.is_taken:  # autograd has added them
+            self.values = values
+            return
+        self.segments_left += 1
+        if not adds and (step.transfers.streams.device_is_host or self.record not in step.rules.to_host):
+            self.values = values.to(self._held_type(values.dtype))
+            self._count_segment()
+            return
+        if not adds and values.device.type != "cpu" and step.backwards == 1 and step.last:  # it costs the host nothing
+            self._begin_squares(values)
+        self.put(None, values, adds=adds)
+
+    def put(self, rows: slice | None, part: torch.Tensor, *, adds: bool) -> None:
+        """Copy a segment of the gradient into the held `rows`, None: all values, or add it to them."""
+        add = partial(add_in, dtype=self._step.total[self.record.dtype]) if adds else None
+        held = self._make_room(part, add=adds)
+        self._step.d2h.put(held if rows is None else held[rows], part, add=add, arrived=self._count_segment)
+
+    def _held_type(self, arriving: torch.dtype) -> torch.dtype:
+        """Return the type of the values in memory if ones of type `arriving` come."""
+        return self._step.of_step[self.record.dtype] if self._spill is None else arriving
+
+    def _make_room(self, part: torch.Tensor, *, add: bool) -> torch.Tensor:
+        """Return the held values, on the tier on which they wait for the update, with room for ones like `part` or, to `add`
+        them, for sums with their own."""
+        rules, record, held, dtype = self._step.rules, self.record, self.values, self._held_type(part.dtype)
+        if add:
+            self._squares = None
+        if held is not None and not is_narrower(held.dtype, dtype):
+            return held
+        if record in rules.to_host:
+            # Of those that are used as they arrive few are there at a time, in memory that they share.
+            what = "" if rules.squares_at_once else record.name
+            values = self._step.transfers.empty_host(record.owned_numel, dtype, what)
+            self.values = values if held is None or not add else values.copy_(held)
+        elif held is not None and add:
+            self.values = held.to(dtype)
+        else:
+            self.values = torch.empty(record.owned_numel, dtype=dtype, device=record.full.device)
+        return self.values
+
+    def _count_segment(self) -> None:
+        """Note that a segment is held; it may be the last one."""
+        self.segments_left -= 1
+        if self.segments_left:
+            return
+        step, record = self._step, self.record
+        if self._spill is not None and self.values is not None:
+            rows, squares, self.values, self._squares = self.values, self._squares, None, None
+            with self._spill.keeping_error():
+                self._spill.add(record, rows, step.total[record.dtype], squares)
+        if self.state is GradientState.FINAL and step.on_final is not None:
+            raise UsageError(
+                f"parameter {record.name!r} got a part of its gradient after its update in this backward had begun: its "
+                'module is used more often than in the step before; set "step_overlap" to "forward" or "none"'
+            )
+        is_known = step.order_is_agreed or not step.comes_in_parts  # else a first part is not known as one
+        if step.last and is_known and step.phase is BackwardPhase.RUNNING:  # in the end it may be no rank's
+            self.finish()
+
+    def finish(self) -> None:
+        """Mark the gradient as final, and hand it to an update in the backward."""
+        step, self.state = self._step, GradientState.FINAL
+        if step.rules.squares_at_once and self.values is not None and self._squares is None:
+            self._begin_squares(self.values)
+        if step.on_final is not None:
+            if self._spill is not None:
+                self._spill.finish()
+            if step.spill is None or step.spill.lost is None:
+                step.on_final(self.record)
+
+    def _begin_squares(self, rows: torch.Tensor) -> None:
+        """Begin to take the sum of squares of this rank's `rows`, or of what they become."""
+        one_by_one = self._step.rules.squares_at_once
+        self._squares = SumOfSquares(rows, self._step.transfers, one_by_one=one_by_one)
+
+    def owned(self) -> torch.Tensor | None:
+        """Return this rank's rows, 1-D, or a copy of those on disk; None if there are none."""
+        return self._rows_of(self.values) if self._spill is None else self._spill.owned(self.record)
+
+    def _rows_of(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """Return this rank's rows of values that are all or these."""
+        if values is None:
+            return None
+        flat, (first, stop) = values.view(-1), self.record.owned_range
+        return flat if flat.numel() == stop - first else flat[first:stop]
+
+    def take(self) -> torch.Tensor | None:
+        """Return the rows for an update; None if it reads them from disk itself."""
+        rows = self._rows_of(self.values)
+        if not self._step.rules.keeps_rows:
+            self.values = None
+        return rows
+
+    def hold(self, values: torch.Tensor) -> None:
+        """Use whole `values` as the gradient of this step."""
+        self.values, self.state, self.is_agreed = values, GradientState.HELD, True
+
+    def replace(self, full: torch.Tensor) -> None:
+        """Use the values `full`, 1-D [numel], in place of those of this step."""
+        if self._spill is not None:
+            raise UsageError(
+                f"the gradient of parameter {self.record.name!r} waits on disk and cannot be set: keep offload_optimizer in "
+                'host memory ("device": "cpu"), or change the loss'
+            )
+        values = full[slice(*self.record.owned_range)] if self._step.rules.each_backward else full
+        held = self._make_room(values, add=False)
+        held.view(-1).copy_(values)
+        if self._squares is not None:
+            self._begin_squares(held)
+
+    def squares(self, others: Iterable[Gradient]) -> float | None:
+        """Return the sum of squares of the rows, None if it was not begun. The host waits for it once for all `others`."""
+        if self._spill is not None:
+            return self._spill.squares(self.record)
+        if self._squares is None:
+            return None
+        return self._squares.value(other._squares for other in others if other._squares is not None)
+
+    def drop(self) -> None:
+        """Forget the values of this step."""
+        self.state, self.is_agreed, self.segments_left, self._squares = GradientState.EMPTY, False, 0, None
+        self.shown = None
+        if not self._step.rules.keeps_rows:
+            self.values = None
+
+
+@dataclass(eq=False)
+class ArrivingUnit:
+    """Gradients that are reduced together."""
+
+    name: str
+    gradients: list[Gradient]
+    num_due: int = 0
+    """How many of the expected ones have not come as often as expected."""
+
+
+class Arrivals:
+    """Which gradients came in a backward, in which order the units are reduced, and which of them may be by now."""
+
+    def __init__(
+        self, units: Sequence[Unit], gradients: Mapping[ParameterRecord, Gradient], step: GradientStep
+    ) -> None:
+        found = [(unit.name, [gradients[one] for one in unit.owned if one in gradients]) for unit in reversed(units)]
+        self.units = [ArrivingUnit(name, some) for name, some in found if some]
+        """In the order in which they are reduced."""
+        self._unit_of = {gradient: unit for unit in self.units for gradient in unit.gradients}
+        self._step = step
+        self.sent = 0
+        """Units that were handed out."""
+        self._came: list[Gradient] = []
+        """Those of this backward, in their order, until that of the units is agreed on."""
+
+    def start(self) -> None:
+        """Prepare for a backward."""
+        self.sent = 0
+        self._came.clear()
+        for unit in self.units:
+            unit.num_due = 0
+            for gradient in unit.gradients:
+                gradient.came = 0
+                unit.num_due += gradient.expected > 0
+
+    def note(self, gradient: Gradient) -> bool:
+        """Note that a gradient, or a part of it, came; return whether it came as often as expected."""
+        gradient.came += 1
+        if gradient.came == gradient.expected:
+            self._unit_of[gradient].num_due -= 1
+        if gradient.came == 1 and not self._step.order_is_agreed:
+            self._came.append(gradient)
+        return gradient.came >= gradient.expected
+
+    def ready(self, *, rest: bool = False) -> Iterator[list[Gradient]]:
+        """Hand out the expected gradients of each unit that has them all, up to the first that has not; or of the `rest`."""
+        while self.sent < len(self.units) and (rest or not self.units[self.sent].num_due):
+            self.sent += 1
+            yield [gradient for gradient in self.units[self.sent - 1].gradients if gradient.expected]
+
+    def agree_on_order(self, world: World) -> None:
+        """Take the order in which rank 0's units were complete in this backward (all ranks)."""
+        complete = dict.fromkeys(self._unit_of[gradient].name for gradient in reversed(self._came))
+        names: list[str] = world.broadcast_object(list(reversed(complete)))
+        by_name = {unit.name: unit for unit in self.units}
+        self.units = [by_name[name] for name in dict.fromkeys((*names, *by_name))]
+        self._step.order_is_agreed = True
+
+
+class _Hooks(dict[int, Callable[[torch.Tensor], object]]):
+    """The post-accumulate hooks of a parameter, of which the engine's is the last whenever others are registered: they see the
+    gradient before it is taken."""
+
+    OURS = -1
+
+    def __setitem__(self, key: int, hook: Callable[[torch.Tensor], object]) -> None:
+        ours = self.pop(self.OURS, None)
+        super().__setitem__(key, hook)
+        if ours is not None and key != self.OURS:
+            super().__setitem__(self.OURS, ours)
+
+
+def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord], None]) -> Callable[[], object]:
+    """Call `arrived`, a method, with the record each time that autograd added to its gradient, as long as its object
+    exists: autograd holds the hook out of the collector's sight. Return the function that ends this."""
+    method, known, parameter = weakref.WeakMethod(arrived), weakref.ref(record), cast("Any", record.parameter)
+
+    def accumulated(_: torch.Tensor) -> None:
+        tell, told = method(), known()
+        if tell is not None and told is not None:
+            tell(told)
+
+    def call_former(tensor: torch.Tensor) -> None:
+        for hook in list(former.values()):  # their handles remove them from there
+            hook(tensor)
+
+    former, hooks = parameter._post_accumulate_grad_hooks, _Hooks()
+    if former:
+        hooks[0] = call_former
+    hooks[_Hooks.OURS] = accumulated
+    parameter._post_accumulate_grad_hooks = hooks
+    return partial(hooks.pop, _Hooks.OURS, None)
+
+
+def take_gradient(record: ParameterRecord) -> torch.Tensor | None:
+    """Return the gradient of the parameter, contiguous, and leave the parameter without one."""
+    gradient = record.parameter.grad
+    if gradient is None:
+        return None
+    if gradient.layout != torch.strided:
+        raise UsageError(
+            f"parameter {record.name!r} has a sparse gradient; build the module with sparse=False (nn.Embedding)"
+        )
+    record.parameter.grad = None
+    return plain_memory(gradient)
