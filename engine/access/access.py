@@ -146,7 +146,7 @@ class Access:
         Raises on every rank the error of `check` on any, and UsageError for state that cannot be read or changed now; state
         that was moved away can only be moved further (`moves`).
         """
-        with self.world.agreeing():
+        with self.world.agreeing(call=call):
             if self.away and not moves:
                 raise UsageError(
                     f"{call}: states were moved away by offload_states(): call engine.reload_states() first"
@@ -163,10 +163,6 @@ class Access:
             if changes and self._under_way:
                 raise UsageError(f"{call} within a {self._under_way[-1]}: parameters can be changed between steps only")
             checked = check()
-        calls = self.world.all_gather_object(call)
-        if len(set(calls)) > 1:
-            listed = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(calls))
-            raise UsageError(f"all ranks have to make the same call, but they made different ones: {listed}")
         if changes:
             self._before_changes()
         return checked

@@ -29,7 +29,7 @@ from crc32c import crc32c
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zstore.errors import RankError, UsageError
+from zstore.errors import UsageError
 from zstore.format import ArraySpec, make_grid
 from zstore.io import return_free_memory
 from zstore.io.closing import closing_with
@@ -327,32 +327,15 @@ class Builder:
                 )
 
     def agree(self, what: str, error: BaseException | None = None) -> None:
-        """Return if every rank is at `what`; else raise on all (all ranks).
-
-        See [Note: ranks that build]. With `error`, this rank failed, and that is raised here.
-        """
+        """Return if every rank is at `what` and none has an `error`; else raise on all (all ranks). See [Note: ranks that
+        build]."""
         if self.failed:
             raise UsageError("building this model failed before, on some rank: build it again")
-        if self.world.world_size == 1:
-            if error is not None:
-                raise error
-            return
-        told = self.world.all_gather_object([what, None if error is None else repr(error)])
-        failures = {rank: text for rank, (_, text) in enumerate(told) if text is not None}
-        alike = len({theirs for theirs, _ in told}) == 1
-        self.failed = bool(failures) or not alike
-        if error is not None:
-            raise error
-        if failures:
-            ranks = ", ".join(map(str, failures))
-            raise RankError(
-                f"rank {ranks} of {len(told)} failed to build the model; rank {self.world.rank} stops", failures
-            )
-        if not alike:
-            listed = "; ".join(f"rank {rank}: {theirs}" for rank, (theirs, _) in enumerate(told))
-            raise UsageError(
-                f"the ranks build the model differently; they are at: {listed}. Run the same code on every rank"
-            )
+        try:
+            self.world.raise_together(error, f"zstore.Init at {what}")
+        except BaseException:
+            self.failed = self.world.world_size > 1
+            raise
 
     # -- ends -------------------------------------------------------------------------------------------------------
 

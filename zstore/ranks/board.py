@@ -28,8 +28,10 @@ class Board:
     """Values by key in a store of torch.distributed. Methods may be called from any thread; if the store is gone, with the
     process that held it, they raise RuntimeError."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, port: int | None = None) -> None:
         self._store: Any = store
+        self.port = port
+        """The port of a store that is reached over TCP."""
         self._lock = threading.Lock()
         """A connection is for one thread at a time."""
 
@@ -45,17 +47,11 @@ class Board:
             own = shared.clone()
         finally:
             shared.set_timeout(usual)
-        return Board(torch_dist.PrefixStore(f"zstore/{name}", own))  # type: ignore[attr-defined]
-
-    @property
-    def port(self) -> int | None:
-        """The port of a store that is reached over TCP."""
-        import torch.distributed as torch_dist
-
-        store = self._store
-        while isinstance(store, torch_dist.PrefixStore):  # type: ignore[attr-defined]
-            store = store.underlying_store
-        return store.port if isinstance(store, torch_dist.TCPStore) else None  # type: ignore[attr-defined]
+        inner = own
+        while isinstance(inner, torch_dist.PrefixStore):  # type: ignore[attr-defined]
+            inner = inner.underlying_store
+        port = inner.port if isinstance(inner, torch_dist.TCPStore) else None  # type: ignore[attr-defined]
+        return Board(torch_dist.PrefixStore(f"zstore/{name}", own), port)  # type: ignore[attr-defined]
 
     def post(self, key: str, message: Any) -> None:
         """Set a key to JSON data."""

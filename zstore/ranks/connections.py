@@ -14,7 +14,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 Ends = tuple[str, int, str, int]
@@ -48,35 +48,25 @@ class Connections:
         """Return those to other ranks that are open: when a process ends, its connections do."""
         return {ends for _, ends in _open_connections() if ends in self._known}
 
-    def cut(self) -> None:
-        """Shut those to other ranks down, whoever waits on them."""
-        _cut(lambda ends: ends in self._known)
+    def cut(self, *, store: bool = False) -> None:
+        """Shut those to other ranks, or to the store, down, whoever waits on them."""
+        for connection, ends in _open_connections():
+            if ends[3] == self.store_port if store else ends in self._known:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
-    def cut_store(self) -> None:
-        """Shut those to the store down, whoever waits on them."""
-        _cut(lambda ends: ends[3] == self.store_port)
-
-    def give_up_store_after(self, silent_s: float) -> None:
+    def give_up_store(self, silent_s: float) -> None:
         """End those to the store once the machine at the other end has not answered for so long.
 
         Otherwise who asks a machine that was lost, or cut off, waits a quarter of an hour, and for ever if all was sent before.
         """
-        if sys.platform != "linux":
-            return
         pause_s = max(1, round(silent_s / 9))
         for connection, ends in _open_connections():
-            if ends[3] == self.store_port:
+            if sys.platform == "linux" and ends[3] == self.store_port:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * silent_s))
-
-
-def _cut(chosen: Callable[[Ends], bool]) -> None:
-    for connection, ends in _open_connections():
-        if chosen(ends):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _open_connections() -> Iterator[tuple[socket.socket, Ends]]:

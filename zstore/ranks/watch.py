@@ -82,7 +82,7 @@ class Watch:
         self.failed: RankError | None = None
         """Why the run is over; None while it is not."""
         self.agreed = False
-        """Whether all ranks know of the error that is about to be raised, so that it is no failure."""
+        """Whether all ranks know of the error that is about to be raised in the call at hand, so that it is no failure."""
         self._raised = False
         """Whether this rank raised why the run is over."""
         self._incident = self._num_meetings = 0
@@ -101,7 +101,7 @@ class Watch:
         self.board = Board.connect(f"watch/{name}")
         self.connections.store_port = self.board.port
         if silent_s is not None:
-            self.connections.give_up_store_after(silent_s)
+            self.connections.give_up_store(silent_s)
         self._presence = Presence(self.board, rank, world_size, self.activity, silent_s)
         self.begun, self._ended = True, False
         self._threads = start_threads(1, self._serve, f"zstore-watch-{rank}")
@@ -109,11 +109,6 @@ class Watch:
             self._ended = True
 
     # -- called by the rank -------------------------------------------------------------------------------------------
-
-    def begin_call(self) -> None:
-        """Begin a call that may fail on one rank; raises if the run is broken."""
-        self.require_sound()
-        self.agreed = False
 
     def require_sound(self) -> None:
         """Raise RankError, once, if the run is broken, and from then on UsageError."""
@@ -225,7 +220,7 @@ class Watch:
     def _elsewhere(self) -> str | None:
         """Return the place of the next rank, if it will not come any more."""
         other = (self._rank + 1) % self._world_size
-        place = self._presence.of(other)
+        _, place = self._presence.of(other)
         if place.left:
             return f"rank {other} closed its engine"
         ahead = place.entered > self.activity.entered or place.entered_by_anybody > entered_by_anybody()
@@ -309,7 +304,7 @@ class Watch:
         for rank in range(self._world_size):
             if (report := self.board.read(f"report/{number}/{rank}")) is not None:
                 reports[rank] = RankReport(**report)
-            elif (place := self._presence.of(rank)).left:
+            elif (place := self._presence.of(rank)[1]).left:
                 reports[rank] = place
         return reports
 
@@ -341,7 +336,7 @@ class Watch:
         reports = dict.fromkeys(range(self._world_size), RankReport()) | self._reports
         if self.board.port is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             del reports[0]  # it was rank 0's process that held it; otherwise torchrun's, or a file
-        self.connections.cut_store()  # the main thread, or one that saves, may wait for its answer
+        self.connections.cut(store=True)  # the main thread, or one that saves, may wait for its answer
         self._break(reports)
 
 
@@ -361,9 +356,10 @@ class Presence:
         """The neighbour, and the number of its latest post."""
         self._missed = 0
 
-    def of(self, rank: int) -> RankReport:
-        """Return a rank's place as it was posted last."""
-        return self._read(rank)[1]
+    def of(self, rank: int) -> tuple[int, RankReport]:
+        """Return how often a rank posted its place, and the last one."""
+        number, place = self._board.read(f"place/{rank}") or (0, {})
+        return number, RankReport(**place)
 
     def look(self) -> str | None:
         """Post this rank's place when it is time, and look for the neighbour's; return how that was lost, if it was."""
@@ -375,7 +371,7 @@ class Presence:
         if not due:
             return None
         self._next_at = now + self._period_s
-        there = ((other, *self._read(other)) for other in self._others)
+        there = ((other, *self.of(other)) for other in self._others)
         seen = next(((other, number) for other, number, place in there if not place.left), None)
         if seen is None:
             return None
@@ -404,10 +400,6 @@ class Presence:
     def _post(self, place: RankReport) -> None:
         self._posted, self._number = place, self._number + 1
         self._board.post(f"place/{self._rank}", [self._number, asdict(place)])
-
-    def _read(self, rank: int) -> tuple[int, RankReport]:
-        number, place = self._board.read(f"place/{rank}") or (0, {})
-        return number, RankReport(**place)
 
 
 def collective_of(thread: int) -> str | None:

@@ -34,7 +34,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as torch_dist
 
-from ..errors import RankError
+from ..errors import RankError, UsageError
 from ..io.links import LinkCounters
 from ..io.tensors import plain_memory
 from .watch import Watch
@@ -191,7 +191,8 @@ class World:
         if watch.activity.phase or not watch.begun:
             yield
             return
-        watch.begin_call()
+        watch.require_sound()
+        watch.agreed = False
         watch.activity.phase, watch.activity.unit = phase, ""
         try:
             if meeting is not None:
@@ -204,8 +205,9 @@ class World:
             watch.activity.phase = ""
 
     @contextmanager
-    def agreeing(self, note: str | None = None) -> Iterator[None]:
-        """Raise on every rank if the block raised on any; `note` is added to this rank's error (all ranks).
+    def agreeing(self, note: str | None = None, *, call: str = "") -> Iterator[None]:
+        """Raise on every rank if the block raised on any, or they make different calls; `note` is added to this rank's error
+        (all ranks).
 
         Anything but an Exception, such as KeyboardInterrupt, ends this rank's block at once.
         """
@@ -216,20 +218,22 @@ class World:
             if note is not None:
                 raised.add_note(note)
             error = raised
-        self.raise_together(error)
+        self.raise_together(error, call)
 
-    def raise_together(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank passed an error. See [Note: one error for all]."""
+    def raise_together(self, error: BaseException | None, call: str = "") -> None:
+        """Raise on every rank if any rank passed an error, and UsageError if they pass different calls. See [Note: one error
+        for all]."""
         if error is not None and (self.world_size == 1 or self.watch.has_raised):
             raise error
         text = None if error is None else "".join(traceback.format_exception(error))
         messages = {} if error is not None else {topic: say() for topic, say in self.messages.items()}
         sent = {topic: message for topic, message in messages.items() if message is not None}
-        rows = self.all_gather_object([str(self.watch.activity), text, sent])
+        rows = self.all_gather_object([str(self.watch.activity), text, call, sent])
         for topic in {topic for *_, sent in rows for topic in sent}:
             self.received[topic] = [sent[topic] for *_, sent in rows if topic in sent]
-        failures = {rank: text for rank, (_, text, _) in enumerate(rows) if text is not None}
-        if failures:
+        failures = {rank: text for rank, (_, text, *_) in enumerate(rows) if text is not None}
+        calls = [theirs for _, _, theirs, _ in rows]
+        if failures or len(set(calls)) > 1:
             self.watch.agreed = True
         if error is not None:
             raise error
@@ -238,6 +242,11 @@ class World:
             where = f" in {rows[min(failures)][0]}" if self.watch.activity.phase else ""
             raise RankError(
                 f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it", failures
+            )
+        if len(set(calls)) > 1:
+            listed = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(calls))
+            raise UsageError(
+                f"all ranks have to make the same call, but they made different ones: {listed}. Run the same code on every rank"
             )
 
     @contextmanager
@@ -365,9 +374,8 @@ class World:
         if self.near_ranks is None or self.world_size == 1 or kind == "control":
             return
         size = self.near_ranks + 1
-        if target is None:
-            near_bytes = sent_bytes * self.near_ranks // (self.world_size - 1)
-        else:
+        near_bytes = sent_bytes * self.near_ranks // (self.world_size - 1)
+        if target is not None:
             near_bytes = sent_bytes if target // size == self.rank // size else 0
         if near_bytes:
             self.links.begin("within_group", near_bytes)
