@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,6 +38,19 @@ class LossScaler:
         if self.settings is not None:
             self.scale = self.settings.loss_scale or 2.0**self.settings.initial_scale_power
             self.hysteresis_left = self.settings.hysteresis
+
+    def accepts(self, norm: float, step: int, changed: str) -> bool:
+        """Return whether step number `step` is taken with gradients of this norm, else it is skipped. Raises NonFiniteError by
+        the policy, which says what was `changed`."""
+        if math.isfinite(norm) or self.non_finite == "apply":
+            return True
+        if self.non_finite == "error":
+            raise NonFiniteError(
+                f"step {step}: the norm of the gradients is {norm}; {changed}. "
+                "Look for a loss that is NaN or infinite, or lower the learning rate; "
+                '"zstore": {"non_finite_gradients": "skip"} goes on without such steps'
+            )
+        return False
 
     def update(self, overflow: bool) -> None:
         """Take note of a step. Raises NonFiniteError at an overflow with the scale at its minimum, if so set."""

@@ -49,6 +49,7 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.io import Ticket, Workers
 from zstore.ranks.world import World
+from zstore.store import Stream
 
 from ..params.record import ParameterRecord, Residency
 from ..runtime.device import StreamContext
@@ -58,7 +59,7 @@ from ..zero.gradients import Gradients
 from .state import OptimizerState
 from .stepper import Stepper
 from .tickets import TORN, ReadGuard, Tickets, TicketState
-from .update import Changes, Rows, StepSettings, in_order
+from .update import Changes, Rows, StepSettings, read_ahead
 
 _log = logging.getLogger("zstore")
 
@@ -106,6 +107,8 @@ class Update:
         self._fetcher = fetcher
         self._workers: Workers | None = None
         self._running: Ticket[None] | None = None
+        self._ahead: tuple[Sequence[ParameterRecord], Sequence[Stream]] = (), ()
+        """The records of the next update, and passes over their arrays that were begun ahead of it."""
         self._settings = StepSettings(step=0, factor=1.0, groups=())
         """Those of the update in the backward."""
         self._guard: ReadGuard | None = None
@@ -154,21 +157,42 @@ class Update:
         """Return those of `records` that are updated in `step()`, and those that are updated behind it."""
         if self.is_in_backward:  # the thread has updated some of them
             return [], []
-        records = in_order(self.state, records)
+        # Those first whose arrays share files: side by side they are transferred together.
+        records = sorted(records, key=lambda record: not self.state.shares_files(record))
         if self.mode is not StepMode.FORWARD:
             return records, []
         here = {record for record in records if record.residency is Residency.RESIDENT}
         return [record for record in records if record in here], [record for record in records if record not in here]
 
+    def read_ahead(self, records: Sequence[ParameterRecord]) -> None:
+        """Begin to read from disk the first of `records`, which are updated next."""
+        # It takes buffers: nobody may wait for any until the update.
+        here, behind = self.split(records)
+        if self.stepper is None and (here or behind):
+            self._ahead = here or behind, read_ahead(self.state, here or behind, behind=not here)
+
+    def _take_ahead(self, records: Sequence[ParameterRecord]) -> Sequence[Stream]:
+        """Return the passes begun ahead of an update of `records`, which owns them from then on."""
+        if self._ahead[0] != records:
+            return ()
+        (_, begun), self._ahead = self._ahead, ((), ())
+        return begun
+
+    def drop_ahead(self) -> None:
+        """Free the memory of passes that were begun ahead and not used."""
+        for one in self._ahead[1]:
+            one.drop()
+        self._ahead = (), ()
+
     def run(self, records: Sequence[ParameterRecord], settings: StepSettings, rows: Rows) -> None:
-        """Update `records` here and now; of an update in the backward what is left of it.
+        """Update `records` here and now, or the rest of those of an update in the backward.
 
         Raises UsageError if the settings differ from those that the update in the backward began with.
         """
         if self.is_in_backward:
             self._finish(settings)
             return
-        changes = Changes(self.state, records, settings, rows)
+        changes = Changes(self.state, records, settings, rows, begun=self._take_ahead(records))
         if self.stepper is None:
             changes.run()
         else:
@@ -180,7 +204,7 @@ class Update:
         if not records:
             return
         held = {record: rows(record) for record in records}
-        changes = Changes(self.state, records, settings, held.pop)
+        changes = Changes(self.state, records, settings, held.pop, begun=self._take_ahead(records))
         changes.note_scalars(records)
         self._start(changes)
 

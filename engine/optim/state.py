@@ -16,13 +16,13 @@ import torch
 
 from zstore.format import Grid, grid_in_checkpoint, make_grid, model_array, optimizer_array, stored_shape
 from zstore.io.tensors import as_torch
-from zstore.store import ModeName, Stream, TensorStore, TierName, Tile
+from zstore.store import ModeName, TensorStore, TierName, Tile
 
 from ..params.record import ParameterRecord, RowsInStore
 from ..params.sharding import GradientTypes
 from ..plan.plan import Places
 from ..runtime.device import Transfers, one_thread
-from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, SlotTiles, TorchKernel
+from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, TorchKernel
 
 Tiles = Generator[Tile, None, None]
 
@@ -74,11 +74,8 @@ class OptimizerState:
         self._arrangement = 0
         """That of the store which `_in_place` is of."""
         self._slots: WeakKeyDictionary[ParameterRecord, Sequence[SlotArray]] = WeakKeyDictionary()
-        self._names: WeakKeyDictionary[ParameterRecord, list[str]] = WeakKeyDictionary()
-        """Of the arrays that a parameter was added with."""
+        self._modes: WeakKeyDictionary[ParameterRecord, dict[str, ModeName]] = WeakKeyDictionary()
         self._sharing: dict[ParameterRecord, bool] = {}
-        self._ahead: tuple[Sequence[ParameterRecord], Sequence[Stream]] = (), ()
-        """An update's parameters, and the passes that were begun ahead of it."""
         self._own_master: set[ParameterRecord] = set()
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""
@@ -169,10 +166,6 @@ class OptimizerState:
     def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
         """Return the slots that a parameter's kernel works on beside its master, in its order; none of a frozen one."""
         return () if record.group is None else self.kernels[record.group].arrays(record.owned_numel, record.shape)
-
-    def slot_tiles(self, record: ParameterRecord, step: int) -> SlotTiles:
-        """Return a parameter's slots in step number `step`; see `SlotCodec.tiles`."""
-        return self.codec.tiles(record.name, step, record.owned_range[0])
 
     def state_grid_of(self, record: ParameterRecord, slot: SlotArray | None = None) -> Grid:
         """Return how this rank's state of a parameter is cut: an array of its shape, or that of `slot`."""
@@ -275,24 +268,6 @@ class OptimizerState:
             self._sharing[record] = any(map(self.store.shares_file, self.all_arrays(record)))
         return self._sharing[record]
 
-    def keep_ahead(self, records: Sequence[ParameterRecord], begun: Sequence[Stream]) -> None:
-        """Keep the passes `begun` for the update of `records`, until that takes them."""
-        self.drop_ahead()
-        self._ahead = records, begun
-
-    def take_ahead(self, records: Sequence[ParameterRecord]) -> Sequence[Stream]:
-        """Return the passes begun ahead of an update of `records`, which owns them from then on."""
-        if self._ahead[0] != records:
-            return ()
-        (_, begun), self._ahead = self._ahead, ((), ())
-        return begun
-
-    def drop_ahead(self) -> None:
-        """Free the memory of passes that were begun ahead and never used."""
-        for one in self._ahead[1]:
-            one.drop()
-        self._ahead = (), ()
-
     def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
         """Call `change` once, when a pass has begun with all of `groups`: nobody else reads the changed arrays."""
         with self.passing(groups, "update") as tiles:
@@ -303,16 +278,15 @@ class OptimizerState:
     def arrays_of(self, record: ParameterRecord) -> list[str]:
         """Return the names of the master, or of the parameter if it is not trained, and of the slots in the kernel's order: the
         parameter's arrays in a checkpoint."""
-        if record not in self._names:
-            slots = [optimizer_array(slot.name, record.name) for slot in self.slots_of(record)]
-            self._names[record] = [model_array(record.name), *slots]
-        return list(self._names[record])
+        return [model_array(record.name), *(optimizer_array(slot.name, record.name) for slot in self.slots_of(record))]
 
-    def all_arrays(self, record: ParameterRecord) -> dict[str, ModeName]:
+    def all_arrays(self, record: ParameterRecord) -> Mapping[str, ModeName]:
         """Return the names of `arrays_of`, and of the parameter's own rows beside them, with their modes in an update."""
-        modes: dict[str, ModeName] = dict.fromkeys(self.arrays_of(record), "update")
-        if record.rest is not None:
-            modes.setdefault(record.rest, "fill")
+        modes = self._modes.get(record)
+        if modes is None:
+            modes = self._modes[record] = dict.fromkeys(self.arrays_of(record), "update")
+            if record.rest is not None:
+                modes.setdefault(record.rest, "fill")
         return modes
 
     def rows_in_memory(self) -> dict[str, torch.Tensor]:

@@ -107,36 +107,27 @@ class _Change:
     """Phases 2 to 4 of one record; few at a time, so that the gradient's rows are free when it is done. Several threads may
     apply it to tiles if all is in the host's memory."""
 
-    def __init__(
-        self,
-        state: OptimizerState,
-        record: ParameterRecord,
-        rows: torch.Tensor | None,
-        step: ParameterStep,
-        settings: StepSettings,
-        h2d: H2DQueue,
-        former: _Change | None,
-    ) -> None:
+    def __init__(self, changes: Changes, record: ParameterRecord, h2d: H2DQueue) -> None:
         self.record = record
-        self._state = state
-        self._room: Scratch = Scratch() if former is None else former._room
-        self._slots: SlotTiles = state.slot_tiles(record, settings.step)
-        self._num_state = len(state.arrays_of(record))
-        """First arrays of a tile: the master and the slots."""
+        self._state = state = changes.state
+        self._step = changes.step_of(record)
+        self._factor = changes.settings.factor_of(record)
+        self._room = changes.room
+        self._h2d = h2d
+        rows = changes.rows(record)
         self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)
         """This rank's rows; None: they are in the tile."""
+        self._slots: SlotTiles = state.codec.tiles(record.name, changes.settings.step, record.owned_range[0])
+        self._num_state = 1 + len(state.slots_of(record))
+        """First arrays of a tile: the master and the slots."""
         casts = record.rest is None and not state.is_master(record)
         self._own = record.owned() if casts else None
         """The parameter's own rows, if the master is to be cast into them."""
+        self._after = changes.last_read(record)
         self._staged: GradientTiles | None = None
         """The parameter's own rows, which are (in) the master, on their way to the rest of its state in host memory."""
-        self.after: Event = None
-        """When the device has read the parameter's own rows for the last time; None: what it was asked for so far."""
         self._has_buffers = record.rest is not None and state.any_on_disk([[record.rest]])
         """Whether the new rows are in buffers, which are another tile's after this one."""
-        self._step = step
-        self._factor = settings.factor_of(record)
-        self._h2d = h2d
 
     def apply(self, tile: Tile) -> None:
         """Carry the phases out on one tile."""
@@ -152,11 +143,11 @@ class _Change:
             gradient.mul_(self._factor)
         self._slots.update(self._step, master, gradient, slots, tile.first)
         if master is not held:
-            self._h2d.put(held, master, self.after)
+            self._h2d.put(held, master, self._after)
         if others:
             self._h2d.put(others[0], master)
         elif self._own is not None:
-            self._h2d.put(self._own[tile.first : tile.stop], master, self.after)
+            self._h2d.put(self._own[tile.first : tile.stop], master, self._after)
         if self._has_buffers:
             self._h2d.drain()
 
@@ -242,21 +233,17 @@ def _admitted(records: Sequence[ParameterRecord], admit: Admit | None, most: int
         yield some
 
 
-def read_ahead(
-    state: OptimizerState, records: Sequence[ParameterRecord], behind: Sequence[ParameterRecord] = ()
-) -> None:
-    """Begin to read the first records of an update of `records` from disk, or if there are none of those `behind`; do nothing
-    if that fails: then the update will too, with an error on all ranks."""
-    first = list(records or behind)
-    _, mine = _divided(state, first, behind=not records)
-    if not state.any_on_disk(_arrays(state, mine)[0]):
-        return
+def read_ahead(state: OptimizerState, records: Sequence[ParameterRecord], *, behind: bool) -> list[Stream]:
+    """Begin to read the first of `records` from disk for an update of them; return the passes. Do nothing if that fails: then
+    the update will too, with an error on all ranks."""
+    _, mine = _divided(state, records, behind=behind)
     begun: list[Stream] = []
-    with suppress(ZstoreError):
-        for part in _parts(state, mine, behind=not records):
-            groups, modes = _arrays(state, part)
-            begun.append(state.store.read_ahead(groups, modes=modes))
-    state.keep_ahead(first, begun)
+    if state.any_on_disk(_arrays(state, mine)[0]):
+        with suppress(ZstoreError):
+            for part in _parts(state, mine, behind=behind):
+                groups, modes = _arrays(state, part)
+                begun.append(state.store.read_ahead(groups, modes=modes))
+    return begun
 
 
 @cache
@@ -289,21 +276,17 @@ def _divided(
     return placed, [record for record in mine if record not in placed]
 
 
-def in_order(state: OptimizerState, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
-    """Return `records` with those first whose arrays share files: side by side they are transferred together."""
-    return sorted(records, key=lambda record: not state.shares_files(record))
-
-
 def _arrays(state: OptimizerState, records: Iterable[ParameterRecord]) -> tuple[list[list[str]], dict[str, ModeName]]:
     """Return the arrays of each parameter, which pass together in an update, and their modes."""
     groups: list[list[str]] = []
     modes: dict[str, ModeName] = {}
     for record in records:
         arrays = state.all_arrays(record)
-        if record in state.spilled:
-            arrays[state.spilled[record]] = "read"
         groups.append(list(arrays))
         modes |= arrays
+        if record in state.spilled:  # in an array that may become a wider one
+            groups[-1].append(state.spilled[record])
+            modes[state.spilled[record]] = "read"
     return groups, modes
 
 
@@ -317,17 +300,17 @@ class Changes:
         settings: StepSettings,
         rows: Rows,
         last_read: Callable[[ParameterRecord], Event] = lambda record: None,
+        *,
+        begun: Sequence[Stream] = (),
     ) -> None:
-        self._last_read = last_read
+        self.state, self.records, self.settings, self.rows = state, records, settings, rows
+        self.last_read = last_read
         """Returns when the device has read a parameter's own rows for the last time; None: what it was asked for so far."""
-        self.records = list(records)
-        self.settings = settings
-        self._state = state
-        self.rows = rows
-        self._begun = state.take_ahead(self.records)
+        self.room = Scratch()
+        self._begun = begun
+        """Passes over their arrays that `read_ahead` has begun."""
         self._steps: dict[ParameterRecord, ParameterStep] = {}
         self._shared: dict[tuple[Any, ...], ParameterStep] = {}
-        self._room = Scratch()
 
     def run(
         self,
@@ -340,14 +323,14 @@ class Changes:
         `admit(record, wait)` is asked before a record's state is touched; `done(record)` is called when its new state,
         and its new rows, are the present ones.
         """
-        placed, mine = _divided(self._state, self.records, behind=done is not None)
+        placed, mine = _divided(self.state, self.records, behind=done is not None)
         for some in _admitted(list(placed), admit, _MOST_AT_ONCE if done is None else _MOST_BEHIND):
             self._change_in_place({record: placed[record] for record in some}, behind=done is not None)
             if done is not None:
                 for record in some:
                     done(record)
-        parts = _parts(self._state, mine, behind=done is not None)
-        work, context = partial(self._pass, admit=admit, done=done), self._state.transfers.streams.stream_context()
+        parts = _parts(self.state, mine, behind=done is not None)
+        work, context = partial(self._pass, admit=admit, done=done), self.state.transfers.streams.stream_context()
         side_by_side(lambda each: work(*each), zip_longest(parts, self._begun), len(parts), context)
 
     def _pass(
@@ -359,7 +342,7 @@ class Changes:
         done: Callable[[ParameterRecord], None] | None,
     ) -> None:
         """Change parameters in a pass over their arrays; `begun` ahead, if any is."""
-        h2d = H2DQueue(self._state.transfers)
+        h2d = H2DQueue(self.state.transfers)
 
         def ended(group: int) -> None:
             h2d.drain()
@@ -368,13 +351,13 @@ class Changes:
 
         admitted = None if admit is None else (lambda group, wait: admit(mine[group], wait))
         on_end = None if done is None else ended
-        groups, modes = _arrays(self._state, mine)
-        from_disk = self._state.any_on_disk(groups)
+        groups, modes = _arrays(self.state, mine)
+        from_disk = self.state.any_on_disk(groups)
         if begun is not None and begun.go_on(admitted, on_end):
             tiles = begun.tiles()
         else:
-            tiles = self._state.store.stream(groups, "update", modes=modes, admit=admitted, on_end=on_end)
-        with labelled("update"), self._state.over(tiles, from_disk=from_disk):
+            tiles = self.state.store.stream(groups, "update", modes=modes, admit=admitted, on_end=on_end)
+        with labelled("update"), self.state.over(tiles, from_disk=from_disk):
             # Other threads would have tiles of a disk after the next one was asked for, when they are written already.
             threads = 1 if done is not None or from_disk else self._num_threads(mine)
             side_by_side(lambda each: each[0].apply(each[1]), self._changes(tiles, mine, h2d), threads)
@@ -382,7 +365,7 @@ class Changes:
 
     def _change_in_place(self, placed: Mapping[ParameterRecord, InPlace], *, behind: bool) -> None:
         """Change parameters whose arrays are in one memory; one thread does so `behind` the loop."""
-        transfers, h2d = self._state.transfers, H2DQueue(self._state.transfers)
+        transfers, h2d = self.state.transfers, H2DQueue(self.state.transfers)
         found: list[tuple[ParameterRecord, InPlace, torch.Tensor]] = []
         coming: list[Copy] = []
         for record, place in placed.items():
@@ -396,11 +379,11 @@ class Changes:
         for each in coming:
             transfers.finish(each)
         on_host = [rows.numel() for _, _, rows in found if transfers.streams.is_host(rows)]
-        alone = behind or not all(takes_threads(self._state.kernel_of(record)[0]) for record in placed)
+        alone = behind or not all(takes_threads(self.state.kernel_of(record)[0]) for record in placed)
         threads = 1 if alone else threads_for(on_host)
         h2d.most *= threads
-        with labelled("update"), self._state.store.changing([name for one in placed.values() for name in one.names]):
-            work = partial(_Portion.apply, room=self._room, h2d=h2d, after=self._last_read)
+        with labelled("update"), self.state.store.changing([name for one in placed.values() for name in one.names]):
+            work = partial(_Portion.apply, room=self.room, h2d=h2d, after=self.last_read)
             side_by_side(work, self._portions(found, threads), threads, transfers.streams.stream_context())
             h2d.drain()
 
@@ -410,9 +393,9 @@ class Changes:
         last: dict[Any, _Portion] = {}
         for record, place, rows in found:
             own = record.owned() if place.casts else place.rest
-            step = cast(ListStep, self._step_of(record))  # of a kernel that `InPlace` is for
+            step = cast(ListStep, self.step_of(record))  # of a kernel that `InPlace` is for
             factor, numel = self.settings.factor_of(record), rows.numel()
-            on_host = self._state.transfers.streams.is_host(place.master)
+            on_host = self.state.transfers.streams.is_host(place.master)
             most, tile = (_MOST_HERE, tile_numel(threads)) if on_host else (_MOST_THERE, _MOST_THERE)
             for first in range(0, numel, tile):
                 stop = min(first + tile, numel)
@@ -429,23 +412,21 @@ class Changes:
         """Yield each tile with the change to apply to it."""
         change: _Change | None = None
         for tile in tiles:
-            record = mine[tile.group]
-            if change is None or change.record is not record:
-                step = self._step_of(record)
-                change = _Change(self._state, record, self.rows(record), step, self.settings, h2d, change)
-                change.after = self._last_read(record)
+            if change is None or change.record is not mine[tile.group]:
+                change = _Change(self, mine[tile.group], h2d)
             yield change, tile
 
     def _num_threads(self, mine: Sequence[ParameterRecord]) -> int:
         """Return how many threads take tiles of `mine` side by side."""
-        takes = all(takes_threads(self._state.kernel_of(record)[0]) for record in mine)
-        on_host = self._state.transfers.streams.device_is_host
+        takes = all(takes_threads(self.state.kernel_of(record)[0]) for record in mine)
+        on_host = self.state.transfers.streams.device_is_host
         return threads_for([record.owned_numel for record in mine]) if on_host and takes else 1
 
-    def _step_of(self, record: ParameterRecord) -> ParameterStep:
+    def step_of(self, record: ParameterRecord) -> ParameterStep:
+        """Return the step of a parameter, which those with the same settings and scalars share."""
         found = self._steps.get(record)
         if found is None:
-            (kernel, group), scalars = self._state.kernel_of(record), self._state.scalars[record]
+            (kernel, group), scalars = self.state.kernel_of(record), self.state.scalars[record]
             key = group, *scalars.items()
             found = self._shared.get(key) if isinstance(kernel, FusedAdam | TorchKernel) else None
             if found is None:
@@ -456,4 +437,4 @@ class Changes:
     def note_scalars(self, records: Sequence[ParameterRecord]) -> None:
         """Count the step in the scalars of `records`, those without rows here too."""
         for record in records:
-            self._state.scalars[record] = self._step_of(record).scalars()
+            self.state.scalars[record] = self.step_of(record).scalars()

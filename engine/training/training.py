@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zstore.errors import NonFiniteError, UsageError
+from zstore.errors import UsageError
 from zstore.ranks.world import Groups, World
 
 from ..activations.offload import ActivationOffload
@@ -21,7 +21,7 @@ from ..optim.optimizer import ZeroOptimizer
 from ..optim.pending import Update
 from ..optim.state import OptimizerState
 from ..optim.stepper import Stepper
-from ..optim.update import StepSettings, read_ahead
+from ..optim.update import StepSettings
 from ..params.record import ParameterRecord, Residency
 from ..params.sharding import Sharding
 from ..plan.plan import Plan
@@ -247,10 +247,9 @@ class Training:
             with labelled("reduce"):
                 self.gradients.reduce()
             if self._needs_gradients and self.gradients.step.backwards:  # else they were forgotten
-                self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed())
-            # It takes buffers: nobody may wait for any until the update.
-            if begin and not (self.stepper or self.update.is_in_backward):
-                read_ahead(self.state, *self.update.split(self._with_gradient()))
+                self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed)
+            if begin:
+                self.update.read_ahead(self._with_gradient())
             self.gradients.sums = sums_over_ranks(self.gradients, self.world, sharding=self.sharding)
         if self._raw_norm is None:
             norm = norm_of(self.gradients.sums, self.gradients.shown.scales)
@@ -307,26 +306,27 @@ class Training:
             self.hooks.units.values_change(by_step=True)  # those of a forward without a backward are stale now
         try:
             self.gradients.shown.adopt()
-            norm = self.measure(begin=True)
+            norm = self.measure(begin=True)  # drains, agrees on who has a gradient, sums squares
             self.norm = norm / self.scaler.scale
-            overflow = not math.isfinite(norm) and self.scaler.non_finite != "apply"
-            if overflow and self.scaler.non_finite == "error":
-                raise NonFiniteError(
-                    f"step {self.counters.global_steps + 1}: the norm of the gradients is {norm}; {self._what_changed()}. "
-                    "Look for a loss that is NaN or infinite, or lower the learning rate; "
-                    '"zstore": {"non_finite_gradients": "skip"} goes on without such steps'
-                )
-            if overflow:
+            accepted = self.scaler.accepts(norm, self.counters.global_steps + 1, self._what_changed)
+            if accepted:
+                settings = self._settings(self._factor(self.norm))
+                now, later = self.update.split(self._with_gradient())
+                with self.update.changing():
+                    with self.world.agreeing("The step was applied in part: load a checkpoint before continuing."):
+                        self.update.run(now, settings, self.gradients.take)
+                    self.gather_resident(self.trained)
+                    self.update.start_behind(later, settings, self.gradients.take)
+            else:
                 with self.world.agreeing():  # which brings a rank's requests to all, as every update does
                     pass
-            else:
-                self._update(self._settings(self._factor(self.norm)))
         finally:
             self.update.abandon(in_step=True)  # still there if the step failed
-            self.state.drop_ahead()
+            self.update.drop_ahead()
             self._forget_gradients()
-        self._count(overflow)
+        self._count(skipped=not accepted)
 
+    @property
     def _what_changed(self) -> str:
         if not self.update.is_in_backward:
             return "no parameter and no optimizer state was changed"
@@ -348,35 +348,26 @@ class Training:
     def _with_gradient(self) -> list[ParameterRecord]:
         return [record for record in self.trained if self.gradients.has(record)]
 
-    def _update(self, settings: StepSettings) -> None:
-        """Update everything with a gradient, here or behind, on every rank or with an error on every rank."""
-        here, behind = self.update.split(self._with_gradient())
-        with self.update.changing():
-            with self.world.agreeing("The step was applied in part: load a checkpoint before continuing."):
-                self.update.run(here, settings, self.gradients.take)
-            self.gather_resident(self.trained)
-            self.update.start_behind(behind, settings, self.gradients.take)
-
     def gather_resident(self, records: list[ParameterRecord]) -> None:
         """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""
         if self.state.is_sharded:
             resident = [record for record in records if record.residency is Residency.RESIDENT]
             all_gather_rows(self.world, resident, self._gather_numel, lambda record: record.full)
 
-    def _count(self, overflow: bool) -> None:
+    def _count(self, *, skipped: bool) -> None:
         """Count the step and let loss scale and schedule follow."""
         before = self.scaler.scale
-        self.was_applied = not overflow
+        self.was_applied = not skipped
         self.counters.global_steps += 1
-        self.counters.skipped_steps += int(overflow)
+        self.counters.skipped_steps += int(skipped)
         try:
             if self.scaler.settings is not None:
-                self.scaler.update(overflow)
+                self.scaler.update(skipped)
         finally:
-            if overflow and self.world.rank == 0:
+            if skipped and self.world.rank == 0:
                 scale = f"; the loss scale was {before:g} and is {self.scaler.scale:g}" if self.scaler.settings else ""
                 _log.info("step %d skipped: its gradients are not finite%s", self.counters.global_steps, scale)
-        if not overflow:
+        if not skipped:
             self.optimizer.note_step()
             if self.schedule.scheduler is not None:
                 self.schedule.advance()

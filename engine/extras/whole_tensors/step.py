@@ -202,7 +202,9 @@ class TensorStep(Stepper):
                 part, mine = kept[tile.group]
                 record, view, values = part.record, as_torch(tile.views[0]), mine[tile.first : tile.stop]
                 if part.slot is not None and part.slot.shape is None and not state.codec.is_plain:
-                    state.slot_tiles(record, number).put([values.to(view.device)], [view], tile.first)
+                    state.codec.tiles(record.name, number, record.owned_range[0]).put(
+                        [values.to(view.device)], [view], tile.first
+                    )
                     continue
                 state.transfers.copy_into(view, values)
                 if len(tile.views) > 1:
