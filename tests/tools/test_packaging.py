@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+LIBRARY = "zstore/engine/runtime/_adamw.abi3.so"
 SOURCES = {"zstore": ROOT / "zstore", "zstore/engine": ROOT / "engine", "zstore/tools": ROOT / "tools"}
 
 
@@ -28,8 +29,13 @@ def python_files() -> set[str]:
     return found
 
 
+@pytest.fixture(scope="module", params=["cc", "no-compiler"])
+def compiler(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of a copy of the tree, links and all: setuptools writes into the tree that it builds."""
     tree = tmp_path_factory.mktemp("tree")
     out = tmp_path_factory.mktemp("wheel")
@@ -39,32 +45,38 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(tree), "--no-deps"]
     command += ["--no-build-isolation", "--quiet", "--wheel-dir", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | {"CC": compiler}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     (built,) = out.iterdir()
     return built
 
 
-def test_each_file_is_packed_once_under_its_installed_name(wheel: Path) -> None:
+def test_each_file_is_packed_once_under_its_installed_name(wheel: Path, compiler: str) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert len(names) == len(set(names))
     page = {f"zstore/{path.relative_to(ROOT / 'zstore')}" for path in (ROOT / "zstore/serve/assets").rglob("*.*")}
     assert len(page) > 10
-    assert set(names) == python_files() | page | {"zstore/py.typed"}
+    assert set(names) - {LIBRARY} == python_files() | page | {"zstore/py.typed", "zstore/engine/runtime/adamw.c"}
+    assert (LIBRARY in names) == (shutil.which(compiler) is not None)
 
 
 def test_a_wheel_is_enough_to_run(wheel: Path, tmp_path: Path) -> None:
-    """Unpacked somewhere else, the command starts and the engine is found without the links."""
+    """Unpacked somewhere else, the command starts, the engine is found without the links, and there is a host kernel if there
+    was a compiler."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import zstore.tools.cli, zstore.engine\n"
         "assert zstore.engine.__file__.startswith(sys.argv[1]), zstore.engine.__file__\n"
+        "from zstore.engine.runtime.native import host_kernel; print(host_kernel() is not None)\n"
         "sys.argv = ['zstore', '--version']; zstore.tools.cli.main()\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=ENVIRONMENT)
+    environment = ENVIRONMENT | {"PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == str((tmp_path / LIBRARY).exists())
 
 
 def test_entry_points_and_licence(wheel: Path) -> None:

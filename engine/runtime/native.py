@@ -1,0 +1,261 @@
+"""Adam and AdamW in host memory in one pass over their state, by adamw.c in place of torch's casts and fused kernel.
+
+[Note: the host kernel]
+It is optional, and its bits are torch's. The library is built with the wheel if there was a compiler, or else at first use
+by `cc` into the user's cache. torch's compilers contracted some of the products and sums of its kernel; which ones differs by
+build, and is found by comparing with torch's own kernel, once a process. Without a compiler, or if no form is equal, torch's
+kernel is used, and a line at debug level says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import signal
+import stat
+import subprocess
+import tempfile
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zstore.errors import ZstoreError
+from zstore.io import num_cores
+
+_log = logging.getLogger("zstore")
+
+Tensors = Sequence[torch.Tensor]
+
+_FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
+_WHEEL = "_adamw*.so"
+"""The library that was built with the wheel, beside this file."""
+_COMPILE_LIMIT_S = 30.0
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_MOST_THREADS = 16
+_OTHER_THREADS = 2
+"""Cores of a rank that the update leaves to the computation and to I/O."""
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Types of gradients and weights, and their numbers in adamw.c."""
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "weight_decay", "eps", "step", "factor")),
+        *((name, ctypes.c_int32) for name in ("gradient", "weight", "decoupled", "body", "tail", "width")),
+    ]
+
+
+class Form(NamedTuple):
+    """Which operations torch's build contracts, as the bits in adamw.c, and from where on it has its `tail`."""
+
+    body: int = 0
+    tail: int = 0
+    width: int = 8
+
+
+class StepTensors(NamedTuple):
+    """Tensors of parameters that take one step: for each a master, its slots, a gradient and a weight in 16 bits, if any."""
+
+    masters: Tensors
+    slots: Sequence[Tensors]
+    gradients: Tensors
+    weights: Sequence[torch.Tensor | None]
+
+
+class HostKernel:
+    """The kernel of one library in one form."""
+
+    def __init__(self, library: ctypes.CDLL, form: Form) -> None:
+        self._call = library.zstore_adam_1
+        self._call.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32]
+        self.form = form
+
+    def update(
+        self,
+        settings: Mapping[str, float],
+        *,
+        decoupled: bool,
+        factor: float,
+        changes: StepTensors,
+        num_threads: int = 1,
+    ) -> None:
+        """Take a step with `settings` (lr, beta1, beta2, weight_decay, eps, step) of tensors in host memory, 1-D and
+        contiguous; gradients are multiplied by `factor` in fp32, negative to maximize."""
+        jobs = array("q")
+        for master, slots, gradient, weight in zip(*changes, strict=True):
+            largest = slots[2].data_ptr() if len(slots) > 2 else 0
+            jobs.extend((master.data_ptr(), slots[0].data_ptr(), slots[1].data_ptr(), largest, gradient.data_ptr()))
+            jobs.extend((0 if weight is None else weight.data_ptr(), master.numel()))
+        weights = {weight.dtype for weight in changes.weights if weight is not None} or {torch.bfloat16}
+        (gradient_type,), (weight_type,) = {gradient.dtype for gradient in changes.gradients}, weights
+        types = {"gradient": TYPES[gradient_type], "weight": TYPES[weight_type], "decoupled": decoupled}
+        given = _Settings(**settings, factor=factor, **types, **self.form._asdict())
+        self._call(jobs.buffer_info()[0], len(changes.masters), ctypes.addressof(given), num_threads)
+
+
+def num_threads(local_ranks: int) -> int:
+    """Return how many threads of its own the kernel has on each of the ranks of this machine."""
+    return max(1, min(_MOST_THREADS, num_cores() // local_ranks - _OTHER_THREADS))
+
+
+@cache
+def host_kernel() -> HostKernel | None:
+    """Return the kernel with the bits of torch's, or None if there is none here. See [Note: the host kernel]."""
+    try:
+        library = _load()
+        form = _find_form(library)
+    except Exception as error:  # whatever it is, torch's kernel is as good
+        _log.debug("torch's kernel updates state in host memory: the one of adamw.c is not here: %r", error)
+        return None
+    if form is None:
+        _log.debug("torch's kernel updates state in host memory: its bits are not those of adamw.c in any form")
+        return None
+    atexit.register(library.zstore_adam_end)
+    return HostKernel(library, form)
+
+
+# -- the library ----------------------------------------------------------------------------------------------------
+
+
+def _load() -> ctypes.CDLL:
+    """Return the library of the wheel, or of the cache, where it is built if it is not there."""
+    here = Path(__file__)
+    for path in here.parent.glob(_WHEEL):
+        library = ctypes.CDLL(str(path))
+        if hasattr(library, "zstore_adam_1"):  # else of other sources
+            return library
+    source = here.with_name("adamw.c")
+    key = hashlib.sha256("\n".join((source.read_text(), platform.machine(), *_FLAGS)).encode())
+    path = _own_folder() / f"adamw-{key.hexdigest()[:32]}.so"
+    if not _is_whole(path):
+        _build(source, path)
+    return ctypes.CDLL(str(path))
+
+
+def _own_folder() -> Path:
+    """Return the folder of the user's cache; raise if others may write to it."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zstore"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ZstoreError(f"{folder} is not a folder that this user alone writes to")
+    return folder
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the file ends with the digest of the rest: the loader of a cut file would end the process."""
+    if not path.is_file() or path.stat().st_uid != os.getuid():
+        return False
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def _build(source: Path, path: Path) -> None:
+    """Compile `source` to `path`, whole or not at all, whoever else does so."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
+        made = Path(folder, path.name)
+        command = ["cc", *_FLAGS, "-o", str(made), str(source), "-lm"]
+        with Path(folder, "messages").open("w+b") as messages:
+            compiler = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, process_group=0
+            )
+            try:
+                code = compiler.wait(_COMPILE_LIMIT_S)
+            finally:
+                if compiler.poll() is None:
+                    os.killpg(compiler.pid, signal.SIGKILL)  # what it started too
+                    compiler.wait()
+            messages.seek(0)
+            if code:
+                raise ZstoreError(f"{' '.join(command)} failed: {messages.read(2000).decode(errors='replace')}")
+        with made.open("r+b") as file:
+            content = file.read()
+            file.write(hashlib.sha256(content).digest())
+        made.replace(path)
+
+
+# -- the form -------------------------------------------------------------------------------------------------------
+
+_LERP, _SQUARE_GRADIENT, _SQUARE_MOMENT, _DECAY, _RATE = 1, 2, 4, 8, 16
+_BODIES = [sum(e) for e in product((_LERP, 0), (_SQUARE_GRADIENT, _SQUARE_MOMENT, 0), (_DECAY, 0), (_RATE, 0))]
+_TAILS = [sum(e) for e in product((_LERP, 0), (_SQUARE_MOMENT, _SQUARE_GRADIENT, 0), (_DECAY, 0))]
+_WIDTHS = (8, 16, 4)
+"""Of torch's vectors on x86 as a rule, of AVX-512's, and of NEON's."""
+_HEAD, _SIZES = 4096, [1 + number % 15 for number in range(200)]
+"""Elements of a tensor that is a body alone, and of tails."""
+_PROBE = {"lr": 0.01, "beta2": 0.999, "weight_decay": 3.923270106315607, "eps": 1e-8}
+"""`1 - lr * weight_decay` has another value in fp32 if it is contracted."""
+_CASES = (
+    (True, 0.9, 0.37, torch.bfloat16, torch.bfloat16, False),
+    (False, 0.4, -1.0, torch.float16, torch.float16, True),
+    (False, 0.9, 1.0, torch.float32, torch.bfloat16, False),
+)
+"""Whether the decay is decoupled, the first beta, the factor, the types of gradient and weight, amsgrad."""
+
+
+class _Case:
+    """A step that torch's kernel took, for another to take."""
+
+    def __init__(
+        self, decoupled: bool, beta1: float, factor: float, gradient: torch.dtype, weight: torch.dtype, amsgrad: bool
+    ) -> None:
+        settings, step = _PROBE | {"beta1": beta1}, 3.0
+        self._update = partial(
+            HostKernel.update, settings=settings | {"step": step}, decoupled=decoupled, factor=factor
+        )
+        self._weight = weight
+        draw, numel = torch.Generator().manual_seed(0), _HEAD + sum(_SIZES)
+        drawn = torch.randn(5, numel, generator=draw, dtype=torch.float32, device="cpu")
+        drawn[1:] *= 0.1
+        drawn[2:4].square_()
+        self._before, self._gradients = drawn[: 4 if amsgrad else 3], drawn[4].to(gradient)
+        rows = torch.cat((self._before, self._gradients.float()[None] * abs(factor)))
+        masters, averages, squares, *largest, gradients = (torch.split(row, [_HEAD, *_SIZES]) for row in rows)
+        counts = [torch.tensor(step, dtype=torch.float32, device="cpu")] * len(masters)
+        by_torch: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        by_torch(
+            masters,
+            gradients,
+            averages,
+            squares,
+            *(largest or [()]),
+            counts,
+            **settings,
+            amsgrad=amsgrad,
+            maximize=factor < 0,
+        )
+        self._after = rows[:-1]
+
+    def is_equal(self, form: Form, library: ctypes.CDLL, of_body: bool) -> bool:
+        """Return whether the library leaves the same of the body, or of the tails."""
+        part, sizes = (slice(_HEAD), [_HEAD]) if of_body else (slice(_HEAD, None), _SIZES)
+        state, weights = self._before[:, part].clone(), torch.empty_like(self._before[0, part], dtype=self._weight)
+        masters, *slots, gradients, into = (torch.split(row, sizes) for row in (*state, self._gradients[part], weights))
+        self._update(
+            HostKernel(library, form), changes=StepTensors(masters, list(zip(*slots, strict=True)), gradients, into)
+        )
+        expected = self._after[:, part]
+        return torch.equal(state, expected) and torch.equal(weights, expected[0].to(self._weight))
+
+
+def _find_form(library: ctypes.CDLL) -> Form | None:
+    """Return the form in which the library's bits are those of torch's kernel here; None: it has another one."""
+    cases = [_Case(*case) for case in _CASES]
+
+    def first(forms: Iterable[Form], of_body: bool) -> Form | None:
+        return next((form for form in forms if all(case.is_equal(form, library, of_body) for case in cases)), None)
+
+    found = first((Form(body) for body in _BODIES), True)
+    if found is None:
+        return None
+    return first((found._replace(tail=tail, width=width) for width in _WIDTHS for tail in _TAILS), False)
