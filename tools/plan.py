@@ -154,7 +154,7 @@ def _devices(options: PlanOptions) -> tuple[int, int]:
 
 def _model(options: PlanOptions) -> dict[str, Any]:
     """Return what a run needs of a model that is built without memory."""
-    from zstore.engine.plan.needs import Width
+    from zstore.engine.plan.plan import Width
     from zstore.engine.plan.run import shapes_of_model, units_of_model
 
     from .sample.models import build_model, on_meta
@@ -173,8 +173,7 @@ def _model(options: PlanOptions) -> dict[str, Any]:
 def _numbers(options: PlanOptions) -> dict[str, Any]:
     """Return the same of a model of about so many parameters, for which no torch is needed: an embedding, layers of one matrix
     each, and a head. Raises ConfigError if no such model is near that size."""
-    from zstore.engine.plan.needs import ParameterShape, Width
-    from zstore.engine.plan.plan import ADAM_SLOTS
+    from zstore.engine.plan.plan import ADAM_SLOTS, ParameterShape, Width
 
     hidden, num_layers, vocab_size = options.hidden or 0, options.layers or 0, options.vocab  # given if no model is
     ends = 2 * vocab_size * hidden

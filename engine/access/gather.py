@@ -15,10 +15,10 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from zstore.errors import UsageError
@@ -50,27 +50,25 @@ def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[Non
 
     Raises UsageError for changes within a forward or backward, and if the ranks gather different parameters.
     """
-    blocks = _blocks(_listed(params), modifier_rank)
-    opened: list[_Block] = []
-    error: BaseException | None = None
-    try:
-        for block in blocks:
-            with block.world.calling("gather"):
-                block.open()
-            opened.append(block)
-        yield
-    except BaseException as raised:
-        error = raised
-    # Ctrl-C, or a generator that is closed: this rank's alone, and the script's to handle.
-    alone = error is not None and not isinstance(error, Exception)
-    for block in reversed(opened):
+    worlds: dict[World, None] = {}
+    with ExitStack() as opened:
+        error: Exception | None = None
         try:
-            with nullcontext() if alone else block.world.calling("gather"):
-                block.close(error)
-        except BaseException as raised:
-            error = error or raised
-    if error is not None:
-        raise error
+            for world, block in _blocks(_listed(params), modifier_rank):
+                with world.calling("gather"):
+                    opened.enter_context(block)
+                worlds[world] = None
+            yield
+        except Exception as raised:  # Ctrl-C, or the end of a closed generator, is this rank's alone, and the script's
+            error = raised
+        with ExitStack() as closing:
+            for world in worlds:
+                closing.enter_context(world.calling("gather"))
+            closing.push(opened.pop_all())
+            for world in worlds:
+                world.raise_together(error)
+            if error is not None:
+                raise error
 
 
 def _listed(params: Parameters) -> list[nn.Parameter]:
@@ -85,8 +83,11 @@ def _listed(params: Parameters) -> list[nn.Parameter]:
     return listed
 
 
-def _blocks(parameters: Sequence[nn.Parameter], modifier_rank: int | None) -> list[_Block]:
-    """Return a block for each run and builder that have some of the parameters, and one for others of `zstore.Init`."""
+def _blocks(
+    parameters: Sequence[nn.Parameter], modifier_rank: int | None
+) -> list[tuple[World, AbstractContextManager[None]]]:
+    """Return a block for each run and builder that have some of the parameters, and one for others of `zstore.Init`, each with
+    its ranks."""
     runs: dict[Access, list[ParameterRecord]] = {}
     builders: dict[Builder, list[Built]] = {}
     plain = []
@@ -97,207 +98,113 @@ def _blocks(parameters: Sequence[nn.Parameter], modifier_rank: int | None) -> li
             builders.setdefault(built[0], []).append(built[1])
         elif is_built(parameter):
             plain.append(parameter)
-    blocks: list[_Block] = [_RunBlock(access, records, modifier_rank) for access, records in runs.items()]
-    blocks += [_BuiltBlock(builder, built, modifier_rank) for builder, built in builders.items()]
+    blocks: list[tuple[World, AbstractContextManager[None]]]
+    blocks = [(access.world, _of_run(access, records, modifier_rank)) for access, records in runs.items()]
+    blocks += [(builder.world, _of_builder(builder, built, modifier_rank)) for builder, built in builders.items()]
     if plain and modifier_rank is not None:
-        blocks.append(_PlainBlock(plain, modifier_rank))
+        world = World.current()
+        blocks.append((world, _of_plain(world, plain, modifier_rank)))
     return blocks
-
-
-class _RunBlock:
-    """The part of a block that belongs to one run."""
-
-    def __init__(self, access: Access, records: Sequence[ParameterRecord], modifier_rank: int | None) -> None:
-        self.world = access.world
-        self._modifier_rank = modifier_rank
-        self._versions: list[int] = []
-        self._access = access
-        self._records = records
-        names = hashlib.sha256("\n".join(record.name for record in records).encode()).hexdigest()[:16]
-        self._call = f"gather() of {len(records)} parameters ({names}), modifier_rank={modifier_rank}"
-
-    def open(self) -> None:
-        """Give the parameters their values (all ranks)."""
-        rank = self._modifier_rank
-        self._access.finished(self._call, lambda: _check_rank(rank, self.world), changes=rank is not None)
-        if self._access.units is not None:
-            self._access.units.hold(self._records, self._fill)
-        self._access.open_blocks += 1
-        self._versions = [record.parameter._version for record in self._records]
-
-    def _fill(self, records: Sequence[ParameterRecord]) -> None:
-        """All-gather the rows of sharded parameters, in their own type, into `full` of each, which has room (all ranks)."""
-        access = self._access
-        sources = [
-            rows_source(r, r.owned(), r.dtype) if r.rest is None else access.source(r, r.rest.partition("/")[0])
-            for r in records
-        ]
-        access.read_into({record: record.full for record in records}, sources)
-
-    def close(self, error: BaseException | None) -> None:
-        """Write changes back, or undo them, and let the parameters go; `error` ended the block (all ranks)."""
-        try:
-            try:
-                _end(self.world, error)
-            except Exception:
-                with suppress(Exception):
-                    self._restore(self._records)
-                raise
-            if self._modifier_rank is None:
-                self._undo()
-            else:
-                self._write_back(self._modifier_rank)
-        finally:
-            for record in self._records:
-                _take_over(record, keep=False)
-            self._access.open_blocks -= 1
-            if self._access.units is not None:
-                self._access.units.let_go(self._records)
-
-    def _write_back(self, rank: int) -> None:
-        world = self.world
-        with world.agreeing():
-            for record in self._records:
-                _take_over(record, keep=world.rank == rank)
-        for record in self._records:
-            world.broadcast(record.full, rank)
-        changed = self._differ()
-        self._access.write([(r, r.full) for r, any_ in zip(self._records, changed, strict=True) if any_])
-        for record in self._records:
-            record.note_version()
-
-    def _undo(self) -> None:
-        """Raise UsageError on every rank if a parameter was changed on any, and give it its values again."""
-        pairs = zip(self._records, self._versions, strict=True)
-        changed = agree_any(self.world, [self._is_changed(*pair) for pair in pairs])
-        found = [record for record, any_ in zip(self._records, changed, strict=True) if any_]
-        if not found:
-            return
-        self._restore(found)
-        names = ", ".join(repr(record.name) for record in found[:5])
-        raise UsageError(
-            f"gather() without modifier_rank is read-only, but {names} changed in the block on some rank; the change is "
-            "undone (except for fp32 parameters that are their own masters). Pass modifier_rank=RANK to keep that rank's "
-            "changes"
-        )
-
-    def _differ(self) -> list[bool]:
-        """Return for each parameter, all of whose values are in `full`, whether it differs from its master on any rank.
-
-        Bits are compared, in the parameter's type (all ranks).
-        """
-        records, state = self._records, self._access.state
-        found = [False] * len(records)
-        with self.world.agreeing(), state.passing([[model_array(record.name)] for record in records], "read") as tiles:
-            for tile in tiles:
-                record = records[tile.group]
-                first = record.owned_range[0]
-                here = record.full[first + tile.first : first + tile.stop]
-                there = as_torch(tile.views[0])
-                found[tile.group] |= not same_bits(here, there.to(here.device, record.dtype))
-        return agree_any(self.world, found)
-
-    def _restore(self, records: Sequence[ParameterRecord]) -> None:
-        """Cast masters into all values of parameters that are not released (all ranks)."""
-        access = self._access
-        sources = [access.source(r, "model") for r in records]
-        access.read_into({r: r.full for r in records if r.residency is not Residency.RELEASED}, sources)
-        for record in records:
-            record.note_version()
-
-    def _is_changed(self, record: ParameterRecord, version: int) -> bool:
-        if record.parameter._version not in (version, record.version):
-            return True
-        if record.shard is None or record.residency is not Residency.GATHERED or record.is_rounded:
-            return False
-        first, stop = record.owned_range
-        return not same_bits(record.full[first:stop], record.shard)
-
-
-class _BuiltBlock:
-    """The part of a block that belongs to a model that is not trained yet."""
-
-    def __init__(self, builder: Builder, built: Sequence[Built], modifier_rank: int | None) -> None:
-        self.world = builder.world
-        self._modifier_rank = modifier_rank
-        self._versions: list[int] = []
-        self._builder = builder
-        self._built = built
-        self._parameters = [parameter for one in built if (parameter := one.ref()) is not None]
-        self._guard = ExitStack()
-
-    def open(self) -> None:
-        """Give the parameters their values (all ranks)."""
-        _check_rank(self._modifier_rank, self.world)
-        for built in self._built:
-            self._builder.touch(built)
-        self._versions = [parameter._version for parameter in self._parameters]
-        self._guard.enter_context(self._builder.guard.suspended())
-
-    def close(self, error: BaseException | None) -> None:
-        """Write changes back, or drop them; `error` ended the block (all ranks)."""
-        self._guard.close()
-        changed = [p._version != version for p, version in zip(self._parameters, self._versions, strict=True)]
-        pairs, kept = list(zip(self._built, self._parameters, strict=True)), False
-        try:
-            _end(self.world, error)
-            if self._modifier_rank is None and any(agree_any(self.world, changed)):
-                raise UsageError(
-                    "gather() without modifier_rank is read-only, but parameters changed in the block on some rank; the "
-                    "change is undone. Pass modifier_rank=RANK to keep that rank's changes"
-                )
-            kept = self._modifier_rank is not None
-        finally:
-            for built, parameter in () if kept else pairs:
-                self._builder.set_placeholder(built, parameter)
-        if self._modifier_rank is not None:
-            for built, parameter in pairs:
-                self.world.broadcast(parameter.data, self._modifier_rank)
-                self._builder.release(built, parameter)
-
-
-class _PlainBlock:
-    """The part of a block that belongs to parameters of `zstore.Init` which are whole on every rank, and not trained yet."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], modifier_rank: int) -> None:
-        self.world = World.current()
-        self._modifier_rank = modifier_rank
-        self._parameters = parameters
-        self._before: list[torch.Tensor] = []
-
-    def open(self) -> None:
-        """Keep the values that an error in the block restores."""
-        _check_rank(self._modifier_rank, self.world)
-        self._before = [parameter.detach().clone() for parameter in self._parameters]
-
-    def close(self, error: BaseException | None) -> None:
-        """Give every rank the values of the one, or of before the block if `error` ended it (all ranks)."""
-        try:
-            _end(self.world, error)
-        except BaseException:
-            for parameter, before in zip(self._parameters, self._before, strict=True):
-                parameter.data = before
-            raise
-        for parameter in self._parameters:
-            values = parameter.data.to(self.world.device, copy=True).contiguous()
-            self.world.broadcast(values, self._modifier_rank)
-            parameter.data.copy_(values)
-
-
-_Block = _RunBlock | _BuiltBlock | _PlainBlock
-
-
-def _end(world: World, error: BaseException | None) -> None:
-    """Raise the error that ended a block on any rank (all ranks). Ctrl-C, or the interpreter's end, is this rank's alone: it
-    does not wait for the others."""
-    if error is not None and not isinstance(error, Exception):
-        raise error
-    world.raise_together(error)
 
 
 def _check_rank(rank: int | None, world: World) -> None:
     if rank is not None and not 0 <= rank < world.world_size:
         raise UsageError(f"gather(modifier_rank={rank}): there are ranks 0 to {world.world_size - 1}")
+
+
+# -- parameters of a run ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _of_run(access: Access, records: Sequence[ParameterRecord], rank: int | None) -> Iterator[None]:
+    """Give parameters of a run their values; at the end write changes back, or undo them, and let the parameters go."""
+    names = hashlib.sha256("\n".join(record.name for record in records).encode()).hexdigest()[:16]
+    call = f"gather() of {len(records)} parameters ({names}), modifier_rank={rank}"
+    access.finished(call, lambda: _check_rank(rank, access.world), changes=rank is not None)
+    if access.units is not None:
+        access.units.hold(records, partial(_fill, access))
+    access.open_blocks += 1
+    versions = [record.parameter._version for record in records]
+    try:
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):
+                _restore(access, records)
+            raise
+        if rank is None:
+            _undo(access, records, versions)
+        else:
+            _write_back(access, records, rank)
+    finally:
+        for record in records:
+            _take_over(record, keep=False)
+        access.open_blocks -= 1
+        if access.units is not None:
+            access.units.let_go(records)
+
+
+def _fill(access: Access, records: Sequence[ParameterRecord]) -> None:
+    """All-gather the rows of sharded parameters, in their own type, into `full` of each, which has room (all ranks)."""
+    sources = [
+        rows_source(r, r.owned(), r.dtype) if r.rest is None else access.source(r, r.rest.partition("/")[0])
+        for r in records
+    ]
+    access.read_into({record: record.full for record in records}, sources)
+
+
+def _write_back(access: Access, records: Sequence[ParameterRecord], rank: int) -> None:
+    """Let parameters, and masters that differ from them, have the values of `rank` (all ranks)."""
+    world = access.world
+    with world.agreeing():
+        for record in records:
+            _take_over(record, keep=world.rank == rank)
+    for record in records:
+        world.broadcast(record.full, rank)
+    differ = [False] * len(records)
+    with world.agreeing(), access.state.passing([[model_array(r.name)] for r in records], "read") as tiles:
+        for tile in tiles:
+            record, there = records[tile.group], as_torch(tile.views[0])
+            first = record.owned_range[0]
+            here = record.full[first + tile.first : first + tile.stop]
+            # Bits, in the parameter's type.
+            differ[tile.group] |= not same_bits(here, there.to(here.device, record.dtype))
+    access.write([(r, r.full) for r, any_ in zip(records, agree_any(world, differ), strict=True) if any_])
+    for record in records:
+        record.note_version()
+
+
+def _undo(access: Access, records: Sequence[ParameterRecord], versions: Sequence[int]) -> None:
+    """Raise UsageError on every rank if a parameter was changed on any since it had this version, and give it its values
+    again."""
+    changed = agree_any(access.world, [_is_changed(*pair) for pair in zip(records, versions, strict=True)])
+    found = [record for record, any_ in zip(records, changed, strict=True) if any_]
+    if not found:
+        return
+    _restore(access, found)
+    names = ", ".join(repr(record.name) for record in found[:5])
+    raise UsageError(
+        f"gather() without modifier_rank is read-only, but {names} changed in the block on some rank; the change is "
+        "undone (except for fp32 parameters that are their own masters). Pass modifier_rank=RANK to keep that rank's "
+        "changes"
+    )
+
+
+def _is_changed(record: ParameterRecord, version: int) -> bool:
+    if record.parameter._version not in (version, record.version):
+        return True
+    if record.shard is None or record.residency is not Residency.GATHERED or record.is_rounded:
+        return False
+    first, stop = record.owned_range
+    return not same_bits(record.full[first:stop], record.shard)
+
+
+def _restore(access: Access, records: Sequence[ParameterRecord]) -> None:
+    """Cast masters into all values of parameters that are not released (all ranks)."""
+    sources = [access.source(r, "model") for r in records]
+    access.read_into({r: r.full for r in records if r.residency is not Residency.RELEASED}, sources)
+    for record in records:
+        record.note_version()
 
 
 def _take_over(record: ParameterRecord, *, keep: bool) -> None:
@@ -313,6 +220,55 @@ def _take_over(record: ParameterRecord, *, keep: bool) -> None:
         if keep:
             record.full.copy_(values.reshape(-1))
         record.parameter.data = record.full.view(record.shape)
+
+
+# -- parameters that are not trained yet --------------------------------------------------------------------------------
+
+
+@contextmanager
+def _of_builder(builder: Builder, built: Sequence[Built], rank: int | None) -> Iterator[None]:
+    """Give sharded parameters of a model that is being built their values; at the end write changes back, or drop them."""
+    _check_rank(rank, builder.world)
+    for one in built:
+        builder.touch(one)
+    pairs = [(one, parameter) for one in built if (parameter := one.ref()) is not None]
+    versions = [parameter._version for _, parameter in pairs]
+    kept = False
+    try:
+        with builder.guard.suspended():
+            yield
+        changed = [p._version != version for (_, p), version in zip(pairs, versions, strict=True)]
+        if rank is None and any(agree_any(builder.world, changed)):
+            raise UsageError(
+                "gather() without modifier_rank is read-only, but parameters changed in the block on some rank; the "
+                "change is undone. Pass modifier_rank=RANK to keep that rank's changes"
+            )
+        kept = rank is not None
+    finally:
+        for one, parameter in () if kept else pairs:
+            builder.set_placeholder(one, parameter)
+    if rank is not None:
+        for one, parameter in pairs:
+            builder.world.broadcast(parameter.data, rank)
+            builder.release(one, parameter)
+
+
+@contextmanager
+def _of_plain(world: World, parameters: Sequence[nn.Parameter], rank: int) -> Iterator[None]:
+    """At the end give parameters of `zstore.Init` that are whole on every rank the values of the one, or after an error those
+    of before."""
+    _check_rank(rank, world)
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        yield
+    except BaseException:
+        for parameter, values in zip(parameters, before, strict=True):
+            parameter.data = values
+        raise
+    for parameter in parameters:
+        values = parameter.data.to(world.device, copy=True).contiguous()
+        world.broadcast(values, rank)
+        parameter.data.copy_(values)
 
 
 def in_step(generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,9 +43,9 @@ from zstore.format import model_array
 from zstore.io.tensors import as_torch
 
 from ..params.record import ParameterRecord, Residency
-from ..training.training import Training
 
 if TYPE_CHECKING:
+    from ..training.training import Training
     from ..zero.unshard import ShardedUnits
 
 _log = logging.getLogger("zstore")

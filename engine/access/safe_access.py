@@ -132,7 +132,7 @@ def _joined(param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
             raise UsageError(
                 f"parameter {record.name!r}: expected {record.owned_numel} values, this rank's, got {rows.numel()}"
             )
-    full = torch.empty(record.shape)
+    full = torch.empty(record.shape, dtype=torch.float32)
     access.read_into({record: full.view(-1)}, [rows_source(record, rows.detach().flatten(), torch.float32)])
     return full
 

@@ -41,10 +41,8 @@ from ..access.safe_access import StateByParameter
 from ..checkpoint.load_plan import LoadOptions, LoadReport
 from ..checkpoint.record import ClientState, ClientValues, check_client_state, present_state
 from ..checkpoint.save import Checkpoints, SaveOptions
-from ..report.monitors import Monitors
-from ..report.progress import RunReport
-from ..report.statistics import EngineStatistics, engine_statistics
-from ..report.utilisation import PhaseTimes
+from ..report.progress import Monitors, RunReport
+from ..report.statistics import EngineStatistics, PhaseTimes, engine_statistics
 from ..runtime.garbage import CollectorPause, FrozenObjects
 from ..runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from ..training.compiled import make_compiler

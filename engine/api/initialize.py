@@ -27,9 +27,9 @@ from ..optim.lr_schedules import LRSchedule, named_schedule
 from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from ..optim.rules import rule_of
 from ..plan.costs import precision_note
-from ..plan.needs import hidden_size
+from ..plan.plan import hidden_size
 from ..plan.run import find_native
-from ..report.monitors import open_monitors
+from ..report.progress import open_monitors
 from ..runtime.device import Streams
 from ..runtime.distributed import init_distributed
 from ..runtime.messages import show_messages, warn_once

@@ -17,9 +17,8 @@ from zstore.sizes import format_bytes
 
 from ..config.config import DTYPES, Config, OptimizerConfig, load_config
 from ..config.resolve import ResolveContext
-from .needs import ParameterShape, Width, activations_of, find_needs, placement_settings
 from .placement import HEADROOM_PERCENT, fill_device, make_plan, without_headroom
-from .plan import Held, Plan, Slots
+from .plan import Held, ParameterShape, Plan, Slots, Width, activations_of, find_needs, placement_settings
 
 AUTO_PERCENT = 60
 """Of the host's available memory: a host budget that is "auto"."""

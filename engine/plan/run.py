@@ -22,9 +22,8 @@ from ..config.config import Config
 from ..params.record import named_parameters
 from ..params.units import called_parameters, unit_parameters
 from .costs import AUTO_PERCENT
-from .needs import ParameterShape, Width, activations_of, find_needs, placement_settings
 from .placement import fill_device, make_plan, without_headroom
-from .plan import Plan, Slots, describe
+from .plan import ParameterShape, Plan, Slots, Width, activations_of, describe, find_needs, placement_settings
 
 _log = logging.getLogger("zstore")
 

@@ -32,8 +32,7 @@ from zstore.remote.service import JournalTail, UploadPlace
 
 from ..config.keys import acting
 from ..params.record import Residency
-from .statistics import cuda_peak_bytes, link_statistics
-from .utilisation import PhaseTimes, StepUtilisation
+from .statistics import PhaseTimes, StepUtilisation, cuda_peak_bytes, link_statistics
 
 if TYPE_CHECKING:
     from ..training.training import Training

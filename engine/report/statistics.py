@@ -1,4 +1,4 @@
-"""Counters of one rank since its engine was made: the traffic and waits of each link, and memory.
+"""Counters of one rank since its engine was made: the traffic and waits of each link, memory, and model FLOPs utilisation.
 
 [Note: links]
 `EngineStatistics.links` has by name what docs/metrics.md lists. Times of collectives on CUDA are the host's, which seldom
@@ -7,15 +7,33 @@ waits there. `within_group` and `between_groups` count every collective but `con
 that are their masters these count as the optimizer's, whatever they are read for. Links that are counted with `World.links`
 or `TensorStore.links` under other names are there too. A link that was never used is missing. Busy time is summed over
 operations under way at once, so it may exceed the time that passed.
+
+[Note: utilisation]
+MFU = operations of a step / (seconds of the step x peak of the device), on rank 0, as in Chowdhery et al., PaLM
+(https://arxiv.org/abs/2204.02311), appendix B: forwards that are repeated to save memory do not count. The forward of the
+first micro-batch is counted, once. A step is that for each of its micro-batches, and a backward takes twice a forward: once
+for the gradients of activations, once for those of parameters, of which only the trained share has any. Of a compiled model
+nothing is counted: its steps are taken for 6 x parameters x tokens, if the loop says how many tokens a step has.
+
+Matrix products, convolutions and attention count, by the formulas of `torch.utils.flop_counter`: a multiplication and an
+addition are two operations. Attention on the CPU, which torch leaves out there, has the same formula here. Torch's
+`FlopCounterMode` is not used, since beneath it a compiled function runs uncompiled, so that the count would change the run.
+
+The peak is the maker's for dense products in the type of training, of the GPUs in the table below. Other devices, the CPU
+among them, have operations and no MFU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zstore.io import LinkStatistics, most_resident_bytes, total_of_links
 from zstore.store import StoreStatistics
@@ -28,10 +46,38 @@ if TYPE_CHECKING:
     from zstore.store import TensorStore
 
     from ..training.training import Training
-    from .utilisation import PhaseTimes, StepUtilisation
 
 _OPTIMIZER = ("model", "optimizer")
 """First parts of the names of arrays that are optimizer state."""
+_PEAKS = (
+    ("B200", {"16": 2250e12, "tf32": 1125e12, "fp32": 75e12}),
+    ("H200", {"16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12}),
+    ("H100 PCIe", {"16": 756e12, "tf32": 378e12, "fp32": 51e12}),
+    ("H100 NVL", {"16": 835e12, "tf32": 417e12, "fp32": 60e12}),
+    ("H100", {"16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12}),
+    ("A100", {"16": 312e12, "tf32": 156e12, "fp32": 19.5e12}),
+    ("L40S", {"16": 362e12, "tf32": 183e12, "fp32": 91.6e12}),
+    ("A10G", {"16": 70e12, "tf32": 35e12, "fp32": 31.2e12}),
+)
+"""Part of a CUDA device's name -> operations a second in dense products, from the makers' data sheets. The first that fits
+counts."""
+
+
+@dataclass(kw_only=True)
+class PhaseTimes:
+    """Seconds spent in each phase.
+
+    On a device that computes behind the host a phase is the host's time alone, but with `wall_clock_breakdown`.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    """Backward, with the reduction that goes along with it."""
+    optimizer_s: float = 0.0
+    """`step()` at the end of an accumulation: reduction, norm, update, gathering of parameters."""
+
+    def __sub__(self, other: PhaseTimes) -> PhaseTimes:
+        return PhaseTimes(**{name: seconds - getattr(other, name) for name, seconds in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -162,3 +208,105 @@ def memory_use(training: Training) -> MemoryUse:
     second = None if hooks is None else hooks.units.fetcher.second_copy
     secondary = 0 if second is None else second.held_bytes
     return MemoryUse(parameters, resting, training.gradients.held_bytes(), optimizer_state, secondary)
+
+
+# -- utilisation -----------------------------------------------------------------------------------------------------
+
+
+def peak_of(name: str, precision: str) -> float | None:
+    """Return the peak of the CUDA device called `name` for training in `precision`; None if it is not in the table."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    kind = "16" if precision in {"bf16", "fp16"} else "tf32" if tf32 else "fp32"
+    return next((peaks[kind] for part, peaks in _PEAKS if part in name), None)
+
+
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations within its `with` blocks, without changing the computation."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return that compiled code stays so."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if torch._guards.TracingContext.try_get() is None:  # while torch.compile traces nothing is computed
+            operator = getattr(func, "_overloadpacket", func)
+            attention: Callable[..., int] = sdpa_flop_count
+            if operator in flop_registry:
+                self.total += int(flop_registry[operator](*args, **kwargs, out_val=out))
+            elif operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+                self.total += int(attention(*(tensor.shape for tensor in args[:3])))
+        return out
+
+
+class StepUtilisation:
+    """Knows the operations of a run's steps, and so its utilisation. See [Note: utilisation]."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self.counts = False
+        """Whether the next forward of training is counted."""
+        self._micro_flops: int | None = None
+        """Operations of one micro-batch."""
+        self._numel = sum(record.numel for record in training.state.records)
+        self.tokens: int | None = None
+        """Tokens of the step under way and of those to come, over all ranks; None: not known."""
+        device = training.world.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self._peak = peak_of(name, training.config.precision)
+        self._ended_s: float | None = None
+        self._aside_s: float | None = None
+        """When the evaluation under way began."""
+        self.step_s: float | None = None
+        """Seconds of the last step; None: nothing says when it began."""
+        self.last: float | None = None
+        """Utilisation of the last step, 0 to 1; None: not known."""
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the operations of a forward, if none was counted; not of one without gradients or with compiled parts."""
+        training = self._training
+        if not torch.is_grad_enabled():
+            yield
+            return
+        self.counts = False
+        modules = training.model.modules()
+        if training.compiled is not None or any(getattr(one, "_compiled_call_impl", None) for one in modules):
+            yield
+            return
+        with OperationCounter() as counter:
+            yield
+        trained_numel = sum(record.numel for record in training.trained)
+        self._micro_flops = 2 * counter.total + counter.total * trained_numel // max(self._numel, 1) or None
+
+    def step_ended(self) -> None:
+        """Note that a step ended now, which began when the one before did; the first one, which warms up, does not count."""
+        now_s, flops = time.perf_counter(), self.step_flops()
+        self.step_s = None if self._ended_s is None else now_s - self._ended_s
+        self.last = flops / (self.step_s * self._peak) if self.step_s and flops and self._peak else None
+        self._ended_s = now_s
+
+    def forward_begins(self, *, trains: bool) -> None:
+        """Leave the time from the forward of an evaluation to the next one of training out of the step under way."""
+        now_s = time.perf_counter()
+        if trains and self._aside_s is not None and self._ended_s is not None:
+            self._ended_s += now_s - max(self._aside_s, self._ended_s)
+        self._aside_s = None if trains else self._aside_s or now_s
+
+    def begin_anew(self) -> None:
+        """Forget when the last step ended: the time since then is no part of the next."""
+        self._ended_s = self.step_s = None
+
+    def step_flops(self) -> int | None:
+        """Return the operations of a step on one rank; None if they are not known."""
+        if self._micro_flops is not None:
+            return self._micro_flops * self._training.accumulation.batch.accumulation_steps
+        return 6 * self._numel * self.tokens // self._training.world.world_size if self.tokens else None

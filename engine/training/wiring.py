@@ -23,7 +23,7 @@ from ..optim.state import OptimizerState
 from ..params.record import PRECISIONS, named_parameters
 from ..params.sharding import Sharding
 from ..params.units import Unit, find_units
-from ..plan.needs import activation_pool_bytes, gradient_types
+from ..plan.plan import activation_pool_bytes, gradient_types
 from ..runtime.device import Streams, Transfers, streams_for
 from ..zero.exchanges import Exchanges, GradientRules, exchanges_of
 from ..zero.gradients import Gradients, agree_any

@@ -19,7 +19,7 @@ from zstore.store import TensorStore
 
 from ..params.record import ParameterRecord
 from ..params.sharding import is_narrower
-from ..plan.needs import spill_pool_bytes
+from ..plan.plan import spill_pool_bytes
 from ..runtime.device import Transfers, one_thread
 from .norm import SumOfSquares, sum_of_squares
 

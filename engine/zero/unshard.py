@@ -23,7 +23,7 @@ from zstore.store import TensorStore
 from ..config.config import Config
 from ..params.record import ParameterRecord, Residency
 from ..params.units import Unit
-from ..plan.needs import parameter_pool_bytes, prefetch_limits
+from ..plan.plan import parameter_pool_bytes, prefetch_limits
 from ..plan.schedule import PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from ..runtime.device import Transfers, labelled
 from .exchanges import Exchanges

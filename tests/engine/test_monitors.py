@@ -18,7 +18,7 @@ import torch
 from tests import warm
 from tests.engine.models import batch
 from tests.engine.runs import make_config, start, step
-from zstore.engine.report.monitors import CsvMonitor, Monitors
+from zstore.engine.report.progress import CsvMonitor, Monitors
 from zstore.errors import ConfigError, RankError
 from zstore.testing.ranks import run_ranks
 
@@ -244,7 +244,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(
 def _on_ranks(rank: int, folder: str) -> tuple[bool, str]:
     with start(csv_config(Path(folder) / "good")) as engine:
         step(engine)
-        has_monitors = bool(engine.report.monitors)
+        has_monitors = bool(engine.report.progress)
     try:
         start(csv_config(Path(folder) / "bad"))
     except (ConfigError, RankError) as error:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zstore.engine.config.config import load_config
-from zstore.engine.extras.one_bit.rules import AdamRule, LambRule, Phase, TensorState, ZeroOneRule
+from zstore.engine.extras.one_bit.step import AdamRule, LambRule, Phase, TensorState, ZeroOneRule
 from zstore.engine.optim.lamb import Lamb
 from zstore.errors import ConfigError
 

@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.engine.schedule_cases import OWN_LR, adam
-from zstore.engine.adapters.deepspeed.given import cleaned, raw_config
 from zstore.engine.adapters.deepspeed.modules import KNOWN as KNOWN_MODULES
 from zstore.engine.adapters.deepspeed.names import (
     LEAVES,
@@ -28,6 +27,7 @@ from zstore.engine.adapters.deepspeed.names import (
     SCHEDULES,
     TORCH_COMM,
 )
+from zstore.engine.adapters.deepspeed.utils import cleaned, raw_config
 from zstore.errors import ConfigError, UsageError
 from zstore.journal import run_of
 from zstore.tools.as_deepspeed.installing import install

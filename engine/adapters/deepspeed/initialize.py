@@ -16,10 +16,9 @@ from zstore.engine.runtime.distributed import init_distributed
 from zstore.errors import ConfigError, UsageError
 
 from .engine import DeepSpeedEngine
-from .given import cleaned, raw_config
 from .names import VERSION
 from .saves import complete
-from .utils import log_dist
+from .utils import cleaned, log_dist, raw_config
 
 __all__ = ["add_config_arguments", "init_distributed", "initialize"]
 

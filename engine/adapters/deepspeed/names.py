@@ -53,10 +53,10 @@ def _table(rows: Mapping[str, Mapping[str, str]]) -> Mapping[str, Mapping[str, t
 MODULES = _table({
     "root": {
         "engine": "DeepSpeedEngine", "initialize": "add_config_arguments init_distributed initialize",
-        "utils": "OnDevice log_dist logger", "accelerator": "get_accelerator",
+        "utils": "OnDevice get_accelerator log_dist logger",
     },
-    "accelerator": {"accelerator": "get_accelerator is_current_accelerator_supported"},
-    "accelerator.real_accelerator": {"accelerator": "get_accelerator"},
+    "accelerator": {"utils": "get_accelerator is_current_accelerator_supported"},
+    "accelerator.real_accelerator": {"utils": "get_accelerator"},
     "checkpoint.utils": {"utils": "clone_tensors_for_torch_save"},
     "checkpointing runtime.activation_checkpointing.checkpointing": {
         _CHECKPOINTING: "checkpoint configure is_configured non_reentrant_checkpoint reset",
@@ -87,7 +87,7 @@ MODULES = _table({
     "runtime.zero.config": {"zero": "ZeroStageEnum"},
     "runtime.zero.offload_config": {"zero": "OffloadDeviceEnum OffloadStateTypeEnum"},
     "runtime.zero.partition_parameters": {
-        "zero": f"{_INIT} ZeroParamStatus zero_wrapper_for_fp_tensor_constructor", "accelerator": "get_accelerator",
+        "zero": f"{_INIT} ZeroParamStatus zero_wrapper_for_fp_tensor_constructor", "utils": "get_accelerator",
     },
     "runtime.zero.utils": {"zero": "is_zero_param"},
     "utils": {

@@ -31,7 +31,7 @@ from zstore.engine.build.init import Init as PlainInit
 from zstore.engine.config.config import load_config
 from zstore.errors import UsageError
 
-from .given import cleaned
+from .utils import cleaned
 
 
 class ZeroParamStatus(Enum):

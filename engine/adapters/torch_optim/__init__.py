@@ -1,6 +1,6 @@
 """Optimizers of torch whose state is on disk or in host memory, for plain PyTorch, DDP and FSDP2.
 
-Read in this order: offloaded, records, local_state, stored_tensor.
+Read in this order: offloaded, local_state, stored_tensor.
 """
 
 from .offloaded import Offloaded

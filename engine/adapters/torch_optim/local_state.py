@@ -16,8 +16,7 @@ from zstore.errors import BudgetError, UsageError
 from zstore.format import Box, model_array, optimizer_array
 from zstore.io.tensors import as_torch
 
-from .records import LocalRecord, local_part, make_local_record
-from .stored_tensor import OptimizerArray, StoredTensor
+from .stored_tensor import LocalRecord, OptimizerArray, StoredTensor, local_part, make_local_record
 
 MASTER = "master"
 """Name of a 16-bit parameter's fp32 master among its state."""

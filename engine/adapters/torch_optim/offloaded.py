@@ -23,7 +23,7 @@ from zstore.io.closing import Closing, closing_with
 from zstore.store import StoreOptions, StoreStatistics, TensorStore
 
 from .local_state import LocalState, OffloadedKernel, StateView
-from .records import LocalRecord, rows_of
+from .stored_tensor import LocalRecord, rows_of
 
 OptimizerClass = type[torch.optim.Optimizer]
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)

@@ -1,4 +1,5 @@
-"""Steps of optimizers that need whole tensors, with rows of them on each rank: ranks take turns as owners.
+"""Optimizers whose update needs a whole tensor (its norm, the sums over its rows and columns, or the matrix), with rows of it
+on each rank: ranks take turns as owners, and the class's own step runs over one whole tensor at a time.
 
 [Note: owners]
 Tensors are taken in rounds of as many as there are ranks, the largest first, and rank i of a round owns its i-th tensor for
@@ -16,6 +17,7 @@ A rank that fails goes on through the exchanges, since the others wait in them, 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +30,7 @@ from zstore.format import ALIGN_NUMEL, Grid, model_array, optimizer_array, round
 from zstore.io.tensors import as_torch
 from zstore.ranks.world import World
 
-from ...optim.kernel import Kernel, SlotArray, kernel_for
+from ...optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, WholeStep, kernel_for
 from ...optim.lamb import Lamb
 from ...optim.rules import Kind, Rule, register
 from ...optim.state import OptimizerState
@@ -37,8 +39,80 @@ from ...optim.update import Changes
 from ...params.record import ParameterRecord
 from ...plan.plan import Slots, TensorSlot
 from ...runtime.device import GradientTiles
-from .kernel import TensorKernel
 from .muon import MuonWithAdam, muon_from_config
+
+
+def _arrays_of(kind: type[torch.optim.Optimizer], shape: Sequence[int]) -> list[SlotArray]:
+    """Return a class's arrays for a tensor of `shape`."""
+    shapes: dict[str, tuple[int, ...] | None] = {"variance": None}
+    if kind is Lamb:
+        shapes = {"exp_avg": None, "exp_avg_sq": None}
+    elif kind is torch.optim.Muon:
+        shapes = {"momentum_buffer": None}
+    elif len(shape) >= 2:
+        shapes = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
+    return [SlotArray(name, entry=name, shape=own) for name, own in shapes.items()]
+
+
+class TensorKernel(Kernel):
+    """The update of whole tensors by a class's own step: an instance of it steps one proxy parameter after the other."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
+        self._kind: Any = kind
+        self._proxy = torch.nn.Parameter(torch.zeros(1, 1))
+        accepted = inspect.signature(kind.__init__).parameters
+        self._settings = tuple(name for name in group if name in accepted and name != "params")
+        self._optimizer: torch.optim.Optimizer = self._kind(
+            [self._proxy], **{name: group[name] for name in self._settings}
+        )
+        self._count = "updates" if kind is torch.optim.Muon else "step"  # Muon keeps no step count
+        self.slots = tuple(dict.fromkeys(slot.name for shape in ((1, 1), (1,)) for slot in _arrays_of(kind, shape)))
+        """Names of all arrays that a parameter may have."""
+
+    def arrays(self, numel: int, shape: Sequence[int]) -> Sequence[SlotArray]:
+        return _arrays_of(self._kind, shape)
+
+    def initial(self) -> Scalars:
+        return {self._count: 0.0}
+
+    def present(self, scalars: Scalars) -> dict[str, Any]:
+        """Return the scalars of the class's own state."""
+        return {} if self._count == "updates" else dict(scalars)
+
+    def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
+        """Count the step; `update` does the work."""
+        return WholeStep({self._count: scalars[self._count] + 1})
+
+    def update(
+        self,
+        group: Mapping[str, Any],
+        scalars: Scalars,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        slots: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Step a tensor in place: `master`, `gradient` (which is changed too) and `slots` have their whole shapes, in fp32."""
+        self._optimizer.param_groups[0].update({name: group[name] for name in self._settings if name in group})
+        proxy, state = self._proxy, self._optimizer.state
+        proxy.grad = None
+        proxy.data = master
+        proxy.grad = gradient
+        if scalars[self._count] > 0:  # a first step starts from the class's own initial state
+            state[proxy] = dict(slots)
+            if self._count == "step":
+                state[proxy]["step"] = torch.tensor(scalars["step"])
+        try:
+            self._optimizer.step()
+            after = state[proxy]
+            for name, values in slots.items():
+                if after[name] is not values:
+                    values.copy_(after[name])
+            if proxy.data.data_ptr() != master.data_ptr():
+                master.copy_(proxy.data)
+        finally:
+            state.pop(proxy, None)
+            proxy.grad = None
+            proxy.data = master.new_zeros(1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.extras import register_parts
 from zstore.engine.extras.one_bit.step import OneBitStep
 from zstore.engine.optim.rules import classes, rule_of
-from zstore.engine.plan.needs import placement_settings
+from zstore.engine.plan.plan import placement_settings
 from zstore.errors import ConfigError
 
 EVERYTHING = Path(__file__).parents[2] / "configs" / "zero3_nvme_everything.json"

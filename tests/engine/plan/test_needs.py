@@ -10,9 +10,8 @@ import torch
 
 import zstore
 from tests.engine.models import batch, make_net
-from zstore.engine.plan.needs import find_needs, placement_settings
 from zstore.engine.plan.placement import make_plan
-from zstore.engine.plan.plan import Plan
+from zstore.engine.plan.plan import Plan, find_needs, placement_settings
 from zstore.engine.plan.run import shapes_of_model, units_of_model
 from zstore.testing.ranks import run_ranks
 from zstore.tools.sample.models import SHIPPED, Gpt, build_model
