@@ -32,7 +32,7 @@ from zstore.ranks.world import World
 
 from ..params.record import ParameterRecord, Residency
 from ..zero.gradients import agree_any
-from .guard import ParameterGuard, StateDictGuard
+from .guard import ParameterGuard
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -90,26 +90,17 @@ class Access:
         self._under_way: list[str] = []
         self.away = training.away
         """State that `offload_states` moved away."""
-        self.open_blocks = 0
-        """Blocks of `zstore.gather` that are open."""
         records = self.state.records
         self._by_name = {name: record for record in records for name in (record.name, *record.aliases)}
-        self._by_parameter = {record.parameter: record for record in records}
-        self.guard = StateDictGuard(self.model, self._by_parameter.get, self._loses)
-        """Watches the state dicts of the model."""
-        self.parameters = ParameterGuard(roots, training, units)
-        """Watches the parameters of the model."""
+        self.guard = ParameterGuard(roots, training, units)
+        """Watches the parameters of the model, and its state dicts."""
         _live.add(self)
 
     # -- which, and when --------------------------------------------------------------------------------------------
 
     def record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:
         """Return the record of a parameter of this run, None for any other."""
-        return self._by_parameter.get(parameter)
-
-    def _loses(self, record: ParameterRecord) -> bool:
-        """Return whether values that a script writes into a parameter now are replaced by the next step."""
-        return record.group is not None and not self.open_blocks and not self.state.is_master(record)
+        return self.guard.records.get(parameter)
 
     def find(self, name: str) -> ParameterRecord | None:
         """Return the record of a parameter by its name in the model; a leading `module.` is the engine's own."""
@@ -136,7 +127,7 @@ class Access:
 
     def require_no_block(self, call: str) -> None:
         """Raise UsageError within a block of `zstore.gather`: the values that it gave would be out of date."""
-        if self.open_blocks:  # as on the other ranks
+        if self.guard.open_blocks:  # as on the other ranks
             error = UsageError(f"{call} within `with zstore.gather(...)`: end the block first")
             self.world.raise_together(error)
 
@@ -158,8 +149,8 @@ class Access:
                 )
             self._update.wait()
             self._update.require_whole()
-            if not self.open_blocks:
-                self.parameters.check_values()
+            if not self.guard.open_blocks:
+                self.guard.check_values()
             if changes and self._under_way:
                 raise UsageError(f"{call} within a {self._under_way[-1]}: parameters can be changed between steps only")
             checked = check()
@@ -351,7 +342,6 @@ class Access:
         """Let `zstore.gather` forget this run, and stop watching the model."""
         _live.discard(self)
         self.guard.remove()
-        self.parameters.remove()
 
 
 def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype) -> RankArray:

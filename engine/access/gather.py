@@ -123,7 +123,7 @@ def _of_run(access: Access, records: Sequence[ParameterRecord], rank: int | None
     access.finished(call, lambda: _check_rank(rank, access.world), changes=rank is not None)
     if access.units is not None:
         access.units.hold(records, partial(_fill, access))
-    access.open_blocks += 1
+    access.guard.open_blocks += 1
     versions = [record.parameter._version for record in records]
     try:
         try:
@@ -139,7 +139,7 @@ def _of_run(access: Access, records: Sequence[ParameterRecord], rank: int | None
     finally:
         for record in records:
             _take_over(record, keep=False)
-        access.open_blocks -= 1
+        access.guard.open_blocks -= 1
         if access.units is not None:
             access.units.let_go(records)
 

@@ -65,7 +65,7 @@ def _whole_state_dict(access: Access) -> dict[str, Any]:
     access.read_into(values, [access.source(record, "model") for record in sharded], rank0_only=True)
     if not leader:
         return {}
-    with access.guard.suspended():
+    with access.guard.lets_state_dicts_pass():
         found: dict[str, Any] = access.model.state_dict(keep_vars=True)  # of sharded ones the names
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
@@ -137,7 +137,7 @@ def load_module_state(
 
 def state_entries(access: Access) -> Iterable[tuple[str, Any]]:
     """Return the model's parameters and buffers themselves, by their names in its state dict."""
-    with access.guard.suspended():
+    with access.guard.lets_state_dicts_pass():
         found: dict[str, Any] = access.model.state_dict(keep_vars=True)
     return found.items()
 

@@ -215,7 +215,7 @@ class Engine(nn.Module):
         """
         training = self.training_state
         training.require_optimizer("engine.step()")
-        if self.access.open_blocks:
+        if self.access.guard.open_blocks:
             self.access.require_no_block("engine.step()")
         accumulation = training.accumulation
         boundary = accumulation.is_boundary
@@ -238,9 +238,9 @@ class Engine(nn.Module):
                 if self.world_size > 1:
                     self.report.step_begins()
                 with self._timed("optimizer_s"):
-                    self.access.parameters.check_sample()
+                    self.access.guard.check_sample()
                     training.step()
-                    self.access.parameters.note_sample()
+                    self.access.guard.note_sample()
             else:
                 training.gradients.shown.hide()
         finally:
@@ -329,8 +329,8 @@ class Engine(nn.Module):
 
     def require_parameters(self) -> None:
         """Raise UsageError if the model's parameters are no longer those that the engine trains."""
-        if not self.access.open_blocks:  # which may give them other memory for its length
-            self.access.parameters.check()
+        if not self.access.guard.open_blocks:  # which may give them other memory for its length
+            self.access.guard.check()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Raise UsageError: the engine trains the model's parameters alone."""
@@ -578,8 +578,8 @@ class Engine(nn.Module):
             leaves_out_frozen=exclude_frozen_parameters,
             keeps=frozenset(keep_frozen),
         )
-        if not self.access.open_blocks:
-            self.access.parameters.check_values()
+        if not self.access.guard.open_blocks:
+            self.access.guard.check_values()
         return self.checkpoints.save(options)
 
     def note_save_folder(self, save_dir: UserPath) -> None:

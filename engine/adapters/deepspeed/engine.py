@@ -116,7 +116,7 @@ class DeepSpeedEngine(Engine):
             optimizer.optimizer = optimizer.client
             optimizer.parameter_offload = ParameterOffload()
         # Scripts ask on every rank, and save rank 0's: DeepSpeed's values there, which nothing takes for weights.
-        self.access.guard.give_empties(self.module, logs=self.global_rank == 0)
+        self.access.guard.give_empties(logs=self.global_rank == 0)
         if training.config.stage == 3:
             for record in training.state.records:
                 whole = record.residency is Residency.RESIDENT
