@@ -50,14 +50,14 @@ def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[Non
 
     Raises UsageError for changes within a forward or backward, and if the ranks gather different parameters.
     """
-    worlds: dict[World, None] = {}
+    worlds: list[World] = []
     with ExitStack() as opened:
         error: Exception | None = None
         try:
             for world, block in _blocks(_listed(params), modifier_rank):
                 with world.calling("gather"):
                     opened.enter_context(block)
-                worlds[world] = None
+                worlds.append(world)
             yield
         except Exception as raised:  # Ctrl-C, or the end of a closed generator, is this rank's alone, and the script's
             error = raised

@@ -244,7 +244,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(
 def _on_ranks(rank: int, folder: str) -> tuple[bool, str]:
     with start(csv_config(Path(folder) / "good")) as engine:
         step(engine)
-        has_monitors = bool(engine.report.progress)
+        has_monitors = bool(engine.report.monitors)
     try:
         start(csv_config(Path(folder) / "bad"))
     except (ConfigError, RankError) as error:
