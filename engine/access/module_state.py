@@ -191,18 +191,13 @@ class ExportOptions:
     overwrite: bool = False
     """Whether weights of that name are replaced."""
 
-    @property
-    def written_name(self) -> str | None:
-        """The name of the file in place of one that other software pickles weights into."""
-        if self.filename is None or PurePath(self.filename).suffix not in _PICKLED:
-            return self.filename
-        stem = PurePath(self.filename).stem
-        return (STEM if stem == _PICKLED_STEM else stem) + SUFFIX
-
 
 def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[Path]:
     """Write the weights as safetensors and return the files, the index last; see `save_16bit_model` (all ranks)."""
-    filename, precision = options.written_name, options.dtype
+    filename, precision = options.filename, options.dtype
+    if filename is not None and PurePath(filename).suffix in _PICKLED:
+        stem = PurePath(filename).stem
+        filename = (STEM if stem == _PICKLED_STEM else stem) + SUFFIX
     stem = STEM if filename is None else filename.removesuffix(SUFFIX)
 
     def check() -> None:

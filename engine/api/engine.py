@@ -462,7 +462,7 @@ class Engine(nn.Module):
         return save_weights(self.access, user_path(save_dir), options)
 
     def save_fp16_model(self, save_dir: UserPath, save_filename: str | None = None) -> list[Path]:
-        """Do as `save_16bit_model`, whose older name it is."""
+        """Alias of `save_16bit_model`, its older name."""
         return self.save_16bit_model(save_dir, save_filename)
 
     @_phase("access", meets=True)
@@ -833,7 +833,7 @@ class Engine(nn.Module):
         return self.training_state.config.settings.wall_clock_breakdown
 
     def destroy(self) -> None:
-        """Do as `close()`."""
+        """Alias of `close()`."""
         self.close()
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **options: Any) -> None:

@@ -71,6 +71,8 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
     files = ((one.field, run_file_bytes(one.layout, packed=packs_small and is_packed(one.nbytes))) for one in on_disk)
     in_store = {one.kind for one in arrays} - {"gradients"} if settings.optimizer == "nvme" else {"parameters"}
     small = (shared_bytes(one.nbytes) for one in arrays if one.rest == "host" and one.kind in in_store)
+    sizes = {name: n.numel * numpy_dtype(n.dtype).itemsize for name, n in needs.items() if not n.stays_gathered}
+    pairs = pairwise([*units, ()])
     return Plan(
         settings=settings,
         placements=places,
@@ -83,7 +85,8 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
         shared_bytes=sum(small),
         budget_used_bytes=used_bytes,
         budget_full_bytes=full_bytes,
-        gathered_bytes=_gathered_bytes(needs, units),
+        # Of two units in a row.
+        gathered_bytes=max((sum(sizes.get(name, 0) for name in {*one, *after}) for one, after in pairs), default=0),
         update_bytes=max((need.update_bytes for need in set(needs.values())), default=0),
     )
 
@@ -193,13 +196,6 @@ def _held(arrays: Sequence[_Array], buffer_bytes: int) -> dict[str, Held]:
     kinds = dict.fromkeys(["parameters", "gradients", "master", *(kind for kind, _ in sums)])
     held = {kind: Held(**{rest: sums[kind, rest] for rest in ("device", "host", "disk")}) for kind in kinds}
     return held | {"buffers": Held(host=buffer_bytes)}
-
-
-def _gathered_bytes(needs: Mapping[str, Need], units: Sequence[Sequence[str]]) -> int:
-    """Return the most bytes that two units in a row gather."""
-    sizes = {name: n.numel * numpy_dtype(n.dtype).itemsize for name, n in needs.items() if not n.stays_gathered}
-    pairs = pairwise([*units, ()])
-    return max((sum(sizes.get(name, 0) for name in {*one, *following}) for one, following in pairs), default=0)
 
 
 # -- fixed places, and choices ------------------------------------------------------------------------------------------

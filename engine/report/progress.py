@@ -46,14 +46,6 @@ Loss = float | None | Callable[[], float]
 """A loss, None if it is not known, or a function that waits for it."""
 
 
-def _mean_of(losses: list[torch.Tensor], *, are_parts: bool) -> torch.Tensor | None:
-    """Return a step's loss from those of its micro-batches, one element, on its device; None if it is not known."""
-    if len(losses) <= 1:
-        return losses[0] if losses else None
-    stacked = torch.stack([loss.float().reshape(()) for loss in losses])
-    return stacked.sum() if are_parts else stacked.mean()
-
-
 def _value_of(loss: torch.Tensor | None) -> Loss:
     """Return a loss as a number: at once if it is in host memory, else a function that waits for the copy, which any thread
     may call. The calling thread does not wait."""
@@ -117,8 +109,12 @@ class RunReport:
         self._are_parts = is_part
 
     def _take_loss(self) -> torch.Tensor | None:
+        """Return the step's loss from those of its micro-batches, one element, on its device; None if it is not known."""
         losses, self._losses = self._losses, []
-        return _mean_of(losses, are_parts=self._are_parts)
+        if len(losses) <= 1:
+            return losses[0] if losses else None
+        stacked = torch.stack([loss.float().reshape(()) for loss in losses])
+        return stacked.sum() if self._are_parts else stacked.mean()
 
     def step_begins(self) -> None:
         """Send the step's loss with its first message, by which the device has computed it (all ranks of several)."""

@@ -13,7 +13,6 @@ from torch import nn
 
 from zstore.engine.api.engine import Engine
 from zstore.engine.checkpoint.record import ClientValues
-from zstore.engine.optim.loss_scale import LossScaler
 from zstore.engine.params.record import Residency
 from zstore.errors import UsageError
 from zstore.io import UserPath, is_url, user_path
@@ -59,21 +58,12 @@ class ParameterOffload:
         """Do nothing: the engine's hooks stayed."""
 
 
-def _is_dynamic(scaler: LossScaler) -> bool:
-    return scaler.settings is not None and not scaler.settings.loss_scale
-
-
 def _zero_key(engine: DeepSpeedEngine, key: str) -> Any:
     return (engine.config.get("zero_optimization") or {}).get(key)
 
 
 def _client(engine: DeepSpeedEngine) -> Any:
     return None if engine.optimizer is None else engine.optimizer.client
-
-
-def _scheduler_name(engine: DeepSpeedEngine) -> str | None:
-    section = engine.training_state.config.scheduler
-    return None if section is None else section.type
 
 
 _ATTRIBUTES: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
@@ -91,9 +81,13 @@ _CALLS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "zero_offload_optimizer": lambda engine: _zero_key(engine, "offload_optimizer"),
     "zero_offload_param": lambda engine: _zero_key(engine, "offload_param"),
     "zero_cpu_offload": lambda engine: engine.training_state.config.offload_optimizer.device == "cpu",
-    "dynamic_loss_scale": lambda engine: _is_dynamic(engine.training_state.scaler),
+    "dynamic_loss_scale": lambda engine: (
+        (settings := engine.training_state.scaler.settings) is not None and not settings.loss_scale
+    ),
     "optimizer_name": lambda engine: None if engine.optimizer is None else type(_client(engine)).__name__.lower(),
-    "scheduler_name": _scheduler_name,
+    "scheduler_name": lambda engine: (
+        None if (section := engine.training_state.config.scheduler) is None else section.type
+    ),
     "curriculum_enabled_legacy": lambda _: False,
     "curriculum_learning_enabled": lambda _: False,
     "empty_partition_cache": lambda _: None,  # gathered parameters are released by themselves
@@ -214,7 +208,7 @@ class DeepSpeedEngine(Engine):
         return found if self.global_rank == 0 else None
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Do as `_zero3_consolidated_16bit_state_dict`, which serves every stage."""
+        """Alias of `_zero3_consolidated_16bit_state_dict`, which serves every stage."""
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ def _heard(
 
 
 def _remove(path: Any, *args: Any, **options: Any) -> None:
-    """Do as `shutil.rmtree`, but for checkpoints beside a save under way."""
+    """Remove a folder as `shutil.rmtree` does, except for checkpoints next to a save under way."""
     saves = {} if isinstance(path, int) or _is_own() else dict(_saves)
     removed = os.path.abspath(os.fsdecode(path)) if saves else ""
     for folder, handle in saves.items():

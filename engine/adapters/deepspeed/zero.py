@@ -179,7 +179,7 @@ def _mark_built(dtype: torch.dtype | None, module: nn.Module, name: str, paramet
 def GatheredParameters(  # noqa: N802
     params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Do as `zstore.gather(params, modifier_rank)`; do nothing if it is not `enabled` (all ranks).
+    """Alias of `zstore.gather(params, modifier_rank)`; does nothing unless `enabled` (all ranks).
 
     `params` is a parameter, an iterable or a module; other objects are left out, and the order does not matter.
     `fwd_module` is accepted and not needed: a module's forward gathers the parameters that it reads.

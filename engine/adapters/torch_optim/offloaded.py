@@ -134,7 +134,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return the result of `closure`.
 
-        Raises UsageError if an earlier update stopped half way, and any error of a drive.
+        Raises UsageError if an earlier update failed partway, and any error of a drive.
         """
         loss = None
         if closure is not None:

@@ -204,7 +204,8 @@ class StoredTensor(torch.Tensor):
         """Set the values."""
         self.array.write(self.box, values)
 
-    def _part(self, dim: int, first: int, stop: int) -> StoredTensor:
+    def _slice(self, dim: int = 0, start: int | None = None, end: int | None = None) -> StoredTensor:
+        first, stop, _ = slice(start, end).indices(self.shape[dim])
         offsets, sizes = list(self.box.offsets), list(self.box.sizes)
         offsets[dim], sizes[dim] = offsets[dim] + first, max(0, stop - first)
         return StoredTensor(self.array, Box(self.box.shape, tuple(offsets), tuple(sizes)))
@@ -220,7 +221,7 @@ class StoredTensor(torch.Tensor):
             if func is _aten.is_pinned.default:
                 return False
             if func is _aten.slice.Tensor and (len(args) < 5 or args[4] == 1):
-                return _slice(first, *args[1:4])
+                return first._slice(*args[1:4])
             if func is _aten.copy_.default:
                 first.write(_plain(args[1]).expand(first.shape))
                 return first
@@ -269,12 +270,6 @@ class StoredTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.array.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def _slice(whole: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None) -> StoredTensor:
-    extent = whole.shape[dim]
-    first, stop, _ = slice(start, end).indices(extent)
-    return whole._part(dim % whole.dim(), first, stop)
 
 
 def _plain(value: Any) -> Any:

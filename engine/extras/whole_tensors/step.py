@@ -180,7 +180,11 @@ class TensorStep(Stepper):
         device, parties = self._world.device, self._parties
         sent = torch.zeros(parties, max(tensor.numel for tensor in tensors), device=device)
         with self._keeping_error():
-            self._read_state(tensors, sent)
+            kept = self._kept(tensors, sent)
+            with self._state.passing([[part.array] for part, _ in kept], "read") as tiles:
+                for tile in tiles:
+                    rows = kept[tile.group][1][tile.first : tile.stop]
+                    self._state.transfers.copy_into(rows, as_torch(tile.views[0]))
             for row, tensor in zip(sent, tensors, strict=False):
                 self._read_gradient(changes, tensor.record, self._rows(tensor.parts[-1], row))
         received = back = sent
@@ -221,12 +225,6 @@ class TensorStep(Stepper):
             (part, self._rows(part, row)) for row, one in zip(rows, tensors, strict=False) for part in one.parts[:-1]
         ]
         return [(part, mine) for part, mine in parts if mine.numel()]
-
-    def _read_state(self, tensors: Sequence[_Tensor], sent: torch.Tensor) -> None:
-        kept = self._kept(tensors, sent)
-        with self._state.passing([[part.array] for part, _ in kept], "read") as tiles:
-            for tile in tiles:
-                self._state.transfers.copy_into(kept[tile.group][1][tile.first : tile.stop], as_torch(tile.views[0]))
 
     def _read_gradient(self, changes: Changes, record: ParameterRecord, target: torch.Tensor) -> None:
         if not record.owned_numel:
