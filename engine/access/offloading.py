@@ -23,7 +23,7 @@ from zstore.io import return_free_memory
 from zstore.io.tensors import as_torch, dtype_name
 from zstore.store import TierName
 
-from ..params.record import ParameterRecord, Residency
+from ..params.record import ParameterRecord
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -44,8 +44,8 @@ class OffloadedStates:
         self._away = training.away
         self._former: dict[str, TierName] = {}
         """Arrays that were moved, and their own tiers."""
-        self._copied: dict[ParameterRecord, tuple[str, Residency]] = {}
-        """Parameters whose memory was freed: the array that has its values, and the parameter's former state."""
+        self._copied: dict[ParameterRecord, str] = {}
+        """Parameters whose memory was freed, and the arrays that have their values."""
 
     def offload(self, include: Iterable[Any] | None, device: Any) -> None:
         """Move `include`, all by default, to a tier (all ranks). Raises, on every rank, with everything back in its place."""
@@ -137,7 +137,7 @@ class OffloadedStates:
         except BaseException:
             store.remove(name)
             raise
-        self._copied[record] = name, record.residency
+        self._copied[record] = name
         self._training.state.transfers.synchronize()
         if self._group_of(record, model_array(record.name)) is None:
             store.change_memory(model_array(record.name), None)
@@ -145,9 +145,9 @@ class OffloadedStates:
         record.drop_memory()
 
     def _bring_back(self, record: ParameterRecord) -> None:
-        name, residency = self._copied.pop(record)
-        store = self._training.state.store
-        record.make_memory(resident=residency is Residency.RESIDENT)
+        name, store = self._copied.pop(record), self._training.state.store
+        self._former.pop(name, None)
+        record.make_memory()
         values = _memory(record)
         self._pass(name, "read", lambda view, part: self._copy(values[part], view))
         store.remove(name)
@@ -166,7 +166,6 @@ class OffloadedStates:
         store = self._training.state.store
         with self._training.world.agreeing():
             for record in list(self._copied):
-                self._former.pop(self._copied[record][0], None)
                 self._bring_back(record)
             for name, tier in list(self._former.items()):
                 store.move(name, tier, self._copy)

@@ -219,13 +219,13 @@ class ParameterRecord:
         else:
             self.shard = view_of_one_nan(self.shard.shape, self.dtype, self.full.device)
 
-    def make_memory(self, *, resident: bool) -> None:
-        """Undo `drop_memory`, with undefined values: a `resident` parameter has its memory in `full`, any other in `shard`."""
-        if resident:
+    def make_memory(self) -> None:
+        """Undo `drop_memory`, with undefined values."""
+        if self.shard is None:
             self.full = torch.empty(self.full.numel(), dtype=self.dtype, device=self.full.device)
             self.point_at(self.full.view(self.shape))
             self.residency = Residency.RESIDENT
-        elif self.shard is not None:
+        else:
             self.shard = self.full.new_zeros(self.state_grid.shard_numel)[: self.shard.numel()]
 
     def point_back(self) -> None:
