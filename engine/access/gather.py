@@ -248,9 +248,11 @@ def _of_builder(builder: Builder, built: Sequence[Built], rank: int | None) -> I
         for one, parameter in () if kept else pairs:
             builder.set_placeholder(one, parameter)
     if rank is not None:
-        for one, parameter in pairs:
+        for _, parameter in pairs:
             builder.world.broadcast(parameter.data, rank)
-            builder.release(one, parameter)
+        with builder.world.agreeing():
+            for one, parameter in pairs:
+                builder.release(one, parameter)
 
 
 @contextmanager
