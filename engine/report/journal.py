@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,7 @@ from zstore.remote.bucket import PATIENT, BucketFolder
 from zstore.remote.service import JournalTail, UploadPlace
 
 from ..config.keys import acting
-from ..params.record import Residency
-from .statistics import PhaseTimes, StepUtilisation, cuda_peak_bytes, link_statistics
+from .statistics import PhaseTimes, StepUtilisation, cuda_peak_bytes, link_statistics, placed_arrays
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -288,24 +287,6 @@ def _memory_record(training: Training) -> dict[str, Any]:
         "device_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
         "arrays": [one for one in arrays if one[3] > 0],
     }
-
-
-def placed_arrays(training: Training) -> Iterator[tuple[str, str, str, int]]:
-    """Yield name, tier, kind and bytes of this rank's arrays of every parameter: its values, master and slots."""
-    state, store = training.state, training.state.store
-    for record in state.records:
-        resident = record.full.nbytes if record.residency is Residency.RESIDENT else 0
-        resident += 0 if record.shard is None else record.shard.nbytes
-        own = record.group is None or state.is_master(record)
-        master, *slots = state.arrays_of(record)
-        kinds = {master: "parameters" if own else "master weights"} | dict.fromkeys(slots, "optimizer state")
-        if record.rest is not None:
-            kinds[record.rest] = "parameters"
-        if own and store.tier_of(master) == "device":
-            resident -= store.local(master).nbytes  # the array is these rows of it
-        yield f"parameter/{record.name}", "device", "parameters", resident
-        for name, kind in kinds.items():
-            yield name, store.tier_of(name), kind, store.local(name).nbytes
 
 
 # -- texts and numbers --------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from zstore.io import LinkStatistics, most_resident_bytes, total_of_links
 from zstore.store import StoreStatistics
 
 from ..activations.offload import ActivationStatistics
+from ..params.record import Residency
 from ..zero.unshard import UnitStatistics
 
 if TYPE_CHECKING:
@@ -198,16 +199,30 @@ def memory_use(training: Training) -> MemoryUse:
             parameters += record.shard.nbytes
         # Not `full.nbytes`: a released parameter has no memory, or one that was kept for its next use.
         parameters += 0 if record.is_in_place else min(record.full.untyped_storage().nbytes(), record.full.nbytes)
-    store = state.store
-    resting = sum(store.local(record.rest).nbytes for record in state.records if record.rest is not None)
-    optimizer_state = 0
-    for record in state.scalars:
-        master, *others = state.arrays_of(record)
-        names = others if state.is_master(record) else [master, *others]
-        optimizer_state += sum(store.local(name).nbytes for name in names)
+    arrays = [(tier, kind == "parameters", nbytes) for _, tier, kind, nbytes in placed_arrays(training)]
+    resting = sum(nbytes for tier, is_parameter, nbytes in arrays if is_parameter and tier != "device")
+    optimizer_state = sum(nbytes for _, is_parameter, nbytes in arrays if not is_parameter)
     second = None if hooks is None else hooks.units.fetcher.second_copy
     secondary = 0 if second is None else second.held_bytes
     return MemoryUse(parameters, resting, training.gradients.held_bytes(), optimizer_state, secondary)
+
+
+def placed_arrays(training: Training) -> Iterator[tuple[str, str, str, int]]:
+    """Yield name, tier, kind and bytes of this rank's arrays of every parameter: its values, master and slots."""
+    state, store = training.state, training.state.store
+    for record in state.records:
+        resident = record.full.nbytes if record.residency is Residency.RESIDENT else 0
+        resident += 0 if record.shard is None else record.shard.nbytes
+        own = record.group is None or state.is_master(record)
+        master, *slots = state.arrays_of(record)
+        kinds = {master: "parameters" if own else "master weights"} | dict.fromkeys(slots, "optimizer state")
+        if record.rest is not None:
+            kinds[record.rest] = "parameters"
+        if own and store.tier_of(master) == "device":
+            resident -= store.local(master).nbytes  # the array is these rows of it
+        yield f"parameter/{record.name}", "device", "parameters", resident
+        for name, kind in kinds.items():
+            yield name, store.tier_of(name), kind, store.local(name).nbytes
 
 
 # -- utilisation -----------------------------------------------------------------------------------------------------

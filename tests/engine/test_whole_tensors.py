@@ -22,7 +22,7 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.report.journal import placed_arrays
+from zstore.engine.report.statistics import placed_arrays
 from zstore.errors import CheckpointMismatchError
 from zstore.optim import Lamb, MuonWithAdam
 from zstore.testing.ranks import run_ranks
