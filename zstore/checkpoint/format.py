@@ -85,9 +85,9 @@ class Manifest:
         return sum(map(int, re.findall(sizes, data.rpartition(_SHARDS)[2])))
 
     @classmethod
-    def decode(cls, data: bytes, path: str) -> Manifest:
+    def decode(cls, data: bytes, path: str, most_values: int = MAX_JSON_VALUES) -> Manifest:
         """Return the manifest in `data`, which was read from `path`. Raises CorruptionError for anything else."""
-        document = parse_json(data, path)
+        document = parse_json(data, path, most_values)
         _check_kind(document, MANIFEST_FORMAT, path)
         shards = _get(document, "shards", list, path)
         return cls(

@@ -111,14 +111,13 @@ class ReadAhead(Closing):
         ranges: Sequence[Range],
         *,
         memory_bytes: int | None = None,
-        depth: int | None = None,
     ) -> None:
         self._reader = reader
         num_threads = reader.num_readers
         if memory_bytes is None:
             memory_bytes = _spans_memory(reader)
         # A span is a chunk at least, of up to 1 MiB: in little memory there are few.
-        depth = depth or min(2 * num_threads, max(_LEAST_DEPTH, memory_bytes // 2**20))
+        depth = min(2 * num_threads, max(_LEAST_DEPTH, memory_bytes // 2**20))
         span_bytes = memory_bytes // depth
         self._ranges: dict[str, list[tuple[int, int, int]]] = {}
         """By array, first and stop element of each range and its place among all, by first element."""

@@ -89,10 +89,10 @@ class CheckpointPlan:
         """Return the path of a shard's file inside the checkpoint."""
         return f"{array_path(name)}/{shard_file(len(self.specs[name].stored_shape), shard)}"
 
-    def require_room(self, files: Files, folder: Path, extra_bytes: int = 0) -> None:
-        """Raise DiskFullError if `folder` has no room for all shard files, and `extra_bytes` on the way."""
+    def require_room(self, files: Files, folder: Path) -> None:
+        """Raise DiskFullError if `folder` has no room for all shard files."""
         shards = [(name, shard) for name in self.specs for shard in range(self.grid(name).num_shards)]
-        needed = extra_bytes + sum(self.file_bytes(name, shard) for name, shard in shards)
+        needed = sum(self.file_bytes(name, shard) for name, shard in shards)
         files.require_room(folder, needed, f"the checkpoint needs {needed} bytes")
 
 
@@ -180,22 +180,16 @@ class SaveRequest(CheckpointPlan):
     disk_folders: Mapping[str, Path] = field(default_factory=dict)
     """By array, the folder of shards that are on another drive than `disk_folder`."""
     before_commit: Callable[[CheckpointReader], Iterable[str]] | None = None
-    """On rank 0, and on each machine's first rank if it has a part: called with the checkpoint before it is committed, in the
-    save's thread. Files that it writes at the top of the folder, durably, are committed too; it returns messages."""
+    """Called on rank 0 with the checkpoint before it is committed, in the save's thread; returns messages. Files that it writes
+    at the top of the folder, durably, are committed too."""
     reserve_bytes: int = 0
     """Bytes on the disk tier's file system that the next step needs for files beside those that the save keeps."""
     told: Callable[[SaveSummary | BaseException], None] | None = None
-    """Called in the save's thread with this rank's summary, or its error, before `wait()` returns; of a save to a URL
-    with the summary of the local commit first. Must not raise."""
+    """Called in the save's thread with this rank's summary, or its error, before `wait()` returns. Must not raise."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
     num_threads: int = 8
     """Shards that are published at a time."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank makes and commits the folder."""
-        return self.rank == 0
 
     @property
     def written_bytes(self) -> int:

@@ -29,7 +29,7 @@ from ..io.shards import IoResources, ShardReader, open_resources
 from ..sizes import format_bytes, format_count
 from .catalog import Refusal, TagInfo, list_tags, read_record, resolve, scan
 from .folder import Folder, FolderLike, folder_at
-from .format import COMPLETE, Manifest, Record, parse_json, sha256
+from .format import COMPLETE, MAX_JSON_VALUES, Manifest, Record, parse_json, sha256
 from .metadata import parse_root
 from .names import METADATA_FILE, RECORD_FILE, manifest_file, shard_file, tag_text
 
@@ -284,12 +284,7 @@ class CheckpointReader(ArraySource):
             data = self.folder.read_small(manifest_file(rank))
         except FileNotFoundError as error:
             raise CorruptionError(f"{path} is missing; restore it from another copy") from error
-        if sha256(data) != self.record.manifest_sha256[rank]:
-            raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
-        manifest = Manifest.decode(data, path)
-        if (manifest.id, manifest.rank, manifest.outcome) != (self.record.id, rank, COMPLETE):
-            raise CorruptionError(f"{path} is the manifest of another save or rank; restore it from another copy")
-        return manifest
+        return checked_manifest(data, self.record, rank, path)
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
         array = self.array(name)
@@ -385,20 +380,41 @@ def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, StoredArray
         data = info.folder.read_small(METADATA_FILE)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptionError(f"{path} is missing; restore it from another copy") from error
-    if sha256(data) != info.record.metadata_sha256:
+    return checked_metadata(data, info.record, path)
+
+
+def checked_metadata(
+    data: bytes, record: Record, path: str, most_values: int = MAX_JSON_VALUES
+) -> tuple[dict[str, Any], dict[str, StoredArray]]:
+    """Return the root's document and the arrays that it describes; `data` was read from `path`.
+
+    Raises CorruptionError unless it is what was committed and no larger than `most_values`, CheckpointMismatchError for
+    arrays of a newer version.
+    """
+    if sha256(data) != record.metadata_sha256:
         raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
-    document = parse_json(data, path)
+    document = parse_json(data, path, most_values)
     arrays = {
         name: StoredArray(spec=spec, grid=grid, folder=folder, codec=codec)
         for name, (folder, spec, grid, codec) in parse_root(document, path).items()
     }
     for name, array in arrays.items():
-        if array.grid.num_shards > info.record.world_size:
+        if array.grid.num_shards > record.world_size:
             raise CorruptionError(
-                f"array {name!r} has {array.grid.num_shards} shards, but {info.record.world_size} rank(s) saved: {path} was "
+                f"array {name!r:.200} has {array.grid.num_shards} shards, but {record.world_size} rank(s) saved: {path} was "
                 "changed"
             )
     return document, arrays
+
+
+def checked_manifest(data: bytes, record: Record, rank: int, path: str, most_values: int = MAX_JSON_VALUES) -> Manifest:
+    """Return the manifest of rank `rank`. Raises as `checked_metadata` does."""
+    if sha256(data) != record.manifest_sha256[rank]:
+        raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
+    manifest = Manifest.decode(data, path, most_values)
+    if (manifest.id, manifest.rank, manifest.outcome) != (record.id, rank, COMPLETE):
+        raise CorruptionError(f"{path} is the manifest of another save or rank; restore it from another copy")
+    return manifest
 
 
 def open_checkpoint(

@@ -22,10 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from ...checkpoint.format import COMPLETE, Manifest, Record, dump_metadata, parse_json, sha256
-from ...checkpoint.metadata import parse_root
+from ...checkpoint.format import Record, dump_metadata
 from ...checkpoint.names import ABORT_FILE, LATEST_FILE, MANIFEST_FOLDER, METADATA_FILE, RECORD_FILE, manifest_file
-from ...checkpoint.reader import StoredArray
+from ...checkpoint.reader import StoredArray, checked_manifest, checked_metadata
 from ...errors import CorruptionError, UsageError
 from ...format.archive import decode_packed_index, packed_file_bytes
 from ...format.codecs import most_stored_bytes
@@ -118,7 +117,9 @@ def make_plan(record: Record, folder: Path, extras: Mapping[str, KnownContent]) 
 
     Raises CorruptionError, or CheckpointMismatchError, for documents that no reader would take.
     """
-    documents, arrays = _read_arrays(record, folder)
+    metadata = (folder / METADATA_FILE).read_bytes()
+    document, arrays = checked_metadata(metadata, record, METADATA_FILE, MAX_DOCUMENT_VALUES)
+    documents: dict[str, dict[str, Any]] = document["consolidated_metadata"]["metadata"]
     groups = {entry.partition("/")[0] for entry in documents}
     for name in extras:
         if name in groups:
@@ -139,28 +140,9 @@ def make_plan(record: Record, folder: Path, extras: Mapping[str, KnownContent]) 
     return UploadPlan(shards=shards, of_rank=of_rank, copies=documents)
 
 
-def _read_arrays(record: Record, folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, StoredArray]]:
-    document = parse_json(_bytes_of(folder / METADATA_FILE, record.metadata_sha256), METADATA_FILE, MAX_DOCUMENT_VALUES)
-    arrays = {
-        name: StoredArray(spec=spec, grid=grid, folder=inside, codec=codec)
-        for name, (inside, spec, grid, codec) in parse_root(document, METADATA_FILE).items()
-    }
-    for name, array in arrays.items():
-        if array.grid.num_shards > record.world_size:
-            raise CorruptionError(
-                f"array {name!r:.200} has {array.grid.num_shards} shards, but {record.world_size} rank(s) saved"
-            )
-    found: dict[str, dict[str, Any]] = document["consolidated_metadata"]["metadata"]
-    return found, arrays
-
-
 def _read_shards(record: Record, rank: int, path: Path, arrays: Mapping[str, StoredArray]) -> dict[str, ShardContent]:
     file = manifest_file(rank)
-    data = _bytes_of(path, record.manifest_sha256[rank])
-    parse_json(data, file, MAX_DOCUMENT_VALUES)
-    manifest = Manifest.decode(data, file)
-    if (manifest.id, manifest.rank, manifest.outcome) != (record.id, rank, COMPLETE):
-        raise CorruptionError(f"{file} is the manifest of another save or rank")
+    manifest = checked_manifest(path.read_bytes(), record, rank, file, MAX_DOCUMENT_VALUES)
     shards: dict[str, ShardContent] = {}
     for entry in manifest.shards:
         array = arrays.get(entry.array)
@@ -185,13 +167,6 @@ def _read_shards(record: Record, rank: int, path: Path, arrays: Mapping[str, Sto
         if shards.setdefault(array.shard_file(rank), content) is not content:
             raise CorruptionError(f"{file} names {entry.array!r:.200} twice")
     return shards
-
-
-def _bytes_of(path: Path, digest: str) -> bytes:
-    data = path.read_bytes()
-    if sha256(data) != digest:
-        raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}")
-    return data
 
 
 _PIECE_BYTES = 1024 * 1024
