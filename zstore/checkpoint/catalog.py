@@ -131,14 +131,17 @@ def scan(place: FolderLike) -> Catalog:
     aside: dict[str, TagInfo] = {}
     refusals: list[Refusal] = []
     entries = _entries(folder)
-    names = [name for name in entries.folders if _may_be_checkpoint(name)]
+    names = [name for name in entries.folders if (own := parse_own_name(name)) is None or own[1] == SET_ASIDE]
     for name, data in zip(names, folder.read_records(names), strict=True):
         entry = folder.child(name)
         try:
             info = TagInfo(folder=entry, record=_decoded(data, entry))
         except (ZstoreError, OSError) as error:
-            if not isinstance(error, FileNotFoundError) or entry.has(METADATA_FILE):
-                refusals.append(Refusal(folder=entry, reason=_reason(error)))
+            if not isinstance(error, FileNotFoundError):
+                refusals.append(Refusal(folder=entry, reason=str(error)))
+            elif entry.has(METADATA_FILE):
+                text = f"it has no {RECORD_FILE}: it was never committed, or the file was lost"
+                refusals.append(Refusal(folder=entry, reason=text))
             continue
         own = parse_own_name(name)
         if own is None:
@@ -154,11 +157,6 @@ def scan(place: FolderLike) -> Catalog:
         unfinished=frozenset(own[2] for own in locks),
         has_latest=LATEST_FILE in entries.files,
     )
-
-
-def _may_be_checkpoint(name: str) -> bool:
-    own = parse_own_name(name)
-    return own is None or own[1] == SET_ASIDE
 
 
 def _decoded(data: bytes | Exception, folder: Folder) -> Record:
@@ -180,12 +178,6 @@ def _entries(folder: Folder) -> Entries:
         raise  # its message lists the content
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{folder} does not exist or is not a folder: expected a checkpoint") from error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"it has no {RECORD_FILE}: it was never committed, or the file was lost"
-    return str(error)
 
 
 def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
@@ -241,8 +233,12 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
         raise CheckpointNotFoundError(
             f"{folder} is the checkpoint {info.tag!r}, not {tag!r}: name the folder above it to choose by tag"
         )
-    if tag is not None and (named := find_tag(folder, tag) or _find_step(folder, tag)) is not None:
-        return _pinned(named)
+    if tag is not None:
+        named = find_tag(folder, tag)
+        if named is None and tag.isdecimal() and len(tag) < 19:
+            named = find_tag(folder, step_tag(int(tag)))
+        if named is not None:
+            return _pinned(named)
     try:
         catalog = scan(folder)
     except CheckpointNotFoundError:
@@ -255,11 +251,6 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
             logging.getLogger("zstore").warning("%s", line)
         return meant
     raise CheckpointNotFoundError(_nothing(folder, tag, catalog))
-
-
-def _find_step(folder: Folder, tag: str) -> TagInfo | None:
-    """Return the checkpoint that the number of a step means; None if there is none."""
-    return find_tag(folder, step_tag(int(tag))) if tag.isdecimal() and len(tag) < 19 else None
 
 
 def _pinned(info: TagInfo) -> TagInfo:

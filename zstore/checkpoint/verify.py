@@ -50,53 +50,36 @@ def verify_checkpoint(
     Memory stays within the reader's pool. Files at the top of the tag's folder that the format does not know are the user's
     and no fault.
     """
-    found = _Check(reader).run(advance, num_threads or max(_LEAST_THREADS, reader.num_readers))
-    return sorted(dict.fromkeys(found), key=lambda fault: (fault.file, fault.offset or 0))
-
-
-class _Check:
-    """The check of one checkpoint: the shards in the order of the ranks that saved them, so that a drive reads on."""
-
-    def __init__(self, reader: CheckpointReader) -> None:
-        self._reader = reader
-        num_shards = {name: array.grid.num_shards for name, array in reader.arrays.items()}
-        self._shards = [
-            (name, shard)
-            for shard in range(max(num_shards.values(), default=0))
-            for name, count in num_shards.items()
-            if shard < count
-        ]
-        self._manifests = list(range(reader.record.world_size))
-
-    def run(self, advance: Advance | None, num_threads: int) -> list[VerifyFault]:
-        """Return the faults."""
-        reader, faults = self._reader, list[VerifyFault]()
-        crcs, unread = _read_manifests(reader, self._manifests, faults)
-        sizes = _sizes(reader)
-        tasks: list[Callable[[], list[VerifyFault]]] = []
-        for name, shard in self._shards:
+    faults: list[VerifyFault] = []
+    crcs, unread = _read_manifests(reader, faults)
+    sizes = _sizes(reader)
+    num_shards = {name: array.grid.num_shards for name, array in reader.arrays.items()}
+    tasks: list[Callable[[], list[VerifyFault]]] = []
+    for shard in range(max(num_shards.values(), default=0)):  # by the ranks that saved them, so that a drive reads on
+        for name in (name for name, count in num_shards.items() if shard < count):
             check = _ShardCheck(reader, reader.arrays[name], shard, sizes, has_manifest=shard not in unread)
             tasks.append(partial(check.run, crcs.get((name, shard)), advance))
-        faults += [
-            VerifyFault(
-                file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name
-            )
-            for name, shard in crcs
-            if name not in reader.arrays or shard >= reader.arrays[name].grid.num_shards
-        ]
-        with Workers(num_threads, "zstore-verify") as workers:
-            for found in workers.run(in_turn(self._metadata_tasks(), tasks)):
-                faults += found
-        return faults + _find_extra_files(reader, sizes)
+    faults += [
+        VerifyFault(
+            file=manifest_file(shard), problem=f"names shard {shard}, which the array does not have", array=name
+        )
+        for name, shard in crcs
+        if shard >= num_shards.get(name, 0)
+    ]
+    with Workers(num_threads or max(_LEAST_THREADS, reader.num_readers), "zstore-verify") as workers:
+        for found in workers.run(in_turn(_metadata_tasks(reader), tasks)):
+            faults += found
+    faults += _find_extra_files(reader, sizes)
+    return sorted(dict.fromkeys(faults), key=lambda fault: (fault.file, fault.offset or 0))
 
-    def _metadata_tasks(self) -> list[Callable[[], list[VerifyFault]]]:
-        """Return tasks that check the metadata of all levels: in between, while the drive reads shards."""
-        reader = self._reader
-        folders = [*reader.documents["consolidated_metadata"]["metadata"]]
-        # Behind a URL they are asked for at once.
-        step = _FILES_AT_A_TIME if reader.folder.is_local else max(1, len(folders))
-        batches = [folders[first : first + step] for first in range(0, len(folders), step)]
-        return [partial(_check_metadata, reader, batch) for batch in batches]
+
+def _metadata_tasks(reader: CheckpointReader) -> list[Callable[[], list[VerifyFault]]]:
+    """Return tasks that check the metadata of all levels: in between, while the drive reads shards."""
+    folders = [*reader.documents["consolidated_metadata"]["metadata"]]
+    # Behind a URL they are asked for at once.
+    step = _FILES_AT_A_TIME if reader.folder.is_local else max(1, len(folders))
+    batches = [folders[first : first + step] for first in range(0, len(folders), step)]
+    return [partial(_check_metadata, reader, batch) for batch in batches]
 
 
 def _check_metadata(reader: CheckpointReader, folders: Sequence[str]) -> list[VerifyFault]:
@@ -127,13 +110,11 @@ def _sizes(reader: CheckpointReader) -> dict[str, int | None]:
     return sizes
 
 
-def _read_manifests(
-    reader: CheckpointReader, ranks: Collection[int], faults: list[VerifyFault]
-) -> tuple[_Crcs, Collection[int]]:
+def _read_manifests(reader: CheckpointReader, faults: list[VerifyFault]) -> tuple[_Crcs, Collection[int]]:
     """Return the checksums that the manifests name, and the ranks whose manifests cannot be read."""
     crcs: _Crcs = {}
     unread: list[int] = []
-    for rank in sorted(ranks):
+    for rank in range(reader.record.world_size):
         try:
             crcs.update({(entry.array, entry.shard): entry.crcs for entry in reader.manifest(rank).shards})
         except (OSError, ZstoreError) as error:
@@ -166,9 +147,14 @@ class _ShardCheck:
     def run(self, expected: Sequence[int] | None, advance: Advance | None) -> list[VerifyFault]:
         """Return the faults of the file and its chunks; `expected` are the manifest's checksums, None if it names no such
         shard."""
-        file_bytes = self._array.shard_file_bytes(self._shard)
-        faults = self._check_size(file_bytes)
-        if not faults:
+        file_bytes, found = self._array.shard_file_bytes(self._shard), self._sizes.get(self._file)
+        if self._file not in self._sizes:
+            faults = [self._fault("is missing")]
+        elif found is None:
+            faults = [self._fault("is a symbolic link or of another kind, expected a file")]
+        elif found != file_bytes:
+            faults = [self._fault(f"has {found} bytes, expected {file_bytes}", min(found, file_bytes))]
+        else:
             faults = self._check_chunks(expected)
         if advance is not None:
             advance(file_bytes)
@@ -176,17 +162,6 @@ class _ShardCheck:
 
     def _fault(self, problem: str, offset: int | None = None) -> VerifyFault:
         return VerifyFault(file=self._file, problem=problem, array=self._array.spec.name, offset=offset)
-
-    def _check_size(self, file_bytes: int) -> list[VerifyFault]:
-        if self._file not in self._sizes:
-            return [self._fault("is missing")]
-        found = self._sizes[self._file]
-        if found is None:
-            return [self._fault("is a symbolic link or of another kind, expected a file")]
-        if found == file_bytes:
-            return []
-        problem = f"has {found} bytes, expected {file_bytes}"
-        return [self._fault(problem, min(found, file_bytes))]
 
     def _check_chunks(self, expected: Sequence[int] | None) -> list[VerifyFault]:
         shard = open_shard_file(self._resources, self._path, self._array.cut, self._shard, check=False)
@@ -209,17 +184,13 @@ class _ShardCheck:
         ]
 
     def _find_damage(self, shard: ShardReader) -> list[VerifyFault]:
-        """Read a file that is known to be bad again, to say where."""
+        """Read a file that is known to be bad again, chunk by chunk, to name each bad one."""
         try:
             shard.check_index()
         except CorruptionError as error:
             return [self._fault(str(error), 0)]
         except StorageError as error:
             return [self._fault(str(error), error.offset)]
-        return self._find_bad_chunks(shard)
-
-    def _find_bad_chunks(self, shard: ShardReader) -> list[VerifyFault]:
-        """Read a file that is known to be bad chunk by chunk, to name each."""
         faults: list[VerifyFault] = []
         grid = self._array.grid
         base = self._shard * grid.shard_numel
