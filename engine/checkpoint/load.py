@@ -31,10 +31,10 @@ from zstore.io.tensors import as_numpy, as_torch, dtype_name
 from zstore.open.sources import open_source
 from zstore.store import LocalShard
 
-from ..build.model import stored_buffers, stored_whole
+from ..build.model import stored_whole
 from ..runtime.device import one_thread
 from ..runtime.messages import warn_once
-from .load_plan import LoadOptions, LoadPlan, LoadReport, WithBuffers, check_saved_state, converted_moments, plan_load
+from .load_plan import LoadOptions, LoadPlan, LoadReport, check_saved_state, converted_moments, plan_load
 from .record import apply_record, check_record, derive_rng_state, join_tensors, load_rng_state
 
 if TYPE_CHECKING:
@@ -71,8 +71,6 @@ class Restore:
                 try:
                     resources, given = training.state.store.resources, training.config.storage_options
                     reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=given))
-                    buffers = {name for name, _ in stored_buffers(training.model)}
-                    reader = WithBuffers(reader, buffers)
                     plan = self._plan(reader, options)
                     check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)
                 except CheckpointNotFoundError:
@@ -151,10 +149,10 @@ class Restore:
         done = self._load_arrays(reader, [one for one in plan.arrays if not self._link(reader, one)])
         for name, tensor in list(stored_whole(training.model, (record.parameter for record in training.state.records))):
             if name in plan.resized:
-                values = {name.partition("/")[2]: as_torch(reader.read_array(name)).to(tensor.device)}
+                values = {name.partition("/")[2]: as_torch(reader.read_array(plan.whole[name])).to(tensor.device)}
                 training.model.load_state_dict(values, strict=False)
             elif name in plan.whole:
-                tensor.copy_(as_torch(reader.read_array(name)))
+                tensor.copy_(as_torch(reader.read_array(plan.whole[name])))
         training.state.refresh_parameters(done=done)
         self._know_frozen(reader, plan)
         training.restart_accumulation()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import nn
 
-from zstore.checkpoint import ArraySource, Range, ReadStatistics
+from zstore.checkpoint import ArraySource, Range
 from zstore.errors import CheckpointMismatchError, UsageError, shortened
 from zstore.format import buffer_array, model_array
-from zstore.io import Priority
 
-from ..build.model import stored_whole
+from ..build.model import stored_buffers, stored_whole
 from ..optim.state import OptimizerState
 from ..optim.stepper import STATE_KEY, Stepper
 from ..params.record import ParameterRecord
@@ -81,8 +78,9 @@ class LoadPlan:
     options: LoadOptions
     arrays: list[Range]
     """This rank's elements of the arrays to read, in this order."""
-    whole: set[str]
-    """Arrays that are not cut over the ranks: buffers, and parameters that were added after `initialize`."""
+    whole: Mapping[str, str]
+    """Arrays that are not cut over the ranks, each with its name in the checkpoint: buffers, and parameters that were added
+    after `initialize`."""
     resized: set[str]
     """Buffers among them of another shape than here, which the model's own `load_state_dict` takes over."""
     updated: list[ParameterRecord]
@@ -128,16 +126,18 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
     """
     names = {r: state.arrays_of(r)[: None if options.optimizer else 1] for r in state.records}
     whole = {name: tuple(tensor.shape) for name, tensor in stored_whole(model, (r.parameter for r in state.records))}
+    stored_as = _names_here(model, reader)
+    shapes = {name: reader.arrays[stored].spec.shape for name, stored in stored_as.items()}
     resized = {
-        name: reader.arrays[name].spec.shape
+        name: shapes[name]
         for name, shape in whole.items()
-        if name in reader.arrays and reader.arrays[name].spec.shape != shape and _takes_shapes(model, name)
+        if name in shapes and shapes[name] != shape and _takes_shapes(model, name)
     }
     wanted = whole | resized
     for arrays in names.values():
         wanted |= {name: tuple(state.store.spec(name).shape) for name in arrays}
-    missing, unexpected = _differences(state, reader, options, wanted)
-    found = {name for name in wanted if name in reader.arrays}
+    missing, unexpected = _differences(state, reader, options, wanted, shapes)
+    found = {name for name in wanted if name in shapes}
     return LoadPlan(
         options=options,
         arrays=[
@@ -146,12 +146,23 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
             for name in arrays
             if name in found
         ],
-        whole=whole.keys() & found,
+        whole={name: stored_as[name] for name in whole if name in found},
         resized=set(resized),
         updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
         missing=missing,
         unexpected=unexpected,
     )
+
+
+def _names_here(model: nn.Module, reader: ArraySource) -> dict[str, str]:
+    """Return the name in the checkpoint of each of its arrays, by the name here: other software's state dicts do not say which
+    of their tensors are buffers."""
+    buffers = {model_array(name): buffer_array(name) for name, _ in stored_buffers(model)}
+    names: dict[str, str] = {}
+    for stored in reader.arrays:
+        name = buffers.get(stored, stored)
+        names[stored if name in reader.arrays else name] = stored
+    return names
 
 
 def _takes_shapes(model: nn.Module, array: str) -> bool:
@@ -196,9 +207,14 @@ def converted_moments(state: OptimizerState, reader: ArraySource, plan: LoadPlan
 
 
 def _differences(
-    state: OptimizerState, reader: ArraySource, options: LoadOptions, wanted: Mapping[str, tuple[int, ...]]
+    state: OptimizerState,
+    reader: ArraySource,
+    options: LoadOptions,
+    wanted: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[list[str], list[str]]:
-    """Return the missing and the unexpected arrays, if `options` accept them. Raises CheckpointMismatchError if not."""
+    """Return the missing and the unexpected arrays, if `options` accept them; `shapes` are the checkpoint's. Raises
+    CheckpointMismatchError if not."""
     frozen = {record.name for record in state.records if record.group is None}
 
     def counts(name: str) -> bool:
@@ -207,7 +223,7 @@ def _differences(
         # Slots of a parameter that is frozen now are left alone.
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
 
-    stored = {name: array.spec.shape for name, array in reader.arrays.items() if counts(name)}
+    stored = {name: shape for name, shape in shapes.items() if counts(name)}
     for name in _repeated(state, reader):
         del stored[name]
     missing = [name for name in wanted if name not in stored]
@@ -263,41 +279,3 @@ def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int
 
 def _short(prefix: str, names: list[str]) -> list[str]:
     return shortened([prefix + name for name in names], _MOST_LISTED) if names else []
-
-
-class WithBuffers(ArraySource):
-    """`source`, in which weights under the names of `buffers` are those buffers: other software's state dicts do not say which
-    of their tensors are. `source` stays the caller's."""
-
-    def __init__(self, source: ArraySource, buffers: Collection[str]) -> None:
-        super().__init__(source.location, source.tag, source.record, source.resources)
-        self.kind, self.notes, self.is_remote = source.kind, source.notes, source.is_remote
-        self._source = source
-        self._old = {
-            buffer_array(name): model_array(name)
-            for name in buffers
-            if model_array(name) in source.arrays and buffer_array(name) not in source.arrays
-        }
-        new = {old: name for name, old in self._old.items()}
-        for old, array in source.arrays.items():
-            name = new.get(old, old)
-            self.arrays[name] = replace(array, spec=replace(array.spec, name=name))
-
-    @property
-    def read_bytes(self) -> int:
-        return self._source.read_bytes
-
-    def reading(self) -> ReadStatistics | None:
-        return self._source.reading()
-
-    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
-        self._source.read(self._old.get(name, name), first, stop, out, priority)
-
-    def rank_state(self, rank: int) -> Mapping[str, Any]:
-        return self._source.rank_state(rank)
-
-    def shard_crcs(self, name: str, shard: int) -> Sequence[int] | None:
-        return self._source.shard_crcs(self._old.get(name, name), shard)
-
-    def file_of(self, name: str, shard: int) -> Path | None:
-        return self._source.file_of(self._old.get(name, name), shard)
