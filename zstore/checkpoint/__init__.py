@@ -3,15 +3,18 @@
 Read `docs/format.md` for the bytes, and in this order: names, format, metadata; plan, build, save, commit; folder,
 catalog, reader, lookahead, verify, reshard, retention.
 
-The names below are for code that builds on the store. Those that only some readers need are imported on first use.
+The names below are for code that builds on the store.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .build import CheckpointBuilder
 from .catalog import LOOPS_FOLDER, Catalog, Refusal, TagInfo, find_tag, list_nested, list_tags, resolve, scan, tags_text
+from .commit import Committer, abort_reason, discard, new_folder, sweep, temporary_folder
 from .folder import Folder, LocalFolder
 from .format import ABSENT_KEY, COMPLETE, LATEST_KEY, Record, encode_state, plain_value
+from .lookahead import MEMORY_BYTES, Range, ReadAhead, Span, read_into
 from .names import (
     MANIFEST_FOLDER,
     METADATA_FILE,
@@ -24,6 +27,7 @@ from .names import (
     tag_folder,
     tag_text,
 )
+from .plan import CheckpointPlan, KnownFile, SaveRequest, SaveSummary
 from .reader import (
     NUM_THREADS,
     ArraySource,
@@ -34,6 +38,7 @@ from .reader import (
     refused,
     tags,
 )
+from .reshard import reshard_checkpoint
 from .retention import (
     Fate,
     Keep,
@@ -46,15 +51,10 @@ from .retention import (
     stored_files,
     weigh,
 )
+from .verify import VerifyFault, verify_checkpoint
 
 if TYPE_CHECKING:
-    from .build import CheckpointBuilder
-    from .commit import Committer, abort_reason, discard, new_folder, sweep, temporary_folder
-    from .lookahead import MEMORY_BYTES, Range, ReadAhead, Span, read_into
-    from .plan import CheckpointPlan, KnownFile, SaveRequest, SaveSummary
-    from .reshard import reshard_checkpoint
     from .save import SaveHandle, save_checkpoint
-    from .verify import VerifyFault, verify_checkpoint
 
 __all__ = [
     "ABSENT_KEY", "COMPLETE", "LATEST_KEY",
@@ -72,21 +72,10 @@ __all__ = [
     "temporary_folder", "verify_checkpoint", "weigh",
 ]  # fmt: skip
 
-_HOMES = {
-    "build": "CheckpointBuilder",
-    "commit": "Committer abort_reason discard new_folder sweep temporary_folder",
-    "lookahead": "MEMORY_BYTES Range ReadAhead Span read_into",
-    "plan": "CheckpointPlan KnownFile SaveRequest SaveSummary",
-    "reshard": "reshard_checkpoint",
-    "save": "SaveHandle save_checkpoint",
-    "verify": "VerifyFault verify_checkpoint",
-}
-"""Module -> the names that are imported from it when they are first used."""
-
 
 def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names.split()), None)
-    if home is None:
+    """Import what saves when it is first used: it needs the store."""
+    if name not in ("SaveHandle", "save_checkpoint"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(f".{home}", __name__), name)
+    globals()[name] = value = getattr(import_module(".save", __name__), name)
     return value

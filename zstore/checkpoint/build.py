@@ -27,7 +27,7 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from crc32c import crc32c
@@ -38,11 +38,13 @@ from ..io.files import Files, make_read_only
 from ..io.pool import Workers, helpful_threads
 from ..io.queue import Priority
 from ..io.shards import FillRuns, ShardSummary, write_shard
-from ..store.tiers import PinnedShard
 from .format import COMPLETE, Manifest, Record, read_json, sha256
 from .metadata import encode_documents
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file, tag_folder
 from .plan import CheckpointPlan, KnownFile, SaveRequest
+
+if TYPE_CHECKING:
+    from ..store.tiers import PinnedShard
 
 
 class CheckpointBuilder:

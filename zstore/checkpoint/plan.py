@@ -26,12 +26,12 @@ from ..format.partition import Grid, make_grid
 from ..format.shardfile import layout_of
 from ..io.files import Files
 from ..io.shards import IoResources
-from ..store.tiers import PinnedShard
 from .format import sha256
 from .names import METADATA_FILE, array_path, check_save_id, shard_file, tag_text
 from .retention import Keep
 
 if TYPE_CHECKING:
+    from ..store.tiers import PinnedShard
     from .reader import CheckpointReader
 
 
