@@ -161,8 +161,10 @@ class Checkpoints:
         remote = UploadPlace(location, config.storage_options)
         # One folder for each URL: tags of different runs do not meet.
         name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        return (config.own.upload_folder or (drives[0] if drives else cache) / _FOLDER) / name, remote
+        if config.own.upload_folder is not None:
+            return config.own.upload_folder / name, remote
+        above = drives[0] if drives else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        return above / _FOLDER / name, remote
 
     def _tag(self, tag: str | float | None) -> str:
         return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
@@ -312,7 +314,8 @@ class Checkpoints:
 
         The wait may be interrupted: the save goes on, and the next call waits again.
         """
-        (handle,) = self._under_way
+        if (handle := next(iter(self._under_way), None)) is None:
+            return
         handle.wait_for_end()
         self._under_way.clear()
         summary = handle.wait()
