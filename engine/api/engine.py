@@ -673,7 +673,7 @@ class Engine(nn.Module):
                 try:
                     self.save_checkpoint(save_dir, tag, state)
                 except CheckpointExistsError as error:
-                    other = self.checkpoints.tag_beside(tag)
+                    other = self.checkpoints.unique_tag(tag)
                     if self.world.rank == 0:
                         _log.warning("%s; this one is saved as %r", error, other)
                     self.save_checkpoint(save_dir, other, state)

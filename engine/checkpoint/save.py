@@ -169,7 +169,7 @@ class Checkpoints:
     def _tag(self, tag: str | float | None) -> str:
         return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
 
-    def tag_beside(self, tag: str | float | None) -> str:
+    def unique_tag(self, tag: str | float | None) -> str:
         """Return a unique tag, for a save whose tag another run took."""
         return f"{self._tag(tag)}-{self._training.run_id[:8]}"
 
@@ -272,7 +272,7 @@ class Checkpoints:
                 overwrite=options.overwrite,
                 before_commit=before_commit,
                 reserve_bytes=reserve_bytes,
-                told=tell,
+                on_end=tell,
             )
         except BaseException:
             Snapshot(pins).release()

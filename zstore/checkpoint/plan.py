@@ -184,7 +184,7 @@ class SaveRequest(CheckpointPlan):
     at the top of the folder, durably, are committed too."""
     reserve_bytes: int = 0
     """Bytes on the disk tier's file system that the next step needs for files beside those that the save keeps."""
-    told: Callable[[SaveSummary | BaseException], None] | None = None
+    on_end: Callable[[SaveSummary | BaseException], None] | None = None
     """Called in the save's thread with this rank's summary, or its error, before `wait()` returns. Must not raise."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""

@@ -213,13 +213,13 @@ class Save(ABC):
 
     def run(self) -> SaveSummary:
         """Carry the save out. Called once, by the save's thread."""
-        told = self._request.told or (lambda _: None)
+        on_end = self._request.on_end or (lambda _: None)
         try:
             summary = self._summarise(self._run())
         except BaseException as error:
-            told(error)
+            on_end(error)
             raise
-        told(summary)
+        on_end(summary)
         return summary
 
     def _run(self) -> list[ShardSummary]:
