@@ -175,7 +175,7 @@ class Checkpoints:
 
     def collect_small(self, state: ClientValues, kept: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> Small:
         """Return the record and copies of the tensors that rank 0 stores whole: module buffers, parameters that were added
-        later, and the tensors of the client and of what is `kept` beside its state."""
+        later, and the tensors of the client and of `kept`."""
         marked, tensors = split_tensors({**as_mapping(state), **kept})
         known = (record.parameter for record in self._training.state.records)
         tensors |= {

