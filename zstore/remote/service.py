@@ -304,7 +304,7 @@ def parse_url(url: str) -> tuple[str, list[str]]:
 def open_folder(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
 ) -> BucketFolder | ServiceFolder:
-    """Return the folder at `url`: a run or checkpoint of the service of zstore that answers there, see [Note: URLs of a service];
+    """Return the folder at `url`: one of the service of zstore that answers there, see [Note: URLs of a service];
     otherwise see `open_bucket`. A service's option is `token`, else the variable ZSTORE_TOKEN.
 
     Raises UsageError if nothing opens the URL or the options make no sense, StorageError if no server answers.
