@@ -25,13 +25,15 @@ from typing import Protocol
 import torch
 
 from zstore.format import ALIGN_NUMEL, Grid
-from zstore.ranks.world import Kind, World
+from zstore.ranks.world import Kind, Work, World
 
 from ..params.record import ParameterRecord
 
 TypeOf = Callable[[ParameterRecord], torch.dtype]
 GridOf = Callable[[ParameterRecord], Grid]
 """How the ranks of a collective divide a parameter."""
+Rows = Callable[[ParameterRecord], torch.Tensor]
+"""Gives this rank's rows of a parameter with padding, 1-D [shard_numel]."""
 
 _SUM_NUMEL = 64 * 1024
 _ALONE_NUMEL = 64 * 1024
@@ -166,6 +168,16 @@ def _pieces(segment: Segment, world_size: int) -> Iterator[tuple[slice, int, sli
         yield slice(whole, whole + 1), rest, slice(base, base + rest)
 
 
+class Gathering(Protocol):
+    """A gather of a bucket under way."""
+
+    work: Work
+    """To be waited for before `finish`."""
+
+    def finish(self) -> None:
+        """Copy the received values into `full` of the parameters, whose memory must be there."""
+
+
 class Reducing(Protocol):
     """A bucket's reduce-scatter under way."""
 
@@ -220,6 +232,29 @@ def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
             total.add_(row)
         tile[0] = total.mul_(scale)
     return rows[0]
+
+
+class RowGather(Gathering):
+    """An all-gather of a bucket's rows under way: straight into the memory of a parameter that has a bucket of its own."""
+
+    def __init__(self, world: World, bucket: Bucket, rows: Rows) -> None:
+        first = bucket.segments[0]
+        self._bucket = bucket
+        self._matrix: torch.Tensor | None = None
+        """Received rows, [world, cols]; None: they are in place."""
+        if len(bucket.segments) == 1 and bucket.cols == first.shard_numel:
+            self._sent = rows(first.record)
+            target = first.record.padded_full(world.world_size * bucket.cols)
+        else:
+            parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
+            self._sent = torch.cat(parts)
+            self._matrix = self._sent.new_empty(world.world_size, bucket.cols)
+            target = self._matrix.view(-1)
+        self.work = world.start_all_gather(target, self._sent)
+
+    def finish(self) -> None:
+        if self._matrix is not None:
+            unpack(self._bucket, self._matrix, lambda record: record.full)
 
 
 def all_gather_rows(

@@ -16,17 +16,18 @@ import torch
 
 from zstore.format import Grid
 from zstore.io.tensors import dtype_name
-from zstore.ranks.world import Groups, Kind, Work, World
+from zstore.ranks.world import Groups, Kind, World
 
 from ..config.config import Config
 from ..params.record import ParameterRecord
 from ..params.sharding import GradientTypes, Sharding, sums_in_place
 from .collectives import (
     Bucket,
+    Gathering,
     Reducing,
     Reduction,
+    Rows,
     Segment,
-    TypeOf,
     bucket_limit,
     mean_in_place,
     pack,
@@ -35,45 +36,29 @@ from .collectives import (
     unpack,
 )
 
-Rows = Callable[[ParameterRecord], torch.Tensor]
-"""Gives this rank's rows of a parameter with padding, 1-D [shard_numel]."""
 Put = Callable[[Segment, slice, torch.Tensor], None]
 """Takes the mean of some of this rank's rows; see `put_rows`."""
 
 
-class Gathering(Protocol):
-    """A gather under way."""
+class Form(Protocol):
+    """Another form than their own type in which the values of some parameters, or their gradients, are sent."""
 
-    @property
-    def work(self) -> Work:
-        """The work to wait for before `finish`."""
+    align_numel: int
+    """Columns of a bucket at whose multiples a parameter may be cut."""
 
-    def finish(self) -> None:
-        """Copy the received values into `full` of the parameters, whose memory must be there."""
+    def takes(self, record: ParameterRecord) -> bool:
+        """Return whether the parameter is sent in this form."""
 
 
-class Gathers(Protocol):
+class Gathers(Form, Protocol):
     """Gathers some parameters in another form than their rows."""
 
-    def takes(self, record: ParameterRecord) -> bool:
-        """Return whether the parameter is gathered in this form."""
-
-    def start(
-        self, world: World, records: Sequence[ParameterRecord], limit_numel: int, rows: Rows
-    ) -> Iterator[Gathering]:
-        """Begin to gather the parameters in buckets of at most `limit_numel` elements (all ranks, in one order)."""
+    def start(self, world: World, bucket: Bucket, rows: Rows) -> Gathering:
+        """Begin to gather the parameters of a bucket (all ranks, in one order)."""
 
 
-class Reducer(Protocol):
+class Reducer(Form, Protocol):
     """Reduces some gradients in another form than their own type (stages 2 and 3)."""
-
-    def takes(self, record: ParameterRecord) -> bool:
-        """Return whether the parameter's gradients are sent in this form."""
-
-    def buckets(
-        self, records: Sequence[ParameterRecord], world_size: int, limit_numel: int, dtype_of: TypeOf
-    ) -> list[Bucket]:
-        """Return buckets of at most `limit_numel` elements of gradients in the types that they have on this rank."""
 
     def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> Reducing:
         """Begin to reduce `matrix` [world, cols] (all ranks, in one order)."""
@@ -244,7 +229,7 @@ class Reductions:
         records = list(values)
         if (reducer := rules.exchanges.reducer) is not None:
             taken = [record for record in records if reducer.takes(record)]
-            for bucket in reducer.buckets(taken, world_size, limit, rules.reduced):
+            for bucket in plan_buckets(taken, world_size, limit, rules.reduced, align_numel=reducer.align_numel):
                 yield reducer.start(bucket, pack(bucket, world_size, values.__getitem__), kind)
             records = [record for record in records if not reducer.takes(record)]
         for bucket in plan_buckets(records, world_size, limit, rules.reduced):

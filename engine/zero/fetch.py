@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -37,8 +36,8 @@ from zstore.store import TensorStore
 
 from ..params.record import ParameterRecord
 from ..runtime.device import Copy, Event, Transfers
-from .collectives import Bucket, over_all, plan_buckets, unpack
-from .exchanges import Exchanges, Gathering
+from .collectives import Gathering, RowGather, over_all, plan_buckets
+from .exchanges import Exchanges, SecondCopy
 
 Ready = Callable[[Sequence[ParameterRecord]], None]
 """Waits until the records' rows are those of the last step; may be called from the reading thread."""
@@ -149,6 +148,17 @@ class RowReader:
 
 
 @dataclass(eq=False)
+class Header:
+    """The header of a fetch on its way to all ranks. See [Note: a fetch]."""
+
+    work: Work
+    mine: torch.Tensor
+    everyone: torch.Tensor
+    late: Copy | None = None
+    """The header on its way to the host, if it is looked at late."""
+
+
+@dataclass(eq=False)
 class Fetch:
     """The values of some records on their way. See [Note: a fetch]."""
 
@@ -156,23 +166,22 @@ class Fetch:
     number: int
     """Number of the unit."""
     records: list[ParameterRecord]
+    second: SecondCopy | None = None
+    """Has the rows, so that its ranks alone take part; None: the shards of all ranks."""
     rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict)
     """This rank's rows with padding, until they are sent."""
     reading: RowRead | None = None
-    near: bool = False
-    """Whether the rows are those of the second copy, so that the ranks of the group alone take part."""
     sent: bool = False
-    header: torch.Tensor | None = None
-    """Of all ranks, until it was found in order."""
-    arriving: Copy | None = None
-    """The header on its way to the host, if it is looked at late."""
+    header: Header | None = None
+    """Until it was found in order."""
     error: BaseException | None = None
-    works: list[Work] = field(default_factory=list)
-    buckets: list[tuple[Bucket, torch.Tensor]] = field(default_factory=list)
-    others: list[Gathering] = field(default_factory=list)
-    """Gathers in another form than the rows."""
-    keep: list[Any] = field(default_factory=list)
-    """Memory that the collectives read."""
+    gathers: list[Gathering] = field(default_factory=list)
+
+    @property
+    def works(self) -> list[Work]:
+        """The collectives that may be under way."""
+        works = [gather.work for gather in self.gathers]
+        return works if self.header is None else [self.header.work, *works]
 
 
 class Fetcher:
@@ -201,10 +210,9 @@ class Fetcher:
 
     def read(self, name: str, number: int, records: Sequence[ParameterRecord], *, ahead: bool) -> Fetch:
         """Start to read the rows of `records`, which have no memory, for unit `number`; `ahead` of its use or for it."""
-        fetch = Fetch(name, number, list(records))
         if self.second_copy is not None and self.second_copy.has(records):
-            fetch.near = True
-            return fetch
+            return Fetch(name, number, list(records), self.second_copy)
+        fetch = Fetch(name, number, list(records))
         alone = self._world.world_size == 1
         resting: list[tuple[ParameterRecord, torch.Tensor]] = []
         for record in records:
@@ -232,15 +240,16 @@ class Fetcher:
             fetch.error = self._wait_for(fetch.reading)
         try:
             # The second copy's rows are there since nothing changes the values.
-            self.ready([record for record in fetch.records if record.rest is None and not fetch.near])
+            if fetch.second is None:
+                self.ready([record for record in fetch.records if record.rest is None])
         except BaseException as error:
             fetch.error = fetch.error or error
-        works = self._send_header(fetch)
+        world = self._world if fetch.second is None else fetch.second.world
+        header = fetch.header = self._send_header(fetch, world)
         if not expected and not self._late:
-            works.wait()
+            header.work.wait()
             self._check(fetch)
-        fetch.works.append(works)
-        self._send_rows(fetch)
+        self._send_rows(fetch, world)
 
     def _wait_for(self, reading: RowRead) -> BaseException | None:
         """Wait for rows, the device alone for those in host memory, and count that; returns the error."""
@@ -251,51 +260,35 @@ class Fetcher:
             self._last.follow()
         return error
 
-    def _send_header(self, fetch: Fetch) -> Work:
-        device, world = self._world.device, self._world_of(fetch)
+    def _send_header(self, fetch: Fetch, world: World) -> Header:
         # Filled there: a copy from host memory would wait for all earlier work of the device.
-        mine = torch.full((2,), fetch.number, dtype=torch.int32, device=device)
+        mine = torch.full((2,), fetch.number, dtype=torch.int32, device=world.device)
         mine[1:].fill_(fetch.error is not None)
-        fetch.header = torch.empty(2 * world.world_size, dtype=torch.int32, device=device)
-        fetch.keep.append(mine)
-        return world.start_all_gather(fetch.header, mine, kind="control")
+        everyone = torch.empty(2 * world.world_size, dtype=torch.int32, device=world.device)
+        return Header(world.start_all_gather(everyone, mine, kind="control"), mine, everyone)
 
-    def _world_of(self, fetch: Fetch) -> World:
-        return self.second_copy.world if fetch.near and self.second_copy is not None else self._world
-
-    def _send_rows(self, fetch: Fetch) -> None:
-        world, small, others = self._world_of(fetch), [], []
-        grid_of = self.second_copy.grid if fetch.near and self.second_copy is not None else over_all
-        # The values of a second copy were gathered so before.
-        gathers = None if fetch.near else self._gathers
+    def _send_rows(self, fetch: Fetch, world: World) -> None:
+        # The values of a second copy were gathered in another form before.
+        gathers, grid_of = (self._gathers, over_all) if fetch.second is None else (None, fetch.second.grid)
+        rows = partial(self._rows, fetch) if fetch.second is None else fetch.second.rows
+        small: list[ParameterRecord] = []
+        others: list[ParameterRecord] = []
+        plan = partial(plan_buckets, world_size=world.world_size, limit_numel=self._limit_numel)
         for record in fetch.records:
             record.make_room()
             if gathers is not None and gathers.takes(record):
                 others.append(record)
-                continue
-            padded = record.padded_full(grid_of(record).shard_numel * world.world_size)
-            if record.numel < _DIRECT_NUMEL or padded.numel() > self._limit_numel:
+            elif record.numel < _DIRECT_NUMEL:
                 small.append(record)
-                continue
-            rows = self._rows(fetch, record)
-            fetch.works.append(world.start_all_gather(padded, rows))
-            fetch.keep.append(rows)
-        for bucket in plan_buckets(small, world.world_size, self._limit_numel, grid_of=grid_of):
-            mine = torch.empty(bucket.cols, dtype=bucket.dtype, device=world.device)
-            for segment in bucket.segments:
-                mine[segment.columns] = self._rows(fetch, segment.record)[segment.first : segment.stop]
-            matrix = mine.new_empty(world.world_size, bucket.cols)
-            fetch.works.append(world.start_all_gather(matrix.view(-1), mine))
-            fetch.keep.append(mine)
-            fetch.buckets.append((bucket, matrix))
+            else:
+                fetch.gathers += [RowGather(world, bucket, rows) for bucket in plan([record], grid_of=grid_of)]
+        fetch.gathers += [RowGather(world, bucket, rows) for bucket in plan(small, grid_of=grid_of)]
         if gathers is not None:
-            fetch.others += gathers.start(world, others, self._limit_numel, partial(self._rows, fetch))
-            fetch.works += [gather.work for gather in fetch.others]
+            buckets = plan(others, align_numel=gathers.align_numel)
+            fetch.gathers += [gathers.start(world, bucket, rows) for bucket in buckets]
         fetch.rows.clear()
 
     def _rows(self, fetch: Fetch, record: ParameterRecord) -> torch.Tensor:
-        if fetch.near and self.second_copy is not None:
-            return self.second_copy.rows(record)
         return fetch.rows[record] if record in fetch.rows else record.padded_shard()
 
     def finish(self, fetch: Fetch, *, expected: bool) -> None:
@@ -307,33 +300,27 @@ class Fetcher:
             if error is not None:
                 raise error
             return
-        works = iter(fetch.works)
-        next(works).wait()
-        if self._late and fetch.header is not None:
-            here = self._transfers.empty_host(fetch.header.numel(), fetch.header.dtype)
-            fetch.arriving = self._transfers.begin(here, fetch.header, counted=False)
-            self._unseen.append(fetch)
-        else:
-            self._check(fetch)
-        for work in works:
-            work.wait()
-        for bucket, matrix in fetch.buckets:
-            unpack(bucket, matrix, lambda record: record.full)
-        for gather in fetch.others:
+        if (header := fetch.header) is not None:
+            header.work.wait()
+            if self._late:
+                here = self._transfers.empty_host(header.everyone.numel(), header.everyone.dtype)
+                header.late = self._transfers.begin(here, header.everyone, counted=False)
+                self._unseen.append(fetch)
+            else:
+                self._check(fetch)
+        for gather in fetch.gathers:
+            gather.work.wait()
             gather.finish()
-        fetch.others.clear()
-        if self.second_copy is not None and not fetch.near:
+        fetch.gathers.clear()
+        if self.second_copy is not None and fetch.second is None:
             self.second_copy.keep(fetch.records)
-        fetch.buckets.clear()
-        fetch.keep.clear()
-        fetch.works.clear()
 
     def _check(self, fetch: Fetch) -> None:
         """Look at the headers of all ranks."""
-        if fetch.header is None:
+        if (header := fetch.header) is None:
             return
-        header, world = fetch.header if fetch.arriving is None else fetch.arriving.wait(), self._world_of(fetch)
-        headers = header.view(-1, 2).tolist()
+        world = self._world if fetch.second is None else fetch.second.world
+        headers = (header.everyone if header.late is None else header.late.wait()).view(-1, 2).tolist()
         units = [unit for unit, _ in headers]
         if any(unit != fetch.number for unit in units):
             self._apart = True
@@ -383,10 +370,7 @@ class Fetcher:
             # A failed fetch does not write either; the caller that needed it has the error.
             with contextlib.suppress(RuntimeError):
                 work.wait()
-        fetch.works.clear()
-        fetch.keep.clear()
-        fetch.buckets.clear()
-        fetch.others.clear()
+        fetch.gathers.clear()
         return True
 
     def wait_for_reads(self) -> None:

@@ -33,12 +33,10 @@ from functools import cached_property
 
 import torch
 
-from zstore.format import Grid
 from zstore.ranks.world import Kind, Work, World, make_groups
 
 from ...params.record import ParameterRecord
-from ...zero.collectives import Bucket, TypeOf, plan_buckets, unpack
-from ...zero.exchanges import Rows
+from ...zero.collectives import Bucket, Rows, unpack
 
 BLOCK_NUMEL = 256
 """Elements with one scale: 4 bytes of it add 1.6 % to 8 bits, 3 % to 4."""
@@ -50,11 +48,6 @@ _TILE_NUMEL = {"cpu": 256 * 1024}
 _DEVICE_TILE_NUMEL = 16 * 1024 * 1024
 """Elements quantized or dequantized at a time: their fp32 values stay in the processor's caches, and are small beside a
 device's memory."""
-
-
-def _is_matrix(grid: Grid) -> bool:
-    """Return whether a parameter cut so has more than one extent. Others, biases and norms, are sent in their own type."""
-    return grid.row_numel > 1
 
 
 def encoded_bytes(numel: int, bits: int) -> int:
@@ -177,25 +170,30 @@ class QuantizedGather:
         return first.record.padded_full(self.gathered.shape[0] * self.bucket.cols).view(-1, self.bucket.cols)
 
 
-class QuantizedGathers:
-    """Gathers matrices of floating types as integers; see `Gathers` and [Note: quantized gathers]."""
+class _Quantized:
+    """Matrices of floating types are sent as integers."""
+
+    align_numel = BLOCK_NUMEL
 
     def takes(self, record: ParameterRecord) -> bool:
-        return record.dtype.is_floating_point and _is_matrix(record.grid)
-
-    def start(
-        self, world: World, records: Sequence[ParameterRecord], limit_numel: int, rows: Rows
-    ) -> Iterator[QuantizedGather]:
-        for bucket in plan_buckets(records, world.world_size, limit_numel, align_numel=BLOCK_NUMEL):
-            code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), _WEIGHT_BITS)
-            parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
-            sent = code.encode(torch.cat(parts)[None] if len(parts) > 1 else parts[0][None])
-            gathered = sent.new_empty(world.world_size, code.row_bytes)
-            work = world.start_all_gather(gathered.view(-1), sent.view(-1))
-            yield QuantizedGather(work, bucket, code, sent, gathered)
+        return (
+            record.dtype.is_floating_point and record.grid.row_numel > 1
+        )  # biases and norms are sent in their own type
 
 
-class QuantizedReducer:
+class QuantizedGathers(_Quantized):
+    """Gathers matrices of floating types as integers; see `Gathers` and [Note: quantized gathers]."""
+
+    def start(self, world: World, bucket: Bucket, rows: Rows) -> QuantizedGather:
+        code = BlockCode(tuple(segment.stop - segment.first for segment in bucket.segments), _WEIGHT_BITS)
+        parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
+        sent = code.encode(torch.cat(parts)[None] if len(parts) > 1 else parts[0][None])
+        gathered = sent.new_empty(world.world_size, code.row_bytes)
+        work = world.start_all_gather(gathered.view(-1), sent.view(-1))
+        return QuantizedGather(work, bucket, code, sent, gathered)
+
+
+class QuantizedReducer(_Quantized):
     """Starts reductions of gradients sent as integers (all ranks make one). `group_size` ranks make a group; all of
     them is one hop, on the process group of `world`. See [Note: quantized reductions]."""
 
@@ -207,16 +205,6 @@ class QuantizedReducer:
             self.hops = [groups.within, groups.between]
         else:
             self.hops = [world.second()]
-
-    def takes(self, record: ParameterRecord) -> bool:
-        """Return whether gradients of the parameter are sent as integers: those of matrices."""
-        return record.dtype.is_floating_point and _is_matrix(record.grid)
-
-    def buckets(
-        self, records: Sequence[ParameterRecord], world_size: int, limit_numel: int, dtype_of: TypeOf
-    ) -> list[Bucket]:
-        """Return buckets of at most `limit_numel` elements of gradients in the types that they have on this rank."""
-        return plan_buckets(records, world_size, limit_numel, dtype_of, align_numel=BLOCK_NUMEL)
 
     def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> QuantizedReduction:
         """Begin to reduce `matrix` [world, cols] (all ranks, in one order)."""
