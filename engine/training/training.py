@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
-from zstore.ranks.world import Groups, World
+from zstore.ranks.world import World
 
 from ..activations.offload import ActivationOffload
 from ..config.config import Config
@@ -41,8 +41,6 @@ class Training:
     """The parts of a run on this rank, wired by `initialize`."""
 
     world: World
-    groups: tuple[Groups, ...]
-    """Of ranks that hold a second copy of the parameters; none without it."""
     config: Config
     accumulation: Accumulation
     sharding: Sharding
@@ -380,8 +378,6 @@ class Training:
             self.compiled.remove()
         if self.hooks is not None:
             self.hooks.remove()
-        for groups in self.groups:
-            groups.release()
         if self.activations is not None:
             self.activations.close()
         self.state.store.close()

@@ -97,16 +97,13 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             sharded = make_sharded_units(units, config, store, transfers, world=world, exchanges=exchanges)
             hooks = UnitHooks(model, sharded)
         gradients = _gradients(state, units, hooks, config, sharding, world, exchanges)
-        stepper = (
-            None if rule.stepper is None or config.frozen else rule.stepper(optimizer.client, state, exchanges.world)
-        )
+        stepper = None if rule.stepper is None or config.frozen else rule.stepper(optimizer.client, state, world)
         if stepper is not None and stepper.owns_gradients and not gradients.rules.each_backward:
             gradients.step.averaged = stepper.averaged
         mode, fetcher = StepMode(config.step_overlap), None if hooks is None else hooks.units.fetcher
         update = Update(model, state, gradients, world, mode, fetcher, stepper)
         return Training(
             world=world,
-            groups=exchanges.groups,
             config=config,
             accumulation=Accumulation(batch=config.batch, world_size=world.world_size),
             sharding=sharding,

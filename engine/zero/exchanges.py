@@ -16,7 +16,7 @@ import torch
 
 from zstore.format import Grid
 from zstore.io.tensors import dtype_name
-from zstore.ranks.world import Groups, Kind, World
+from zstore.ranks.world import Kind, World
 
 from ..config.config import Config
 from ..params.record import ParameterRecord
@@ -92,6 +92,9 @@ class SecondCopy(Protocol):
     def free(self) -> None:
         """Forget everything, and free the memory."""
 
+    def release(self) -> None:
+        """Destroy its process groups, once no gather is under way; a second call does nothing."""
+
     @property
     def held_bytes(self) -> int:
         """Bytes of the rows, padding left out."""
@@ -101,15 +104,11 @@ class SecondCopy(Protocol):
 class Exchanges:
     """The exchanges of a run. See [Note: exchanges]."""
 
-    world: World
-    """All ranks, which hold the shards."""
     gathers: Gathers | None = None
     """Gathers of the parameters that it accepts; None: of none."""
     second_copy: SecondCopy | None = None
     reducer: Reducer | None = None
     """Reductions of the gradients that it accepts; None: of none."""
-    groups: tuple[Groups, ...] = ()
-    """Groups of ranks that hold a second copy of the parameters."""
 
 
 Maker = Callable[[Exchanges, Config, Sharding, World], Exchanges]
@@ -124,7 +123,7 @@ def register(maker: Maker) -> None:
 
 def exchanges_of(config: Config, sharding: Sharding, world: World) -> Exchanges:
     """Return the exchanges of a run (all ranks)."""
-    found = Exchanges(world=world)
+    found = Exchanges()
     for maker in _makers:
         found = maker(found, config, sharding, world)
     return found

@@ -188,14 +188,16 @@ class Fetcher:
     """Carries fetches out among the ranks that hold the parameters. `reader` is None if nothing is in the
     store."""
 
-    def __init__(self, reader: RowReader | None, limit_numel: int, exchanges: Exchanges, transfers: Transfers) -> None:
-        self._world = exchanges.world
+    def __init__(
+        self, world: World, reader: RowReader | None, limit_numel: int, exchanges: Exchanges, transfers: Transfers
+    ) -> None:
+        self._world = world
         self._transfers = transfers
         self.second_copy = exchanges.second_copy
         self._gathers = exchanges.gathers
         self._reader = reader
         self._limit_numel = limit_numel
-        self._late = exchanges.world.device.type == "cuda"
+        self._late = world.device.type == "cuda"
         self._unseen: list[Fetch] = []
         self._apart = False
         """Whether the ranks were found to gather different units: collectives under way may never complete."""
@@ -380,6 +382,8 @@ class Fetcher:
             last.wait()
 
     def close(self) -> None:
-        """End the reading thread."""
+        """End the reading thread, and destroy the process groups of the second copy."""
         if self._reader is not None:
             self._reader.close()
+        if self.second_copy is not None:
+            self.second_copy.release()

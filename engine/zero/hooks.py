@@ -55,7 +55,6 @@ class UnitHooks:
 
     def __init__(self, model: nn.Module, sharded: ShardedUnits) -> None:
         self.units = sharded
-        self._units_of: dict[ParameterRecord, list[ShardedUnit]] = {}
         self._given: dict[nn.Module, _Given] = {}
         """Tensors that a module under way was called with, by id, and the nodes that made them."""
         self._entered: list[nn.Module] = []
@@ -96,7 +95,6 @@ class UnitHooks:
 
     def _add(self, unit: ShardedUnit) -> None:
         for record in unit.records:
-            self._units_of.setdefault(record, []).append(unit)
             record.on_read = self._read
         for module in unit.unit.modules:
             self._handles += [
@@ -183,7 +181,7 @@ class UnitHooks:
         held = self._held()
         if not (held or self._entered or self._phase is Phase.BACKWARD):
             raise record.no_values(func)
-        unit = self._units_of[record][0]
+        unit = self.units.values[record].units[0]
         stays = self.units.have_room_for_stray(unit)
         # Of one operation, whose backward may need all of them at once.
         unit.called_within.update(held, self._reading)
@@ -253,7 +251,8 @@ class UnitHooks:
 
     def arrived(self, record: ParameterRecord) -> None:
         """Note that the gradient of `record` was accumulated and taken."""
-        for unit in self._units_of.get(record, ()):
+        values = self.units.values.get(record)
+        for unit in () if values is None else values.units:
             if unit.due is not None:
                 unit.due.discard(record)
                 if not unit.due:
@@ -277,12 +276,12 @@ class UnitHooks:
         self._phase = Phase.FORWARD
         for unit in list(self.units.in_use):
             self.units.reshard(unit)
-        self.units.empty_lent()
+        self.units.fill_lent(fill=False)
 
     def remove(self) -> None:
         """Remove the hooks from the modules, and end gathers ahead of use."""
         self.units.close()
-        for record in self._units_of:
+        for record in self.units.values:
             record.on_read = record.gathers = None
         for handle in self._handles:
             handle.remove()

@@ -9,7 +9,7 @@ are there. The parameter's own memory is what earlier graphs saved; it is filled
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -89,19 +89,15 @@ class StrayRead(Enum):
     """As before, and the backward is over: a second one needs it again, but not the next forward that trains."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class ShardedUnit:
-    """A unit, its state, and what the hooks know of it."""
+    """A unit, its state, and the hooks' knowledge of it."""
 
     unit: Unit
     number: int
-    records: tuple[ParameterRecord, ...]
-    """Its sharded parameters."""
     state: UnitState = UnitState.RELEASED
     fetch: Fetch | None = None
     """The gather that has begun ahead of use."""
-    inner: frozenset[nn.Module]
-    """The modules of its subtrees."""
     holder: nn.Module | None = None
     """Module whose forward will release it; None: it is released otherwise."""
     called_within: set[ShardedUnit] = field(default_factory=set)
@@ -109,6 +105,12 @@ class ShardedUnit:
     due: set[ParameterRecord] | None = None
     """Gathered for the backward: its parameters whose gradients are still missing."""
     read: StrayRead = StrayRead.NO
+
+    def __post_init__(self) -> None:
+        self.records = tuple(record for record in self.unit.parameters if record.residency is not Residency.RESIDENT)
+        """Its sharded parameters."""
+        self.inner = frozenset(inner for module in self.unit.modules for inner in module.modules())
+        """The modules of its subtrees."""
 
     @property
     def numel(self) -> int:
@@ -127,19 +129,18 @@ class ShardedUnit:
 
 
 @dataclass(eq=False)
-class _Values:
-    """The gathered values of a parameter, and who needs them."""
+class GatheredValues:
+    """The gathered values of a parameter: its `units` and callers need them."""
 
-    users: int = 0
-    """Units in use, and callers."""
-    holds: int = 0
-    """Units kept or gathered ahead."""
+    units: list[ShardedUnit] = field(default_factory=list)
     callers: int = 0
     """Callers that hold it. See [Note: held by a caller]."""
     own: torch.Tensor | None = None
     """The parameter's own memory, if its values are in a caller's."""
     are_there: bool = False
     coming: Fetch | None = None
+    stuck: Fetch | None = None
+    """A fetch that never ends, so that nobody else may have the memory that it writes to."""
 
 
 class ShardedUnits:
@@ -152,13 +153,14 @@ class ShardedUnits:
         self._world = world
         self._limits = limits
         self._overlap = overlap
-        self.all = tuple(_sharded_unit(number, unit) for number, unit in enumerate(units))
+        self.all = tuple(ShardedUnit(unit, number) for number, unit in enumerate(units))
         """In the order of the model."""
         self.in_use: list[ShardedUnit] = []
         """Few of them, in the order in which they were gathered."""
-        self._values = {record: _Values() for unit in self.all for record in unit.records}
-        self._stuck: list[Fetch] = []
-        """Fetches that never end, with the memory that they write to."""
+        self.values: dict[ParameterRecord, GatheredValues] = {}
+        for unit in self.all:
+            for record in unit.records:
+                self.values.setdefault(record, GatheredValues()).units.append(unit)
         self._recorder = Recorder()
         self._schedules: dict[str, Schedule] = {}
         self._kind: str | None = None
@@ -235,7 +237,7 @@ class ShardedUnits:
                 self._counts["dropped"] += 1
             elif unit.state is UnitState.KEPT:
                 unit.state = UnitState.RELEASED
-                self._end_hold(unit)
+                self._release_unused(unit.records)
 
     # -- units ------------------------------------------------------------------------------------------------------
 
@@ -255,9 +257,6 @@ class ShardedUnits:
             unit.state, unit.fetch = UnitState.IN_USE, None
             self.in_use.append(unit)
             for record in unit.records:
-                values = self._values[record]
-                values.users += 1
-                values.holds -= 1
                 if record.residency is Residency.RELEASED:
                     record.point_at_full()
             self._counts["taken"] += 1
@@ -275,36 +274,24 @@ class ShardedUnits:
             keeps = self._recorder.end_use(unit.number)
             if unit.state is UnitState.IN_USE_AND_AHEAD:
                 unit.state = UnitState.AHEAD
-            elif keeps:
-                unit.state = UnitState.KEPT
-                self._hold(unit)
             else:
-                unit.state = UnitState.RELEASED
-            for record in unit.records:
-                self._values[record].users -= 1
-                self._release_unused(record)
+                unit.state = UnitState.KEPT if keeps else UnitState.RELEASED
+            self._release_unused(unit.records)
 
-    def _hold(self, unit: ShardedUnit) -> None:
-        for record in unit.records:
-            self._values[record].holds += 1
-
-    def _end_hold(self, unit: ShardedUnit) -> None:
-        for record in unit.records:
-            self._values[record].holds -= 1
-            self._release_unused(record)
-
-    def _release_unused(self, record: ParameterRecord) -> None:
-        """Hide the values of a parameter that no unit in use and no caller needs; free them if no unit holds them either."""
-        values = self._values[record]
-        if values.users > 0:
-            return
-        if values.holds > 0:
-            if values.are_there:
-                record.point_at_placeholder()
-        else:
-            record.release()
-            values.are_there, values.coming = False, None
-            self._live_numel -= record.numel
+    def _release_unused(self, records: Iterable[ParameterRecord]) -> None:
+        """Hide the values of parameters that no unit in use and no caller needs; free them if no unit holds them either."""
+        for record in records:
+            values = self.values[record]
+            states = [unit.state for unit in values.units]
+            if values.callers or values.stuck or UnitState.IN_USE in states or UnitState.IN_USE_AND_AHEAD in states:
+                continue
+            if UnitState.AHEAD in states or UnitState.KEPT in states:
+                if values.are_there:
+                    record.point_at_placeholder()
+            else:
+                record.release()
+                values.are_there, values.coming = False, None
+                self._live_numel -= record.numel
 
     def have_room_for_stray(self, unit: ShardedUnit) -> bool:
         """Return whether a unit may stay gathered until the backward is over, so that any other has room beside it."""
@@ -327,40 +314,32 @@ class ShardedUnits:
             raise
         for record in missing:
             record.point_at_full()
-            self._values[record].own, self._values[record].are_there = own[record], True
+            self.values[record].own, self.values[record].are_there = own[record], True
             self._live_numel += record.numel
         for record in sharded:
-            self._values[record].callers += 1
-            self._values[record].users += 1
+            self.values[record].callers += 1
 
     def let_go(self, records: Sequence[ParameterRecord]) -> None:
         """End a `hold` of the same parameters."""
         for record in records:
             if record.residency is Residency.RESIDENT:
                 continue
-            values = self._values[record]
+            values = self.values[record]
             values.callers -= 1
             if values.callers == 0 and values.own is not None:
                 own, values.own = values.own, None
-                record.take_back(own, keep=values.users > 1 or values.holds > 0)
-            values.users -= 1
-            self._release_unused(record)
+                is_held = any(unit.state is not UnitState.RELEASED for unit in values.units)
+                record.take_back(own, keep=is_held or values.stuck is not None)
+            self._release_unused([record])
 
-    def fill_lent(self) -> None:
-        """Give the own memory of parameters that callers hold their values, for graphs that saved it."""
-        for record, own in self._lent():
-            own.untyped_storage().resize_(own.numel() * own.element_size())
-            own.copy_(record.full)
-
-    def empty_lent(self) -> None:
-        """Free the memory that `fill_lent` filled."""
-        for _, own in self._lent():
-            own.untyped_storage().resize_(0)
-
-    def _lent(self) -> Iterator[tuple[ParameterRecord, torch.Tensor]]:
-        for record, values in self._values.items():
+    def fill_lent(self, *, fill: bool = True) -> None:
+        """Give the own memory of parameters that callers hold their values, for graphs that saved it; `fill=False` frees it."""
+        for record, values in self.values.items():
             if values.own is not None and not record.is_in_place:
-                yield record, values.own
+                own = values.own
+                own.untyped_storage().resize_(own.numel() * own.element_size() if fill else 0)
+                if fill:
+                    own.copy_(record.full)
 
     # -- fetches ----------------------------------------------------------------------------------------------------
 
@@ -391,20 +370,19 @@ class ShardedUnits:
         missing = [
             record
             for record in unit.records
-            if not self._values[record].are_there and self._values[record].coming is None
+            if not self.values[record].are_there and self.values[record].coming is None
         ]
         # Before the memory is taken: a failed start leaves a unit that can be dropped.
         fetch = Fetch(unit.unit.name, unit.number, [])
         unit.state = UnitState.IN_USE_AND_AHEAD if unit.is_in_use else UnitState.AHEAD
         unit.fetch = fetch
-        self._hold(unit)
         self._live_numel += sum(record.numel for record in missing)
         self._live_peak_numel = max(self._live_peak_numel, self._live_numel)
         for record in missing:
-            self._values[record].coming = fetch
+            self.values[record].coming = fetch
         unit.fetch = fetch = self.fetcher.read(unit.unit.name, unit.number, missing, ahead=ahead)
         for record in missing:
-            self._values[record].coming = fetch
+            self.values[record].coming = fetch
 
     def _send(self, unit: ShardedUnit) -> None:
         if unit.fetch is not None and unit.fetch.records:
@@ -413,21 +391,20 @@ class ShardedUnits:
     def _complete(self, unit: ShardedUnit) -> None:
         """Wait until the unit's parameters have their values."""
         for record in unit.records:
-            fetch = self._values[record].coming
+            fetch = self.values[record].coming
             if fetch is None:
                 continue
             self.fetcher.finish(fetch, expected=self._recorder.follows)
             for one in fetch.records:
-                self._values[one].coming, self._values[one].are_there = None, True
+                self.values[one].coming, self.values[one].are_there = None, True
 
     def _drop(self, unit: ShardedUnit) -> None:
         fetch, unit.fetch = unit.fetch, None
         unit.state = UnitState.IN_USE if unit.is_in_use else UnitState.RELEASED
         if fetch is not None and not self.fetcher.drop(fetch):
-            self._stuck.append(fetch)
             for record in fetch.records:
-                self._values[record].users += 1  # for good: nobody may have their memory
-        self._end_hold(unit)
+                self.values[record].stuck = fetch
+        self._release_unused(unit.records)
 
     def statistics(self) -> UnitStatistics:
         """Return counters since the start."""
@@ -439,12 +416,6 @@ class ShardedUnits:
         self.forget()
         self._wait_for_reads()
         self.fetcher.close()
-
-
-def _sharded_unit(number: int, unit: Unit) -> ShardedUnit:
-    sharded = (record for record in unit.parameters if record.residency is not Residency.RESIDENT)
-    inner = frozenset(inner for module in unit.modules for inner in module.modules())
-    return ShardedUnit(unit=unit, number=number, records=tuple(sharded), inner=inner)
 
 
 def make_sharded_units(
@@ -460,5 +431,5 @@ def make_sharded_units(
     reader = None
     if any(record.rest is not None for unit in units for record in unit.owned):
         reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)), transfers)
-    fetcher = Fetcher(reader, config.allgather_bucket_numel, exchanges, transfers)
+    fetcher = Fetcher(world, reader, config.allgather_bucket_numel, exchanges, transfers)
     return ShardedUnits(units, world, fetcher, prefetch_limits(config), overlap=config.zero.overlap_comm)

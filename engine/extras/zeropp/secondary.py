@@ -18,36 +18,36 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from zstore.format import Grid
-from zstore.ranks.world import Groups
+from zstore.ranks.world import Groups, World
 
 from ...params.record import ParameterRecord
+from ...zero.exchanges import SecondCopy
 
 
-class SecondaryShards:
+class SecondaryShards(SecondCopy):
     """The secondary shards of this rank, one of several `groups`. See [Note: the secondary shards]."""
 
     def __init__(self, groups: Groups) -> None:
-        self.world = groups.within
-        """The ranks that hold all values together."""
+        self._groups = groups
         self._num_groups = groups.between.world_size
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
         self._current: set[ParameterRecord] = set()
         """Parameters whose rows have the present values."""
 
+    @property
+    def world(self) -> World:
+        return self._groups.within
+
     def grid(self, record: ParameterRecord) -> Grid:
-        """Return how the ranks of the group divide a parameter: cuts are among those of all ranks."""
-        return record.grid.joined(self._num_groups)
+        return record.grid.joined(self._num_groups)  # cuts are among those of all ranks
 
     def has(self, records: Iterable[ParameterRecord]) -> bool:
-        """Return whether all of them can be gathered within the group."""
         return all(record in self._current for record in records)
 
     def rows(self, record: ParameterRecord) -> torch.Tensor:
-        """Return this rank's rows of a parameter, 1-D with padding, of undefined values."""
         return self._rows[record]
 
     def keep(self, records: Sequence[ParameterRecord]) -> None:
-        """Keep this rank's rows of parameters whose `full` has all values."""
         for record in records:
             if record not in self._current:
                 numel = self.grid(record).shard_numel
@@ -59,17 +59,18 @@ class SecondaryShards:
                 self._current.add(record)
 
     def expire(self) -> None:
-        """Note that a step changes the trained parameters: their rows are out of date, and the memory stays for new ones."""
+        # Their rows are out of date, and the memory stays for new ones.
         self._current = {record for record in self._current if record.group is None}
 
     def free(self) -> None:
-        """Forget everything, and free the memory."""
         self._current.clear()
         self._rows.clear()
 
+    def release(self) -> None:
+        self._groups.release()
+
     @property
     def held_bytes(self) -> int:
-        """Bytes of the rows, padding left out."""
         found = 0
         for record, rows in self._rows.items():
             found += self.grid(record).shard_valid_numel(self.world.rank) * rows.element_size()
