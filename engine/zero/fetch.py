@@ -234,7 +234,7 @@ class Fetcher:
         if fetch.sent:
             return
         if self._apart:
-            raise UsageError("the ranks ran different modules, so they cannot go on together: start the run again")
+            raise UsageError("the ranks executed different modules; restart the run")
         fetch.sent = True
         if self._world.world_size == 1:
             return

@@ -16,7 +16,7 @@ gradient is final. Rows that the host budget cannot hold go to disk each time th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -65,14 +65,22 @@ class GradientStep:
     """How the gradients of a run are held, and how far their step is."""
 
     def __init__(
-        self, rules: GradientRules, transfers: Transfers, spill: GradientSpill | None, dtypes: Iterable[torch.dtype]
+        self,
+        rules: GradientRules,
+        transfers: Transfers,
+        spill: GradientSpill | None,
+        *,
+        dtypes: Collection[torch.dtype],
+        world_size: int,
     ) -> None:
         self.rules = rules
         self.transfers = transfers
         self.spill = spill
         """Keeps rows on disk."""
         self.d2h = D2HQueue(transfers)
-        self.phase = BackwardPhase.OWN
+        is_mean = rules.each_backward or world_size == 1
+        self._after = BackwardPhase.AVERAGED if is_mean else BackwardPhase.OWN
+        """The phase that a backward ends with."""
         self.order_is_agreed = False
         """Whether a backward is over, so that it is known how often gradients come, and in which order."""
         self.comes_in_parts = True
@@ -81,13 +89,27 @@ class GradientStep:
         """Called with each record whose gradient is complete in the last backward of a step."""
         self.averaged: Callable[[], set[ParameterRecord]] | None = None
         """Returns those of the step that are averaged over ranks; of others each rank keeps its own. None: all are."""
-        self._dtypes = frozenset(dtypes)
-        self.count(0, last=False)
+        self._dtypes = dtypes
+        self.reset()
 
-    def count(self, backwards: int, *, last: bool) -> None:
-        """Set the number of backwards of this step, the one under way included; it may be the `last`."""
+    def reset(self) -> None:
+        """Begin a step."""
+        self._count(0, last=False)
+        self.phase = self._after
+
+    def start_backward(self, *, last: bool) -> None:
+        """Begin a backward, the `last` of the step or not."""
+        self._count(self.backwards + 1, last=last)
+        self.phase = BackwardPhase.RUNNING
+
+    def end_backward(self) -> None:
+        """End a backward."""
+        self.phase = self._after
+
+    def _count(self, backwards: int, *, last: bool) -> None:
         several, held = backwards > 1, self.rules.types.held
         self.backwards = backwards
+        """Those of this step, the one under way included."""
         self.last = last
         """Whether the last backward of this step has begun."""
         self.total = {dtype: held(dtype, several=several) for dtype in self._dtypes}
@@ -134,9 +156,12 @@ class Gradient:
             self.state = GradientState.HELD
         return adds
 
-    def add(self, values: torch.Tensor) -> None:
-        """Add values that are not reduced now to those held, in their shape."""
-        step, adds = self._step, self.note_sent()
+    def collect(self) -> None:
+        """Take the gradient off the parameter, and add it to the values held."""
+        step, values = self._step, take_gradient(self.record)
+        if values is None:
+            return
+        adds, values = self.note_sent(), values.view(-1) if step.rules.each_backward else values
         if not self.is_taken:  # autograd has added them
             self.values = values
             return

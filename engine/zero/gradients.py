@@ -66,7 +66,8 @@ class Gradients:
         arrived: Callable[[ParameterRecord], None] | None = None,
     ) -> None:
         records = [record for unit in units for record in unit.owned if record.group is not None]
-        self.step = GradientStep(rules, transfers, spill, (record.dtype for record in records))
+        dtypes = {record.dtype for record in records}
+        self.step = GradientStep(rules, transfers, spill, dtypes=dtypes, world_size=world.world_size)
         self.of = {record: Gradient(record, self.step) for record in records}
         """By parameter."""
         self._arrivals = Arrivals(units, self.of, self.step)
@@ -74,10 +75,6 @@ class Gradients:
         self._world = world
         self.rules = rules
         self._reductions = Reductions(world, rules) if world.world_size > 1 else None
-        self._after_backward = (
-            BackwardPhase.AVERAGED if rules.each_backward or world.world_size == 1 else BackwardPhase.OWN
-        )
-        self.step.phase = self._after_backward
         self._arrived_too = arrived
         self.overlapped = 0
         """Reductions that overlapped with other work of this rank."""
@@ -120,8 +117,7 @@ class Gradients:
         """Prepare for a backward, the `last` of its step or not."""
         self.shown.hide()
         step = self.step
-        step.count(step.backwards + 1, last=last)
-        step.phase = BackwardPhase.RUNNING
+        step.start_backward(last=last)
         self._arrivals.start()
         if not self.rules.each_backward:
             for record, gradient in self.of.items():
@@ -143,8 +139,8 @@ class Gradients:
         if self._reductions is not None and self.rules.each_backward:
             for gradients in self._arrivals.ready():
                 self._reduce_rows(gradients, self._reductions)
-        elif is_complete and (values := take_gradient(record)) is not None:
-            gradient.add(values.view(-1) if self.rules.each_backward else values)
+        elif is_complete:
+            gradient.collect()
         if self._arrived_too is not None:
             self._arrived_too(record)
 
@@ -166,8 +162,7 @@ class Gradients:
             reductions.drain()
         else:
             for gradient in late:
-                if (values := take_gradient(gradient.record)) is not None:
-                    gradient.add(values.view(-1) if self.rules.each_backward else values)
+                gradient.collect()
         step.d2h.drain()
         for gradient, came, is_late in zip(gradients, flags[::2], flags[1::2], strict=True):
             if gradient.is_taken:
@@ -177,7 +172,7 @@ class Gradients:
         if self.rules.each_backward and not step.order_is_agreed:
             self._arrivals.agree_on_order(self._world)
         forget_gradients(self._others)
-        step.phase = self._after_backward
+        step.end_backward()
         if step.last and self.rules.each_backward:
             # This backward brought nothing to the rows of the others.
             for gradient in gradients:
@@ -289,8 +284,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget all gradients."""
         step = self.step
-        step.count(0, last=False)
-        step.phase = self._after_backward
+        step.reset()
         self.sums = None
         self.shown.forget()
         forget_gradients([record.parameter for record in self.of])
