@@ -22,9 +22,10 @@ any backward nothing is known, and gradients are final at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -39,7 +40,7 @@ from .collectives import Segment
 from .exchanges import GradientRules, Reductions
 from .gradient import Arrivals, BackwardPhase, Gradient, GradientState, GradientStep, take_gradient, watch_gradient
 from .norm import sums_of_squares
-from .sharded_gradient import ShownGradients
+from .sharded_gradient import GradientActs, ShardedGradient
 from .spill import GradientSpill
 
 _NAMED = 5
@@ -316,6 +317,89 @@ class Gradients:
             self._reductions.release()
         if self.step.spill is not None:
             self.step.spill.close()
+
+
+class ShownGradients:
+    """The `gradients` of the step so far in `.grad`, and the training loop's changes of them there. See [Note: gradients
+    between backward and step]."""
+
+    acts: GradientActs
+    """Serves the loop's use of gradients that it cannot have whole."""
+
+    def __init__(self, gradients: Mapping[ParameterRecord, Gradient], step: GradientStep) -> None:
+        self._of = gradients
+        self._step = step
+        self.scales: dict[ParameterRecord, float] = {}
+        """The loop's factors of gradients that it cannot have whole."""
+        self.clipped: set[ParameterRecord] = set()
+        """Whole gradients that were clipped in place."""
+        self._placeholders: dict[ParameterRecord, ShardedGradient] = {}
+
+    def show(self, *, whole: bool) -> None:
+        """Put the gradients into `.grad`, as they are if they are `whole` and of the parameter's type."""
+        for record, gradient in self._of.items():
+            if gradient.is_agreed:
+                held = gradient.values
+                self._show(gradient, held if whole and held is not None and held.dtype == record.dtype else None)
+
+    def _show(self, gradient: Gradient, values: torch.Tensor | None) -> None:
+        """Put a gradient into `.grad`; None: a `ShardedGradient` in its place."""
+        record = gradient.record
+        if values is None:
+            values = self._placeholders.get(record)
+            if values is None:
+                values = self._placeholders[record] = ShardedGradient.of(record, self.acts)
+        record.parameter.grad = gradient.shown = values
+
+    @property
+    def are_cleared(self) -> bool:
+        """Whether the training loop has set all gradients that were shown to None, as `zero_grad()` of torch does."""
+        shown = [record for record, gradient in self._of.items() if gradient.shown is not None]
+        return bool(shown) and all(record.parameter.grad is None for record in shown)
+
+    def hide(self) -> None:
+        """Take the gradients out of `.grad`, as the loop left them there, and keep them."""
+        self.adopt()
+        for record, gradient in self._of.items():
+            if gradient.shown is not None:
+                record.parameter.grad = gradient.shown = None
+
+    def adopt(self) -> None:
+        """Take over the gradients that the training loop put into `.grad` in place of those shown there.
+
+        Raises UsageError if one is not whole on this rank.
+        """
+        for record, gradient in self._of.items():
+            shown = gradient.shown
+            if record.parameter.grad is shown:
+                continue
+            if isinstance(shown, ShardedGradient) or not self._step.is_whole:
+                raise UsageError(
+                    f"the .grad of parameter {record.name!r} was replaced or cleared between backward() and step(), but its "
+                    "gradient is not whole on this rank, so that the step would not know. Multiply .grad in place by a number, "
+                    "change the loss, or forget all with engine.zero_grad(); with requires_grad=False there is no gradient"
+                )
+            gradient.drop()
+            if (found := take_gradient(record)) is not None:
+                gradient.hold(found)
+                self._show(gradient, found)
+
+    def clip(self, factor: float) -> None:
+        """Multiply the whole fp32 gradients by `factor` in place: a plain loop sees clipped ones too. Others are clipped
+        in the update, whose bits are those of one product in fp32: `.grad` is their placeholder from now on."""
+        shown = {record: gradient.shown for record, gradient in self._of.items()}
+        whole = {r: one for r, one in shown.items() if one is not None and not isinstance(one, ShardedGradient)}
+        here = {record: values for record, values in whole.items() if record.dtype == torch.float32}
+        if factor != 1.0 and here:
+            torch._foreach_mul_(list(here.values()), float(np.float32(factor)))
+        self.clipped.update(here)
+        for record in whole.keys() - here.keys():
+            self._show(self._of[record], None)
+
+    def forget(self) -> None:
+        """Forget the loop's changes."""
+        self.scales.clear()
+        self.clipped.clear()
 
 
 def sums_over_ranks(

@@ -1,4 +1,4 @@
-"""The training loop's view of gradients in `.grad`, and the placeholder for one that is not there as a whole tensor.
+"""The placeholder in `.grad` for a gradient that is not there as a whole tensor.
 
 [Note: gradients between backward and step]
 Between a backward and its `step()` each parameter that has a gradient shows it in `.grad`; after `step()` it is None.
@@ -18,13 +18,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from zstore.errors import UsageError
 
 from ..params.record import ParameterRecord
-from .gradient import Gradient, GradientStep, take_gradient
 
 _aten: Any = torch.ops.aten
 
@@ -139,86 +137,3 @@ _ACTS: Mapping[Any, Callable[..., Any]] = {
     _aten._foreach_mul_.Tensor: _each,
 }
 """By operation; one that returns None is not allowed in this form."""
-
-
-class ShownGradients:
-    """The `gradients` of the step so far in `.grad`, and the training loop's changes of them there. See [Note: gradients
-    between backward and step]."""
-
-    acts: GradientActs
-    """Serves the loop's use of gradients that it cannot have whole."""
-
-    def __init__(self, gradients: Mapping[ParameterRecord, Gradient], step: GradientStep) -> None:
-        self._of = gradients
-        self._step = step
-        self.scales: dict[ParameterRecord, float] = {}
-        """The loop's factors of gradients that it cannot have whole."""
-        self.clipped: set[ParameterRecord] = set()
-        """Whole gradients that were clipped in place."""
-        self._placeholders: dict[ParameterRecord, ShardedGradient] = {}
-
-    def show(self, *, whole: bool) -> None:
-        """Put the gradients into `.grad`, as they are if they are `whole` and of the parameter's type."""
-        for record, gradient in self._of.items():
-            if gradient.is_agreed:
-                held = gradient.values
-                self._show(gradient, held if whole and held is not None and held.dtype == record.dtype else None)
-
-    def _show(self, gradient: Gradient, values: torch.Tensor | None) -> None:
-        """Put a gradient into `.grad`; None: a `ShardedGradient` in its place."""
-        record = gradient.record
-        if values is None:
-            values = self._placeholders.get(record)
-            if values is None:
-                values = self._placeholders[record] = ShardedGradient.of(record, self.acts)
-        record.parameter.grad = gradient.shown = values
-
-    @property
-    def are_cleared(self) -> bool:
-        """Whether the training loop has set all gradients that were shown to None, as `zero_grad()` of torch does."""
-        shown = [record for record, gradient in self._of.items() if gradient.shown is not None]
-        return bool(shown) and all(record.parameter.grad is None for record in shown)
-
-    def hide(self) -> None:
-        """Take the gradients out of `.grad`, as the loop left them there, and keep them."""
-        self.adopt()
-        for record, gradient in self._of.items():
-            if gradient.shown is not None:
-                record.parameter.grad = gradient.shown = None
-
-    def adopt(self) -> None:
-        """Take over the gradients that the training loop put into `.grad` in place of those shown there.
-
-        Raises UsageError if one is not whole on this rank.
-        """
-        for record, gradient in self._of.items():
-            shown = gradient.shown
-            if record.parameter.grad is shown:
-                continue
-            if isinstance(shown, ShardedGradient) or not self._step.is_whole:
-                raise UsageError(
-                    f"the .grad of parameter {record.name!r} was replaced or cleared between backward() and step(), but its "
-                    "gradient is not whole on this rank, so that the step would not know. Multiply .grad in place by a number, "
-                    "change the loss, or forget all with engine.zero_grad(); with requires_grad=False there is no gradient"
-                )
-            gradient.drop()
-            if (found := take_gradient(record)) is not None:
-                gradient.hold(found)
-                self._show(gradient, found)
-
-    def clip(self, factor: float) -> None:
-        """Multiply the whole fp32 gradients by `factor` in place: a plain loop sees clipped ones too. Others are clipped
-        in the update, whose bits are those of one product in fp32: `.grad` is their placeholder from now on."""
-        shown = {record: gradient.shown for record, gradient in self._of.items()}
-        whole = {r: one for r, one in shown.items() if one is not None and not isinstance(one, ShardedGradient)}
-        here = {record: values for record, values in whole.items() if record.dtype == torch.float32}
-        if factor != 1.0 and here:
-            torch._foreach_mul_(list(here.values()), float(np.float32(factor)))
-        self.clipped.update(here)
-        for record in whole.keys() - here.keys():
-            self._show(self._of[record], None)
-
-    def forget(self) -> None:
-        """Forget the loop's changes."""
-        self.scales.clear()
-        self.clipped.clear()
