@@ -40,7 +40,7 @@ Put = Callable[[Segment, slice, torch.Tensor], None]
 """Takes the mean of some of this rank's rows; see `put_rows`."""
 
 
-class Form(Protocol):
+class WireForm(Protocol):
     """Another form than their own type in which the values of some parameters, or their gradients, are sent."""
 
     align_numel: int
@@ -50,14 +50,14 @@ class Form(Protocol):
         """Return whether the parameter is sent in this form."""
 
 
-class Gathers(Form, Protocol):
+class Gathers(WireForm, Protocol):
     """Gathers some parameters in another form than their rows."""
 
     def start(self, world: World, bucket: Bucket, rows: Rows) -> Gathering:
         """Begin to gather the parameters of a bucket (all ranks, in one order)."""
 
 
-class Reducer(Form, Protocol):
+class Reducer(WireForm, Protocol):
     """Reduces some gradients in another form than their own type (stages 2 and 3)."""
 
     def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> Reducing:
