@@ -131,7 +131,7 @@ class Checkpoints:
         def begin() -> SaveHandle:
             # Before anything is pinned.
             board = Board.connect(f"board/{save_id}") if upload is not None and world.world_size > 1 else None
-            request = self._pinned(options, folder, chosen, save_id, small, tell)
+            request = self.pinned_request(options, folder, chosen, save_id, small, tell)
             return save_checkpoint(request) if upload is None else save_to_url(request, upload, board)
 
         try:
@@ -225,7 +225,7 @@ class Checkpoints:
         frozen = [one for one in self._training.state.records if one.group is None and options.leaves_out_frozen]
         return [one for one in frozen if options.keeps.isdisjoint((one.name, *one.aliases))]
 
-    def _pinned(
+    def pinned_request(
         self,
         options: SaveOptions,
         folder: Path,
