@@ -247,7 +247,9 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
         for group, settings in zip(groups, saved, strict=True):
             _check_settings(group, settings)
     if plan.options.progress:
-        _check_counts(record["counters"])
+        for name, value in record["counters"].items():
+            if type(value) is not int or not 0 <= value < 2**53:
+                raise CorruptionError(f"the checkpoint's counter {name!r} is not a count")
     for parameter in plan.updated:
         found = record["scalars"].get(parameter.name)
         wanted = training.state.scalars[parameter]
@@ -268,12 +270,6 @@ def _check_settings(group: Mapping[str, Any], settings: Mapping[str, Any]) -> No
         is_number = type(present) in (int, float) or hasattr(present, "item")
         if name == "params" or (is_number and type(value) not in (int, float)):
             raise CorruptionError(f"the checkpoint's parameter groups have a setting {name!r} that no engine saves")
-
-
-def _check_counts(counters: Mapping[str, Any]) -> None:
-    for name, value in counters.items():
-        if type(value) is not int or not 0 <= value < 2**53:
-            raise CorruptionError(f"the checkpoint's counter {name!r} is not a count")
 
 
 def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:

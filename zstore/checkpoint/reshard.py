@@ -118,7 +118,10 @@ class _Reshard:
             for rank in range(plan.world_size)
         }
         # One order for reading and filling, and one shard at a time: see [Note: spans]. They are written behind.
-        ranges = [self._range(rank, name) for rank, names in by_rank.items() for name in names]
+        ranges: list[Range] = []
+        for rank, name in ((rank, name) for rank, names in by_rank.items() for name in names):
+            first = rank * plan.grids[name].shard_numel
+            ranges.append((name, first, first + plan.grids[name].shard_valid_numel(rank)))
         with ReadAhead(self._reader, ranges) as ahead, Workers(4, "zstore-reshard") as workers:
             for rank, names in by_rank.items():
                 summaries = self._write(rank, names, builder, ahead, advance)
@@ -127,11 +130,6 @@ class _Reshard:
                 workers.run([partial(files.sync_file, path) for path in written])
                 rank_state = self._reader.rank_state(rank) if self._keeps_layout else {}
                 builder.write_manifest(rank, COMPLETE, summaries, rank_state)
-
-    def _range(self, rank: int, name: str) -> Range:
-        grid = self._plan.grids[name]
-        first = rank * grid.shard_numel
-        return name, first, first + grid.shard_valid_numel(rank)
 
     def _write(
         self,

@@ -111,9 +111,12 @@ def _remove(upload: NamedUpload, library: Shared) -> None:
 
 
 @router.post("/uploads/{upload}/plan")
-def _plan(upload: NamedUpload, library: Shared) -> UploadState:
-    """Find out which files are wanted, once metadata and manifests are there."""
-    return library.inbox.plan(upload)
+def _plan(upload: NamedUpload) -> UploadState:
+    """Find out which files are wanted, once metadata and manifests are there; refused if they do not fit on the drive."""
+    upload.plan()
+    upload.require_room()
+    upload.touch()
+    return upload.state()
 
 
 @router.post("/uploads/{upload}/claims", openapi_extra=_schema(Claims))

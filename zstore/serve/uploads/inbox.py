@@ -121,13 +121,6 @@ class Inbox:
                 self._uploads[upload.id] = upload
         return upload
 
-    def plan(self, upload: Upload) -> UploadState:
-        """Plan an upload whose metadata and manifests are there. Raises DiskFullError if it does not fit on the drive."""
-        upload.plan()
-        upload.require_room()
-        upload.touch()
-        return upload.state()
-
     def commit(self, upload: Upload) -> Committed:
         """Commit an upload whose files are all there, and apply retention.
 
