@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from ..checkpoint.catalog import TagInfo
 from ..checkpoint.commit import sweep
 from ..checkpoint.folder import FolderLike
 from ..checkpoint.format import Record
 from ..checkpoint.names import RECORD_FILE, manifest_file, tag_folder
 from ..checkpoint.plan import SaveRequest, SaveSummary
-from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.save import Save, SaveHandle, begin_save
 from ..errors import BudgetError, CheckpointError
 from ..io.pool import Workers
@@ -69,7 +70,7 @@ def target_in(folder: BucketFolder | ServiceFolder, tag: str, save_id: str, run_
 
 
 def upload_checkpoint(
-    source: FolderLike,
+    source: FolderLike | TagInfo,
     url: str,
     storage_options: Mapping[str, Any] | None = None,
     *,
@@ -86,7 +87,7 @@ def upload_checkpoint(
     BudgetError if one file's parts are too much, StorageError if the upload fails; nothing of it is visible then.
     """
     place = UploadPlace(url, storage_options)
-    with open_checkpoint(source) as reader:
+    with CheckpointReader(source) if isinstance(source, TagInfo) else open_checkpoint(source) as reader:
         folder, files = place.open(PATIENT), files_here(reader)
         num_threads = NUM_THREADS
         if memory_bytes is not None and isinstance(folder, BucketFolder):
