@@ -12,6 +12,20 @@ from torch.distributed import distributed_c10d as c10d
 from zstore.ranks import board
 
 
+def test_messages_and_bytes_of_any_length_are_there_until_they_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "_VALUE_BYTES", 4)
+    found = board.Board(torch_dist.HashStore())  # type: ignore[attr-defined]
+    assert found.read("a") is None
+    for data in (b"", b"1 2", b"four", b" 9 bytes."):
+        found.post_bytes("a", data)
+        assert found.read_bytes("a") == data
+        found.remove("a")
+        assert found.read_bytes("a") is None
+    found.post("b", {"rank": 1})
+    assert found.read("b") == {"rank": 1}
+    assert [found.add("n", 1), found.add("n", 2), found.add("n", 0)] == [1, 3, 3]
+
+
 def test_a_store_that_is_gone_is_not_asked_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = torch_dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     client: Any = torch_dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]

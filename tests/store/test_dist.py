@@ -1,5 +1,6 @@
 """Ranks, what they tell each other, and how one rank's error reaches all."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,22 @@ def _one_fails(world: World, rank: int) -> list[str]:
     return ["nothing"]
 
 
-def _all_of_it(rank: int) -> tuple[dict[str, Any], list[int], list[str]]:
+def _messages(world: World, rank: int) -> list[Any]:
+    world.messages["number"] = lambda: None if rank == 1 else 10 * rank
+    world.raise_together(None)
+    found = [world.received["number"]]
+    with suppress(KeyError, RankError):
+        world.raise_together(KeyError(rank) if rank == 2 else None)
+    found.append(world.received["number"])
+    world.messages["number"] = lambda: None
+    world.raise_together(None)
+    return [*found, world.received["number"]]
+
+
+def _all_of_it(rank: int) -> tuple[dict[str, Any], list[int], list[Any], list[str]]:
     world = World.current()
     threads = _threads_of_a_second_group(world)
-    return _exchange(rank), threads, _one_fails(world, rank)
+    return _exchange(rank), threads, _messages(world, rank), _one_fails(world, rank)
 
 
 def test_ranks_exchange_objects_tensors_and_errors() -> None:
@@ -82,7 +95,9 @@ def test_ranks_exchange_objects_tensors_and_errors() -> None:
         assert other[2:] == ["1"]
         assert "rank 1 of 3 failed" in other[1]
         assert "DiskFullError: no room (path=/x)" in other[1]
-    for rank, (result, (before, during, after), _) in enumerate(results):
+    for rank, (result, (before, during, after), messages, _) in enumerate(results):
+        # A rank with an error sends none, and the last ones stay.
+        assert messages == [[0, 20], [0], [0]]
         assert before == after < during  # a released group leaves no threads to the end of the process
         assert result["values"] == [{"rank": r, "text": "é" * r} for r in range(world_size)]
         assert result["first"] == ["from", 1]
