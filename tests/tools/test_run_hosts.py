@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zstore.errors import UsageError
 from zstore.tools.run import plan as planning
-from zstore.tools.run.hosts import Host, limit, parse_hostfile, select
+from zstore.tools.run.hosts import Hosts, limit, parse_hostfile, select
 from zstore.tools.run.plan import RunOptions, make_jobs
 from zstore.tools.run.ranks import RunJob
 
@@ -21,8 +21,8 @@ NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
 POOLS = st.dictionaries(NAMES, st.integers(1, 9), min_size=1, max_size=5)
 
 
-def pool_of(slots: Mapping[str, int]) -> list[Host]:
-    return [Host(name=name, slots=tuple(range(count))) for name, count in slots.items()]
+def pool_of(slots: Mapping[str, int]) -> Hosts:
+    return {name: tuple(range(count)) for name, count in slots.items()}
 
 
 @st.composite
@@ -42,7 +42,7 @@ def pools_and_filters(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, set[in
 @given(POOLS, st.sampled_from(["", "# a comment\n", "\n"]))
 def test_a_hostfile_gives_its_hosts_in_order(slots: dict[str, int], between: str) -> None:
     text = "".join(f"{between}{name}  slots={count} # so many\n" for name, count in slots.items())
-    assert parse_hostfile(text, name="hosts") == pool_of(slots)
+    assert list(parse_hostfile(text, name="hosts").items()) == list(pool_of(slots).items())
 
 
 @settings(max_examples=40)
@@ -52,17 +52,17 @@ def test_include_and_exclude_share_out_all_slots(case: tuple[dict[str, int], dic
     everything = {(name, slot) for name, count in pool.items() for slot in range(count)}
     wanted = {(name, slot) for name, slots in named.items() for slot in slots}
     taken = select(pool_of(pool), include=text)
-    assert {(host.name, slot) for host in taken for slot in host.slots or ()} == wanted
-    assert [host.name for host in taken] == [name for name in pool if name in named]
+    assert {(host, slot) for host, slots in taken.items() for slot in slots} == wanted
+    assert list(taken) == [name for name in pool if name in named]
     if wanted == everything:
         with pytest.raises(UsageError, match="leaves no slot"):
             select(pool_of(pool), exclude=text)
     else:
         left = select(pool_of(pool), exclude=text)
-        assert {(host.name, slot) for host in left for slot in host.slots or ()} == everything - wanted
+        assert {(host, slot) for host, slots in left.items() for slot in slots} == everything - wanted
 
 
-TWO = [Host(name="a", slots=(0, 1)), Host(name="b", slots=(0, 1, 2, 3))]
+TWO = {"a": (0, 1), "b": (0, 1, 2, 3)}
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_wrong_hostfile_is_wrong_usage(text: str, message: str) -> None:
 
 
 def test_the_first_hosts_and_slots_are_taken() -> None:
-    assert limit(TWO, num_hosts=1, ranks_per_host=None) == TWO[:1]
-    assert [host.slots for host in limit(TWO, num_hosts=None, ranks_per_host=2)] == [(0, 1), (0, 1)]
+    assert limit(TWO, num_hosts=1, ranks_per_host=None) == {"a": (0, 1)}
+    assert limit(TWO, num_hosts=None, ranks_per_host=2) == {"a": (0, 1), "b": (0, 1)}
     with pytest.raises(UsageError, match=r"--nnodes 3: there are only 2 \(a, b\)"):
         limit(TWO, num_hosts=3, ranks_per_host=None)
     with pytest.raises(UsageError, match="--nproc 3: host 'a' has 2 slots"):

@@ -20,7 +20,7 @@ import typer
 
 from zstore.errors import UsageError
 
-from .hosts import Host, limit, parse_filter, parse_hostfile, select
+from .hosts import Hosts, limit, parse_filter, parse_hostfile, select
 from .ranks import RunJob
 
 _JOB_HOSTFILE = Path("/job/hostfile")
@@ -109,8 +109,8 @@ def make_jobs(options: RunOptions, environment: Mapping[str, str], count_gpus: C
     if not hosts:
         return [job]
     hosts = limit(hosts, num_hosts=options.nnodes, ranks_per_host=options.nproc)
-    if len(hosts) == 1 and _is_here(hosts[0].name):
-        return [replace(job, slots=hosts[0].slots)]
+    if len(hosts) == 1 and _is_here(*hosts):
+        return [replace(job, slots=slots) for slots in hosts.values()]
     return _over_ssh(options, environment, hosts, job)
 
 
@@ -118,7 +118,7 @@ def _is_here(name: str) -> bool:
     return name in _HERE or name == socket.gethostname()
 
 
-def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> list[Host]:
+def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
     """The machines that files and filters name; empty if there is neither."""
     path = options.hostfile
     if path is None and options.as_deepspeed and _JOB_HOSTFILE.is_file():
@@ -130,17 +130,17 @@ def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> list[Host]:
             raise UsageError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from error
         pool = parse_hostfile(text, name=str(path))
     elif options.include or options.exclude:
-        pool = [_this_machine(options, count_gpus)]
+        pool = _this_machine(options, count_gpus)
     elif (options.nnodes or 1) > 1:
         raise UsageError(
             f"--nnodes {options.nnodes}: which machines? Give a --hostfile, or start each machine's ranks by torchrun"
         )
     else:
-        return []
+        return {}
     return select(pool, include=options.include, exclude=options.exclude)
 
 
-def _this_machine(options: RunOptions, count_gpus: Callable[[], int]) -> Host:
+def _this_machine(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
     """Without GPUs a slot is just a rank, so that there are as many as are named."""
     option = "--include" if options.include else "--exclude"
     named = parse_filter(options.include or options.exclude, option=option)
@@ -148,7 +148,7 @@ def _this_machine(options: RunOptions, count_gpus: Callable[[], int]) -> Host:
         raise UsageError(f"{option}: unknown host {other!r}; without a --hostfile there is only localhost")
     name, slots = next(iter(named.items()))
     count = count_gpus() or (max(slots) + 1 if slots and options.include else options.nproc or 1)
-    return Host(name=name, slots=tuple(range(count)))
+    return {name: tuple(range(count))}
 
 
 def _job(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
@@ -170,12 +170,12 @@ def _job(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
     )
 
 
-def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: list[Host], job: RunJob) -> list[RunJob]:
+def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: Hosts, job: RunJob) -> list[RunJob]:
     if job.max_restarts:
         raise UsageError("--max-restarts: ranks restart on one machine only; start a run of several again as a whole")
-    first = hosts[0].name
+    first = next(iter(hosts))
     # Not localhost: that is another machine on each of them.
-    address = options.master_addr or (socket.gethostname() if first in _HERE and hosts[1:] else first)
+    address = options.master_addr or (socket.gethostname() if first in _HERE and len(hosts) > 1 else first)
     path = environment.get("PYTHONPATH")
     words = [*(["env", f"PYTHONPATH={path}"] if path else []), sys.executable, "-u", "-c", _FAR_END]
     shell = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
@@ -187,12 +187,12 @@ def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: list[H
         environment={**theirs, **job.environment},
         master_addr=address,
         master_port=options.master_port or _PORT,
-        world_size=sum(len(host.slots) for host in hosts),
+        world_size=sum(map(len, hosts.values())),
     )
-    first_ranks = itertools.accumulate((len(host.slots) for host in hosts), initial=0)
+    first_ranks = itertools.accumulate(map(len, hosts.values()), initial=0)
     return [
-        replace(job, slots=host.slots, machine=host.name, first_rank=rank, ssh=(*ssh, host.name, shell))
-        for host, rank in zip(hosts, first_ranks, strict=False)
+        replace(job, slots=slots, machine=host, first_rank=rank, ssh=(*ssh, host, shell))
+        for (host, slots), rank in zip(hosts.items(), first_ranks, strict=False)
     ]
 
 
