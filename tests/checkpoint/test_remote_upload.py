@@ -23,7 +23,6 @@ import pytest
 
 from tests.checkpoint.checkpoints import World, begin_upload, open_world, save_arrays, wait_all
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
-from tests.waiting import until
 from zstore.checkpoint.names import LOCK, SET_ASIDE, new_save_id, own_name, parse_own_name
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.retention import Keep
@@ -37,12 +36,10 @@ from zstore.errors import (
     RankError,
     StorageError,
 )
-from zstore.ranks.board import Board
 from zstore.remote.bucket import PART_BYTES, Retries
 from zstore.remote.service import open_folder
 from zstore.remote.target import BucketTarget, has_ended, sweep
 from zstore.remote.upload import upload_checkpoint
-from zstore.testing.ranks import run_ranks
 
 Array = npt.NDArray[Any]
 
@@ -421,21 +418,3 @@ def test_rows_of_small_arrays_come_together_without_a_folder(remote: Remote, tmp
         assert verify_checkpoint(reader) == []
         assert {name: reader.read_array(name).tobytes() for name in arrays} == content(arrays)
     assert list(remote.local.iterdir()) == []
-
-
-def _pass_on(rank: int) -> bool:
-    board, data = Board.connect("test"), bytes(range(256)) * 40_000  # more than the store takes in one value
-    if rank == 0:
-        board.post_bytes("large", data)
-        board.post_bytes("empty", b"")
-        until(lambda: board.read("done") is not None)
-        return board.read_bytes("large") is None
-    until(lambda: board.read_bytes("empty") == b"")
-    same = board.read_bytes("large") == data
-    board.remove("large")
-    board.post("done", [])
-    return same
-
-
-def test_ranks_pass_bytes_of_any_size_through_the_store_of_their_group() -> None:
-    assert run_ranks(_pass_on, 2) == [True, True]
