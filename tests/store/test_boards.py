@@ -26,9 +26,7 @@ def test_messages_and_bytes_of_any_length_are_there_until_they_are_removed(monke
     assert [found.add("n", 1), found.add("n", 2), found.add("n", 0)] == [1, 3, 3]
 
 
-def test_boards_of_one_name_share_what_is_posted_and_a_store_that_is_gone_is_not_asked_for_minutes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_boards_share_posts_and_a_store_that_is_gone_is_not_asked_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     server: Any = torch_dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     client: Any = torch_dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
     monkeypatch.setattr(c10d, "_get_default_store", lambda: client)
