@@ -350,7 +350,7 @@ class Training:
         """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""
         if self.state.is_sharded:
             resident = [record for record in records if record.residency is Residency.RESIDENT]
-            all_gather_rows(self.world, resident, self._gather_numel, lambda record: record.full)
+            all_gather_rows(self.world, resident, self._gather_numel)
 
     def _count(self, *, skipped: bool) -> None:
         """Count the step and let loss scale and schedule follow."""

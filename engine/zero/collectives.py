@@ -257,13 +257,8 @@ class RowGather(Gathering):
             unpack(self._bucket, self._matrix, lambda record: record.full)
 
 
-def all_gather_rows(
-    world: World,
-    records: Iterable[ParameterRecord],
-    limit_numel: int,
-    target: Callable[[ParameterRecord], torch.Tensor],
-) -> None:
-    """Fill `target(record)`, 1-D [numel], of each record with every rank's rows, which `record.owned()` gives."""
+def all_gather_rows(world: World, records: Iterable[ParameterRecord], limit_numel: int) -> None:
+    """Fill `full` of each record with every rank's rows, which `record.owned()` gives."""
     limit = bucket_limit(world, limit_numel)
     for bucket in plan_buckets(records, world.world_size, limit):
         device = bucket.segments[0].record.full.device
@@ -273,7 +268,7 @@ def all_gather_rows(
             mine[segment.offset : segment.offset + rows.numel()] = rows
         matrix = mine.new_empty(world.world_size, bucket.cols)
         world.all_gather(matrix.view(-1), mine)
-        unpack(bucket, matrix, target)
+        unpack(bucket, matrix, lambda record: record.full)
 
 
 class _Mean:

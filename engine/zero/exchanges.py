@@ -1,8 +1,8 @@
 """The exchanges between ranks for the parameters and gradients of a run.
 
 [Note: exchanges]
-By default, units are gathered by all-gathers of their rows, and gradients reduced by reduce-scatters, each over the ranks
-that hold one copy of the state. `register` takes replacements: `engine/extras` has gathers and reductions in fewer bits.
+By default, units are gathered by all-gathers of their rows, and gradients reduced by reduce-scatters, each over all ranks.
+`register` takes replacements: `engine/extras` has gathers and reductions in fewer bits.
 """
 
 from __future__ import annotations
