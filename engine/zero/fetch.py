@@ -36,9 +36,10 @@ from zstore.store import TensorStore
 
 from ..params.record import ParameterRecord
 from ..runtime.device import Copy, Event, Transfers
-from .collectives import Gathering, RowGather, over_all, plan_buckets
+from .collectives import Bucket, Gathering, RowGather, Rows, over_all, plan_buckets
 from .exchanges import Exchanges, SecondCopy
 
+StartGather = Callable[[World, Bucket, Rows], Gathering]
 Ready = Callable[[Sequence[ParameterRecord]], None]
 """Waits until the records' rows are those of the last step; may be called from the reading thread."""
 
@@ -48,10 +49,11 @@ _DIRECT_NUMEL = 512 * 1024
 
 @dataclass(eq=False)
 class RowRead:
-    """Rows on their way from the store: pairs of record and 1-D memory for its rows."""
+    """Rows on their way from the store."""
 
     label: str
-    rows: list[tuple[ParameterRecord, torch.Tensor]]
+    rows: dict[ParameterRecord, torch.Tensor]
+    """1-D memory for the rows of each parameter, with padding."""
     ahead: bool
     """Whether nothing waits for it yet."""
     start: Event
@@ -75,8 +77,8 @@ class RowReader:
         self.read_bytes = 0
         """Bytes of rows read so far."""
 
-    def read(self, label: str, rows: list[tuple[ParameterRecord, torch.Tensor]], *, ahead: bool) -> RowRead:
-        """Start reading each record's rows into the memory beside it; `label` is named if that fails."""
+    def read(self, label: str, rows: dict[ParameterRecord, torch.Tensor], *, ahead: bool) -> RowRead:
+        """Start reading each record's rows into its memory; `label` is named if that fails."""
         reading = RowRead(label, rows, ahead, self._transfers.streams.record())
         if self._workers is None:
             self._workers, self._context = Workers(1, "zstore-prefetch"), self._transfers.streams.stream_context()
@@ -93,7 +95,7 @@ class RowReader:
             raise
 
     def _carry_out(self, reading: RowRead) -> None:
-        rows = [(record, memory) for record, memory in reading.rows if record.owned_numel]
+        rows = [(record, memory) for record, memory in reading.rows.items() if record.owned_numel]
         self.ready([record for record, _ in rows])
         nbytes = sum(record.owned_numel * memory.element_size() for record, memory in rows)
         with self._store.links.moving("parameter_read", nbytes, None):
@@ -168,8 +170,6 @@ class Fetch:
     records: list[ParameterRecord]
     second: SecondCopy | None = None
     """Has the rows, so that its ranks alone take part; None: the shards of all ranks."""
-    rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict)
-    """This rank's rows with padding, until they are sent."""
     reading: RowRead | None = None
     sent: bool = False
     header: Header | None = None
@@ -216,17 +216,15 @@ class Fetcher:
             return Fetch(name, number, list(records), self.second_copy)
         fetch = Fetch(name, number, list(records))
         alone = self._world.world_size == 1
-        resting: list[tuple[ParameterRecord, torch.Tensor]] = []
+        stored: dict[ParameterRecord, torch.Tensor] = {}
         for record in records:
             if alone:
                 record.make_room()
             if record.rest is not None and not record.is_in_place:
-                rows = record.full if alone else record.full.new_zeros(record.state_grid.shard_numel)
-                resting.append((record, rows))
-                fetch.rows[record] = rows
-        if resting and self._reader is not None:
+                stored[record] = record.full if alone else record.full.new_zeros(record.state_grid.shard_numel)
+        if stored and self._reader is not None:
             self._reader.ready = self.ready
-            fetch.reading = self._reader.read(name, resting, ahead=ahead)
+            fetch.reading = self._reader.read(name, stored, ahead=ahead)
         return fetch
 
     def send(self, fetch: Fetch, *, expected: bool) -> None:
@@ -272,10 +270,11 @@ class Fetcher:
     def _send_rows(self, fetch: Fetch, world: World) -> None:
         # The values of a second copy were gathered in another form before.
         gathers, grid_of = (self._gathers, over_all) if fetch.second is None else (None, fetch.second.grid)
-        rows = partial(self._rows, fetch) if fetch.second is None else fetch.second.rows
+        stored = {} if fetch.reading is None else fetch.reading.rows
+        rows = fetch.second.rows if fetch.second else lambda one: stored[one] if one in stored else one.padded_shard()
+        apart: list[list[ParameterRecord]] = []
         small: list[ParameterRecord] = []
         others: list[ParameterRecord] = []
-        plan = partial(plan_buckets, world_size=world.world_size, limit_numel=self._limit_numel)
         for record in fetch.records:
             record.make_room()
             if gathers is not None and gathers.takes(record):
@@ -283,15 +282,16 @@ class Fetcher:
             elif record.numel < _DIRECT_NUMEL:
                 small.append(record)
             else:
-                fetch.gathers += [RowGather(world, bucket, rows) for bucket in plan([record], grid_of=grid_of)]
-        fetch.gathers += [RowGather(world, bucket, rows) for bucket in plan(small, grid_of=grid_of)]
+                apart.append([record])
+        plan = partial(plan_buckets, world_size=world.world_size, limit_numel=self._limit_numel)
+        starts: list[tuple[StartGather, Bucket]] = []
+        for together in (*apart, small):
+            starts += [(RowGather, bucket) for bucket in plan(together, grid_of=grid_of)]
         if gathers is not None:
-            buckets = plan(others, align_numel=gathers.align_numel)
-            fetch.gathers += [gathers.start(world, bucket, rows) for bucket in buckets]
-        fetch.rows.clear()
-
-    def _rows(self, fetch: Fetch, record: ParameterRecord) -> torch.Tensor:
-        return fetch.rows[record] if record in fetch.rows else record.padded_shard()
+            starts += [(gathers.start, bucket) for bucket in plan(others, align_numel=gathers.align_numel)]
+        for start, bucket in starts:  # a later one that fails leaves those before it in the fetch
+            fetch.gathers.append(start(world, bucket, rows))
+        stored.clear()
 
     def finish(self, fetch: Fetch, *, expected: bool) -> None:
         """Wait until every record has its values; raises the error of any rank, on every rank."""
