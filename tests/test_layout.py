@@ -50,7 +50,7 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        56_630,
+        56_620,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 25_540),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 24_402),
@@ -61,7 +61,7 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 5_000),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        20_850,
+        20_840,
     ),
     "files of the core": (lambda: len(_layout().core), 31),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 7_640),
