@@ -25,7 +25,7 @@ from ..errors import UsageError
 from ..format.arrays import Bytes
 from ..format.partition import round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES
-from ..io.buffers import Slabs
+from ..io.buffers import Slabs, make_slab
 from ..io.closing import Closing
 from ..io.pool import Workers, num_cores
 from .reader import ArraySource, StoredArray
@@ -269,11 +269,10 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
     coming = (span for name, first, stop in ranges for span in cut_spans(reader.array(name), first, stop, span_bytes))
     lock = threading.Lock()
     failed = False
-    slabs = Slabs(span_bytes)
 
     def work() -> None:
         nonlocal failed
-        slab = slabs.acquire()
+        slab = make_slab(span_bytes)
         try:
             while not failed:
                 with lock:

@@ -86,15 +86,12 @@ class Slabs:
         self._nbytes = nbytes
         self._free: list[Bytes] = []
         self._lock = threading.Lock()
-        self.made_bytes = 0
-        """Bytes of all slabs."""
 
     def acquire(self) -> Bytes:
         """Return a slab; its contents are left from its last use."""
         with self._lock:
             if self._free:
                 return self._free.pop()
-            self.made_bytes += self._nbytes
         return make_slab(self._nbytes)
 
     def release(self, slab: Bytes) -> None:

@@ -179,7 +179,7 @@ class Files:
         except OSError as error:
             raise storage_error(error, "cannot open the file", path=name) from error
         try:
-            return fd, direct and self.direct and self._goes_direct(fd, flags) and self._made_direct(fd, name)
+            return fd, direct and self.direct and self._made_direct(fd, name)
         except BaseException:
             os.close(fd)
             raise
@@ -200,10 +200,6 @@ class Files:
                     folder = os.path.dirname(name)
                     self.fallbacks.append(f"{folder}: the file system refuses O_DIRECT; transfers are buffered")
             return False
-        return True
-
-    def _goes_direct(self, fd: int, flags: int) -> bool:
-        """Return whether the transfers of a file opened like this go past the page cache, if they may."""
         return True
 
     def read_into(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> None:

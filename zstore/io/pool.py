@@ -110,8 +110,8 @@ class Workers(Closing):
         with self._changed:
             self._tasks.append(carry_out)
             self._changed.notify()
-        if not self._threads:
-            self._carry_out_queued()
+        while not self._threads and self._tasks:
+            self._tasks.popleft()()
         return ticket
 
     def _serve(self) -> None:
@@ -123,10 +123,6 @@ class Workers(Closing):
                 task = self._tasks.popleft()
             task()
             del task  # its objects are not this thread's to keep
-
-    def _carry_out_queued(self) -> None:
-        while self._tasks:
-            self._tasks.popleft()()
 
     def close(self) -> None:
         """End the threads once nothing is queued."""

@@ -72,7 +72,8 @@ class LazyArray:
         items = _expanded(key, self.ndim)
         # numpy says what comes of an array that takes no memory, and which error a key has.
         wanted = np.broadcast_to(np.zeros((), self.dtype), self.shape)[items]
-        index = [item if isinstance(item, slice) else _slice_of(item) for item in items if item is not None]
+        given = (item if isinstance(item, slice) else operator.index(item) for item in items if item is not None)
+        index = [item if isinstance(item, slice) else slice(item, item + 1 or None) for item in given]
         counts = [len(range(*item.indices(extent))) for item, extent in zip(index, self.shape, strict=True)]
         out = empty_array(self.name, tuple(counts), self.dtype)
         if out.size:
@@ -148,9 +149,3 @@ def _expanded(key: Key, ndim: int) -> tuple[Any, ...]:
         place = places[0] if places else len(items)
         items[place : place + len(places)] = [slice(None)] * (ndim - len(given))
     return tuple(items)
-
-
-def _slice_of(item: SupportsIndex) -> slice:
-    """Return the slice of one element."""
-    at = operator.index(item)
-    return slice(at, at + 1 or None)

@@ -66,7 +66,8 @@ class RunFolder:
             self.path = first if number == 1 else first.with_name(f"{first.name}-{number}")
             self._fd = self._open(base)
             try:
-                if self._lock(may_fail=shares and (number > 1 or self._is_mine())):
+                is_mine = self._owner()[1:] == [f"{_PROCESS} {os.getpid()}"]  # this process took it last
+                if self._lock(may_fail=shares and (number > 1 or is_mine)):
                     self._sweep()
                     break
             except BaseException:
@@ -93,10 +94,6 @@ class RunFolder:
     def _owner(self) -> list[str]:
         """Return the lines of the present or last holder of the folder: its name and its process."""
         return os.pread(self._fd, 300, 0).decode(errors="replace").splitlines() or ["unknown"]
-
-    def _is_mine(self) -> bool:
-        """Return whether this process took the folder last."""
-        return self._owner()[1:] == [f"{_PROCESS} {os.getpid()}"]
 
     def _lock(self, *, may_fail: bool) -> bool:
         """Take the lock; false if somebody has it and that `may_fail`."""

@@ -67,28 +67,28 @@ def _check_groups(groups: Groups, shards: Mapping[str, LocalShard]) -> None:
                 raise UsageError(f"the arrays of a group share one layout, got different ones for {', '.join(group)}")
 
 
+@dataclass
 class _Planner:
     """Cuts a pass into batches."""
 
-    def __init__(
-        self, groups: Groups, tiers: Mapping[str, Tier], shards: Mapping[str, LocalShard], pool_bytes: int
-    ) -> None:
-        self._groups = groups
-        self._tiers = tiers
-        self._shards = shards
-        self._pool_bytes = pool_bytes
-        self._in_memory = all(isinstance(tiers[name], MemoryTier) for group in groups for name in group)
+    groups: Groups
+    tiers: Mapping[str, Tier]
+    shards: Mapping[str, LocalShard]
+    pool_bytes: int
+
+    def __post_init__(self) -> None:
+        self.in_memory = all(isinstance(self.tiers[name], MemoryTier) for group in self.groups for name in group)
 
     def plans(self, chunks: tuple[int, int] | None) -> Iterator[SpanPlan]:
         """Yield the spans of each group, alike in size."""
-        for number, group in enumerate(self._groups):
-            shard = self._shards[group[0]]
+        for number, group in enumerate(self.groups):
+            shard = self.shards[group[0]]
             present = shard.grid.present_chunks(shard.shard) if shard.valid_numel else 0
             start, stop = (0, present) if chunks is None else chunks
             stop = min(stop, present)
             most = self._span_chunks(group)
             step = most
-            if not self._in_memory and stop > start:
+            if not self.in_memory and stop > start:
                 count = -(-(stop - start) // most)
                 step = -(-(stop - start) // count)
             for first in range(start, stop, step):
@@ -96,27 +96,27 @@ class _Planner:
 
     def _span_chunks(self, group: Sequence[str]) -> int:
         """Return the number of chunks of the group in a span: a request to the disk, of which the pool holds several."""
-        on_disk = [t.span_chunks(name) for name in group if isinstance(t := self._tiers[name], DiskTier)]
-        if self._in_memory or not on_disk:
-            least = min(tier.tile_numel for name in group if isinstance(tier := self._tiers[name], MemoryTier))
-            return max(1, least // max(self._shards[group[0]].grid.chunk_numel, 1))
-        chunk_bytes = sum(self._tiers[name].span_bytes(name, 1) for name in group)
-        return max(1, min(*on_disk, self._pool_bytes // (_LEAST_SPANS_IN_POOL * chunk_bytes)))
+        on_disk = [t.span_chunks(name) for name in group if isinstance(t := self.tiers[name], DiskTier)]
+        if self.in_memory or not on_disk:
+            least = min(tier.tile_numel for name in group if isinstance(tier := self.tiers[name], MemoryTier))
+            return max(1, least // max(self.shards[group[0]].grid.chunk_numel, 1))
+        chunk_bytes = sum(self.tiers[name].span_bytes(name, 1) for name in group)
+        return max(1, min(*on_disk, self.pool_bytes // (_LEAST_SPANS_IN_POOL * chunk_bytes)))
 
     def is_small(self, group: int) -> bool:
         """Return whether no array of a group needs a request of its own."""
-        tiers = [(self._tiers[name], name) for name in self._groups[group]]
+        tiers = [(self.tiers[name], name) for name in self.groups[group]]
         return all(not isinstance(tier, DiskTier) or tier.is_packed(name) for tier, name in tiers)
 
     def cut(self, small: Sequence[SpanPlan]) -> list[Batch]:
         """Return whole groups in as few batches as requests hold, alike in bytes."""
         sizes = [
-            sum(self._tiers[name].span_bytes(name, plan.span.num_chunks) for name in self._groups[plan.group])
+            sum(self.tiers[name].span_bytes(name, plan.span.num_chunks) for name in self.groups[plan.group])
             for plan in small
         ]
         if not any(sizes):
             return [(plan,) for plan in small]
-        count = -(-sum(sizes) // min(_BATCH_BYTES, self._pool_bytes // _LEAST_SPANS_IN_POOL))
+        count = -(-sum(sizes) // min(_BATCH_BYTES, self.pool_bytes // _LEAST_SPANS_IN_POOL))
         batches: list[list[SpanPlan]] = []
         before = 0
         for plan, size in zip(small, sizes, strict=True):

@@ -75,15 +75,6 @@ class Pass:
         """All arrays, in order."""
         return [name for group in self.groups for name in group]
 
-    @property
-    def reads(self) -> bool:
-        """Whether anything is loaded."""
-        return any(self.mode_of(name) is not Mode.FILL for name in self.names)
-
-    def changed(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that get a new version."""
-        return [name for name in names if self.mode_of(name) is not Mode.READ]
-
 
 @dataclass
 class StreamCounters:
@@ -199,7 +190,7 @@ class _Loaded:
 
 def _tile_in_memory(plan: SpanPlan, tiers: Mapping[str, MemoryTier], shards: Mapping[str, LocalShard]) -> Tile:
     """Return a span of a group as one tile; `tiers` has its arrays, which are all in memory, in order."""
-    first, stop = shards[next(iter(tiers))].span_range(plan.span)
+    first, stop = shards[next(iter(tiers))].chunk_range(plan.span.first_chunk, plan.span.num_chunks)
     return Tile(plan.group, first, stop, tuple(tier.view(name, first, stop) for name, tier in tiers.items()))
 
 
@@ -218,12 +209,15 @@ class Stream:
         self._pass = what
         self._groups = [tuple(group) for group in what.groups]
         self._pool = what.pool
-        self._reads = what.reads
+        self._reads = any(what.mode_of(name) is not Mode.FILL for name in what.names)
         self._tiers = tiers
         self._shards = shards
         self._counters = counters
         self._loaded: deque[_Loaded] = deque()
-        self._in_memory = self._memory_tiers()
+        names = what.names
+        in_memory = {name: tier for name in names if isinstance(tier := tiers[name], MemoryTier)}
+        self._in_memory = in_memory if len(in_memory) == len(names) else {}
+        """The tier of each array if all are in memory."""
         if batches is None:
             batches = plan_batches(
                 self._groups, tiers=tiers, shards=shards, pool_bytes=what.pool.nbytes, chunks=what.chunks
@@ -238,17 +232,6 @@ class Stream:
         """Groups whose last span is being saved, and their saves."""
         self._ahead: dict[str, int] = {}
         """Versions of the arrays that were read ahead."""
-
-    def _memory_tiers(self) -> dict[str, MemoryTier]:
-        """Return the tier of each array if all are in memory; else nothing."""
-        tiers: dict[str, MemoryTier] = {}
-        for group in self._groups:
-            for name in group:
-                tier = self._tiers[name]
-                if not isinstance(tier, MemoryTier):
-                    return {}
-                tiers[name] = tier
-        return tiers
 
     def read_ahead(self) -> None:
         """Queue the loads of the first spans, as far as memory is free; `go_on` or `drop` comes next.
@@ -393,7 +376,8 @@ class Stream:
         False if a pin would have to be waited for while spans are loaded.
         """
         names = [name for name in names if name not in self._begun]
-        if self._loaded and any(self._tiers[name].is_pinned_in_place(name) for name in self._pass.changed(names)):
+        changed = (name for name in names if self._pass.mode_of(name) is not Mode.READ)
+        if self._loaded and any(self._tiers[name].is_pinned_in_place(name) for name in changed):
             return False
         started = time.perf_counter()
         for name in names:

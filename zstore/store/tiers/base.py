@@ -84,16 +84,10 @@ class LocalShard:
         """Bytes of the elements that are not padding."""
         return self.valid_numel * self.spec.itemsize
 
-    def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Return the local flat elements `[first, stop)` of chunk number `chunk`, padding left out."""
-        first = chunk * self.grid.chunk_numel
-        return min(first, self.valid_numel), min(first + self.grid.chunk_numel, self.valid_numel)
-
-    def span_range(self, span: ChunkSpan) -> tuple[int, int]:
-        """Return the local flat elements `[first, stop)` of the chunks of `span`, padding left out."""
-        first = span.first_chunk * self.grid.chunk_numel
-        last = first + span.num_chunks * self.grid.chunk_numel
-        return min(first, self.valid_numel), min(last, self.valid_numel)
+    def chunk_range(self, chunk: int, num_chunks: int = 1) -> tuple[int, int]:
+        """Return the local flat elements `[first, stop)` of `num_chunks` from chunk number `chunk` on, padding left out."""
+        first, numel = chunk * self.grid.chunk_numel, num_chunks * self.grid.chunk_numel
+        return min(first, self.valid_numel), min(first + numel, self.valid_numel)
 
 
 @dataclass(frozen=True)

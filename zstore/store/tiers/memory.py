@@ -32,7 +32,6 @@ _SLAB_BYTES = 32 * HUGE_PAGE_BYTES
 _ALIGN_BYTES = 64
 _DIRECT_BYTES = 512
 """Shards begin at a multiple: files are then written from their memory, and read into it, without a copy."""
-"""Of all pins that nobody moves out: an object less each, see [Note: objects of a save]."""
 
 
 def shared_bytes(nbytes: int) -> int:
