@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zstore.engine.runtime.distributed import init_distributed
 
     from .errors import ZstoreError
-    from .open.checkpoint import load_state_dict, open_checkpoint
+    from .open.checkpoint import load_state_dict, open_checkpoint, open_checkpoint_async
     from .open.store import Store, open_store
     from .store import TensorStore
 
@@ -38,6 +38,7 @@ __all__ = [
     "initialize",
     "load_state_dict",
     "open_checkpoint",
+    "open_checkpoint_async",
     "open_store",
     "zero",
 ]
@@ -55,6 +56,7 @@ _HOMES = {
     "initialize": "zstore.engine.api.initialize",
     "load_state_dict": "zstore.open.checkpoint",
     "open_checkpoint": "zstore.open.checkpoint",
+    "open_checkpoint_async": "zstore.open.checkpoint",
     "open_store": "zstore.open.store",
     "zero": "zstore.zero",
 }

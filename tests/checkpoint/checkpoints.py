@@ -28,8 +28,7 @@ from zstore.ranks.board import Board
 from zstore.remote.bucket import PATIENT, Retries
 from zstore.remote.service import UploadPlace
 from zstore.remote.upload import save_to_url
-from zstore.store import StoreOptions, TensorStore
-from zstore.store.store import TierName
+from zstore.store import StoreOptions, TensorStore, TierName
 
 Array = npt.NDArray[Any]
 

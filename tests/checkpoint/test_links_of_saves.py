@@ -20,7 +20,7 @@ from zstore.checkpoint.plan import SaveSummary
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.io.files import Files
-from zstore.store.store import TierName
+from zstore.store import TierName
 from zstore.testing.faults import unlinkable_files
 
 Array = npt.NDArray[Any]

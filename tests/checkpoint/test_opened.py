@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import os
+import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,11 @@ import torch
 
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
-from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
+from tests.waiting import until
+from zstore.checkpoint import folder as folders
+from zstore.checkpoint.folder import LocalFolder
+from zstore.errors import CheckpointError, CheckpointMismatchError, CorruptionError, UsageError
+from zstore.open import sources
 from zstore.weights.choose import choose
 
 Array = npt.NDArray[Any]
@@ -191,3 +201,121 @@ def test_no_torch_until_a_tensor_is_asked_for(saved: Path) -> None:
         "    assert 'torch' in sys.modules and 'zstore.engine' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# -- opened in a coroutine --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for number, tag in enumerate(("one", "two", "three"), 1):
+        save_arrays(tmp_path / "run", {"model/w": np.full(100, number, np.float32)}, step=number, tag=tag)
+    return tmp_path / "run"
+
+
+def left_open() -> tuple[list[str], list[str]]:
+    gc.collect()
+    return sorted(os.listdir("/proc/self/fd")), [each.name for each in threading.enumerate() if "zstore" in each.name]
+
+
+class Gate(threading.Event):
+    """Holds whoever calls the attribute `name` of `owner` until it is set."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        super().__init__()
+        self.callers: list[str] = []
+        real = getattr(owner, name)
+
+        def held(*given: Any) -> Any:
+            self.callers.append(threading.current_thread().name)
+            assert self.wait(60)
+            return real(*given)
+
+        patch.setattr(owner, name, held)
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name", "callers"), [(LocalFolder, "check_file", 3), (sources, "open_checkpoint", 1)]
+)
+def test_a_slow_opening_holds_up_no_loop_and_a_cancelled_one_leaves_nothing_open(
+    owner: Any, name: str, callers: int, cancel: bool, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(zstore.open_checkpoint_async(run))
+        await asyncio.to_thread(until, lambda: len(gate.callers) >= callers)  # side by side, and the loop goes on
+        assert "MainThread" not in gate.callers
+        if cancel:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        gate.set()
+        if not cancel:
+            async with await task as found:
+                assert (found.tag, found["model/w"][3]) == ("three", 3)
+        await asyncio.to_thread(until, lambda: "zstore-open" not in [each.name for each in threading.enumerate()])
+
+    gate, before = Gate(monkeypatch, owner, name), left_open()
+    asyncio.run(main())
+    assert left_open() == before
+
+
+def test_small_files_of_a_whole_checkpoint_come_by_aiofiles(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch, folders, "read_json")
+    gate.set()
+    for place, tag in ((run, None), (run, "latest"), (run, "two"), (run / "one", None), (f"{run}@two", None)):
+        asyncio.run(zstore.open_checkpoint_async(place, tag)).close()
+    assert {name.partition("_")[0] for name in gate.callers} == {"asyncio"}  # and not the thread that opens it
+
+
+def outcome(open_it: Callable[[], Any]) -> Any:
+    """What was opened, or the error, for comparison."""
+    try:
+        with open_it() as found:
+            return found.location, found.state, {name: array[...].tolist() for name, array in found.items()}
+    except (OSError, ValueError, RuntimeError) as error:
+        return type(error), str(error)
+
+
+CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "whole": (".", lambda _: None),
+    "latest is edited": ("latest", lambda path: path.write_text("one\n")),
+    "latest is large": ("latest", lambda path: os.truncate(path, 5000)),
+    "latest leads out": ("latest", lambda path: path.write_text("../three")),
+    "record is cut": ("three/zstore.json", lambda path: os.truncate(path, 50)),
+    "record is large": ("three/zstore.json", lambda path: os.truncate(path, 2**26 + 1)),
+    "record is a link": ("three/zstore.json", lambda path: path.symlink_to(path.rename(path.with_name("moved")))),
+    "record is newer": ("three/zstore.json", lambda path: path.write_text(path.read_text().replace(": 1,", ": 9,", 1))),
+    "metadata is cut": ("three/zarr.json", lambda path: os.truncate(path, 50)),
+    "metadata is large": ("three/zarr.json", lambda path: os.truncate(path, 2**28 + 1)),
+    "metadata is gone": ("three/zarr.json", os.unlink),
+    "metadata is a pipe": ("three/zarr.json", lambda path: (os.unlink(path), os.mkfifo(path))),
+    "set aside": ("three", lambda path: path.rename(f"{path}.old-{'0' * 32}")),
+    "nothing is there": (".", shutil.rmtree),
+    "a file is there": (".", lambda path: (shutil.rmtree(path), path.write_text(""))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_content_and_errors_are_those_without_a_loop(change: str, run: Path) -> None:
+    name, act = CHANGES[change]
+    act(run / name)
+    places = [(run, None), (run, "three"), (run, 3), (run, "four"), (run / "three", None), (f"{run}@three", None)]
+    for place in (*places, (f"{run}@three", "two"), ("what://run/x", None), ("memory://none/run", "x")):
+        wanted = outcome(lambda place=place: zstore.open_checkpoint(*place))
+        assert outcome(lambda place=place: asyncio.run(zstore.open_checkpoint_async(*place))) == wanted
+
+
+def test_files_that_a_save_replaces_meanwhile_are_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed(folder: LocalFolder, file: str, *most_bytes: int) -> bytes:
+        by_aiofiles = threading.current_thread().name.startswith("asyncio")
+        return real(LocalFolder(run / "one") if by_aiofiles and file == "zarr.json" else folder, file, *most_bytes)
+
+    real = LocalFolder.read_small
+    save_arrays(run, {"model/v": np.zeros(3, np.float32)}, tag="four")
+    monkeypatch.setattr(LocalFolder, "read_small", mixed)
+    with asyncio.run(zstore.open_checkpoint_async(run)) as found:
+        assert list(found) == ["model/v"]
+        save_arrays(run, {"model/v": np.ones(3, np.float32)}, tag="four", overwrite=True)
+        with pytest.raises(CorruptionError, match="was replaced by another save while it was read"):
+            found["model/v"][...]

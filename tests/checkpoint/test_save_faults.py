@@ -22,7 +22,7 @@ from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import DiskFullError, ZstoreError
 from zstore.io.flush import Flush
-from zstore.store.store import TierName
+from zstore.store import TierName
 from zstore.testing.faults import Fault, FaultyFiles, Kind
 
 Array = npt.NDArray[Any]

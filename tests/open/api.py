@@ -5,19 +5,28 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 import zstore
 from zstore.open.store import Store
 
 PAGE = Path(__file__).parents[2] / "docs" / "store.md"
+LARGE = (300, 100, 2)
+"""240 kB in fp32: rests on disk."""
 _TABLE = re.compile(r"(?<=<!-- api -->\n).*?(?=\n\n)", re.DOTALL)
+
+
+def values(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return np.asarray(rng.integers(0, 100, shape)).astype(dtype)
 
 
 def table() -> str:
     """Return a row for each public call: how it is called, and the first paragraph of its docstring."""
-    calls = {"open_store": zstore.open_store} | {
-        name: call for name, call in vars(Store).items() if not name.startswith("_")
-    }
+    opening = {name: getattr(zstore, name) for name in ("open_store", "open_checkpoint_async")}
+    calls = opening | {name: call for name, call in vars(Store).items() if not name.startswith("_")}
     rows = ["| call | effect |", "|---|---|"]
     for name, call in calls.items():
         signature = inspect.signature(call)

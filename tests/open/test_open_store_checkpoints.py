@@ -17,7 +17,7 @@ import torch
 
 import zstore
 from tests import warm
-from tests.open.arrays import LARGE, values
+from tests.open.api import LARGE, values
 from zstore.checkpoint.reader import tags
 from zstore.errors import CheckpointNotFoundError, CorruptionError, DiskFullError, StorageError, UsageError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16

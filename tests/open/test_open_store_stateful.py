@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import zstore
+from tests.store.stores import turn_in_place
 from zstore.checkpoint.plan import SaveSummary
 from zstore.checkpoint.reader import tags
 from zstore.errors import BudgetError, CheckpointExistsError, StorageError, UsageError, ZstoreError
-from zstore.io.queue import Ticket
+from zstore.io import Ticket
 from zstore.io.tensors import as_numpy, as_torch
 from zstore.open.store import Store
 from zstore.store import StoreOptions, TensorStore
@@ -60,12 +61,7 @@ def make(kind: int, seed: int) -> np.ndarray:
 
 def turn(value: Any) -> None:
     """Change every element of a tensor or an array in place."""
-    flat = plain(value).reshape(-1)
-    if flat.dtype == np.bool_:
-        np.logical_not(flat, out=flat)
-    else:
-        as_bytes = flat.view(np.uint8)
-        as_bytes += np.uint8(3)
+    turn_in_place(plain(value).reshape(-1))
 
 
 def turned(value: np.ndarray) -> np.ndarray:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
 import zstore
-from tests.open.arrays import LARGE, values
+from tests import warm
+from tests.open.api import LARGE, PAGE, shown, table, values
 from zstore.errors import BudgetError, CheckpointExistsError, UsageError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
 from zstore.open.store import Store
@@ -251,3 +254,22 @@ def test_a_change_that_takes_an_array_away_waits_for_earlier_checkpoints_alone(t
     ):
         with zstore.open_checkpoint(tmp_path / "ckpt", tag) as checkpoint:
             assert {name: values.shape for name, values in checkpoint.items()} == expected
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    path = EXAMPLES / "tensor_store.py"
+    (shown,) = re.findall(r"<!-- example -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert shown == path.read_text()
+    assert len([line for line in shown.splitlines() if line]) <= 20
+    ran = warm.run([sys.executable, str(path), str(tmp_path)], capture_output=True, text=True)
+    assert ran.stdout == "(128, 1024) 3.5\n{'loss': 1.0} 8 262144.0\n", ran.stderr
+
+
+def test_the_table_of_the_page_is_made_of_docstrings() -> None:
+    assert shown() == table(), "run `python -m tests.open.api`"

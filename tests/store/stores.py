@@ -8,11 +8,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import make_grid
-from zstore.store import TensorStore
-from zstore.store.store import TierName
-from zstore.store.tiers import Tile
+from zstore.format import ArraySpec, make_grid
+from zstore.store import TensorStore, TierName, Tile
 from zstore.testing.oracle import random_values
 
 Array = npt.NDArray[Any]
@@ -47,3 +44,12 @@ def flip(tiles: Iterable[Tile]) -> None:
 def other_than(values: Array) -> Array:
     """Return other bits everywhere."""
     return cast(Array, (~values.view(np.uint8)).view(values.dtype))
+
+
+def turn_in_place(values: Array) -> None:
+    """Change every element in place: any order of applying it to parts gives the same."""
+    if values.dtype == np.bool_:
+        np.logical_not(values, out=values)
+    else:
+        as_bytes = values.view(np.uint8)
+        as_bytes += np.uint8(3)

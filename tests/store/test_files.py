@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from zstore.errors import DiskFullError, StorageError
-from zstore.format.arrays import Bytes
-from zstore.io.buffers import make_slab
-from zstore.io.files import Files, OpenFile
+from zstore.format import Bytes
+from zstore.io import Files, OpenFile, make_slab
 from zstore.testing.faults import Fault, FaultyFiles
 
 SIZE = 64 * 1024

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.children import limited_memory
-from zstore.io.hostmemory import read_host_memory
+from zstore.io import read_host_memory
 
 GB = 2**30
 MIB = 2**20

@@ -1,16 +1,24 @@
 """Rows -> shards -> chunks: every row has one owner, cuts fall where they may, and loads read little too much."""
 
+from __future__ import annotations
+
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from zstore.format import FLOATING, ArraySpec, layout_of, numpy_dtype
+from zstore.format.boxes import Box, BoxRun, flat_ranges, gather, tiles
 from zstore.format.partition import ALIGN_NUMEL, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid, plan_reads
-from zstore.format.shardfile import layout_of
 from zstore.tools.sample import models
 
 Shape = tuple[int, ...]
@@ -224,3 +232,166 @@ def test_a_load_at_another_world_size_reads_little_too_much(name: str) -> None:
     # Beyond 4 ranks, arrays of 2 M elements would need chunks so small that every step would be slower.
     assert max(worst.values()) <= (1.061 if numel(MODELS[name]) > 1e9 else 1.09 if numel(MODELS[name]) > 5e8 else 1.13)
     assert all(worst[world, world] <= 1.0 + 0.01 for world in range(1, 9))
+
+
+# -- blocks of tensors, against numpy ---------------------------------------------------------------------------------
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> Box:
+    shape = draw(st.lists(st.integers(0, 6), max_size=4))
+    offsets = [draw(st.integers(0, extent)) for extent in shape]
+    sizes = [draw(st.integers(0, extent - at)) for extent, at in zip(shape, offsets, strict=True)]
+    return Box(tuple(shape), tuple(offsets), tuple(sizes))
+
+
+def box_elements(box: Box) -> np.ndarray:
+    """The flat elements of the whole that the box has, by numpy."""
+    whole = np.arange(math.prod(box.shape)).reshape(box.shape)
+    return whole[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))].reshape(-1)
+
+
+@given(box=boxes(), data=st.data())
+def test_runs_are_what_numpy_slices(box: Box, data: st.DataObject) -> None:
+    expected = box_elements(box)
+    numel = math.prod(box.shape)
+    assert (box.numel, box.num_runs * box.run_numel) == (expected.size, expected.size)
+    first = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(first, numel))
+    found = [(at + i, in_box + i) for at, in_box, count in box.overlap(first, stop) for i in range(count)]
+    assert found == [(e, i) for i, e in enumerate(expected.tolist()) if first <= e < stop]
+
+
+@given(box=boxes(), data=st.data())
+def test_gathering_fills_what_the_box_has(box: Box, data: st.DataObject) -> None:
+    numel = math.prod(box.shape)
+    first = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(first, numel))
+    values = np.arange(numel, dtype=np.int32) + 1
+    held = values[box_elements(box)] if box.numel else np.empty(0, np.int32)
+    out = np.zeros(stop - first, np.int32)
+
+    def read(start: int, part: np.ndarray) -> None:
+        part[:] = held.view(np.uint8)[start * 4 : start * 4 + part.size]
+
+    filled = gather(box, first, stop, 4, read, out.view(np.uint8))
+    inside = np.zeros(numel, bool)
+    inside[box_elements(box)] = True
+    assert filled == inside[first:stop].sum()
+    assert np.array_equal(out, np.where(inside, values, 0)[first:stop])
+
+
+@given(box=boxes(), most=st.integers(1, 50), gap=st.integers(0, 20))
+def test_ranges_to_read_hold_the_box(box: Box, most: int, gap: int) -> None:
+    ranges = flat_ranges(box, most, gap)
+    assert all(first < stop <= second for (first, stop), (second, _) in pairwise(ranges))
+    covered = {e for first, stop in ranges for e in range(first, stop)}
+    assert covered >= set(box_elements(box).tolist())
+    assert all(stop - first <= max(most, box.run_numel) for first, stop in ranges)
+
+
+@given(shape=st.lists(st.integers(0, 4), max_size=3), data=st.data())
+def test_boxes_tile_where_numpy_counts_each_element_once(shape: list[int], data: st.DataObject) -> None:
+    def cut(box: Box) -> list[Box]:
+        """The box in two, or as it is."""
+        dim = data.draw(st.integers(0, max(len(shape) - 1, 0)))
+        size = box.sizes[dim] if shape else 0
+        at = data.draw(st.integers(0, size))
+        if not 0 < at < size:
+            return [box]
+        low, high = list(box.sizes), list(box.sizes)
+        low[dim], high[dim] = at, size - at
+        moved = [offset + at * (d == dim) for d, offset in enumerate(box.offsets)]
+        return [Box(box.shape, box.offsets, tuple(low)), Box(box.shape, tuple(moved), tuple(high))]
+
+    pieces = [Box.whole(shape)]
+    for _ in range(data.draw(st.integers(0, 5))):
+        pieces += cut(pieces.pop(data.draw(st.integers(0, len(pieces) - 1))))
+    assert tiles(shape, pieces)
+    for _ in range(data.draw(st.integers(0, 2))):  # one is lost, one is there twice, or lies elsewhere
+        if pieces and data.draw(st.booleans()):
+            pieces.pop()
+        pieces.append(data.draw(st.sampled_from([*pieces, Box.whole(shape)])))
+    held = np.zeros(math.prod(shape), int)
+    for piece in pieces:
+        held[box_elements(piece)] += 1
+    assert tiles(shape, pieces) == bool((held == 1).all())
+
+
+def test_a_column_of_a_tall_tensor_takes_no_memory_for_its_rows() -> None:
+    column = Box((2**40, 2), (0, 1), (2**40, 1))
+    assert list(column.overlap(2**40, 2**40 + 4)) == [
+        BoxRun(2**40 + 1, 2**39, 1),
+        BoxRun(2**40 + 3, 2**39 + 1, 1),
+    ]
+
+
+def test_a_block_outside_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not in a tensor of shape"):
+        Box((4, 4), (2, 0), (3, 4))
+
+
+# -- names, shapes and data types -------------------------------------------------------------------------------------
+
+
+NAMES = ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+NAMES += ["float16", "bfloat16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_data_type_is_the_little_endian_one_of_its_name(name: str) -> None:
+    dtype = numpy_dtype(name)
+    assert dtype.name == name
+    assert dtype.itemsize == np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name).itemsize
+    one = np.array([1], dtype=dtype).tobytes()
+    expected = {"float16": "003c", "bfloat16": "803f", "float32": "0000803f", "float64": "000000000000f03f"}
+    assert one.hex() == expected.get(name, "01".ljust(2 * dtype.itemsize, "0"))
+    assert sys.byteorder == "little" or dtype.byteorder in "<|"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        *(
+            ({"dtype": name}, "cannot be stored; expected one of bool, uint8")
+            for name in ("complex128", "float", ">f4")
+        ),
+        *(({"name": name}, "expected `group/name`") for name in ("/weight", "model/", "")),
+        ({"shape": (2, -1)}, "negative extent"),
+    ],
+)
+def test_what_is_no_array_is_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ArraySpec(**{"name": "model/w", "shape": (1,), "dtype": "float32"} | wrong)
+
+
+def test_floating_names_are_floating() -> None:
+    halves = {name: float(np.array([0.5]).astype(numpy_dtype(name))[0]) for name in NAMES}
+    assert [name for name, half in halves.items() if half == 0.5] == [*FLOATING]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored", "rows", "row_numel"),
+    [
+        ((), (1,), 1, 1),
+        ((7,), (7,), 7, 1),
+        ((0,), (0,), 0, 1),
+        ((3, 5), (3, 5), 3, 5),
+        ((3, 0), (3, 0), 3, 0),
+        ((0, 5), (0, 5), 0, 5),
+        ((8, 2, 3), (16, 3), 16, 3),
+        ((4, 3, 2, 5), (24, 5), 24, 5),
+        ((4, 0, 5), (0, 5), 0, 5),
+    ],
+)
+def test_stored_shapes(shape: tuple[int, ...], stored: tuple[int, ...], rows: int, row_numel: int) -> None:
+    spec = ArraySpec(name="model/w", shape=shape, dtype="bfloat16")
+    assert (spec.stored_shape, spec.rows, spec.row_numel) == (stored, rows, row_numel)
+
+
+@given(shape=st.lists(st.integers(0, 9), max_size=5).map(tuple), dtype=st.sampled_from(NAMES))
+def test_storing_keeps_the_elements(shape: tuple[int, ...], dtype: str) -> None:
+    spec = ArraySpec(name="model/w", shape=shape, dtype=dtype)
+    assert math.prod(spec.stored_shape) == spec.rows * spec.row_numel == spec.numel == np.zeros(shape).size
+    assert spec.nbytes == np.zeros(shape, numpy_dtype(dtype)).nbytes
+    assert len(spec.stored_shape) in (1, 2)

@@ -13,14 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.store.stores import turn_in_place
 from zstore.errors import StorageError, UsageError
-from zstore.format.arrays import ArraySpec, numpy_dtype
-from zstore.format.partition import make_grid
+from zstore.format import ArraySpec, make_grid, numpy_dtype
+from zstore.io import ShardReader
 from zstore.io.queue import Priority, Ticket, wait_all
-from zstore.io.shards import ShardReader
-from zstore.store import StoreOptions, TensorStore
-from zstore.store.store import Snapshot
-from zstore.store.tiers import LocalShard
+from zstore.store import LocalShard, Snapshot, StoreOptions, TensorStore
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import random_values, same_bits
@@ -130,9 +128,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.make_way(changing)
         for tile in self.store.stream([NAMES[g] for g in which]):
             for name, view in zip(NAMES[which[tile.group]], tile.views, strict=True):
-                turned(as_array(view, self.store.spec(name).dtype))
+                turn_in_place(as_array(view, self.store.spec(name).dtype))
         for name in changing:
-            turned(self.model[name])
+            turn_in_place(self.model[name])
 
     @rule(which=groups, seed=seeds)
     def fill(self, which: int, seed: int) -> None:
@@ -263,15 +261,6 @@ class StoreMachine(RuleBasedStateMachine):
             left = list(self.folder.rglob("*.shard"))
             shutil.rmtree(self.folder)
         assert left == []
-
-
-def turned(values: np.ndarray) -> None:
-    """Change every element in place: any order of applying it to parts gives the same."""
-    if values.dtype == np.bool_:
-        np.logical_not(values, out=values)
-    else:
-        as_bytes = values.view(np.uint8)
-        as_bytes += np.uint8(3)
 
 
 TestStore = pytest.mark.timeout(280)(StoreMachine.TestCase)

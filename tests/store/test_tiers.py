@@ -1,5 +1,7 @@
 """The tiers: the contract that all keep, and what each adds to it."""
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -7,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from crc32c import crc32c
 
-from zstore.errors import BudgetError, UsageError
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import make_grid
+from zstore.errors import BudgetError, CorruptionError, UsageError
+from zstore.format import ArraySpec, layout_of, make_grid
+from zstore.io import IoResources, Priority
 from zstore.io.buffers import Budget
-from zstore.io.queue import Priority
-from zstore.io.shards import IoResources
-from zstore.store.tiers import DeviceTier, HostTier, LocalShard, Tier
+from zstore.store.tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, Tier
 from zstore.testing.contract import TierBench, TierContract
+from zstore.testing.faults import Fault
 from zstore.testing.oracle import read_with_tensorstore, read_with_zarr, same_bits, shard_name, write_zarr_json
 
 
@@ -140,3 +142,212 @@ if torch.cuda.is_available():
 
         def make_tier(self, res: IoResources, folder: Path) -> Tier:
             return DeviceTier("cuda")
+
+
+# -- disk -------------------------------------------------------------------------------------------------------------
+
+
+class TestDiskTier(TierContract):
+    pins_in_place = False
+
+    def make_tier(self, res: IoResources, folder: Path) -> Tier:
+        return DiskTier(Drives((folder,)), res)
+
+    @staticmethod
+    def shard_files(bench: TierBench) -> list[str]:
+        return sorted(p.name for p in (bench.folder.parent / "tier").iterdir())
+
+    def written(self, bench: TierBench) -> list[Path]:
+        """Paths of the writes since the last call."""
+        paths = [Path(path) for kind, path in bench.files.paths if kind == "write"]
+        bench.files.paths.clear()
+        return paths
+
+    def filled(self, bench: TierBench, seed: int = 1) -> LocalShard:
+        local = bench.create((3000, 256))
+        bench.fill(local, bench.values(local, seed))
+        return local
+
+    # -- publishing ---------------------------------------------------------------------------------------------
+
+    def test_a_publish_is_a_link_and_writes_no_bytes(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        self.written(bench)
+        summary = bench.publish(pin)
+        assert summary.linked
+        kinds = [kind for kind, _ in bench.files.paths]
+        assert kinds.index("fsync") < kinds.index("link")
+        assert self.written(bench) == []
+        source = bench.folder.parent / "tier" / self.shard_files(bench)[0]
+        published = bench.folder / "published"
+        assert published.stat().st_ino == source.stat().st_ino
+        assert published.stat().st_nlink == 2
+
+    def test_without_a_pin_a_change_stays_in_its_file(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        (before,) = self.shard_files(bench)
+        self.written(bench)
+        bench.update(local, bench.values(local, 2))
+        assert {path.name for path in self.written(bench)} == {before}
+        assert self.shard_files(bench) == [before]
+
+    def test_a_superseded_published_file_loses_its_name_here(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        (before,) = self.shard_files(bench)
+        pin = bench.tier.pin(local.spec.name)
+        bench.publish(pin)
+        pin.release()
+        bench.update(local, bench.values(local, 2))
+        assert len(self.shard_files(bench)) == 1
+        assert before not in self.shard_files(bench)
+        assert (bench.folder / "published").stat().st_nlink == 1
+
+    def test_a_superseded_unpublished_file_is_the_next_version(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        bench.update(local, bench.values(local, 2))
+        pin.release()
+        assert len(self.shard_files(bench)) == 2
+        bench.files.paths.clear()
+        pin = bench.tier.pin(local.spec.name)
+        bench.update(local, bench.values(local, 3))
+        pin.release()
+        assert [kind for kind, _ in bench.files.paths if kind in ("allocate", "rename")] == ["rename"]
+        assert len(self.shard_files(bench)) == 2
+        assert same_bits(bench.read(local), bench.values(local, 3))
+
+    @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
+    def test_where_links_are_not_to_be_had_the_pinned_version_is_copied(self, bench: TierBench, number: int) -> None:
+        local = self.filled(bench)
+        bench.files.inject(Fault(kind="link", times=None, error_number=number))
+        pin = bench.tier.pin(local.spec.name)
+        bench.update(local, bench.values(local, 2))
+        summary = bench.publish(pin)
+        pin.release()
+        assert not summary.linked
+        assert (bench.folder / "published").stat().st_nlink == 1
+        assert same_bits(bench.read_published(local), bench.values(local, 1))
+        layout = layout_of(local.grid, local.shard, local.spec.dtype)
+        assert len(summary.crcs) == layout.num_present
+
+    def test_a_published_file_may_be_read_only_and_published_again(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        bench.publish(pin, "one")
+        (bench.folder / "one").chmod(0o444)
+        # root may write everywhere, so say what a user would be told.
+        original = bench.files._open
+
+        def denied(path: str, flags: int) -> int:
+            if flags & (os.O_RDWR | os.O_WRONLY):
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+            return original(path, flags)
+
+        bench.files._open = denied  # type: ignore[method-assign]
+        try:
+            assert bench.publish(pin, "two").linked
+        finally:
+            bench.files._open = original  # type: ignore[method-assign]
+        pin.release()
+        assert (bench.folder / "one").stat().st_nlink == 3
+
+    def test_another_layout_is_refused(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        for grid, shard in ((make_grid(local.spec.stored_shape, 2), 0), (local.grid, 1)):
+            with pytest.raises(UsageError, match="can only be published with its own layout"):
+                pin.publish(bench.res, bench.folder / "x", grid, shard, Priority.CHECKPOINT)
+        pin.release()
+
+    def test_a_damaged_pinned_file_is_found_when_copied(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        bench.files.inject(Fault(kind="link", times=None, error_number=errno.EXDEV))
+        pin = bench.tier.pin(local.spec.name)
+        self.flip(bench, local)
+        with pytest.raises(CorruptionError, match="fails its crc32c"):
+            bench.publish(pin)
+        pin.release()
+        bench.expect_all_buffers_back()
+
+    # -- damage -------------------------------------------------------------------------------------------------
+
+    def flip(self, bench: TierBench, local: LocalShard, chunk: int = 1) -> None:
+        (name,) = self.shard_files(bench)
+        path = bench.folder.parent / "tier" / name
+        layout = layout_of(local.grid, local.shard, local.spec.dtype)
+        with path.open("r+b") as file:
+            file.seek(layout.slot_offset(chunk) + 11)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 8]))
+
+    def test_a_chunk_is_checked_when_it_is_asked_for_and_sealed_when_the_next_is(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        values = bench.values(local, 1)
+        self.flip(bench, local, chunk=2)
+        tiles = bench.tiles([local.spec.name], Mode.UPDATE)
+        first = next(tiles)
+        assert same_bits(first.views[0], values[: first.stop])
+        payload = first.views[0]
+        behind = np.lib.stride_tricks.as_strided(payload[-1:], (2,), (4,))[1:].view(np.uint32)
+        payload[:] = 5
+        assert behind[0] != crc32c(payload.tobytes())
+        second = next(tiles)
+        assert behind[0] == crc32c(payload.tobytes())
+        assert same_bits(second.views[0], values[second.first : second.stop])
+        with pytest.raises(CorruptionError, match="chunk 2 of"):
+            next(tiles)
+        bench.expect_all_buffers_back()
+
+    def test_a_lost_write_is_found(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        bench.files.inject(Fault(kind="write", first=1, lost=True))
+        bench.update(local, bench.values(local, 2))
+        with pytest.raises(CorruptionError, match="the drive lost a write"):
+            bench.read(local)
+
+    # -- the folder ---------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("name", ["model/a b/ü.x", "model/" + "long." * 100 + "x", "model/..", "model/a%2Fb"])
+    def test_any_name_has_a_file(self, bench: TierBench, name: str) -> None:
+        spec = ArraySpec(name=name, shape=(50,), dtype="int8")
+        local = LocalShard(spec, make_grid((50,), 1), 0)
+        bench.tier.create(local)
+        bench.shards[name] = local
+        bench.fill(local, bench.values(local))
+        assert same_bits(bench.read(local), bench.values(local))
+        assert len(self.shard_files(bench)) == 1
+
+    def test_close_removes_the_files_and_no_published_one(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        bench.update(local, bench.values(local, 2))
+        bench.publish(pin)
+        pin.release()
+        bench.create((5, 8), world_size=4, shard=3)
+        bench.tier.close()
+        assert self.shard_files(bench) == []
+        assert same_bits(bench.read_published(local), bench.values(local, 1))
+
+    @pytest.mark.timeout(60)
+    def test_a_pinned_shard_is_changed_by_one_who_has_every_other_buffer(self, bench: TierBench) -> None:
+        """The next version's file is made without a buffer of the pool."""
+        local = self.filled(bench)
+        layout = layout_of(local.grid, local.shard, local.spec.dtype)
+        pin = bench.tier.pin(local.spec.name)
+        span = bench.res.span_chunks(layout) * layout.slot_bytes
+        with bench.res.pool.acquire(bench.res.pool.nbytes - span):
+            bench.update(local, bench.values(local, 2))
+        pin.release()
+        assert same_bits(bench.read(local), bench.values(local, 2))
+
+    def test_reads_of_a_pinned_shard_during_a_change_see_the_former_version(self, bench: TierBench) -> None:
+        local = self.filled(bench)
+        pin = bench.tier.pin(local.spec.name)
+        for part, view in bench.visit(local.spec.name, Mode.UPDATE):
+            view[:] = bench.values(local, 2)[part]
+            if part.stop == local.valid_numel:
+                assert same_bits(bench.read(local), bench.values(local, 1))
+        pin.release()
+        assert same_bits(bench.read(local), bench.values(local, 2))

@@ -21,7 +21,7 @@ except SystemExit as end:
     assert not end.code, end
 print(json.dumps(sorted(sys.modules)))
 """
-HEAVY = {"torch", "asyncio", "ssl", "zarr", "fsspec", "tensorstore", "transformers", "rich.progress"}
+HEAVY = {"torch", "asyncio", "aiofiles", "ssl", "zarr", "fsspec", "tensorstore", "transformers", "rich.progress"}
 UNUSED = {
     "zstore.store",
     "zstore.store.tiers",

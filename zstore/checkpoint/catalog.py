@@ -18,7 +18,7 @@ from .names import LATEST_FILE, LOCK, METADATA_FILE, RECORD_FILE, SET_ASIDE, par
 
 _MOST_LISTED = 10
 """Tags that a message names."""
-_MOST_LATEST_BYTES = 4096
+MOST_LATEST_BYTES = 4096
 LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
 """Folders that other training loops make, each with a checkpoint in it."""
 _FOREIGN = {
@@ -103,7 +103,7 @@ def stamped(record: Record, place: FolderLike) -> Record:
     """Return `record` with the time of its commit, later than that of the checkpoint that the last save in `place` left."""
     folder, newest = folder_at(place), 0
     with contextlib.suppress(OSError, ValueError, ZstoreError):
-        last = find_tag(folder, folder.read_small(LATEST_FILE, _MOST_LATEST_BYTES).decode().strip())
+        last = find_tag(folder, folder.read_small(LATEST_FILE, MOST_LATEST_BYTES).decode().strip())
         newest = last.record.committed_ns if last is not None else 0
     return replace(record, committed_ns=max(time.time_ns(), newest + 1))
 
@@ -131,7 +131,7 @@ def scan(place: FolderLike) -> Catalog:
     aside: dict[str, TagInfo] = {}
     refusals: list[Refusal] = []
     entries = _entries(folder)
-    names = [name for name in entries.folders if (own := parse_own_name(name)) is None or own[1] == SET_ASIDE]
+    names = [name for name in entries.folders if may_be_checkpoint(name)]
     for name, data in zip(names, folder.read_records(names), strict=True):
         entry = folder.child(name)
         try:
@@ -157,6 +157,12 @@ def scan(place: FolderLike) -> Catalog:
         unfinished=frozenset(own[2] for own in locks),
         has_latest=LATEST_FILE in entries.files,
     )
+
+
+def may_be_checkpoint(name: str) -> bool:
+    """Tell whether a folder of that name may be one of a checkpoint that counts."""
+    own = parse_own_name(name)
+    return own is None or own[1] == SET_ASIDE
 
 
 def _decoded(data: bytes | Exception, folder: Folder) -> Record:
@@ -271,7 +277,7 @@ def meant_of(folder: Folder, catalog: Catalog) -> tuple[TagInfo, str]:
     """
     newest = newest_of(catalog.tags)
     try:
-        named = folder.read_small(LATEST_FILE, _MOST_LATEST_BYTES).decode().strip() if catalog.has_latest else ""
+        named = folder.read_small(LATEST_FILE, MOST_LATEST_BYTES).decode().strip() if catalog.has_latest else ""
     except (OSError, ValueError, ZstoreError):
         named = ""
     if named in ("", newest.tag):

@@ -156,14 +156,16 @@ def links_elsewhere(entry: Path) -> bool:
 class LocalFolder(Folder):
     """A folder on a local file system, below which only folders and regular files count.
 
-    `path` itself may be a link: its user named it.
+    `path` itself may be a link: its user named it. `documents` are small files that were read already, by path, each of
+    which is given once.
     """
 
     is_local = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, documents: dict[str, bytes] | None = None) -> None:
         super().__init__(str(path), path.name)
         self._path = path
+        self._documents = {} if documents is None else documents
         self._checked: set[str] = set()
         """Folders below it that are known not to be links."""
 
@@ -175,13 +177,16 @@ class LocalFolder(Folder):
     def parent(self) -> Folder:
         return LocalFolder(self._path.parent)
 
-    def child(self, name: str) -> Folder:
-        return LocalFolder(self._path / name)
+    def child(self, name: str) -> LocalFolder:
+        return LocalFolder(self._path / name, self._documents)
 
     def location_of(self, file: str) -> str:
         return str(self._path / file)
 
     def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+        data = self._documents.pop(self.location_of(file), None)
+        if data is not None and len(data) <= most_bytes:
+            return data
         self.check_file(file)
         return read_json(self._path / file, most_bytes)
 
@@ -227,7 +232,7 @@ class LocalFolder(Folder):
                         f"{path} is a symbolic link to {os.path.realpath(path)}, out of the folder of checkpoints: if that is "
                         "meant, name that folder itself"
                     )
-                found.append(LocalFolder(path).read_small(RECORD_FILE, MAX_RECORD_BYTES))
+                found.append(self.child(name).read_small(RECORD_FILE, MAX_RECORD_BYTES))
             except (OSError, ValueError) as error:
                 found.append(error)
         return found

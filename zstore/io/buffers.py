@@ -239,11 +239,6 @@ class Pool:
         """Bytes lent out now."""
         return self._held_bytes
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for room now."""
-        return len(self._waiting)
-
 
 def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []

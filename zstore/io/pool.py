@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import zip_longest
 from operator import length_hint
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from .closing import Closing, join_threads, run_to_the_end, start_threads, tell_of_fork
 from .queue import Ticket, promise
@@ -138,6 +138,16 @@ def run_in_thread(task: Callable[[], T], name: str) -> Ticket[T]:
     ticket, carry_out = promise(task)
     run_to_the_end(carry_out, name)
     return ticket
+
+
+class AsyncClosing(Closing):
+    """Closes itself at the end of an `async with` block, too, in a thread."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await run_in_thread(self.close, "zstore-close")
 
 
 class LastingExecutor(ThreadPoolExecutor):

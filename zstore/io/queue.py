@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from typing import Generic, TypeVar
 
 from ..errors import UsageError
@@ -45,7 +44,8 @@ class Ticket(Generic[T]):
     """
 
     def __init__(self, future: Future[T], heard: Callable[[], None] | None = None) -> None:
-        self._future = future
+        self.future = future
+        """The same for `concurrent.futures`."""
         self._heard = heard
         """Called when somebody has the result or the error."""
         self._process = os.getpid()
@@ -54,7 +54,7 @@ class Ticket(Generic[T]):
         """Return the future; raises UsageError in a forked child, where it would never be done. See [Note: forks]."""
         if self._process != os.getpid():
             raise UsageError(f"the operation is one of a store that {OF_THE_PARENT}")
-        return self._future
+        return self.future
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result; raises the operation's error, or TimeoutError after `timeout_s`."""
@@ -64,36 +64,16 @@ class Ticket(Generic[T]):
 
     def _result(self) -> T:
         self.hear()
-        return self._future.result()
+        return self.future.result()
 
     def hear(self) -> None:
         """Note that somebody has the result or the error, as `wait` and `await` do."""
         if self._heard is not None:
             self._heard()
 
-    def then(self, change: Callable[[T], U]) -> Ticket[U]:
-        """Return a ticket for `change(result)`, which an I/O thread calls, so it must be short; its error is that ticket's."""
-        future: Future[U] = Future()
-
-        def ended(ended: Future[T]) -> None:
-            try:
-                result = change(ended.result())
-            except BaseException as error:  # the ticket carries it to whoever waits
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        self._future.add_done_callback(ended)
-        return Ticket(future, self._heard)
-
     def done(self) -> bool:
         """Tell whether the operation ended, well or badly."""
-        return self._future.done()
-
-    @property
-    def future(self) -> Future[T]:
-        """The same as a future of `concurrent.futures`."""
-        return self._future
+        return self.future.done()
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
         """Wait until the operation ended, well or badly; return whether it did within `timeout_s`."""
@@ -101,7 +81,7 @@ class Ticket(Generic[T]):
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the operation ended, well or badly; from an I/O thread, so it must be short."""
-        self._future.add_done_callback(lambda _: callback())
+        self.future.add_done_callback(lambda _: callback())
 
     def error(self) -> BaseException | None:
         """Wait for the end and return the operation's error, None if it went well."""
@@ -118,7 +98,7 @@ class Ticket(Generic[T]):
                 with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                     loop.call_soon_threadsafe(ended.set)
 
-            self._future.add_done_callback(wake)
+            self.future.add_done_callback(wake)
             yield from ended.wait().__await__()
         return self._result()
 
@@ -151,10 +131,11 @@ def wait_all(tickets: list[Ticket[T]]) -> list[T]:
     return [ticket.wait() for ticket in tickets]
 
 
-def joined(tickets: list[Ticket[T]]) -> Ticket[list[T]]:
-    """Return a ticket for the results of all `tickets`, which is done once they are; its error is that of `wait_all`."""
+def joined(tickets: list[Ticket[T]], change: Callable[[list[T]], U]) -> Ticket[U]:
+    """Return a ticket for `change` of the results of all `tickets`, which is done once they are; its error is that of
+    `wait_all`. An I/O thread calls `change`, so it must be short."""
     own, left = [*tickets], itertools.count(len(tickets), -1)
-    ticket, carry_out = promise(partial(wait_all, own))
+    ticket, carry_out = promise(lambda: change(wait_all(own)))
 
     def ended() -> None:
         if next(left) == 0:

@@ -216,9 +216,9 @@ class ShardWriter:
         layout, index = self._layout, self._begins_with_index
         if not self.is_small and self._path is not None:
             make_shard_file(self._res, self._path, layout, index=not index)
-        parts = joined(self._begin(0, layout.num_present, fill, index=index, here=here))
         what = self._spec.name, self._shard, layout.file_bytes
-        return parts.then(lambda found: ShardSummary(*what, tuple(crc for part in found for crc in part)))
+        parts = self._begin(0, layout.num_present, fill, index=index, here=here)
+        return joined(parts, lambda found: ShardSummary(*what, tuple(crc for part in found for crc in part)))
 
     def write(self, first_chunk: int, stop_chunk: int, fill: Fill | FillRuns) -> list[int]:
         """Write chunks `[first_chunk, stop_chunk)` of a file that has its index from `fill`; return the crc32c of their

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..checkpoint.names import natural_key
+from ..checkpoint.names import natural_key, tag_text
 from ..checkpoint.reader import ArraySource, CheckpointReader
 from ..checkpoint.verify import VerifyFault, verify_checkpoint
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
 from ..format.arrays import Array
-from ..io.closing import Closing
-from ..io.files import UserPath
+from ..io.files import UserPath, user_location
+from ..io.pool import AsyncClosing
 from ..weights.cast import Overflow
 from ..weights.choose import choose
 from ..weights.from_checkpoint import DTYPES, list_weights, read_weights
 from ..weights.writer import lost_text
 from .lazy import LazyArray
-from .sources import open_source
+from .sources import open_source, open_source_async
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +49,18 @@ def open_checkpoint(
     return Checkpoint(open_source(location, tag, storage_options=storage_options), storage_options or {})
 
 
+async def open_checkpoint_async(
+    location: UserPath,
+    tag: str | float | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Open a checkpoint in a coroutine as `open_checkpoint` does, and block no loop: `async with await
+    zstore.open_checkpoint_async(path) as checkpoint`. Its arrays are read in the calling thread, or by `asyncio.to_thread`."""
+    text, options = None if tag is None else tag_text(tag), storage_options or {}
+    return await open_source_async(user_location(location), text, options, partial(Checkpoint, storage_options=options))
+
+
 def load_state_dict(
     location: UserPath,
     *,
@@ -69,7 +81,7 @@ def load_state_dict(
         return checkpoint.load_state_dict(names, dtype=dtype, overflow=overflow)
 
 
-class Checkpoint(Mapping[str, LazyArray], Closing):
+class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
     """An open checkpoint: its arrays by name, as `model/...`, `optimizer/<slot>/...`, `buffer/...`, `client/...`.
 
     `checkpoint[name]` is a `LazyArray`; nothing is read until it is indexed. Close it, or use it in a `with` block.

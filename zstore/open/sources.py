@@ -1,22 +1,40 @@
-"""Opens the checkpoint that a path or URL names: one of ours, or one of other software."""
+"""Opens the checkpoint that a path or URL names: one of ours, or one of other software.
+
+[Note: read ahead]
+A coroutine opens a checkpoint by the same code in a thread. The files that this will most likely read are read before, through
+aiofiles, several at once, which is what takes time on a drive of another machine. If anything is missing, damaged, too large or
+of another kind, or a save replaces some of them meanwhile, that code reads for itself, so that errors are the same.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ..checkpoint.catalog import MOST_LATEST_BYTES, may_be_checkpoint
 from ..checkpoint.folder import Folder, LocalFolder
-from ..checkpoint.names import tag_text
+from ..checkpoint.format import MAX_JSON_BYTES, MAX_RECORD_BYTES
+from ..checkpoint.names import LATEST_FILE, METADATA_FILE, RECORD_FILE, tag_folder, tag_text
 from ..checkpoint.reader import ArraySource, open_checkpoint
-from ..errors import CheckpointNotFoundError, UsageError
+from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
+from ..io.closing import Closing
 from ..io.files import UserPath, is_url, user_location, user_path
+from ..io.pool import run_in_thread
 from ..io.shards import IoResources
 
 _URL_WITH_PATH = re.compile(r".+://[^/]+/.")
 """An `@` before the path belongs to the address."""
+_NUM_READS = 16
+"""Small files that are read at a time."""
+_MOST_BYTES = {RECORD_FILE: MAX_RECORD_BYTES, METADATA_FILE: MAX_JSON_BYTES, LATEST_FILE: MOST_LATEST_BYTES}
+
+T = TypeVar("T", bound=Closing)
 
 
 def open_source(
@@ -88,3 +106,55 @@ def folder_of(location: UserPath, storage_options: Mapping[str, Any] | None = No
 
         return open_folder(os.fspath(location), storage_options)
     return LocalFolder(user_path(location))
+
+
+async def open_source_async(
+    location: str, tag: str | None, storage_options: Mapping[str, Any], use: Callable[[ArraySource], T]
+) -> T:
+    """Open a checkpoint as `open_source` does, and return what `use` makes of it. See [Note: read ahead]."""
+    place, text = await run_in_thread(partial(split_location, location, tag), "zstore-open")
+    documents = {} if is_url(place) else await _read_ahead(LocalFolder(Path(place)), text)
+
+    def opened() -> T:
+        if documents:
+            with contextlib.suppress(OSError, ZstoreError):
+                return use(open_checkpoint(LocalFolder(Path(place), documents), text))
+        return use(open_source(location, tag, storage_options=storage_options))
+
+    def close_unused(future: Future[T]) -> None:
+        if future.exception() is None:
+            future.result().close()
+
+    ticket = run_in_thread(opened, "zstore-open")
+    try:
+        return await ticket
+    except BaseException:
+        ticket.future.add_done_callback(close_unused)  # of a task that was cancelled
+        raise
+    finally:
+        documents.clear()  # later reads are of the files
+
+
+async def _read_ahead(folder: LocalFolder, tag: str | None) -> dict[str, bytes]:
+    """Return by path the small files that opening the checkpoint `tag` in a folder, or its own, will most likely read."""
+    import asyncio
+
+    import aiofiles.os
+
+    found: dict[str, bytes] = {}
+    limit = asyncio.Semaphore(_NUM_READS)
+
+    async def read(folder: LocalFolder, file: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            async with limit:  # a call in a thread for each file, which a cancelled task does not leave open half way
+                found[folder.location_of(file)] = await aiofiles.os.wrap(folder.read_small)(file, _MOST_BYTES[file])
+
+    await asyncio.gather(*(read(folder, file) for file in _MOST_BYTES))
+    tag = None if tag == LATEST_FILE else tag
+    if folder.location_of(RECORD_FILE) not in found:
+        with contextlib.suppress(OSError, ValueError, UsageError):
+            names = [tag_folder(tag)] if tag else (await aiofiles.os.wrap(folder.entries)()).folders
+            await asyncio.gather(*(read(folder.child(name), RECORD_FILE) for name in names if may_be_checkpoint(name)))
+            meant = tag or found.get(folder.location_of(LATEST_FILE), b"").decode().strip()
+            await read(folder.child(tag_folder(meant)), METADATA_FILE)
+    return found

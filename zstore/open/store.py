@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -33,12 +33,11 @@ from ..checkpoint.retention import Keep
 from ..checkpoint.save import save_checkpoint
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec
-from ..io.closing import OF_THE_PARENT, Closing, closing_with, tell_of_fork
+from ..io.closing import OF_THE_PARENT, closing_with, tell_of_fork
 from ..io.files import Files, UserPath, user_location, user_path
-from ..io.pool import Workers, run_in_thread
+from ..io.pool import AsyncClosing, Workers, run_in_thread
 from ..io.queue import Ticket, wait_all
-from ..store import Snapshot, StoreOptions, StoreStatistics, TensorStore
-from ..store.store import TierName
+from ..store import Snapshot, StoreOptions, StoreStatistics, TensorStore, TierName
 from .arrays import (
     ArraysByName,
     StoreArray,
@@ -96,7 +95,7 @@ def open_store(
     return Store(TensorStore(options))
 
 
-class Store(Closing):
+class Store(AsyncClosing):
     """Named tensors in tiers: "disk", "host" and "device". Made by `open_store`; use it in a `with` or `async with` block.
 
     An operation behind the caller gives a `Ticket`: `await ticket` or `ticket.wait()` gives its result or raises its error. A
@@ -461,12 +460,6 @@ class Store(Closing):
                 last_to_first.callback(save.wait)
             last_to_first.callback(self._flush, self._shards.order.names(), self._loads.all())
             last_to_first.callback(setattr, self, "_closed", _CLOSED)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await run_in_thread(self.close, "zstore-close")
 
 
 def _unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> None:

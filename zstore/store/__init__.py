@@ -5,9 +5,9 @@ The names below are public, for code built on it.
 
 from .options import StoreOptions, StoreStatistics
 from .runfolder import RUN_FOLDER
-from .store import SMALL_SHARD_BYTES, ModeName, TensorStore, TierName
-from .stream import Stream, Tile
-from .tiers import Drives, LocalShard, PinnedShard, Snapshot
+from .store import SMALL_SHARD_BYTES, ModeName, TensorStore
+from .stream import Stream
+from .tiers import Drives, LocalShard, PinnedShard, Snapshot, TierName, Tile
 from .tiers.memory import MEMORY_TILE_NUMEL, shared_bytes
 from .tiers.packs import MANY_SMALL, is_packed, run_file_bytes
 

@@ -46,8 +46,13 @@ class ArrayOrder:
                 self._failed.pop(name, None)
             return result
 
+        def hear() -> None:
+            with self._lock:
+                if self._failed.get(name) is ticket.error():
+                    self._failed.pop(name, None)
+
         ticket = self.submit_on([name], run)
-        return Ticket(ticket.future, partial(self._hear, name, ticket)) if changes else ticket
+        return Ticket(ticket.future, hear) if changes else ticket
 
     def submit_on(self, names: Sequence[str], operation: Callable[[], T]) -> Ticket[T]:
         """Queue an operation on several arrays, which changes none; return its ticket."""
@@ -95,12 +100,6 @@ class ArrayOrder:
         """Raise the error of a change of `names` that failed, unless a later one succeeded; once."""
         for error in [self._failed.pop(name) for name in names if name in self._failed]:
             raise error
-
-    def _hear(self, name: str, ticket: Ticket[Any]) -> None:
-        """Forget the error of an operation that ended, as its ticket has reported it."""
-        with self._lock:
-            if self._failed.get(name) is ticket.error():
-                self._failed.pop(name, None)
 
     def forget(self, name: str) -> None:
         """Forget the error of an array that is removed."""

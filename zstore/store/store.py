@@ -29,8 +29,6 @@ from .tiers.base import Snapshot, TierName, View, as_numpy, copy_into, copy_out
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SMALL_SHARD_BYTES", "ModeName", "Snapshot", "StoreOptions", "StoreStatistics", "TensorStore", "TierName"]
-
 ModeName = Literal["read", "update", "fill"]
 SMALL_SHARD_BYTES = 64 * 1024
 """Smaller shards are kept in host memory even if the disk was asked for: a request to the disk would cost more."""
@@ -65,7 +63,10 @@ class TensorStore(Closing):
         self._pinned = HostTier(self.budget, self._slabs.make) if self._slabs and options.pin_state else self._host
         self.expect = self._pinned.expect
         self._device = DeviceTier(options.device)
-        self._disk = DiskTier(self._drives(), self.resources, reserves=options.reserves) if options.all_paths else None
+        groups = {group: self._folders.paths(paths) for group, paths in options.group_paths.items()}
+        usual = [path for path in (options.run_path, *options.other_paths) if path is not None]
+        drives = Drives(self._folders.paths(usual or options.all_paths), groups)
+        self._disk = DiskTier(drives, self.resources, reserves=options.reserves) if options.all_paths else None
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
         self.arrangement = 0
@@ -80,12 +81,6 @@ class TensorStore(Closing):
         transfer buffers, which is not counted against the budget."""
         self._closed = ""
         tell_of_fork(self)
-
-    def _drives(self) -> Drives:
-        options, folders = self.options, self._folders
-        groups = {group: folders.paths(paths) for group, paths in options.group_paths.items()}
-        usual = [path for path in (options.run_path, *options.other_paths) if path is not None]
-        return Drives(folders.paths(usual or options.all_paths), groups)
 
     # -- arrays -----------------------------------------------------------------------------------------------------
 

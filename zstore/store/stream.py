@@ -36,8 +36,6 @@ from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
 from .tiers.base import Piece, View
 from .tiers.disk import load_packed, save_packed
 
-__all__ = ["Pass", "Stream", "StreamCounters", "Tile"]
-
 _MOST_LOADED_SPANS = 64
 _MOST_LOADS_AHEAD = 32
 """Before a pass: the queue has room for them, so nobody waits."""

@@ -17,8 +17,7 @@ from zstore.errors import BudgetError
 from zstore.format.arrays import ArraySpec
 from zstore.format.partition import make_grid
 from zstore.sizes import format_bytes
-from zstore.store import StoreOptions, TensorStore
-from zstore.store.store import SMALL_SHARD_BYTES
+from zstore.store import SMALL_SHARD_BYTES, StoreOptions, TensorStore
 
 MB = 2**20
 SLOTS = ("exp_avg", "exp_avg_sq")

@@ -31,7 +31,6 @@ import numpy as np
 from ...errors import UsageError
 from ...format.arrays import Array, ArraySpec, Bytes, numpy_dtype
 from ...format.partition import Grid
-from ...io.closing import Closing
 from ...io.queue import Priority, Ticket
 from ...io.shards import IoResources, ShardSummary
 
@@ -174,20 +173,16 @@ class PinnedShard(Protocol):
         """Allow changes again; a second call does nothing."""
 
 
-class Snapshot(Closing):
+@dataclass(eq=False)
+class Snapshot:
     """A pinned version: the shards' contents when it was taken, whatever happens to them since."""
 
-    def __init__(self, pins: dict[str, PinnedShard]) -> None:
-        self.pins = pins
+    pins: dict[str, PinnedShard]
 
     def release(self) -> None:
         """Allow changes in place again; a second call does nothing."""
         for pin in self.pins.values():
             pin.release()
-
-    def close(self) -> None:
-        """Do as `release`."""
-        self.release()
 
 
 TierName = Literal["device", "host", "pinned", "disk"]

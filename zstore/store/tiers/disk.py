@@ -76,7 +76,7 @@ class DiskTier(Tier):
 
     def __init__(self, drives: Drives, res: IoResources, *, reserves: bool = True) -> None:
         self._drives = drives
-        self.resources = self._res = res
+        self._res = res
         self._request_bytes = res.request_bytes
         self._shards: dict[str, DiskShard] = {}
         self.packs_small = False
@@ -266,7 +266,7 @@ class DiskTier(Tier):
 
     def read(self, name: str, first: int, stop: int, out: Array) -> bool:
         """Read local elements `[first, stop)` of a shard that has a file of its own into `out` itself. False if not all was
-        written, or what is there is not what was written: then a pass says how."""
+        written, or its bytes differ from those written last: then a pass says how."""
         shard = self._begin(name, Mode.READ, make=False)
         return read_elements(self._res, shard, shard.current, first, stop, out)
 
@@ -374,7 +374,7 @@ def load_packed(tier: DiskTier, pieces: Sequence[Piece], memory: Bytes, priority
             piece.of(memory)[:] = 0
         else:
             kinds.setdefault(piece.kind, []).append((shard, file, piece))
-    return [_submit(tier.resources, kind, _read, parts, memory, priority) for kind, parts in kinds.items()]
+    return [_submit(tier._res, kind, _read, parts, memory, priority) for kind, parts in kinds.items()]
 
 
 def save_packed(tier: DiskTier, pieces: Sequence[Piece], memory: Bytes) -> list[Ticket[None]]:
@@ -383,7 +383,7 @@ def save_packed(tier: DiskTier, pieces: Sequence[Piece], memory: Bytes) -> list[
     for piece in pieces:
         shard, file = tier.part(piece.name, write=True)
         kinds.setdefault(piece.kind, []).append((shard, file, piece))
-    return [_submit(tier.resources, kind, _write, parts, memory, Priority.WRITE_BACK) for kind, parts in kinds.items()]
+    return [_submit(tier._res, kind, _write, parts, memory, Priority.WRITE_BACK) for kind, parts in kinds.items()]
 
 
 def _submit(
