@@ -1,8 +1,8 @@
 """The step of `zstore.optim.Offloaded` beside `torch.optim.AdamW(fused=True)` in memory, and from disk beside the disk.
 
 Linear layers in fp32 with gradients that are there: only the optimizer's step is timed, in turn with the others. The limit
-on disk is the bytes that the step moves, over the disk's rate for the same mix of reads and writes. Then the state on disk
-is saved through torch.distributed.checkpoint, by torch's writer and by zstore's, and loaded: the memory that this takes.
+on disk is the bytes that the step moves, over the disk's rate for the same mix of reads and writes. Then the kernel of state in
+host memory beside AdamW alone.
 
     python -m bench.optimizer [--path FOLDER] [--layers 24] [--width 1024] [--steps 6] [--json FILE]
 """
@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,12 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-import zstore.dcp
 from bench.limits import disk_limit, limit_name
-from bench.process import disk_bytes, forget_peak, peak_bytes, resident_bytes
+from bench.process import forget_peak, peak_bytes, resident_bytes
+from zstore.engine.runtime.native import StepTensors, host_kernel
 from zstore.optim import Offloaded
 
 _WARM_UP = 2
@@ -43,7 +39,6 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0, help="GiB of the file that measures the limit")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", "torch.distributed is")  # of a save by one process
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
         figures = measure(options, Path(name))
     print(describe(figures))
@@ -54,10 +49,10 @@ def main() -> None:
 def describe(figures: dict[str, Any]) -> str:
     """Return the figures for a person to read."""
     seconds = figures["step_s"]
-    saves = "\n".join(
-        f"{name}: {each['s']:.2f} s, {each['more_bytes'] / 1e6:.0f} MB more memory at its peak"
-        + (f", {each['new_blocks_bytes'] / 1e6:.0f} MB of new disk blocks" if "new_blocks_bytes" in each else "")
-        for name, each in figures["checkpoints"].items()
+    kernels = "\n".join(
+        f"host kernel, {threads} threads: {each['rate']:.1f} GB/s, {each['of_adamw']:.2f} of AdamW's rate and "
+        f"{each['core_s_of_adamw']:.2f} of its core-seconds"
+        for threads, each in figures["kernels"].items()
     )
     return (
         f"{figures['parameters'] / 1e6:.0f} M parameters in fp32, AdamW; median of {figures['steps']} steps\n"
@@ -67,12 +62,12 @@ def describe(figures: dict[str, Any]) -> str:
         f"parameter, {figures['rate']:.2f} GB/s; {figures['limit_name']} {figures['limit']:.2f} GB/s: "
         f"{figures['percent']:.1f} % of the limit\n"
         f"state on disk {figures['disk_bytes'] / 1e6:.0f} MB; peak of memory in steps from disk "
-        f"{figures['step_more_bytes'] / 1e6:.0f} MB over weights and gradients\n{saves}"
+        f"{figures['step_more_bytes'] / 1e6:.0f} MB over weights and gradients\n{kernels}"
     )
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the figures of alternating steps, of the limit, and of saves and a load."""
+    """Return the figures of alternating steps, of the limit, and of the kernels."""
     nbytes = int(options.gib * 2**30)
     disk_limit(folder, "write", nbytes)
     limit = partial(disk_limit, folder, "mixed", nbytes)
@@ -83,7 +78,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         rows = [_row(disk, limit) for _ in range(options.steps + _WARM_UP)][_WARM_UP:]
         step_more_bytes = peak_bytes() - before_bytes
         held = disk.statistics().disk_bytes
-        checkpoints = _checkpoints(model, disk, folder)
     memory = Offloaded(torch.optim.AdamW, model.parameters(), lr=1e-4, device="cpu")
     torchs = torch.optim.AdamW(_model(options).parameters(), lr=1e-4, fused=True)
     pairs = [(_seconds(torchs.step), _seconds(memory.step)) for _ in range(options.steps + _WARM_UP)][_WARM_UP:]
@@ -104,7 +98,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "percent": statistics.median(100 * row[1] / row[0] / row[2] for row in rows),
         "disk_bytes": held,
         "step_more_bytes": step_more_bytes,
-        "checkpoints": checkpoints,
+        "kernels": _kernels(options.layers * options.width**2, options.steps),
     }
 
 
@@ -132,30 +126,40 @@ def _seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def _checkpoints(model: nn.Module, optimizer: Offloaded, folder: Path) -> dict[str, dict[str, float]]:
-    """Save and load the optimizer's state, by torch's writer and by zstore's."""
-    theirs, ours = folder / "theirs", folder / "ours"
-    works: dict[str, Callable[[], Any]] = {
-        "save by torch's writer": lambda: save(_state(optimizer), checkpoint_id=theirs),
-        "save by zstore.dcp.Writer": lambda: save(_state(optimizer), storage_writer=zstore.dcp.Writer(ours)),
-        "load by torch's reader": lambda: load(_state(optimizer), checkpoint_id=theirs),
-        "load by zstore.dcp.Reader": lambda: load(_state(optimizer), storage_reader=zstore.dcp.Reader(ours)),
-    }
-    figures: dict[str, dict[str, float]] = {}
-    for name, work in works.items():
-        blocks = disk_bytes(folder)
-        forget_peak()
-        before = resident_bytes()
-        seconds = _seconds(work)
-        figures[name] = {"s": seconds, "more_bytes": max(0, peak_bytes() - before)}
-        if name.startswith("save"):
-            figures[name]["new_blocks_bytes"] = disk_bytes(folder) - blocks
-    shutil.rmtree(theirs)
+def _kernels(numel: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return, by threads, the rate of the host kernel over that of torch's AdamW, its core-seconds over AdamW's, and both
+    rates: from bf16 gradients to bf16 weights, and of fp32 gradients. Both move 28 bytes an element, and run in turn."""
+    kernel, sizes = host_kernel(), [numel // 16] * 16
+    if kernel is None:
+        return {}
+    rows = torch.rand(5, 16 * sizes[0]) / 100
+    masters, averages, squares, gradients, _ = ([*row.split(sizes)] for row in rows)
+    halves, weights = ([*row.bfloat16().split(sizes)] for row in rows[3:])
+    tensors = StepTensors(masters, [*zip(averages, squares, strict=True)], halves, weights)
+    settings = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+    counts, form = [torch.tensor(3.0)] * 16, {"amsgrad": False, "maximize": False}
+    given = settings | {"step": 3.0, "factor": 0.5, "decoupled": True}
+    ours, before = partial(kernel.update, given, tensors), torch.get_num_threads()
+    theirs = partial(torch._fused_adamw_, masters, gradients, averages, squares, [], counts, **settings, **form)
+    figures = {}
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        pairs = [(_cost(theirs), _cost(partial(ours, threads))) for _ in range(rounds + _WARM_UP)][_WARM_UP:]
+        rates = [statistics.median(28e-9 * numel / pair[who][0] for pair in pairs) for who in (0, 1)]
+        figures[str(threads)] = {
+            "of_adamw": statistics.median(theirs_cost[0] / cost[0] for theirs_cost, cost in pairs),
+            "core_s_of_adamw": statistics.median(cost[1] / theirs_cost[1] for theirs_cost, cost in pairs),
+            "adamw_rate": rates[0],
+            "rate": rates[1],
+        }
+    torch.set_num_threads(before)
     return figures
 
 
-def _state(optimizer: Offloaded) -> dict[str, Any]:
-    return {"optim": {str(key): entry for key, entry in optimizer.state_dict()["state"].items()}}
+def _cost(work: Callable[[], Any]) -> tuple[float, float]:
+    """Return seconds, and core-seconds."""
+    cores = time.process_time()
+    return _seconds(work), time.process_time() - cores
 
 
 if __name__ == "__main__":

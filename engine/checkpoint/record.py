@@ -168,6 +168,7 @@ def engine_record(training: Training) -> dict[str, Any]:
         "seed": training.config.settings.seed,
         "precision": training.config.precision,
         "offload_ratio": _ratio(training),
+        "host_kernel": "torch" if training.state.host is None else training.state.host.name,
         "scalars": {record.name: dict(scalars) for record, scalars in training.state.scalars.items()},
         "groups": [_settings(group) for group in training.optimizer.param_groups],
         "loss_scale": training.scaler.state() | {"rules": training.scaler.rules()},

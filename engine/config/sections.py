@@ -371,6 +371,9 @@ class ZstoreSection(Section):
     with clipping or loss scaling it is treated as "forward". "auto": "forward" if state or parameters are offloaded, else
     "none". Parameters that are not gathered before their use (stages 0 to 2; a rank alone without offload_param; those that
     persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" is treated as "none"."""
+    host_kernel: Annotated[Literal["auto", "torch"], OneOf()] = built("auto")
+    """What updates state of Adam and AdamW in host memory and from disk; the bits are the same. "auto": a kernel in C, in one
+    pass, if zstore was built with it or there is a compiler, `cc`. "torch": torch's fused kernel, between casts."""
     non_finite_gradients: Annotated[Literal["error", "skip", "apply"], OneOf()] = built("error")
     """How a step ends whose gradients, in fp32 or bf16, are not finite (NaN or infinite). "error": NonFiniteError on
     every rank, and nothing is changed. "skip": nothing is changed, and training goes on. "apply": the optimizer takes them,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ import torch
 from zstore.errors import UsageError
 
 from ..plan.plan import ADAM_SLOTS
+from ..runtime.native import HostKernel, StepTensors
 from .lion import Lion
 
 Tensors = Sequence[torch.Tensor]
@@ -175,22 +176,30 @@ class FusedAdam(Kernel):
         settings |= {"beta1": float(beta1), "beta2": float(beta2)}
         step, last = scalars["step"] + 1, self._last
         if last is None or last.step != step or last.settings != settings:
-            kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
             # After endless steps there is nothing to correct.
             counted = step if self._corrects else math.inf
-            self._last = last = FusedAdamStep(partial(kernel, **self._form, **settings), settings, step, counted)
+            self._last = last = FusedAdamStep(self.decoupled, self._form, settings, step, counted)
         return last
 
 
 class FusedAdamStep(ListStep):
     """A step by torch's fused kernel, which takes the step count as a tensor on the device."""
 
-    def __init__(self, kernel: Callable[..., Any], settings: Mapping[str, float], step: float, counted: float) -> None:
+    def __init__(
+        self, decoupled: bool, form: Mapping[str, bool], settings: Mapping[str, float], step: float, counted: float
+    ) -> None:
         self.settings = settings
         self.step = step
-        self._kernel = kernel
+        self._kernel = partial(torch._fused_adamw_ if decoupled else torch._fused_adam_, **form, **settings)
+        self._decoupled = decoupled
+        self._maximize = form["maximize"]
         self._counted = counted
         self._counts: dict[torch.device, torch.Tensor] = {}
+
+    def one_pass(self, host: HostKernel, tensors: StepTensors, factor: float, num_threads: int) -> None:
+        """Take the step of tensors that `host` takes, casts and factor included; see [Note: the host kernel]."""
+        given = {"step": self._counted, "decoupled": self._decoupled, "factor": -factor if self._maximize else factor}
+        host.update({**self.settings, **given}, tensors, num_threads)
 
     def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
         device = masters[0].device
@@ -330,12 +339,11 @@ def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> F
             f"to 3) or offloaded is updated in tiles; use one of {names}; Adafactor, Muon, zstore.optim.Lamb or "
             "MuonWithAdam, whose tensors ranks bring together; or stage 0 without offload, where it steps whole tensors"
         )
-    plain = not any(group.get(name, False) for name in ("amsgrad", "maximize", "capturable", "differentiable"))
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay", False))
-        if group.get("bias_correction") is False:  # torch's classes have no such argument; a config does
-            form = {name: bool(group.get(name)) for name in ("amsgrad", "maximize")}
-            return FusedAdam(decoupled, **form, corrects=False)
-        if plain:
-            return FusedAdam(decoupled)
+        form = {name: bool(group.get(name)) for name in ("amsgrad", "maximize")}
+        corrects = group.get("bias_correction") is not False  # torch's classes have no such argument; a config does
+        other = group.get("capturable") or group.get("differentiable")
+        if not corrects or (not other and (group.get("fused") or not any(form.values()))):
+            return FusedAdam(decoupled, **form, corrects=corrects)
     return TorchKernel(kind, group)

@@ -22,6 +22,7 @@ from ..params.record import ParameterRecord, RowsInStore
 from ..params.sharding import GradientTypes
 from ..plan.plan import Places
 from ..runtime.device import Transfers, one_thread
+from ..runtime.native import HostKernel, host_kernel
 from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, TorchKernel
 
 Tiles = Generator[Tile, None, None]
@@ -41,7 +42,7 @@ class InPlace(NamedTuple):
 
 class OptimizerState:
     """This rank's arrays. `kernels` has one entry for each parameter group; `types` says in which type gradients wait on
-    disk."""
+    disk; `host_ranks` ranks share the cores with the kernel of state in host memory, or with 0 that is torch's."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class OptimizerState:
         *,
         is_sharded: bool = False,
         types: GradientTypes[torch.dtype] | None = None,
+        host_ranks: int = 0,
     ) -> None:
         self.store = store
         self.transfers = transfers
@@ -60,6 +62,9 @@ class OptimizerState:
         """How slots are stored; set before `add`."""
         self.owns_fp32 = False
         """Whether fp32 parameters are their own masters wherever their slots are; set before `add`."""
+        self.host: HostKernel | None = None
+        """The kernel of state in host memory, if there is such state; None: torch's."""
+        self.host_ranks = host_ranks
         self._types = types or GradientTypes(summed=torch.float32)
         self.kernels = kernels
         self.records: list[ParameterRecord] = []
@@ -101,6 +106,9 @@ class OptimizerState:
                 )
         if record.group is None:
             return
+        in_host_memory = placement.state != "device" or self.transfers.streams.device_is_host
+        if self.host_ranks and in_host_memory and isinstance(self.kernels[record.group], FusedAdam):
+            self.host = host_kernel()
         for slot in self.slots_of(record):
             self._create_slot(record, slot, placement.state)
         self.scalars[record] = self.kernels[record.group].initial()

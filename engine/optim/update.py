@@ -16,6 +16,8 @@ another memory than the parameter, it is copied to them in phase 1 and back in p
 Parameters whose arrays are in one memory and stored as the kernel takes them need no pass, unless others do in an update
 behind the loop, which keeps the order: phases 2 to 4 run over their memory, found once (`OptimizerState.in_place`), many
 small parameters in one call of each of torch's kernels for lists of tensors, large ones in tiles.
+
+In host memory one kernel takes phases 2 to 4 of Adam's tiles in one pass, if it is there ([Note: the host kernel]).
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ from ..runtime.device import (
     threads_for,
     tile_numel,
 )
-from .kernel import FusedAdam, ListStep, ParameterStep, SlotTiles, TorchKernel, takes_threads
+from ..runtime.native import HostKernel, StepTensors, num_threads
+from .kernel import FusedAdam, FusedAdamStep, ListStep, ParameterStep, SlotTiles, TorchKernel, takes_threads
 from .state import InPlace, OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
@@ -134,20 +137,26 @@ class _Change:
         views = [as_torch(view) for view in tile.views]
         held, slots, others = views[0], views[1 : self._num_state], views[self._num_state :]
         master = self._bring(held, slots, tile)
-        if self._gradient is None:
+        first, stop, rows = tile.first, tile.stop, self._gradient
+        if rows is None:
             rows = GradientTiles(self._state.transfers, others.pop(), self._room)
-            gradient = rows.tile(0, master.numel(), master)
+            first, stop = 0, master.numel()
+        own = others[0] if others else None if self._own is None else self._own[tile.first : tile.stop]
+        after = None if others else self._after
+        if host := _host_of(self._state, self._step, master, rows.rows, own):
+            here = self._state.transfers.streams.is_host(rows.rows)
+            gradient = rows.rows[first:stop] if here else rows.on_host(first, stop)
+            tensors = [master], [slots], [gradient], [own]
+            _in_one_pass(host, self._step, self._factor, tensors, self._h2d, [after], num_threads=1)
         else:
-            gradient = self._gradient.tile(tile.first, tile.stop, master)
-        if self._factor != 1.0:
-            gradient.mul_(self._factor)
-        self._slots.update(self._step, master, gradient, slots, tile.first)
+            gradient = rows.tile(first, stop, master)
+            if self._factor != 1.0:
+                gradient.mul_(self._factor)
+            self._slots.update(self._step, master, gradient, slots, tile.first)
+            if own is not None:
+                self._h2d.put(own, master, after)
         if master is not held:
             self._h2d.put(held, master, self._after)
-        if others:
-            self._h2d.put(others[0], master)
-        elif self._own is not None:
-            self._h2d.put(self._own[tile.first : tile.stop], master, self._after)
         if self._has_buffers:
             self._h2d.drain()
 
@@ -167,6 +176,38 @@ class _Change:
         return copy.values
 
 
+def _host_of(
+    state: OptimizerState, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, own: torch.Tensor | None
+) -> HostKernel | None:
+    """Return the kernel that takes phases 2 to 4 of a parameter in one pass, if there is one; see [Note: the host kernel]."""
+    is_host = state.transfers.streams.is_host
+    if state.host is None or not isinstance(step, FusedAdamStep) or not state.codec.is_plain or not is_host(master):
+        return None
+    here = [each for each in (master, gradient, own) if each is not None and is_host(each)]
+    return state.host if state.host.takes(here, gradient.dtype, None if own is None else own.dtype) else None
+
+
+def _in_one_pass(
+    host: HostKernel,
+    step: ParameterStep,
+    factor: float,
+    tensors: tuple[
+        Sequence[torch.Tensor], Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor], Sequence[torch.Tensor | None]
+    ],
+    h2d: H2DQueue,
+    after: Sequence[Event],
+    *,
+    num_threads: int,
+) -> None:
+    """Carry out phases 2 to 4 of (masters, slots, gradients in host memory, the parameters' own rows)."""
+    masters, slots, gradients, owns = tensors
+    weights = [None if own is None else h2d.stage(own) for own in owns]
+    cast(FusedAdamStep, step).one_pass(host, StepTensors(masters, slots, gradients, weights), factor, num_threads)
+    for own, weight, event in zip(owns, weights, after, strict=True):
+        if own is not None and weight is not None:
+            h2d.send(own, weight, event)
+
+
 _CORES_OF_TWO_CONSUMERS = 4
 _MOST_HERE, _MOST_THERE = 64 * 1024, 16 * 1024 * 1024
 """Most elements of small parameters that are changed together: in cache on the host, and in few kernels on a device."""
@@ -177,8 +218,9 @@ _MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
 class _Portion:
     """Rows of parameters in one memory that are changed by one call of each kernel: they take the same step."""
 
-    def __init__(self, step: ListStep, factor: float) -> None:
+    def __init__(self, step: ListStep, factor: float, host: HostKernel | None) -> None:
         self.numel = 0
+        self._host = host
         self._step = step
         self._factor = factor
         self._records: list[ParameterRecord] = []
@@ -203,9 +245,13 @@ class _Portion:
         self._slots.append(slots)
         self._own.append(own)
 
-    def apply(self, room: Scratch, h2d: H2DQueue, after: Callable[[ParameterRecord], Event]) -> None:
-        """Carry the phases out."""
+    def apply(self, room: Scratch, h2d: H2DQueue, after: Callable[[ParameterRecord], Event], num_threads: int) -> None:
+        """Carry the phases out; a host kernel has `num_threads`."""
         gradients = self._gradients
+        if self._host is not None:
+            tensors, events = (self._masters, self._slots, gradients, self._own), list(map(after, self._records))
+            _in_one_pass(self._host, self._step, self._factor, tensors, h2d, events, num_threads=num_threads)
+            return
         if gradients[0].dtype != torch.float32:
             numels = [rows.numel() for rows in gradients]
             gradients = list(torch.split(room.take("gradients", gradients[0], torch.float32, self.numel), numels))
@@ -380,10 +426,11 @@ class Changes:
             transfers.finish(each)
         on_host = [rows.numel() for _, _, rows in found if transfers.streams.is_host(rows)]
         alone = behind or not all(takes_threads(self.state.kernel_of(record)[0]) for record in placed)
-        threads = 1 if alone else threads_for(on_host)
+        threads = 1 if alone or self.state.host is not None else threads_for(on_host)  # the host kernel has its own
         h2d.most *= threads
         with labelled("update"), self.state.store.changing([name for one in placed.values() for name in one.names]):
-            work = partial(_Portion.apply, room=self.room, h2d=h2d, after=self.last_read)
+            count = num_threads(self.state.host_ranks, behind=behind)
+            work = partial(_Portion.apply, room=self.room, h2d=h2d, after=self.last_read, num_threads=count)
             side_by_side(work, self._portions(found, threads), threads, transfers.streams.stream_context())
             h2d.drain()
 
@@ -397,11 +444,16 @@ class Changes:
             factor, numel = self.settings.factor_of(record), rows.numel()
             on_host = self.state.transfers.streams.is_host(place.master)
             most, tile = (_MOST_HERE, tile_numel(threads)) if on_host else (_MOST_THERE, _MOST_THERE)
+            host, weight = _host_of(self.state, step, place.master, rows, own), None
+            if host is not None:  # which cuts tiles itself, but what is sent to a device is on its way beside the rest
+                sent = own is not None and not self.state.transfers.streams.is_host(own)
+                most = tile = _MOST_BEHIND if sent else _MOST_AT_ONCE
+                weight = sent, own is None or own.dtype
             for first in range(0, numel, tile):
                 stop = min(first + tile, numel)
-                key = step, factor, rows.dtype, on_host
+                key = step, factor, rows.dtype, on_host, weight
                 if key not in last or last[key].numel + stop - first > most:
-                    last[key] = _Portion(step, factor)
+                    last[key] = _Portion(step, factor, host)
                     portions.append(last[key])
                 last[key].add(record, rows, place, own, (first, stop))
         return portions

@@ -17,7 +17,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define BLOCK 1024       /* elements whose gradient is cast at a time: they, and their state, are in the first cache */
+#define BLOCK 256        /* elements whose gradient is cast at a time: they, and their state, are in the first cache */
 #define TILE (32 * 1024) /* elements that a thread takes at a time */
 #define MOST_THREADS 64
 

@@ -275,13 +275,13 @@ class GradientTiles:
 
     def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Scratch | None = None) -> None:
         self._transfers = transfers
-        self._rows = rows
+        self.rows = rows
         self._room = room
         self._ahead: tuple[int, int, Copy] | None = None
 
     def tile(self, first: int, stop: int, beside: torch.Tensor) -> torch.Tensor:
         """Return rows `[first, stop)` in the memory of `beside`, in fp32, for the caller to change."""
-        part = self._rows[first:stop]
+        part = self.rows[first:stop]
         link = self._transfers.link(part, beside)
         if link is None:
             if self._room is None or part.dtype == torch.float32:
@@ -299,14 +299,14 @@ class GradientTiles:
         if ahead is None or ahead[:2] != (first, stop):
             ahead = self._begin(first, stop)
         # All tiles of a parameter but the last have one size.
-        following = min(2 * stop - first, self._rows.numel())
+        following = min(2 * stop - first, self.rows.numel())
         if following > stop:
             self._ahead = self._begin(stop, following)
         return self._transfers.finish(ahead[2])
 
     def _begin(self, first: int, stop: int) -> tuple[int, int, Copy]:
-        staging = self._transfers.empty_host(stop - first, self._rows.dtype)
-        return first, stop, self._transfers.begin(staging, self._rows[first:stop])
+        staging = self._transfers.empty_host(stop - first, self.rows.dtype)
+        return first, stop, self._transfers.begin(staging, self.rows[first:stop])
 
 
 class H2DQueue:
@@ -331,10 +331,20 @@ class H2DQueue:
         if link == "device_to_host":
             self.add(self._transfers.begin(rows, master.to(rows.dtype)))
             return
+        self.send(rows, self.stage(rows).copy_(master), after)
+
+    def stage(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return memory of the host for new values of `rows`, to `send` them: `rows` themselves if they are there."""
+        if self._transfers.streams.is_host(rows):
+            return rows
         # In turn, whichever are under way: the same memory serves in every step.
         place = f"rows {next(self._places) % (self.most + 1)}"
-        staging = self._transfers.empty_host(rows.numel(), rows.dtype, place).copy_(master)
-        self.add(self._transfers.begin(rows, staging, after=after))
+        return self._transfers.empty_host(rows.numel(), rows.dtype, place)
+
+    def send(self, rows: torch.Tensor, staged: torch.Tensor, after: Event = None) -> None:
+        """Copy what was staged into `rows`; see `put`."""
+        if staged is not rows:
+            self.add(self._transfers.begin(rows, staged, after=after))
 
     def add(self, copy: Copy) -> None:
         """Wait in `drain` for a copy too."""

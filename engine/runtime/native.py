@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,37 +75,41 @@ class StepTensors(NamedTuple):
 class HostKernel:
     """The kernel of one library in one form."""
 
+    name = "adamw.c"
+    """Its name in the record of a checkpoint."""
+
     def __init__(self, library: ctypes.CDLL, form: Form) -> None:
         self._call = library.zstore_adam_1
         self._call.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32]
         self.form = form
 
-    def update(
-        self,
-        settings: Mapping[str, float],
-        *,
-        decoupled: bool,
-        factor: float,
-        changes: StepTensors,
-        num_threads: int = 1,
-    ) -> None:
-        """Take a step with `settings` (lr, beta1, beta2, weight_decay, eps, step) of tensors in host memory, 1-D and
-        contiguous; gradients are multiplied by `factor` in fp32, negative to maximize."""
+    def takes(self, here: Iterable[torch.Tensor], gradient: torch.dtype, weight: torch.dtype | None) -> bool:
+        """Return whether `update` takes tensors, those that are `here` already among them, with a gradient and a weight of
+        these types."""
+        types = gradient in TYPES and (weight is None or TYPES.get(weight, 0) > 0)
+        return types and all(each.is_cpu and each.is_contiguous() and not each.is_neg() for each in here)
+
+    def update(self, settings: Mapping[str, float], tensors: StepTensors, num_threads: int = 1) -> None:
+        """Take a step of tensors in host memory, 1-D and contiguous. The settings are those of `_Settings` but for types and
+        form; gradients are multiplied by the factor in fp32, a negative one maximizes."""
         jobs = array("q")
-        for master, slots, gradient, weight in zip(*changes, strict=True):
+        for master, slots, gradient, weight in zip(*tensors, strict=True):
             largest = slots[2].data_ptr() if len(slots) > 2 else 0
             jobs.extend((master.data_ptr(), slots[0].data_ptr(), slots[1].data_ptr(), largest, gradient.data_ptr()))
             jobs.extend((0 if weight is None else weight.data_ptr(), master.numel()))
-        weights = {weight.dtype for weight in changes.weights if weight is not None} or {torch.bfloat16}
-        (gradient_type,), (weight_type,) = {gradient.dtype for gradient in changes.gradients}, weights
-        types = {"gradient": TYPES[gradient_type], "weight": TYPES[weight_type], "decoupled": decoupled}
-        given = _Settings(**settings, factor=factor, **types, **self.form._asdict())
-        self._call(jobs.buffer_info()[0], len(changes.masters), ctypes.addressof(given), num_threads)
+        weights = {weight.dtype for weight in tensors.weights if weight is not None} or {torch.bfloat16}
+        (gradient_type,), (weight_type,) = {gradient.dtype for gradient in tensors.gradients}, weights
+        types = {"gradient": TYPES[gradient_type], "weight": TYPES[weight_type]}
+        given = _Settings(**settings, **types, **self.form._asdict())
+        self._call(jobs.buffer_info()[0], len(tensors.masters), ctypes.addressof(given), num_threads)
 
 
-def num_threads(local_ranks: int) -> int:
-    """Return how many threads of its own the kernel has on each of the ranks of this machine."""
-    return max(1, min(_MOST_THREADS, num_cores() // local_ranks - _OTHER_THREADS))
+def num_threads(local_ranks: int, *, behind: bool) -> int:
+    """Return how many threads update state of one of the ranks of this machine: behind the loop those of the kernel's own,
+    else the caller's too, which waits for them."""
+    cores = num_cores() // max(1, local_ranks)
+    own = max(1, min(_MOST_THREADS, cores - _OTHER_THREADS))
+    return own if behind or cores < 2 else own + 1
 
 
 @cache
@@ -113,15 +117,12 @@ def host_kernel() -> HostKernel | None:
     """Return the kernel with the bits of torch's, or None if there is none here. See [Note: the host kernel]."""
     try:
         library = _load()
-        form = _find_form(library)
+        kernel = HostKernel(library, _find_form(library))
     except Exception as error:  # whatever it is, torch's kernel is as good
-        _log.debug("torch's kernel updates state in host memory: the one of adamw.c is not here: %r", error)
-        return None
-    if form is None:
-        _log.debug("torch's kernel updates state in host memory: its bits are not those of adamw.c in any form")
+        _log.debug("torch's kernel updates state in host memory, and not that of adamw.c: %r", error)
         return None
     atexit.register(library.zstore_adam_end)
-    return HostKernel(library, form)
+    return kernel
 
 
 # -- the library ----------------------------------------------------------------------------------------------------
@@ -210,9 +211,7 @@ class _Case:
         self, decoupled: bool, beta1: float, factor: float, gradient: torch.dtype, weight: torch.dtype, amsgrad: bool
     ) -> None:
         settings, step = _PROBE | {"beta1": beta1}, 3.0
-        self._update = partial(
-            HostKernel.update, settings=settings | {"step": step}, decoupled=decoupled, factor=factor
-        )
+        self._settings = settings | {"step": step, "decoupled": decoupled, "factor": factor}
         self._weight = weight
         draw, numel = torch.Generator().manual_seed(0), _HEAD + sum(_SIZES)
         drawn = torch.randn(5, numel, generator=draw, dtype=torch.float32, device="cpu")
@@ -223,17 +222,8 @@ class _Case:
         masters, averages, squares, *largest, gradients = (torch.split(row, [_HEAD, *_SIZES]) for row in rows)
         counts = [torch.tensor(step, dtype=torch.float32, device="cpu")] * len(masters)
         by_torch: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        by_torch(
-            masters,
-            gradients,
-            averages,
-            squares,
-            *(largest or [()]),
-            counts,
-            **settings,
-            amsgrad=amsgrad,
-            maximize=factor < 0,
-        )
+        rest = settings | {"amsgrad": amsgrad, "maximize": factor < 0}
+        by_torch(masters, gradients, averages, squares, *(largest or [()]), counts, **rest)
         self._after = rows[:-1]
 
     def is_equal(self, form: Form, library: ctypes.CDLL, of_body: bool) -> bool:
@@ -241,21 +231,21 @@ class _Case:
         part, sizes = (slice(_HEAD), [_HEAD]) if of_body else (slice(_HEAD, None), _SIZES)
         state, weights = self._before[:, part].clone(), torch.empty_like(self._before[0, part], dtype=self._weight)
         masters, *slots, gradients, into = (torch.split(row, sizes) for row in (*state, self._gradients[part], weights))
-        self._update(
-            HostKernel(library, form), changes=StepTensors(masters, list(zip(*slots, strict=True)), gradients, into)
-        )
+        tensors = StepTensors(masters, list(zip(*slots, strict=True)), gradients, into)
+        HostKernel(library, form).update(self._settings, tensors)
         expected = self._after[:, part]
         return torch.equal(state, expected) and torch.equal(weights, expected[0].to(self._weight))
 
 
-def _find_form(library: ctypes.CDLL) -> Form | None:
-    """Return the form in which the library's bits are those of torch's kernel here; None: it has another one."""
+def _find_form(library: ctypes.CDLL) -> Form:
+    """Return the form in which the library's bits are those of torch's kernel here. Raises ZstoreError if there is none."""
     cases = [_Case(*case) for case in _CASES]
 
-    def first(forms: Iterable[Form], of_body: bool) -> Form | None:
-        return next((form for form in forms if all(case.is_equal(form, library, of_body) for case in cases)), None)
+    def first(forms: Iterable[Form], of_body: bool) -> Form:
+        for form in forms:
+            if all(case.is_equal(form, library, of_body) for case in cases):
+                return form
+        raise ZstoreError("its bits are not torch's in any form")
 
     found = first((Form(body) for body in _BODIES), True)
-    if found is None:
-        return None
     return first((found._replace(tail=tail, width=width) for width in _WIDTHS for tail in _TAILS), False)

@@ -83,6 +83,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             transfers,
             is_sharded=sharding.optimizer_state,
             types=gradient_types(config, world.world_size, PRECISIONS),
+            host_ranks=world.local_world_size if config.own.host_kernel == "auto" else 0,
         )
         state.codec = codec
         layout = Layout(config, sharding, built, plan)

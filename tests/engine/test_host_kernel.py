@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -17,8 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.bits import engine_digests
+from tests.engine.models import make_net
+from tests.engine.runs import make_config, start, take_steps
 from zstore.engine.runtime import native
 from zstore.engine.runtime.native import TYPES, HostKernel, StepTensors, host_kernel
+from zstore.optim import Offloaded
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no cc")
 SETTINGS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8, "step": 3.0}
@@ -42,11 +47,11 @@ def state(sizes: list[int], *, offset: int = 0, largest: bool = False, gradient:
     return StepTensors(master, list(zip(*slots, strict=True)), gradients, [None] * len(sizes))
 
 
-def by_torch(changes: StepTensors, settings: dict[str, float], *, decoupled: bool, factor: float) -> None:
-    averages, squares, *largest = zip(*changes.slots, strict=True)
+def by_torch(tensors: StepTensors, settings: dict[str, float], *, decoupled: bool, factor: float) -> None:
+    averages, squares, *largest = zip(*tensors.slots, strict=True)
     (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
-        changes.masters,
-        [gradient.float() * abs(factor) for gradient in changes.gradients],
+        tensors.masters,
+        [gradient.float() * abs(factor) for gradient in tensors.gradients],
         averages,
         squares,
         largest[0] if largest else (),
@@ -90,7 +95,7 @@ def test_bits_are_those_of_torchs_kernel(
     if weight is not None:
         mine = mine._replace(weights=[torch.empty_like(master, dtype=weight) for master in mine.masters])
     for _ in range(2):
-        kernel().update(settings, changes=mine, num_threads=num_threads, **how)
+        kernel().update(settings | how, mine, num_threads)
         by_torch(theirs, settings, **how)
     assert same(mine[:2], theirs[:2])
     assert same(mine.weights, [master.to(weight) for master in theirs.masters])
@@ -101,7 +106,7 @@ def check_tails() -> None:
     for num_threads in range(1, 5):
         for decoupled in (True, False):
             mine, theirs = (state([1_000_003, *(1 + number % 31 for number in range(500))]) for _ in range(2))
-            kernel().update(SETTINGS, decoupled=decoupled, factor=0.37, changes=mine, num_threads=num_threads)
+            kernel().update(SETTINGS | {"decoupled": decoupled, "factor": 0.37}, mine, num_threads)
             by_torch(theirs, SETTINGS, decoupled=decoupled, factor=0.37)
             assert same(mine[:2], theirs[:2])
 
@@ -134,27 +139,27 @@ def test_every_value_is_cast_as_torch_does(dtype: torch.dtype) -> None:
     masters = torch.cat([masters[~masters.isnan()], torch.tensor([float("inf"), -float("inf"), 65519.0, 65520.0])])
     gradients = halves.repeat(masters.numel() // halves.numel() + 1)[: masters.numel()]
     average, square, before = torch.zeros_like(masters), torch.zeros_like(masters), masters.clone()
-    changes = StepTensors([masters], [[average, square]], [gradients], [torch.empty_like(masters, dtype=dtype)])
+    tensors = StepTensors([masters], [[average, square]], [gradients], [torch.empty_like(masters, dtype=dtype)])
     kernel().update(
-        SETTINGS | {"lr": 0.0, "beta1": 0.0, "weight_decay": 0.0}, changes=changes, decoupled=True, factor=1.0
+        SETTINGS | {"lr": 0.0, "beta1": 0.0, "weight_decay": 0.0, "decoupled": True, "factor": 1.0}, tensors
     )
     assert torch.equal(masters, before)
-    assert torch.equal(changes.weights[0].view(torch.int16), masters.to(dtype).view(torch.int16))
+    assert torch.equal(tensors.weights[0].view(torch.int16), masters.to(dtype).view(torch.int16))
     assert torch.equal(average, gradients.float())
     for place in (masters, gradients):
         place[:2] = float("nan")
-    kernel().update(SETTINGS, changes=changes, **HOW)
-    assert bool(changes.weights[0][:2].isnan().all())
+    kernel().update(SETTINGS | HOW, tensors)
+    assert bool(tensors.weights[0][:2].isnan().all())
 
 
 # -- threads --------------------------------------------------------------------------------------------------------
 
 
 def stepped(num_threads: int = 3) -> StepTensors:
-    changes = state([300_007, 5, 70_000])
+    tensors = state([300_007, 5, 70_000])
     for _ in range(3):
-        kernel().update(SETTINGS, changes=changes, num_threads=num_threads, **HOW)
-    return changes
+        kernel().update(SETTINGS | HOW, tensors, num_threads)
+    return tensors
 
 
 def test_several_callers_update_at_once() -> None:
@@ -168,15 +173,15 @@ def test_several_callers_update_at_once() -> None:
 
 
 def test_threads_treat_subnormal_numbers_as_their_caller_does() -> None:
-    changes = state([300_000])
-    changes.slots[0][1].fill_(1e-38)
-    kernel().update(SETTINGS, changes=changes, num_threads=4, **HOW)  # makes the threads
+    tensors = state([300_000])
+    tensors.slots[0][1].fill_(1e-38)
+    kernel().update(SETTINGS | HOW, tensors, 4)  # makes the threads
     if not torch.set_flush_denormal(True):
         pytest.skip("the processor has no such mode")
     try:
-        changes.slots[0][1].fill_(1e-38)
-        kernel().update(SETTINGS, changes=changes, num_threads=4, decoupled=True, factor=0.0)
-        assert bool((changes.slots[0][1] == 0).all())
+        tensors.slots[0][1].fill_(1e-38)
+        kernel().update(SETTINGS | HOW | {"factor": 0.0}, tensors, 4)
+        assert bool((tensors.slots[0][1] == 0).all())
     finally:
         torch.set_flush_denormal(False)
 
@@ -198,6 +203,50 @@ def test_a_forked_child_has_threads_of_its_own_and_ends() -> None:
         "print(same(stepped()[:2], expected[:2]))"
     )
     assert _child(code).strip() == "True"
+
+
+# -- what it updates ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The masters that the host kernel took."""
+    kernel()
+    masters, update = [], HostKernel.update
+    take = lambda self, given, new, *rest: masters.extend(new.masters) or update(self, given, new, *rest)  # noqa: E731
+    monkeypatch.setattr(HostKernel, "update", take)
+    return masters
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+def test_an_engine_names_its_kernel_and_has_the_same_bits(tier: str, taken: list[torch.Tensor], tmp_path: Path) -> None:
+    found = {}
+    for name in ("auto", "torch"):
+        config = make_config(3, tier, tmp_path, tier, gradient_clipping=0.1, zstore={"host_kernel": name})
+        with start(config, make_net(vocab=1203)) as engine:
+            take_steps(engine, 3)
+            engine.save_checkpoint(str(tmp_path / "saves"), name)
+            found[name] = engine_digests(engine)
+        updated = sum(master.numel() for master in taken)  # of three steps; a few parameters have no gradient
+        assert 3 * 105_000 < updated < 3 * 112_000 if name == "auto" else updated == 0
+        record = json.loads((tmp_path / "saves" / name / "zstore.json").read_text())
+        assert record["state"]["engine"]["host_kernel"] == ("adamw.c" if name == "auto" else "torch")
+        taken.clear()
+    assert found["auto"] == found["torch"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_offloaded_optimizer_has_it(
+    device: Any, dtype: torch.dtype, taken: list[torch.Tensor], tmp_path: Path
+) -> None:
+    parameter = torch.randn(70_000).to(dtype).requires_grad_()
+    for settings in ({}, {"amsgrad": True, "maximize": True, "weight_decay": 0.1}):
+        with Offloaded(torch.optim.Adam, [parameter], device=device, path=tmp_path, **settings) as optimizer:
+            parameter.grad = torch.randn(70_000).to(dtype)
+            optimizer.step()
+        assert sum(master.numel() for master in taken) == 70_000
+        taken.clear()
 
 
 # -- the library ----------------------------------------------------------------------------------------------------

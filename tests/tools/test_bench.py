@@ -118,10 +118,10 @@ def test_the_bare_step_moves_what_a_step_does(bench: Bench) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-def test_optimizer_benchmark_counts_the_bytes_of_steps_and_saves(bench: Bench) -> None:
+def test_optimizer_benchmark_counts_the_bytes_of_steps(bench: Bench) -> None:
     figures = bench(optimizer, "--layers", "4", "--width", "256", "--steps", "1", "--gib", "0.03")
     assert 15 < figures["bytes_per_parameter"] < 18  # two moments, read and written
-    assert figures["checkpoints"]["save by zstore.dcp.Writer"]["new_blocks_bytes"] > 0
+    assert all(each["of_adamw"] > 0 for each in figures["kernels"].values())
 
 
 @pytest.mark.soak

@@ -77,7 +77,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
             store = TensorStore(options, rank=rank, cuda=streams.cuda_runtime)
             ending.callback(store.close)
             transfers = Transfers(streams, store.links, store.rooms)
-            arrays = OptimizerState(store, [], transfers)
+            arrays = OptimizerState(store, [], transfers, host_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
             arrays.owns_fp32 = True
             self._local = state = LocalState(arrays, "disk" if device == "nvme" else "host")
             self._torn: BaseException | None = None
