@@ -57,7 +57,7 @@ class OffloadedStates:
         def check() -> None:
             if not self._training.accumulation.is_new:
                 raise UsageError(f"{call} in the middle of a step: call it after the step() that ends an accumulation")
-            if (stepper := self._training.stepper) is not None and stepper.keeps_state:
+            if (stepper := self._training.update.stepper) is not None and stepper.keeps_state:
                 raise UsageError(
                     f"{call}: {stepper.name} steps whole tensors, and keeps its own state of them where "
                     "they are: use an element-wise optimizer"

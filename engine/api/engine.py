@@ -124,7 +124,8 @@ class Engine(nn.Module):
         self.journal.saves_s = self.saves_s
         units = None if training.hooks is None else training.hooks.units
         self.access = Access(self._modules, training, units, self.checkpoints.wait)
-        if not (training.config.frozen or (training.stepper is not None and training.stepper.needs_saved)):
+        stepper = training.update.stepper
+        if not (training.config.frozen or (stepper is not None and stepper.needs_saved)):
             training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
         if training.hooks is not None and training.world.world_size == 1:
             for record in training.state.records:

@@ -100,8 +100,9 @@ class Restore:
                 "a previous step or load failed partway, so the state is inconsistent; load a whole checkpoint, without "
                 "options, before continuing"
             )
-        if training.stepper is not None and training.stepper.needs_saved and options.optimizer:
-            check_saved_state(training.stepper, reader)
+        stepper = training.update.stepper
+        if stepper is not None and stepper.needs_saved and options.optimizer:
+            check_saved_state(stepper, reader)
         return plan
 
     def _check_all_found(self, reader: ArraySource | None) -> None:

@@ -14,8 +14,8 @@ from zstore.errors import CheckpointMismatchError, UsageError, shortened
 from zstore.format import buffer_array, model_array
 
 from ..build.model import stored_buffers, stored_whole
+from ..optim.rules import STATE_KEY, Stepper
 from ..optim.state import OptimizerState
-from ..optim.stepper import STATE_KEY, Stepper
 from ..params.record import ParameterRecord
 
 _MOST_LISTED = 10

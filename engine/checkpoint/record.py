@@ -29,7 +29,7 @@ from zstore.format import ArraySpec, client_array
 from zstore.io.tensors import as_numpy, as_torch, dtype_name, host_values
 
 from ..config.resolve import BatchSizes
-from ..optim.stepper import STATE_KEY
+from ..optim.rules import STATE_KEY
 from ..runtime.messages import warn_once
 
 if TYPE_CHECKING:

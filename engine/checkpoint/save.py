@@ -42,7 +42,7 @@ from zstore.remote.upload import save_to_url
 from zstore.store import PinnedShard, Snapshot
 
 from ..build.model import files_beside, stored_whole
-from ..optim.stepper import STATE_KEY
+from ..optim.rules import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.journal import RunJournal
 from ..runtime.signals import interrupts_wait
@@ -105,7 +105,7 @@ class Checkpoints:
         """Begin a save, and with `wait` complete it (all ranks)."""
         started = time.perf_counter()
         self.wait()
-        stepper = self._training.stepper
+        stepper = self._training.update.stepper
         kept = {STATE_KEY: stepper.state()} if stepper is not None and stepper.keeps_state else {}
         world = self._training.world
         with world.agreeing():
@@ -348,8 +348,9 @@ class Checkpoints:
             read_bytes, resumes = restore.report.read_bytes, restore.resumes
             self._journal.loaded(path, restore.tag, elapsed_s, read_bytes, resumes=resumes)
         kept = state.pop(STATE_KEY, None)
-        if self._training.stepper is not None and path is not None and options.optimizer:
-            self._training.stepper.load(kept or {})
+        stepper = self._training.update.stepper
+        if stepper is not None and path is not None and options.optimizer:
+            stepper.load(kept or {})
         return path, state
 
 

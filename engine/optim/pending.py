@@ -52,14 +52,14 @@ from zstore.ranks.world import World
 from zstore.store import Stream
 
 from ..params.record import ParameterRecord, Residency
-from ..runtime.device import StreamContext
+from ..runtime.device import Event, StreamContext
 from ..runtime.signals import interrupts_wait
 from ..zero.fetch import Fetcher
 from ..zero.gradients import Gradients
+from .rules import Stepper
 from .state import OptimizerState
-from .stepper import Stepper
 from .tickets import TORN, ReadGuard, Tickets, TicketState
-from .update import Changes, Rows, StepSettings, read_ahead
+from .update import Changes, StepSettings, read_ahead
 
 _log = logging.getLogger("zstore")
 
@@ -97,7 +97,10 @@ class Update:
         fetcher: Fetcher | None,
         stepper: Stepper | None,
     ) -> None:
-        self.state, self.world, self.mode, self.stepper = state, world, mode, stepper
+        self.state, self.world, self.mode = state, world, mode
+        self._gradients = gradients
+        self.stepper = stepper
+        """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
         self.under_way = False
         """Whether an update was started whose end the ranks have not agreed on; they do in the next backward, or in step mode
         `backward` in `step()`."""
@@ -111,15 +114,12 @@ class Update:
         """The records of the next update, and passes over their arrays that were begun ahead of it."""
         self._settings = StepSettings(step=0, factor=1.0, groups=())
         """Those of the update in the backward."""
-        self._guard: ReadGuard | None = None
         if fetcher is not None:
             fetcher.ready = self.tickets.wait_for
-        if mode is StepMode.BACKWARD and gradients.rules.each_backward:
-            self._gradients = gradients
-            self._guard = ReadGuard(model, state.scalars, self.tickets.of)
-        elif mode is StepMode.BACKWARD:
+        if mode is StepMode.BACKWARD and not gradients.rules.each_backward:
             # Gradients that are reduced once a step (stages 0 and 1 with more ranks) are final at its end alone.
             self.mode = StepMode.NONE
+        self._guard = ReadGuard(model, state.scalars, self.tickets.of) if self.runs_in_backward else None
 
     @property
     def runs_in_backward(self) -> bool:
@@ -153,21 +153,22 @@ class Update:
 
     # -- in step() ----------------------------------------------------------------------------------------------------
 
-    def split(self, records: Sequence[ParameterRecord]) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
-        """Return those of `records` that are updated in `step()`, and those that are updated behind it."""
+    def split(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
+        """Return the records with a gradient that are updated in `step()`, and those that are updated behind it."""
         if self.is_in_backward:  # the thread has updated some of them
             return [], []
+        records = [record for record in self.state.scalars if self._gradients.has(record)]
         # Those first whose arrays share files: side by side they are transferred together.
-        records = sorted(records, key=lambda record: not self.state.shares_files(record))
+        records.sort(key=lambda record: not self.state.shares_files(record))
         if self.mode is not StepMode.FORWARD:
             return records, []
         here = {record for record in records if record.residency is Residency.RESIDENT}
         return [record for record in records if record in here], [record for record in records if record not in here]
 
-    def read_ahead(self, records: Sequence[ParameterRecord]) -> None:
-        """Begin to read from disk the first of `records`, which are updated next."""
+    def read_ahead(self) -> None:
+        """Begin to read from disk the first of the records that are updated next."""
         # It takes buffers: nobody may wait for any until the update.
-        here, behind = self.split(records)
+        here, behind = self.split()
         if self.stepper is None and (here or behind):
             self._ahead = here or behind, read_ahead(self.state, here or behind, behind=not here)
 
@@ -184,7 +185,7 @@ class Update:
             one.drop()
         self._ahead = (), ()
 
-    def run(self, records: Sequence[ParameterRecord], settings: StepSettings, rows: Rows) -> None:
+    def run(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
         """Update `records` here and now, or the rest of those of an update in the backward.
 
         Raises UsageError if the settings differ from those that the update in the backward began with.
@@ -192,18 +193,18 @@ class Update:
         if self.is_in_backward:
             self._finish(settings)
             return
-        changes = Changes(self.state, records, settings, rows, begun=self._take_ahead(records))
+        changes = Changes(self.state, records, settings, self._gradients.take, begun=self._take_ahead(records))
         if self.stepper is None:
             changes.run()
         else:
             self.stepper.run(changes)
         changes.note_scalars(records)
 
-    def start_behind(self, records: Sequence[ParameterRecord], settings: StepSettings, rows: Rows) -> None:
+    def start_behind(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
         """Start to update `records` behind `step()`, if there are any; their gradients are taken now."""
         if not records:
             return
-        held = {record: rows(record) for record in records}
+        held = {record: self._gradients.take(record) for record in records}
         changes = Changes(self.state, records, settings, held.pop, begun=self._take_ahead(records))
         changes.note_scalars(records)
         self._start(changes)
@@ -289,8 +290,6 @@ class Update:
     def start_in_backward(self, settings: StepSettings) -> None:
         """Start an update in step mode `backward`, which takes each record when its gradient is final (before the backward)."""
         self.require_whole()
-        if self._guard is None:
-            raise AssertionError("updates do not run in the backward")
         if self.is_in_backward:
             raise UsageError(
                 'a second backward before step(), but with "step_overlap": "backward" the first one has '
@@ -300,8 +299,8 @@ class Update:
         most_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
         with interrupts_wait():
             self._gradients.step.on_final = self._note_final
-            self._gradients.step.comes_in_parts = self._guard.recomputes
-            changes = Changes(self.state, self._gradients.expected, settings, self._take, self.tickets.last_read)
+            self._gradients.step.comes_in_parts = self._guard is not None and self._guard.recomputes
+            changes = Changes(self.state, self._gradients.expected, settings, self._take, self._last_read)
             self._start(changes, most_bytes)
 
     def _note_final(self, record: ParameterRecord) -> None:
@@ -332,6 +331,9 @@ class Update:
         ticket.state = TicketState.RUNNING
         return True
 
+    def _last_read(self, record: ParameterRecord) -> Event:
+        return self.tickets.of[record].last_read
+
     def _take(self, record: ParameterRecord) -> torch.Tensor | None:
         rows = self._gradients.take(record)
         self.tickets.note_taken(record)
@@ -345,9 +347,9 @@ class Update:
         used = [ticket for ticket in self.tickets.of.values() if ticket.state is not TicketState.EXPECTED]
         left = [ticket.record for ticket in used if not ticket.is_begun]
         # Who called the backward may have read parameters since: without the events of their last reads.
-        Changes(self.state, left, self._settings, self._gradients.take).run()
-        changes = Changes(self.state, [ticket.record for ticket in used], self._settings, self._gradients.take)
-        changes.note_scalars(changes.records)
+        changes = Changes(self.state, left, self._settings, self._gradients.take)
+        changes.run()
+        changes.note_scalars([ticket.record for ticket in used])
         self.tickets.forget()
         for number, name, before, after in self._settings.differences(now):
             raise UsageError(

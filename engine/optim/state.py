@@ -7,7 +7,7 @@ A checkpoint consists of the `model/` and `optimizer/` arrays. `parameter/` (16-
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -190,10 +190,6 @@ class OptimizerState:
         """Return the memory of the fp32 master of a parameter whose state is whole on the device, 1-D [numel]."""
         return record.full if self.is_master(record) else as_torch(self.store.memory(model_array(record.name)))
 
-    def whole_slot(self, record: ParameterRecord, slot: str) -> torch.Tensor:
-        """Return the memory of a slot of a parameter whose state is whole on the device, 1-D [numel]."""
-        return as_torch(self.store.memory(optimizer_array(slot, record.name)))
-
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""
         if name in self._own_shapes:
@@ -219,25 +215,21 @@ class OptimizerState:
             raise KeyError(f"{record.name} is frozen")
         return self.kernels[record.group], record.group
 
+    @contextmanager
     def passing(
         self,
         groups: Sequence[Sequence[str]],
         mode: ModeName,
         *,
         modes: Mapping[str, ModeName] | None = None,
-    ) -> AbstractContextManager[Tiles]:
-        """Give a pass over groups of arrays for the length of a `with` block, at whose end it is dropped if not complete."""
-        tiles = self.store.stream(groups, mode, modes=modes)
-        return self.over(tiles, from_disk=self.any_on_disk(groups))
-
-    @contextmanager
-    def over(self, tiles: Tiles, *, from_disk: bool) -> Iterator[Tiles]:
-        """Give a pass that was begun; see `passing`.
+    ) -> Iterator[Tiles]:
+        """Give a pass over groups of arrays for the length of a `with` block, at whose end it is dropped if not complete.
 
         Tiles of a disk are worked on by one thread: it outruns the disk, while torch's threads, which spin as they
         wait for each other, would take the processors from the I/O threads.
         """
-        with one_thread(from_disk), closing(tiles):
+        tiles = self.store.stream(groups, mode, modes=modes)
+        with one_thread(self.any_on_disk(groups)), closing(tiles):
             yield tiles
 
     def any_on_disk(self, groups: Iterable[Sequence[str]]) -> bool:

@@ -102,8 +102,9 @@ class Tickets:
 
     def forget(self) -> None:
         """Forget an update that has ended, and its error."""
-        self.of.clear()
-        self.error = None
+        with self._changed:
+            self.of.clear()
+            self.error = None
 
     # -- the backward's thread --------------------------------------------------------------------------------------
 
@@ -152,10 +153,6 @@ class Tickets:
             self._waiting_bytes -= self.of[record].waiting_bytes
             self.of[record].waiting_bytes = 0
             self._changed.notify_all()
-
-    def last_read(self, record: ParameterRecord) -> Event:
-        """Return when the device had read a parameter for the last time, as its gradient became final."""
-        return self.of[record].last_read
 
     def done(self, record: ParameterRecord) -> None:
         """Note that a parameter's new state is the present one."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import zip_longest
@@ -46,6 +46,7 @@ from ..runtime.device import (
     H2DQueue,
     Scratch,
     labelled,
+    one_thread,
     side_by_side,
     threads_for,
     tile_numel,
@@ -403,9 +404,11 @@ class Changes:
             tiles = begun.tiles()
         else:
             tiles = self.state.store.stream(groups, "update", modes=modes, admit=admitted, on_end=on_end)
-        with labelled("update"), self.state.over(tiles, from_disk=from_disk):
+        with labelled("update"), one_thread(from_disk), closing(tiles):
             # Other threads would have tiles of a disk after the next one was asked for, when they are written already.
-            threads = 1 if done is not None or from_disk else self._num_threads(mine)
+            alone = done is not None or from_disk or not self.state.transfers.streams.device_is_host
+            alone = alone or not all(takes_threads(self.state.kernel_of(record)[0]) for record in mine)
+            threads = 1 if alone else threads_for([record.owned_numel for record in mine])
             side_by_side(lambda each: each[0].apply(each[1]), self._changes(tiles, mine, h2d), threads)
         h2d.drain()
 
@@ -467,12 +470,6 @@ class Changes:
             if change is None or change.record is not mine[tile.group]:
                 change = _Change(self, mine[tile.group], h2d)
             yield change, tile
-
-    def _num_threads(self, mine: Sequence[ParameterRecord]) -> int:
-        """Return how many threads take tiles of `mine` side by side."""
-        takes = all(takes_threads(self.state.kernel_of(record)[0]) for record in mine)
-        on_host = self.state.transfers.streams.device_is_host
-        return threads_for([record.owned_numel for record in mine]) if on_host and takes else 1
 
     def step_of(self, record: ParameterRecord) -> ParameterStep:
         """Return the step of a parameter, which those with the same settings and scalars share."""

@@ -20,7 +20,6 @@ from ..optim.lr_schedules import LRSchedule
 from ..optim.optimizer import ZeroOptimizer
 from ..optim.pending import Update
 from ..optim.state import OptimizerState
-from ..optim.stepper import Stepper
 from ..optim.update import StepSettings
 from ..params.record import ParameterRecord, Residency
 from ..params.sharding import Sharding
@@ -58,8 +57,6 @@ class Training:
     loader: TrainingLoader | None
     run_id: str
     """Of the whole training run; a resumed one keeps it."""
-    stepper: Stepper | None = None
-    """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
     activations: ActivationOffload | None = None
     """None if activations stay on the device."""
     compiled: CompiledUnits | None = None
@@ -247,11 +244,12 @@ class Training:
             if self._needs_gradients and self.gradients.step.backwards:  # else they were forgotten
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed)
             if begin:
-                self.update.read_ahead(self._with_gradient())
+                self.update.read_ahead()
             self.gradients.sums = sums_over_ranks(self.gradients, self.world, sharding=self.sharding)
         if self._raw_norm is None:
             norm = norm_of(self.gradients.sums, self.gradients.shown.scales)
-            self._raw_norm = norm if self.stepper is None else self.stepper.agreed_norm(norm)
+            stepper = self.update.stepper
+            self._raw_norm = norm if stepper is None else stepper.agreed_norm(norm)
         return self._raw_norm
 
     def clip(self, max_norm: float) -> float:
@@ -287,7 +285,7 @@ class Training:
         self._raw_norm = None
 
     def _require_sharded_gradients(self, what: str) -> None:
-        if self.stepper is not None and self.stepper.owns_gradients:
+        if self.update.stepper is not None and self.update.stepper.owns_gradients:
             raise UsageError(
                 f"{what} beside {self.optimizer.kind.__name__}, which averages over ranks itself: each rank has its own "
                 "gradients until step(). Choose an optimizer whose gradients are reduced in the backward, as AdamW"
@@ -309,12 +307,12 @@ class Training:
             accepted = self.scaler.accepts(norm, self.counters.global_steps + 1, self._what_changed)
             if accepted:
                 settings = self._settings(self._factor(self.norm))
-                now, later = self.update.split(self._with_gradient())
+                now, later = self.update.split()
                 with self.update.changing():
                     with self.world.agreeing("The step was applied in part: load a checkpoint before continuing."):
-                        self.update.run(now, settings, self.gradients.take)
+                        self.update.run(now, settings)
                     self.gather_resident(self.trained)
-                    self.update.start_behind(later, settings, self.gradients.take)
+                    self.update.start_behind(later, settings)
             else:
                 with self.world.agreeing():  # which brings a rank's requests to all, as every update does
                     pass
@@ -342,9 +340,6 @@ class Training:
         factors |= dict.fromkeys(gradients.shown.clipped, 1.0 / self.scaler.scale)
         step = self.counters.global_steps + 1
         return StepSettings.of(self.optimizer.param_groups, step=step, factor=factor, factors=factors)
-
-    def _with_gradient(self) -> list[ParameterRecord]:
-        return [record for record in self.trained if self.gradients.has(record)]
 
     def gather_resident(self, records: list[ParameterRecord]) -> None:
         """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""

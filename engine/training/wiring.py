@@ -18,7 +18,7 @@ from ..optim.loss_scale import LossScaler
 from ..optim.lr_schedules import LRSchedule
 from ..optim.optimizer import ZeroOptimizer, group_of_parameters
 from ..optim.pending import StepMode, Update
-from ..optim.rules import CLIENT, check_client, codec_of, kernels_for, rule_of
+from ..optim.rules import CLIENT, check_client, codec_of, rule_of
 from ..optim.state import OptimizerState
 from ..params.record import PRECISIONS, named_parameters
 from ..params.sharding import Sharding
@@ -56,7 +56,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
     rule = rule_of(optimizer.kind, whole=config.stage == 0 and config.offload_optimizer.device == "none")
     if rule is CLIENT:
         check_client(optimizer.client, config)
-    kernels = kernels_for(rule, optimizer.kind, optimizer.param_groups)
+    kernels = [rule.kernel(optimizer.kind, group) for group in optimizer.param_groups]
     codec = codec_of(config, kernels, optimizer.kind.__name__)
     if config.own.gradient_checkpointing and not config.frozen:
         checkpoint_blocks(model)
@@ -119,7 +119,6 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             scaler=LossScaler(settings=config.loss_scaling, non_finite=config.non_finite_gradients),
             loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
-            stepper=stepper,
             activations=None
             if tier is None
             else ActivationOffload(model, lambda: (record.full for record in records), tier, transfers),

@@ -34,7 +34,7 @@ def config_of(kind: str, stage: int, **keys: Any) -> dict[str, Any]:
 
 def own_of(engine: Engine) -> list[Any]:
     """What this rank has for itself, as plain numbers."""
-    stepper = engine.training_state.stepper
+    stepper = engine.training_state.update.stepper
     assert isinstance(stepper, OneBitStep)
     return [{name: values.tolist() for name, values in own.items()} for own in stepper.own.values()]
 
@@ -118,8 +118,8 @@ def runs(rank: int, world_size: int, folder: str) -> list[str]:
             wrong += misplanned(engine)
             held = training.plan.held
             planned = held["worker_error"].device + held["server_error"].device
-            assert isinstance(training.stepper, OneBitStep)
-            kept = sum(values.nbytes for own in training.stepper.own.values() for values in own.values())
+            assert isinstance(training.update.stepper, OneBitStep)
+            kept = sum(values.nbytes for own in training.update.stepper.own.values() for values in own.values())
             if planned != kept:
                 wrong.append(f"planned {planned}, kept {kept}")
             numels = [record.numel for record in training.trained if not record.name.startswith("unused")]

@@ -38,14 +38,14 @@ from typing import Any, ClassVar, Literal, cast
 
 import torch
 
-from zstore.format import round_up
+from zstore.format import optimizer_array, round_up
+from zstore.io.tensors import as_torch
 from zstore.ranks.world import World, on_device
 
 from ...optim.kernel import FusedAdam, Kernel, ParameterStep, Scalars, WholeStep
 from ...optim.lamb import lamb_root, lamb_step
-from ...optim.rules import Kind, Rule, register
+from ...optim.rules import Kind, Rule, Stepper, register, whole_gradient
 from ...optim.state import OptimizerState
-from ...optim.stepper import Stepper, whole_gradient
 from ...optim.update import Changes
 from ...params.record import ParameterRecord
 from ...plan.plan import Slots, TensorSlot
@@ -389,7 +389,8 @@ class OneBitStep(Stepper):
     def _tensor(self, record: ParameterRecord, groups: Sequence[Mapping[str, Any]]) -> tuple[AdamRule, TensorState]:
         """Return a parameter's rule, and its state as the rule takes it."""
         rule, group = self._rule_of(record)
-        slots = {name: self._state.whole_slot(record, name) for name in rule.slots} | self.own[record]
+        memory = self._state.store.memory
+        slots = {name: as_torch(memory(optimizer_array(name, record.name))) for name in rule.slots} | self.own[record]
         scalars = {**rule.initial(), **self._state.scalars[record]}  # that of an AdamW has the step count alone
         return rule, TensorState(groups[group], scalars, self._state.whole_master(record), slots)
 

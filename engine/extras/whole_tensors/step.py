@@ -32,9 +32,8 @@ from zstore.ranks.world import World
 
 from ...optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, WholeStep, kernel_for
 from ...optim.lamb import Lamb
-from ...optim.rules import Kind, Rule, register
+from ...optim.rules import Kind, Rule, Stepper, register
 from ...optim.state import OptimizerState
-from ...optim.stepper import Stepper
 from ...optim.update import Changes
 from ...params.record import ParameterRecord
 from ...plan.plan import Slots, TensorSlot
