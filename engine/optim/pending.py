@@ -312,7 +312,7 @@ class Update:
         self.tickets.put(record, num_unseen, last_read, self._gradients.waiting_bytes(record))
 
     def end_backward(self, *, drop: bool = False) -> None:
-        """Let an update in the backward end with the final gradients; with `drop`, with what it has begun."""
+        """Let an update in the backward end with the final gradients; with `drop`, with those that it has begun to use."""
         if self.is_in_backward:
             self.tickets.close(drop=drop)
             self._gradients.step.on_final = None

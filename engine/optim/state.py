@@ -312,5 +312,5 @@ class OptimizerState:
 
 
 def _fetched(tier: TierName) -> TierName:
-    """Return the tier of rows that are fetched: of what is in host memory these alone cross to the device."""
+    """Return the tier of fetched rows: of all host memory they alone cross to the device."""
     return "pinned" if tier == "host" else tier

@@ -9,7 +9,7 @@ a node of the graph that saved the parameter finds another version counter, and 
 for recomputation in the backward or a forward before `step()`, is watched.
 
 A gradient is freed as its update takes it. If the update falls behind, the backward waits for it: no more than a few
-units' gradients are held. The changes are final: an update that is abandoned has changed what it has.
+units' gradients are held. The changes are final: those of an abandoned update stay.
 """
 
 from __future__ import annotations
