@@ -246,7 +246,6 @@ def test_a_failed_update_is_told_at_the_end_unless_a_call_raised_it(
         if waits:
             with pytest.raises(StorageError, match="Input/output"):
                 update.wait()
-            assert update.torn
             with pytest.raises(UsageError, match="the state is inconsistent"):
                 update.tickets.pin(engine.training_state.trained[0], [])
     assert ("the last update failed and its error was never raised" in caplog.text) is not waits
