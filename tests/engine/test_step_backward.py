@@ -33,7 +33,7 @@ from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.optim import pending
-from zstore.errors import NonFiniteError, RankError, StorageError, UsageError
+from zstore.errors import NonFiniteError, RankError, UsageError
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 
@@ -232,23 +232,14 @@ def test_close_with_an_update_under_way(mode: str, nvme: Path) -> None:
     assert not list(nvme.rglob("*.shard"))
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_failed_update_is_told_at_the_end_unless_a_call_raised_it(
-    waits: bool, nvme: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_update_is_told_at_the_end(nvme: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = FaultyFiles()
     with start(config("forward", nvme), make_model(), _files=files) as engine:
         step(engine)
-        update = engine.training_state.update
-        update.wait()
+        engine.training_state.update.wait()
         files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO))
         step(engine)
-        if waits:
-            with pytest.raises(StorageError, match="Input/output"):
-                update.wait()
-            with pytest.raises(UsageError, match="the state is inconsistent"):
-                update.tickets.pin(engine.training_state.trained[0], [])
-    assert ("the last update failed and its error was never raised" in caplog.text) is not waits
+    assert "the last update failed and its error was never raised" in caplog.text
 
 
 LEFT_OPEN = """
