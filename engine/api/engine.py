@@ -90,8 +90,7 @@ class Engine(nn.Module):
     """A model in training: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
     Made by `zstore.initialize`. Close it, or use it in a `with` block; a clean exit closes it too.
-    Over 300 lines because it is all that a training script may call, DeepSpeed's names among them: a call checks its
-    arguments and delegates.
+    Over 300 lines because it is all that a training script may call: a call checks its arguments and delegates.
     """
 
     def __init__(self, training: Training, monitors: Monitors) -> None:
@@ -108,20 +107,20 @@ class Engine(nn.Module):
         """Client state of future saves that was not checked yet."""
         self._when_asked: Callable[[], NoReturn] | None = None
         """The request of `save_on_signal`."""
-        """The client state that it named."""
         self._batches: Iterator[Any] | None = None
         """The micro-batches of the engine's own loader, over and over."""
         self._open_no_syncs = 0
         waits = settings.wall_clock_breakdown and training.world.device.type == "cuda"
-        self._wait_for_device = functools.partial(torch.cuda.synchronize, training.world.device) if waits else None
-        """Called at both ends of each phase, at the price of overlap with the device."""
+        wait = functools.partial(torch.cuda.synchronize, training.world.device) if waits else None
+        self._timed = functools.partial(_time_phase, self.times, wait)
+        """Adds a block's seconds to those of a phase."""
         self.monitor = monitors
         """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
         training.optimizer.scaler = training.scaler
-        # Not methods of this object, which would then never be collected.
-        self.saves_s = functools.partial(_saves_s, self.checkpoints)
+        checkpoints = self.checkpoints
+        # Not a method of this object, which would then never be collected.
+        self.saves_s = self.journal.saves_s = lambda: {"save called": checkpoints.stall_s}
         """Returns the seconds for which saves held training up, by their kind."""
-        self.journal.saves_s = self.saves_s
         units = None if training.hooks is None else training.hooks.units
         self.access = Access(self._modules, training, units, self.checkpoints.wait)
         stepper = training.update.stepper
@@ -131,10 +130,7 @@ class Engine(nn.Module):
             for record in training.state.records:
                 record.gathers = gather  # with more ranks a copy that one of them makes would wait for the others
         self._loss_backward = LossBackward(
-            training,
-            self.access,
-            self.report,
-            functools.partial(_time_phase, self.times, "backward_s", self._wait_for_device),
+            training, self.access, self.report, functools.partial(self._timed, "backward_s")
         )
         self._offloaded = OffloadedStates(training, self.access)
         self.signals = StopSignals(training.world)
@@ -150,19 +146,14 @@ class Engine(nn.Module):
     @_phase("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. With fp16's `auto_cast`, floating tensors go to it in fp16."""
-        args, kwargs = self._inputs(args, kwargs)
+        if self.training_state.config.casts_inputs:
+            args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
+        self.require_parameters()
         trains = self.report.forward_begins()
         timed = self._timed("forward_s") if trains else contextlib.nullcontext()
         counted = self.report.utilisation.counting() if self.report.utilisation.counts else contextlib.nullcontext()
         with counted, timed, self.access.during("forward"), self._around_forward():
             return self._loss_backward.watch(self.module(*args, **kwargs))
-
-    def _inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments that the model gets."""
-        if self.training_state.config.casts_inputs:
-            args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
-        self.require_parameters()
-        return args, kwargs
 
     @contextlib.contextmanager
     def _around_forward(self) -> Iterator[None]:
@@ -203,10 +194,6 @@ class Engine(nn.Module):
         finally:
             self._loss_backward.is_engines = False
         return loss / steps if scale_wrt_gas and steps > 1 else loss
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss as it is: `loss.backward()` scales it by itself."""
-        return loss
 
     @_phase("step")
     def step(self) -> None:
@@ -276,10 +263,6 @@ class Engine(nn.Module):
         if training.accumulation.is_new and not training.accumulation.was_cleared:
             raise UsageError("clip_grad_norm_() without a backward: call it between backward() and step()")
         return training.clip(clip_norm)
-
-    def _timed(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """Add the block's seconds to those of a phase."""
-        return _time_phase(self.times, phase, self._wait_for_device)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Say whether the micro-batch under way is the last of its step, until this is called again; None: count again.
@@ -461,10 +444,6 @@ class Engine(nn.Module):
             overwrite=overwrite,
         )
         return save_weights(self.access, user_path(save_dir), options)
-
-    def save_fp16_model(self, save_dir: UserPath, save_filename: str | None = None) -> list[Path]:
-        """Alias of `save_16bit_model`, its older name."""
-        return self.save_16bit_model(save_dir, save_filename)
 
     @_phase("access", meets=True)
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
@@ -791,52 +770,6 @@ class Engine(nn.Module):
         """Samples of all optimizer steps so far, over all ranks."""
         return self.training_state.samples
 
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return (samples of a step over all ranks, samples of a micro-batch, micro-batches of a step)."""
-        batch = self.training_state.accumulation.batch
-        return batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps
-
-    def get_mom(self) -> list[Any]:
-        """Return the momentum of each parameter group: its betas, or `momentum`; 0.0 if it has neither."""
-        groups = self.training_state.optimizer.param_groups
-        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
-
-    def zero_optimization(self) -> bool:
-        """Return whether anything is sharded or may be: a stage above 0."""
-        return self.training_state.config.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        """Return the stage, 0 to 3."""
-        return self.training_state.config.zero.stage
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Return whether gradients are sharded: stages 2 and 3."""
-        return self.training_state.config.stage >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Return whether parameters are sharded: stage 3."""
-        return self.training_state.config.stage >= 3
-
-    def gradient_clipping(self) -> float:
-        """Return the norm that gradients are clipped to; 0.0: they are not."""
-        return self.training_state.clip_norm
-
-    def steps_per_print(self) -> int:
-        """Return the steps from one line of progress to the next; 0: none."""
-        return self.training_state.config.settings.steps_per_print
-
-    def dump_state(self) -> bool:
-        """Return whether the state was printed at the start, as the config asks."""
-        return self.training_state.config.settings.dump_state
-
-    def wall_clock_breakdown(self) -> bool:
-        """Return whether the times of forward, backward and step are printed."""
-        return self.training_state.config.settings.wall_clock_breakdown
-
-    def destroy(self) -> None:
-        """Alias of `close()`."""
-        self.close()
-
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **options: Any) -> None:
         """Compile the model with torch, at its next forwards, as `torch.compile(backend=backend, **compile_kwargs)` does.
 
@@ -906,11 +839,6 @@ class Engine(nn.Module):
         return in_step(value) if name == "generate" and gathers else value
 
 
-def _saves_s(checkpoints: Checkpoints) -> dict[str, float]:
-    """Return the seconds for which saves held training up, by their kind."""
-    return {"save called": checkpoints.stall_s}
-
-
 def _close(
     training: Training,
     checkpoints: Checkpoints,
@@ -932,8 +860,9 @@ def _close(
 
 
 @contextlib.contextmanager
-def _time_phase(times: PhaseTimes, phase: str, wait: Callable[[], object] | None) -> Iterator[None]:
-    """Add the block's seconds to those of a phase; `wait` is called at both ends, to wait for the device."""
+def _time_phase(times: PhaseTimes, wait: Callable[[], object] | None, phase: str) -> Iterator[None]:
+    """Add the block's seconds to those of a phase; `wait` is called at both ends, to wait for the device, at the price of
+    overlap with it."""
     if wait is not None:
         wait()
     start = time.perf_counter()

@@ -97,7 +97,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     show_messages()
     register_parts()
     answers = read_answers(auto)
-    loaded = load_config(_config_source(args, config, config_params)).answered(answers)
+    loaded = load_config(config_source(args, config, config_params)).answered(answers)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     world = World.current()
     frozen = frozen or _names_no_optimizer(loaded, optimizer, lr_scheduler)
@@ -206,17 +206,17 @@ def _watched(world: World, silent_s: float | None) -> Iterator[None]:
         raise
 
 
-def _config_source(args: Namespace | None, config: Any, config_params: Any) -> Any:
-    """Return the one config that was given. Raises ConfigError for none, or two different ones."""
+def config_source(args: Any, config: Any, config_params: Any = None, call: str = "initialize()") -> Any:
+    """Return the one config that was given to a call, of which `args` may be any object with attributes. Raises ConfigError
+    for none, or two different ones."""
     given = {"config": config, "config_params": config_params}
-    for name in ("deepspeed_config", "deepscale_config"):
-        given[f"args.{name}"] = None if args is None else vars(args).get(name)
+    given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     found = {name: value for name, value in given.items() if value is not None}
     if not found:
-        raise ConfigError("initialize() got no config: pass config=dict or path, or --deepspeed_config FILE in args")
+        raise ConfigError(f"{call} got no config: pass config=dict or path, or --deepspeed_config FILE in args")
     first, *others = found.values()
     if any(other != first for other in others):
-        raise ConfigError(f"initialize() got different configs in {' and '.join(found)}: pass one")
+        raise ConfigError(f"{call} got different configs in {' and '.join(found)}: pass one")
     return first
 
 

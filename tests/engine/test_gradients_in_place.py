@@ -223,10 +223,10 @@ def test_clipping_by_the_loop_has_the_bits_of_clipping_by_the_config(tmp_path: P
             assert norm == by_config.get_global_grad_norm() == by_loop.get_global_grad_norm()
         found, wanted = by_loop.module_state_dict(), by_config.module_state_dict()
         assert all(torch.equal(found[name], value) for name, value in wanted.items())
-        assert by_loop.gradient_clipping() == 0.1
+        assert by_loop.training_state.clip_norm == 0.1
         _backward(by_loop, 1.0)
         by_loop.clip_grad_norm_(math.inf)
-        assert by_loop.gradient_clipping() == 0.0
+        assert by_loop.training_state.clip_norm == 0.0
 
 
 def test_clipping_out_of_place_is_refused(tmp_path: Path) -> None:

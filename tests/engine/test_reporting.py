@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -124,7 +125,7 @@ def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture) -> None:
 def test_phases_wait_for_the_device_at_both_ends_where_they_are_to_be_printed() -> None:
     calls: list[str] = []
     with start(make_config(gradient_accumulation_steps=1)) as engine:
-        engine._wait_for_device = lambda: calls.append("wait")
+        engine._timed = functools.partial(engine._timed.func, engine.times, lambda: calls.append("wait"))
         engine.module.register_forward_pre_hook(lambda *_: calls.append("forward"))
         loss = engine(*batch(0, 0, 0))
         assert calls == ["wait", "forward", "wait"]

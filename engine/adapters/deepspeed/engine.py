@@ -66,6 +66,12 @@ def _client(engine: DeepSpeedEngine) -> Any:
     return None if engine.optimizer is None else engine.optimizer.client
 
 
+def _momenta(engine: DeepSpeedEngine) -> list[Any]:
+    """Return the momentum of each parameter group: its betas, or `momentum`; 0.0 if it has neither."""
+    groups = engine.training_state.optimizer.param_groups
+    return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+
 _ATTRIBUTES: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "dp_world_size": lambda engine: engine.world_size,
     "mp_world_size": lambda _: 1,  # there is no model parallelism
@@ -74,7 +80,24 @@ _ATTRIBUTES: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "basic_optimizer": _client,
 }
 """Attribute of DeepSpeed's engine -> its value."""
-_CALLS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
+_CALLS: Mapping[str, Callable[..., Any]] = {
+    "destroy": lambda engine: engine.close(),
+    "dump_state": lambda engine: engine.training_state.config.settings.dump_state,
+    "get_batch_info": lambda engine: (
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+    ),
+    "get_mom": _momenta,
+    "gradient_clipping": lambda engine: engine.training_state.clip_norm,
+    "save_fp16_model": lambda engine, *args, **options: engine.save_16bit_model(*args, **options),  # an older name
+    "scale": lambda _, loss: loss,  # `loss.backward()` applies the loss scale
+    "steps_per_print": lambda engine: engine.training_state.config.settings.steps_per_print,
+    "wall_clock_breakdown": lambda engine: engine.training_state.config.settings.wall_clock_breakdown,
+    "zero_optimization": lambda engine: engine.training_state.config.stage > 0,
+    "zero_optimization_partition_gradients": lambda engine: engine.training_state.config.stage >= 2,
+    "zero_optimization_partition_weights": lambda engine: engine.training_state.config.stage >= 3,
+    "zero_optimization_stage": lambda engine: engine.training_state.config.zero.stage,
     "zero_gather_16bit_weights_on_model_save": lambda engine: bool(
         _zero_key(engine, "stage3_gather_16bit_weights_on_model_save")
     ),
@@ -92,7 +115,7 @@ _CALLS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "curriculum_learning_enabled": lambda _: False,
     "empty_partition_cache": lambda _: None,  # gathered parameters are released by themselves
 }
-"""Method of DeepSpeed's engine without arguments -> the result of a call."""
+"""Method of DeepSpeed's engine -> the result of a call."""
 
 
 class DeepSpeedEngine(Engine):

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
+from zstore.engine.api.initialize import config_source
 from zstore.engine.api.initialize import initialize as zstore_initialize
 from zstore.engine.config.config import add_config_arguments
 from zstore.engine.runtime.distributed import init_distributed
-from zstore.errors import ConfigError, UsageError
+from zstore.errors import UsageError
 
 from .engine import DeepSpeedEngine
 from .names import VERSION
@@ -48,7 +49,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if mesh_param is not None:
         raise UsageError("deepspeed.initialize(mesh_param=...): there is no sequence parallelism; leave it out")
     _require_agreement()
-    source = _source(args, config if config is not None else config_params)
+    source = config_source(args, config if config is not None else config_params, call="deepspeed.initialize()")
     given = cleaned(source)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model_parameters)
@@ -92,18 +93,3 @@ def _require_agreement() -> None:
         "only on GPUs, and on CPUs if it is told: TrainingArguments(use_cpu=True), or accelerate.PartialState(cpu=True) before "
         "the Accelerator"
     )
-
-
-def _source(args: Any, config: Any) -> Any:
-    """Return the one config that was given. Raises ConfigError for none, or two."""
-    # Any object with attributes will do, as in DeepSpeed.
-    given = (getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config"))
-    written = [value for value in given if value is not None]
-    found = [*([] if config is None else [config]), *written]
-    if not found:
-        raise ConfigError(
-            "deepspeed.initialize() got no config: pass config=dict or path, or --deepspeed_config FILE in args"
-        )
-    if any(other != found[0] for other in found):
-        raise ConfigError("deepspeed.initialize() got a config and another one in args: pass one")
-    return found[0]
