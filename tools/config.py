@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,7 +75,6 @@ def config_command(file: File, world_size: WorldSize = 1, hidden_size: Hidden = 
 def resolve(config: Config, world_size: int, hidden_size: int | None) -> tuple[dict[str, Any], list[str]]:
     """Return the values of batch sizes and of each "auto" at a world size, by dotted key, and the keys that only the training
     script can answer. Raises ConfigError if sizes contradict."""
-    from zstore.engine.config.keys import Section
     from zstore.engine.config.resolve import ResolveContext, open_keys, stand_ins
     from zstore.engine.config.sections import BATCH_KEYS
 
@@ -86,12 +86,7 @@ def resolve(config: Config, world_size: int, hidden_size: int | None) -> tuple[d
     found = config.resolve(
         ResolveContext(world_size=world_size, hidden_size=hidden_size, native=_native(config), answers=answers)
     )
-    values: dict[str, Any] = {}
-    for key in dict.fromkeys((*BATCH_KEYS, *open_keys(settings))):
-        value: Any = found.settings
-        for name in key.split("."):
-            value = getattr(value, name) if isinstance(value, Section) else None
-        values[key] = value
+    values = {key: attrgetter(key)(found.settings) for key in (*BATCH_KEYS, *open_keys(settings))}
     values |= {"precision": found.precision, "step mode": found.step_overlap}
     return {key: value for key, value in values.items() if key not in unanswered}, sorted(unanswered)
 

@@ -46,9 +46,8 @@ from ..report.statistics import EngineStatistics, PhaseTimes, engine_statistics
 from ..runtime.garbage import CollectorPause, FrozenObjects
 from ..runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
 from ..training.compiled import make_compiler
-from ..training.loader import TrainingLoader
+from ..training.loader import TrainingLoader, call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from ..training.training import Training
-from .batches import call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from .loss_backward import LossBackward
 
 _log = logging.getLogger("zstore")

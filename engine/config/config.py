@@ -99,12 +99,12 @@ class Config:
         settings, problems, defaults = resolve_settings(self.settings, context)
         if problems:
             raise ConfigError(problem_text(self.source, problems))
-        if context.frozen:
-            notices = [notice for notice in self.notices if not notice.key.startswith(_OF_TRAINING)]
-            defaults = {key: value for key, value in defaults.items() if not key.startswith(_OF_TRAINING)}
-            notices += [_defaults_notice(defaults)] if defaults else []
-            return replace(self, settings=settings, notices=tuple(notices), resolved=True, frozen=True)
         notices = list(self.notices)
+        if context.frozen:
+            notices = [notice for notice in notices if not notice.key.startswith(_OF_TRAINING)]
+            defaults = {key: value for key, value in defaults.items() if not key.startswith(_OF_TRAINING)}
+            notices += _of_defaults(defaults)
+            return replace(self, settings=settings, notices=tuple(notices), resolved=True, frozen=True)
         for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
@@ -115,48 +115,46 @@ class Config:
         if rule.keeps_whole and not clips:  # the default is for optimizers that can be clipped
             settings = settings.model_copy(update={"gradient_clipping": 0.0})
             defaults |= {"gradient_clipping": 0.0} if "gradient_clipping" in defaults else {}
-        if defaults:
-            notices.append(_defaults_notice(defaults))
+        notices += _of_defaults(defaults)
         if context.world_size == 1:
             notices += _alone(settings.zero_optimization, {notice.key for notice in notices})
         if found := list(rule.conflicts(settings, kind)):
             raise ConfigError(problem_text(self.source, list(map(str, found))))
-        whole, keeps = rule.whole_tensors or context.whole_tensors, rule.keeps_whole
         resolved = replace(
-            self, settings=settings, notices=tuple(notices), resolved=True, whole_tensors=whole, keeps_whole=keeps
+            self,
+            settings=settings,
+            resolved=True,
+            whole_tensors=rule.whole_tensors or context.whole_tensors,
+            keeps_whole=rule.keeps_whole,
         )
-        more = resolved._overlap_notice(context.world_size), resolved._non_finite_notice()
-        return replace(resolved, notices=(*notices, *(notice for notice in more if notice is not None)))
+        return replace(resolved, notices=(*notices, *resolved._otherwise(context.world_size)))
 
-    def _non_finite_notice(self) -> Notice | None:
-        """Say if another key decides on gradients that are not finite."""
-        asked, acts = self.own.non_finite_gradients, self.non_finite_gradients
-        by = "fp16.enabled" if self.precision == "fp16" else "bf16.check_grad_overflow"
-        if asked == acts or "non_finite_gradients" not in self.own.model_fields_set:
-            return None
-        return Notice(Status.BUILT, f'acts as "{acts}", because of {by}', ("zstore.non_finite_gradients",))
-
-    def _overlap_notice(self, world_size: int) -> Notice | None:
-        """Name the step mode that is used, if it is not the requested one."""
-        asked = self.own.step_overlap
+    def _otherwise(self, world_size: int) -> Iterator[Notice]:
+        """Yield the step mode that is used, and the policy on gradients that are not finite, if they are not the requested
+        ones."""
+        asked, used = self.own.step_overlap, self.step_overlap
         gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
-        message = None
-        overlaps = asked in ("backward", "forward")
-        if overlaps and self.whole_tensors:
-            message = (
+        text = ""
+        if asked in ("backward", "forward") and self.whole_tensors:
+            text = (
                 'acts as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank may '
                 "exchange at a time"
             )
-        elif overlaps and self.step_overlap == "forward" and not gathers:
-            message = (
+        elif asked in ("backward", "forward") and used == "forward" and not gathers:
+            text = (
                 'acts as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) can be '
                 "updated behind step()"
             )
-        elif asked == "backward" and self.step_overlap == "forward":
-            message = 'acts as "forward": clipping, and what is not finite, need all gradients before any update'
+        elif asked == "backward" and used == "forward":
+            text = 'acts as "forward": clipping, and what is not finite, need all gradients before any update'
         elif asked == "backward" and self.stage < 2 and world_size > 1:
-            message = 'acts as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
-        return None if message is None else Notice(Status.BUILT, message, ("zstore.step_overlap",))
+            text = 'acts as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
+        if text:
+            yield Notice(Status.BUILT, text, ("zstore.step_overlap",))
+        policy = self.non_finite_gradients
+        if self.own.non_finite_gradients != policy and "non_finite_gradients" in self.own.model_fields_set:
+            by = "fp16.enabled" if self.precision == "fp16" else "bf16.check_grad_overflow"
+            yield Notice(Status.BUILT, f'acts as "{policy}", because of {by}', ("zstore.non_finite_gradients",))
 
     def _plain(self, value: Any) -> Any:
         if not self.resolved:
@@ -369,15 +367,15 @@ def _alone(zero: ZeroSection, known: Container[str]) -> Iterator[Notice]:
             yield Notice(Status.NO_EFFECT, "one rank sends nothing to others", (f"zero_optimization.{name}",))
 
 
-def _defaults_notice(defaults: Mapping[str, Any]) -> Notice:
+def _of_defaults(defaults: Mapping[str, Any]) -> Iterator[Notice]:
     """Name in one line the value taken for each "auto" without an answer."""
-    taken = ", ".join(f"{key} = {show(value)}" for key, value in defaults.items())
-    first = next(iter(defaults))
-    text = (
-        f"no answer was given, so these defaults are used: {taken}. For other values write them into the config, or "
-        f'pass initialize(..., auto={{"{first}": ...}})'
-    )
-    return Notice(Status.BUILT, text, ('"auto"',))
+    if defaults:
+        taken = ", ".join(f"{key} = {show(value)}" for key, value in defaults.items())
+        text = (
+            f"no answer was given, so these defaults are used: {taken}. For other values write them into the config, or "
+            f'pass initialize(..., auto={{"{next(iter(defaults))}": ...}})'
+        )
+        yield Notice(Status.BUILT, text, ('"auto"',))
 
 
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, name: str = "config") -> Config:

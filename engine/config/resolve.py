@@ -266,11 +266,14 @@ _SOURCE = "initialize(auto=...)"
 
 
 @cache
-def _fields() -> Mapping[str, tuple[str, list[FieldInfo]]]:
-    """Return, by each spelling of a dotted key, the schema's and the fields: several if its section is one of several."""
-    found: dict[str, tuple[str, list[FieldInfo]]] = {}
+def _answerable() -> Mapping[str, tuple[str, Any]]:
+    """Return, by each spelling of a dotted key, that of the schema and the type of answers: None for a key that is never
+    "auto", Section for a section. Of several sections at one place any one will do."""
+    found: dict[str, tuple[str, Any]] = {}
     for written, key, info in spelled_keys(ConfigSections):
-        found.setdefault(written, (key, []))[1].append(info)
+        kind = Section if section_of(info) else answer_type(info)
+        if kind is not None or written not in found:
+            found[written] = key, kind
     return found
 
 
@@ -302,7 +305,7 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
     """Yield (dotted key as written, value), also for the keys in nested sections."""
     for name, value in given.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and all(map(section_of, _fields().get(key, ("", []))[1])):
+        if isinstance(value, Mapping) and _answerable().get(key, ("", Section))[1] is Section:
             yield from _flat(value, f"{key}.")
         elif value is not None:
             yield key, value
@@ -310,13 +313,12 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _read(written: str, value: object) -> tuple[str, Any]:
     """Return (key in the schema's spelling, typed value). Raises ValueError if either is wrong."""
-    key, fields = _fields().get(written, ("", []))
-    if not fields:
-        close = difflib.get_close_matches(written, _fields(), n=1, cutoff=0.85)
+    if written not in (known := _answerable()):
+        close = difflib.get_close_matches(written, known, n=1, cutoff=0.85)
         raise ValueError(f"unknown key{f'; did you mean {close[0]}?' if close else ''}")
-    if any(map(section_of, fields)):
+    key, kind = known[written]
+    if kind is Section:
         raise ValueError(f"expected an object with keys of that section, got {show(value)}")
-    kind = next((kind for field in reversed(fields) if (kind := answer_type(field)) is not None), None)
     if kind is None:
         raise ValueError(
             'a config cannot leave this key "auto", so there is nothing to answer; write it into the config'
