@@ -298,6 +298,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"checkpoint": {"use_node_local_storage": True}},
         r"checkpoint\.use_node_local_storage: true is not supported: .*name a shared folder or a bucket",
     ),
+    ({"optimizer": {"type": "Adam", "params": 3}}, r"optimizer\.params: expected an object with keys as lr, .* got 3"),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, r"scheduler\.params\.total_num_steps: the key is missing; expected"),
+    (
+        {"bf16": {"enabled": True}, "bfloat16": {}},
+        r'^config: "bfloat16" and "bf16" are the same setting, but one is {}',
+    ),
+    (
+        {"fp16": {"enabled": True, "min_loss_scale": 0}},
+        r"min_loss_scale: expected a number above 0 for a dynamic loss scale",
+    ),
+    ({"sparse_attention": {"block": 0, "num_random_blocks": 2}}, r"sparse_attention\.block: expected a whole number"),
+    ({"sparse_attention": {"num_random_blocks": 2}}, r"sparse_attention: num_random_blocks is not an argument of mode"),
     ({3: 4}, r"3: .*[Kk]eys? should be"),  # type: ignore[dict-item]
 ]
 
@@ -324,6 +336,13 @@ def test_all_problems_are_reported_together() -> None:
     assert lines[0] == "config: 7 problems:"
     for part in ("ovelap", "offload_optimizer.device", "hysteresis", "bf16.enabled", "Tiger", "amp", "train_batch_"):
         assert sum(part in line for line in lines[1:]) == 1, part
+
+
+@pytest.mark.parametrize(
+    "fp16", [{"enabled": False, "min_loss_scale": 0}, {"enabled": True, "loss_scale": 8, "loss_scale_window": 0}]
+)
+def test_limits_of_a_dynamic_loss_scale_hold_for_that_alone(fp16: dict[str, Any]) -> None:
+    assert load_config({"fp16": fp16}).settings.fp16.enabled is fp16["enabled"]
 
 
 def test_a_broken_key_brings_no_further_problems_of_its_own_making() -> None:
