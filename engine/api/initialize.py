@@ -89,9 +89,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if mpu is not None:
         raise UsageError("initialize(mpu=...): there is no model parallelism; leave mpu out")
     if frozen and (optimizer is not None or lr_scheduler is not None):
-        raise UsageError(
-            "initialize(frozen=True) makes an engine that trains nothing: leave optimizer and lr_scheduler out"
-        )
+        raise UsageError("initialize(frozen=True) makes an inference-only engine: leave optimizer and lr_scheduler out")
     require_shapes(model)
     model, compiler = _uncompiled(model)
     show_messages()
@@ -122,7 +120,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         device = "GPU" if world.device.type == "cuda" else "CPU"
         if (note := precision_note(loaded, resolved.precision, native, device)) is not None:
             _log.log(*note)
-        _say(loaded, resolved)
+        _log_choices(loaded, resolved)
     for _, section in resolved.settings.sections_on():
         section.prepare(model)
     warn_of_doubles(model, resolved)
@@ -168,7 +166,7 @@ def _uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
     return wrapper._orig_mod, wrapper.dynamo_ctx
 
 
-def _say(loaded: Config, resolved: Config) -> None:
+def _log_choices(loaded: Config, resolved: Config) -> None:
     """Log what the config says that is not as it could be read."""
     for line in resolved.report():
         _log.warning("%s: %s", resolved.source, line)

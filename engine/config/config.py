@@ -137,24 +137,24 @@ class Config:
         text = ""
         if asked in ("backward", "forward") and self.whole_tensors:
             text = (
-                'acts as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank may '
-                "exchange at a time"
+                'is treated as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank '
+                "may exchange at a time"
             )
         elif asked in ("backward", "forward") and used == "forward" and not gathers:
             text = (
-                'acts as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) can be '
-                "updated behind step()"
+                'is treated as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) '
+                "can be updated behind step()"
             )
         elif asked == "backward" and used == "forward":
-            text = 'acts as "forward": clipping, and what is not finite, need all gradients before any update'
+            text = 'is treated as "forward": clipping, and what is not finite, need all gradients before any update'
         elif asked == "backward" and self.stage < 2 and world_size > 1:
-            text = 'acts as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
+            text = 'is treated as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
         if text:
             yield Notice(Status.BUILT, text, ("zstore.step_overlap",))
         policy = self.non_finite_gradients
         if self.own.non_finite_gradients != policy and "non_finite_gradients" in self.own.model_fields_set:
             by = "fp16.enabled" if self.precision == "fp16" else "bf16.check_grad_overflow"
-            yield Notice(Status.BUILT, f'acts as "{policy}", because of {by}', ("zstore.non_finite_gradients",))
+            yield Notice(Status.BUILT, f'is treated as "{policy}", because of {by}', ("zstore.non_finite_gradients",))
 
     def _plain(self, value: Any) -> Any:
         if not self.resolved:

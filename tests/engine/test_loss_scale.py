@@ -269,4 +269,4 @@ def test_the_setting_is_said_where_another_key_decides() -> None:
     keys: dict[str, Any] = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
     config = load_config(make_config(zstore={"non_finite_gradients": "apply"}, **keys))
     notices = [str(notice) for notice in config.resolve(ResolveContext(world_size=1)).notices]
-    assert 'zstore.non_finite_gradients: acts as "skip", because of fp16.enabled' in notices
+    assert 'zstore.non_finite_gradients: is treated as "skip", because of fp16.enabled' in notices

@@ -38,11 +38,11 @@ from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 
 NOTICES = [
-    ({"gradient_clipping": 1.0}, 3, 'acts as "forward": clipping'),
-    ({"fp16": {"enabled": True}}, 3, 'acts as "forward": clipping'),
-    ({"bf16": {"enabled": True, "check_grad_overflow": True}}, 3, 'acts as "forward": clipping'),
-    ({"gradient_clipping": 1.0}, 2, 'acts as "none": only what is gathered'),
-    ({}, 1, 'acts as "none": at stages 0 and 1'),
+    ({"gradient_clipping": 1.0}, 3, 'is treated as "forward": clipping'),
+    ({"fp16": {"enabled": True}}, 3, 'is treated as "forward": clipping'),
+    ({"bf16": {"enabled": True, "check_grad_overflow": True}}, 3, 'is treated as "forward": clipping'),
+    ({"gradient_clipping": 1.0}, 2, 'is treated as "none": only what is gathered'),
+    ({}, 1, 'is treated as "none": at stages 0 and 1'),
     ({}, 3, None),
 ]
 
