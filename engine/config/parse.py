@@ -215,8 +215,7 @@ def _of_other_stages(one: Setting, stage: int) -> Iterator[Notice]:
 
 def _follows(notice: Notice, broken: set[str]) -> bool:
     """Return whether an error may be there because one of its keys, or a key of its section, is wrong."""
-    first, *others = notice.keys
-    inside = not others and any(key.startswith(f"{first}.") for key in broken)
+    inside = len(notice.keys) == 1 and any(key.startswith(f"{notice.keys[0]}.") for key in broken)
     return notice.is_error and (inside or not broken.isdisjoint(notice.keys))
 
 
