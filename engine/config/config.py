@@ -26,9 +26,6 @@ from .sections import (
 )
 from .values import show
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Precision -> name of its data type."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -299,14 +296,6 @@ class Config:
     def secondary_size(self) -> int | None:
         """Ranks that hold a second copy of the parameters among them; None: there is none."""
         return self.zero.zero_hpz_partition_size if self.zero.zero_hpz_partition_size > 1 else None
-
-    def quantized_group(self, world_size: int, local_world_size: int | None) -> int | None:
-        """Return how many ranks reduce quantized gradients among them before these travel between such groups; None if
-        gradients are not quantized, or reduced in one hop. `local_world_size` ranks share a machine; None: all."""
-        if not self.zero.zero_quantized_gradients or self.stage < 2:
-            return None
-        size = self.secondary_size or local_world_size or world_size
-        return size if 1 < size < world_size and world_size % size == 0 else None
 
     @property
     def reduce_bucket_numel(self) -> int:

@@ -14,8 +14,9 @@ from typing import Any
 from zstore.errors import BudgetError, ConfigError
 from zstore.format import numpy_dtype
 from zstore.sizes import format_bytes
+from zstore.weights.from_checkpoint import DTYPES
 
-from ..config.config import DTYPES, Config, OptimizerConfig, load_config
+from ..config.config import Config, OptimizerConfig, load_config
 from ..config.resolve import ResolveContext
 from .placement import HEADROOM_PERCENT, fill_device, make_plan, without_headroom
 from .plan import Held, ParameterShape, Plan, Slots, Width, activations_of, find_needs, placement_settings

@@ -14,8 +14,9 @@ from zstore.format import Grid, make_grid, numpy_dtype, round_up, stored_shape
 from zstore.io import PAGE_BYTES
 from zstore.sizes import format_bytes
 from zstore.store import StoreOptions
+from zstore.weights.from_checkpoint import DTYPES
 
-from ..config.config import DTYPES, Config
+from ..config.config import Config
 from ..config.optimizers import Moments
 from ..params.sharding import D, GradientTypes, Sharding
 from .schedule import PrefetchLimits
