@@ -188,13 +188,14 @@ def test_the_config_under_deepspeeds_names(stage: int) -> None:
         assert not engine.monitor.enabled
 
 
-def test_momentum_of_other_optimizers() -> None:
+def test_momentum_of_other_optimizers_and_the_end() -> None:
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     engine, *_ = deepspeed_initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})
-    with engine:
-        assert engine.get_mom() == [0.9]
-        assert engine.scale(optimizer) is optimizer
+    assert (engine.get_mom(), engine.scale(optimizer)) == ([0.9], optimizer)
+    engine.destroy()
+    engine.destroy()
+    assert engine.module.half().head.weight.dtype == torch.float16
 
 
 def test_the_optimizers_scale_and_rate() -> None:
@@ -216,13 +217,6 @@ def test_the_monitor_takes_a_scripts_own_values(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "Eval_loss.csv").read_text().split() == ["step,loss", "4,0.5"]
     assert (tmp_path / "run" / "Eval_acc.csv").read_text().split() == ["step,acc", "4,1.0"]
     assert (tmp_path / "run" / "Train_Samples_train_loss.csv").exists()
-
-
-def test_destroy_closes() -> None:
-    engine = stand_in()
-    engine.destroy()
-    engine.destroy()
-    assert engine.module.half().head.weight.dtype == torch.float16
 
 
 # -- saves ----------------------------------------------------------------------------------------------------------

@@ -1,14 +1,19 @@
 import argparse
+import re
 import sys
 from pathlib import Path
 
+import zstore
 from tests import warm
 from zstore.engine.config.config import add_config_arguments
-from zstore.engine.config.keys import known_keys
+from zstore.engine.config.keys import Status, about, known_keys, section_of
 from zstore.engine.config.sections import ConfigSections
 from zstore.tools.config_docs import END, all_keys, mark, missing_keys, updated
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "config.md"
+SOURCES = Path(zstore.__file__).parent
+GIVEN_WHOLE = ("optimizer.params.", "scheduler.params.", "sparse_attention.")
+"""Arguments that are looked up by name; their own tests say what they do."""
 
 
 def test_the_document_is_up_to_date() -> None:
@@ -43,3 +48,16 @@ def test_arguments_of_deepspeed_scripts() -> None:
     assert (given.deepspeed, given.deepspeed_config) == (True, "ds.json")
     assert "--deepspeed_config PATH" in parser.format_help()
     assert "deepscale" not in parser.format_help()
+
+
+def test_every_key_that_acts_is_read() -> None:
+    """No key acts in its documentation alone: each that is said to act is read somewhere in the product."""
+    paths = [*SOURCES.rglob("*.py"), *(SOURCES / "engine").rglob("*.py"), *(SOURCES / "tools").rglob("*.py")]
+    read = set(re.findall(r"\.([a-z]\w+)\b", "\n".join(path.read_text(encoding="utf-8") for path in paths)))
+    acting = [
+        path
+        for path, field in known_keys(ConfigSections)
+        if section_of(field) is None and about(field)[0] is Status.BUILT and not path.startswith(GIVEN_WHOLE)
+    ]
+    assert len(acting) > 50
+    assert {path for path in acting if path.rpartition(".")[2] not in read} == set()
