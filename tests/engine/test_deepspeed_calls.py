@@ -20,8 +20,7 @@ from zstore import zero
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.adapters.deepspeed.engine import DeepSpeedEngine
-from zstore.engine.adapters.deepspeed.initialize import initialize as deepspeed_initialize
+from zstore.engine.adapters.deepspeed.initialize import initialize as stand_in
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 from zstore.tools.consolidate import consolidate_command
@@ -54,21 +53,18 @@ class Points(Dataset[Any]):
         return torch.arange(6.0) / 6 + number, torch.ones(1)
 
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.99]}},
-    "steps_per_print": 0,
-}
-
-
-def start(model: nn.Module | None = None, data: Any = None, **changes: Any) -> Engine:
-    engine, *_ = zstore.initialize(model=model or Regression(), config=CONFIG | changes, training_data=data)
+def start(
+    model: nn.Module | None = None, data: Any = None, initialize: Any = zstore.initialize, **changes: Any
+) -> Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.99]}},
+        "steps_per_print": 0,
+    }
+    engine: Engine
+    engine, *_ = initialize(model=model or Regression(), config=config | changes, training_data=data)
     return engine
-
-
-def stand_in(**changes: Any) -> DeepSpeedEngine:
-    return deepspeed_initialize(model=Regression(), config=CONFIG | changes)[0]
 
 
 def batches(count: int = 100, shift: float = 0.0) -> Iterator[Any]:
@@ -176,7 +172,8 @@ def test_batch_losses_are_means_over_ranks() -> None:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_config_under_deepspeeds_names(stage: int) -> None:
-    with stand_in(zero_optimization={"stage": stage}, gradient_clipping=0.5, steps_per_print=7) as engine:
+    zero = {"stage": stage}
+    with start(None, None, stand_in, zero_optimization=zero, gradient_clipping=0.5, steps_per_print=7) as engine:
         assert engine.zero_optimization_stage() == stage
         assert engine.zero_optimization() == (stage > 0)
         assert engine.zero_optimization_partition_gradients() == (stage > 1)
@@ -191,7 +188,7 @@ def test_the_config_under_deepspeeds_names(stage: int) -> None:
 def test_momentum_of_other_optimizers_and_the_end() -> None:
     model = Regression()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engine, *_ = deepspeed_initialize(model=model, optimizer=optimizer, config={"train_batch_size": 2})
+    engine, *_ = stand_in(model=model, optimizer=optimizer, config={"train_batch_size": 2})
     assert (engine.get_mom(), engine.scale(optimizer)) == ([0.9], optimizer)
     engine.destroy()
     engine.destroy()
@@ -287,7 +284,7 @@ def test_weights_under_the_names_that_scripts_pass(tmp_path: Path, caplog: pytes
         (named,) = engine.save_16bit_model(tmp_path / "b", save_filename="best.pt", exclude_frozen_parameters=True)
         assert named.name == "best.safetensors"
         assert set(load_file(named)) == {"head.weight", "head.bias"}
-    with stand_in() as engine:
+    with start(initialize=stand_in) as engine:
         (fp16,) = engine.save_fp16_model(str(tmp_path / "c"), "model.safetensors")
         assert set(load_file(fp16)) == set(dict(engine.module.named_parameters()))
 
