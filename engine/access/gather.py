@@ -24,11 +24,10 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.format import model_array
 from zstore.io.tensors import as_torch
-from zstore.ranks.world import World
+from zstore.ranks.world import World, agree_any
 
 from ..build.builder import Builder, Built, find_built, is_built
 from ..params.record import ParameterRecord, Residency
-from ..zero.gradients import agree_any
 from .access import Access, find_run, rows_source
 from .guard import same_bits
 

@@ -7,7 +7,7 @@ import uuid
 from torch import nn
 
 from zstore.io import Files
-from zstore.ranks.world import World
+from zstore.ranks.world import World, agree_any
 
 from ..activations.checkpointing import checkpoint_blocks
 from ..activations.offload import ActivationOffload, make_tier
@@ -26,7 +26,7 @@ from ..params.units import Unit, find_units
 from ..plan.plan import activation_pool_bytes, gradient_types
 from ..runtime.device import Streams, Transfers, streams_for
 from ..zero.exchanges import Exchanges, GradientRules, exchanges_of
-from ..zero.gradients import Gradients, agree_any
+from ..zero.gradients import Gradients
 from ..zero.hooks import UnitHooks
 from ..zero.spill import GradientSpill
 from ..zero.unshard import make_sharded_units

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError, listed
-from zstore.ranks.world import World, on_device
+from zstore.ranks.world import World, agree_any, on_device
 
 from ..params.record import ParameterRecord
 from ..params.sharding import Sharding
@@ -432,13 +432,3 @@ def forget_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Leave the parameters without gradients."""
     for parameter in parameters:
         parameter.grad = None
-
-
-def agree_any(world: World, flags: Sequence[bool]) -> list[bool]:
-    """Return for each flag whether any rank has it set (all ranks)."""
-    if world.world_size == 1 or not flags:
-        return list(flags)
-    mine = on_device(flags, torch.uint8, world.device)
-    everyone = torch.empty(world.world_size * len(flags), dtype=torch.uint8, device=world.device)
-    world.all_gather(everyone, mine, kind="control")
-    return [bool(flag) for flag in everyone.view(world.world_size, -1).amax(dim=0).tolist()]

@@ -432,6 +432,16 @@ def _one_of(groups: Sequence[range], world: World, *, near_ranks: int) -> World:
     )
 
 
+def agree_any(world: World, flags: Sequence[bool]) -> list[bool]:
+    """Return for each flag whether any rank has it set (all ranks)."""
+    if world.world_size == 1 or not flags:
+        return list(flags)
+    mine = on_device(flags, torch.uint8, world.device)
+    everyone = torch.empty(world.world_size * len(flags), dtype=torch.uint8, device=world.device)
+    world.all_gather(everyone, mine, kind="control")
+    return [bool(flag) for flag in everyone.view(world.world_size, -1).amax(dim=0).tolist()]
+
+
 def cuda_device(local_rank: int) -> torch.device:
     """Return the CUDA device of a rank: that of its number on the machine, or the only one that the process sees."""
     return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
