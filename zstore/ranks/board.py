@@ -28,10 +28,8 @@ class Board:
     """Values by key in a store of torch.distributed. Methods may be called from any thread; if the store is gone, with the
     process that held it, they raise RuntimeError."""
 
-    def __init__(self, store: Store, port: int | None = None) -> None:
+    def __init__(self, store: Store) -> None:
         self._store: Any = store
-        self.port = port
-        """The port of a store that is reached over TCP."""
         self._lock = threading.Lock()
         """A connection is for one thread at a time."""
 
@@ -47,11 +45,7 @@ class Board:
             own = shared.clone()
         finally:
             shared.set_timeout(usual)
-        inner = own
-        while isinstance(inner, torch_dist.PrefixStore):  # type: ignore[attr-defined]
-            inner = inner.underlying_store
-        port = inner.port if isinstance(inner, torch_dist.TCPStore) else None  # type: ignore[attr-defined]
-        return Board(torch_dist.PrefixStore(f"zstore/{name}", own), port)  # type: ignore[attr-defined]
+        return Board(torch_dist.PrefixStore(f"zstore/{name}", own))  # type: ignore[attr-defined]
 
     def post(self, key: str, message: Any) -> None:
         """Set a key to JSON data."""
@@ -90,6 +84,16 @@ class Board:
             for number in range(int(self._store.get(key).partition(b" ")[0])):
                 self._store.delete_key(f"{key}/{number}")
             self._store.delete_key(key)
+
+
+def store_port() -> int | None:
+    """Return the port of the store by which the ranks found each other, if that is reached over TCP."""
+    import torch.distributed as torch_dist
+
+    store: Any = torch_dist.distributed_c10d._get_default_store()
+    while isinstance(store, torch_dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return store.port if isinstance(store, torch_dist.TCPStore) else None  # type: ignore[attr-defined]
 
 
 def wait_until(

@@ -38,6 +38,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -47,7 +48,7 @@ import torch.distributed as torch_dist
 
 from ..errors import RankError, UsageError
 from ..io.closing import start_threads
-from .board import Board
+from .board import Board, store_port
 from .connections import Connections
 from .incident import ABSENT_S, SAME_S, Activity, Outcome, RankReport, explain, judge
 
@@ -94,12 +95,17 @@ class Watch:
         self._ended = True
         self._threads: list[threading.Thread] = []
 
-    def begin(self, name: str, rank: int, world_size: int, *, aborts: bool, silent_s: float | None) -> None:
-        """Begin to watch on a board of this name (all ranks). To cut a collective, the process group `aborts`, or connections
-        are shut down. `silent_s` is how long a rank may send no heartbeat; None: for ever."""
+    def begin(
+        self, gather: Callable[[Any], list[Any]], rank: int, world_size: int, *, aborts: bool, silent_s: float | None
+    ) -> None:
+        """Begin to watch (all ranks); `gather` gives what every rank gives it. To cut a collective, the process group `aborts`,
+        or connections are shut down. `silent_s` is how long a rank may send no heartbeat; None: for ever."""
         self._rank, self._world_size, self._aborts = rank, world_size, aborts
-        self.board = Board.connect(f"watch/{name}")
-        self.connections.store_port = self.board.port
+        self.connections.store_port = store_port()
+        # Connections are known before a rank can fail alone here.
+        rows = gather([uuid.uuid4().hex, self.connections.listed()])
+        self.connections.learn([listed for _, listed in rows], rank)
+        self.board = Board.connect(f"watch/{rows[0][0]}")
         if silent_s is not None:
             self.connections.give_up_store(silent_s)
         self._presence = Presence(self.board, rank, world_size, self.activity, silent_s)
@@ -334,7 +340,7 @@ class Watch:
     def _without_board(self) -> None:
         """End the run when nobody can be asked for the cause."""
         reports = dict.fromkeys(range(self._world_size), RankReport()) | self._reports
-        if self.board.port is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if self.connections.store_port is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             del reports[0]  # it was rank 0's process that held it; otherwise torchrun's, or a file
         self.connections.cut(store=True)  # the main thread, or one that saves, may wait for its answer
         self._break(reports)

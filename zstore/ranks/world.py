@@ -23,7 +23,6 @@ import json
 import os
 import time
 import traceback
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -172,9 +171,8 @@ class World:
     def begin_watch(self, silent_s: float | None = None) -> None:
         """Watch over the ranks until `watch.close()` (all ranks); see `zstore.ranks.watch`."""
         if self.world_size > 1:
-            name = self.broadcast_object(uuid.uuid4().hex)
-            self.watch.begin(name, self.rank, self.world_size, aborts=self.backend == "nccl", silent_s=silent_s)
-            self.know_connections()
+            aborts = self.backend == "nccl"
+            self.watch.begin(self.all_gather_object, self.rank, self.world_size, aborts=aborts, silent_s=silent_s)
 
     def know_connections(self) -> None:
         """Note the connections to the other ranks anew, if they are watched: a process group was made (all ranks)."""
