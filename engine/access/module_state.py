@@ -65,8 +65,7 @@ def _whole_state_dict(access: Access) -> dict[str, Any]:
     access.read_into(values, [access.source(record, "model") for record in sharded], rank0_only=True)
     if not leader:
         return {}
-    with access.guard.lets_state_dicts_pass():
-        found: dict[str, Any] = access.model.state_dict(keep_vars=True)  # of sharded ones the names
+    found = state_entries(access)
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
             record = access.find(name)
@@ -108,9 +107,9 @@ def load_module_state(
         with gather(model, modifier_rank=0):
             if world.rank == 0:
                 custom(src=state, dst=model)
-        _share_buffers(access, (value for _, value in state_entries(access) if isinstance(value, torch.Tensor)))
+        _share_buffers(access, (value for value in state_entries(access).values() if isinstance(value, torch.Tensor)))
         return _IncompatibleKeys([], [])
-    entries = dict(state_entries(access))
+    entries = state_entries(access)
     given = dict(state) if world.rank == 0 else {}
 
     def check() -> None:
@@ -120,12 +119,12 @@ def load_module_state(
     access.finished("load_module_state_dict()", check, changes=True)
     names: list[str] = world.broadcast_object([name for name in entries if name in given])
     unexpected: list[str] = world.broadcast_object([name for name in given if name not in entries])
-    loaded: set[torch.Tensor] = set()
+    loaded: dict[torch.Tensor, None] = {}  # in one order on all ranks
     for name in names:
         target = entries[name]
         if not isinstance(target, torch.Tensor) or target in loaded:
             continue
-        loaded.add(target)
+        loaded[target] = None
         record = access.record_of(target) if isinstance(target, nn.Parameter) else None
         if record is not None:
             access.set_from_rank0(record, given.get(name))
@@ -135,11 +134,11 @@ def load_module_state(
     return _IncompatibleKeys([name for name in entries if name not in names], unexpected)
 
 
-def state_entries(access: Access) -> Iterable[tuple[str, Any]]:
+def state_entries(access: Access) -> dict[str, Any]:
     """Return the model's parameters and buffers themselves, by their names in its state dict."""
     with access.guard.lets_state_dicts_pass():
         found: dict[str, Any] = access.model.state_dict(keep_vars=True)
-    return found.items()
+    return found
 
 
 def _share_buffers(access: Access, tensors: Iterable[torch.Tensor]) -> None:

@@ -247,6 +247,22 @@ def test_rank_0s_state_dict_counts_on_every_rank() -> None:
     assert run_ranks(loads_on_every_rank, 2) == [[], []]
 
 
+def loads_many_buffers(rank: int) -> list[str]:
+    zstore.init_distributed()
+    made = {n: torch.zeros(n) for n in sorted(range(1, 20), reverse=bool(rank))}  # at other addresses on the other rank
+    model = nn.Linear(2, 2)
+    for n in range(1, 20):
+        model.register_buffer(f"of_{n}", made[n])
+    state = {name: torch.full(value.shape, float(value.numel())) for name, value in model.state_dict().items()}
+    with start(model=model) as engine:
+        engine.load_module_state_dict(state if rank == 0 else {})
+        return [name for name, value in model.state_dict().items() if not torch.equal(value.float(), state[name])]
+
+
+def test_buffers_of_a_state_dict_travel_in_one_order() -> None:
+    assert run_ranks(loads_many_buffers, 2) == [[], []]
+
+
 @pytest.mark.parametrize("place", STAGES)
 def test_a_state_dict_that_does_not_fit_changes_nothing(place: str) -> None:
     with start(place) as engine:

@@ -139,7 +139,7 @@ def adapter_names(engine: Engine) -> list[str]:
     chosen: list[str] = []
     with engine.world.agreeing():
         if engine.global_rank == 0:
-            entries = dict(state_entries(engine.access))
+            entries = state_entries(engine.access)
             # peft hands out what it was given: each entry is known by a tensor of its own.
             views = {name: torch.empty(0) for name, value in entries.items() if isinstance(value, torch.Tensor)}
             ids = {id(views[name]) for name, value in entries.items() if getattr(value, "requires_grad", False)}
