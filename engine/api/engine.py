@@ -851,7 +851,7 @@ def _close(
                 last_to_first.callback(end)
         last_to_first.callback(training.world.watch.close)
         last_to_first.callback(training.close)
-        last_to_first.callback(report.close)
+        last_to_first.callback(report.monitors.close)
         last_to_first.callback(checkpoints.finish)
         last_to_first.callback(access.close)
         # First of all: others may wait for this rank, and the calls below may wait for them.

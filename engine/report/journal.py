@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zstore")
 
+_PROBLEM = "the run's journal cannot be written, and lines may be missing; training goes on: %s"
 _SAMPLE_S = 2.0
 """Links and memory are sampled at most so often."""
 
@@ -52,7 +54,7 @@ class RunJournal:
         chosen = training.config.own.journal
         self.enabled = training.world.rank == 0 and not training.config.frozen and chosen is not False
         """Whether anything is written; not after `close`."""
-        self.writer = JournalWriter(_warn)
+        self.writer = JournalWriter(partial(_log.warning, _PROBLEM))
         """Writes its lines."""
         self.saves_s: Callable[[], Mapping[str, float]] = dict
         """Returns the seconds for which saves delayed training, by their kind."""
@@ -290,10 +292,6 @@ def _memory_record(training: Training) -> dict[str, Any]:
 
 
 # -- texts and numbers --------------------------------------------------------------------------------------------------
-
-
-def _warn(text: str) -> None:
-    _log.warning("the run's journal cannot be written, and lines may be missing; training goes on: %s", text)
 
 
 def _number(value: Any) -> float | None:

@@ -177,10 +177,6 @@ class RunReport:
         for line in lines:
             _log.info("step %d: %s", step, line)
 
-    def close(self) -> None:
-        """Close the monitors."""
-        self.monitors.close()
-
 
 def _memory_line(training: Training) -> str:
     store, device = training.state.store.statistics(), training.world.device
@@ -340,22 +336,20 @@ def open_monitors(config: Config, world: World) -> Monitors:
     try:
         with world.agreeing():
             for key, make in wanted.items() if world.rank == 0 else ():
-                opened.append(_open(key, make))
+                try:
+                    opened.append(make())
+                except ImportError as error:
+                    raise ConfigError(
+                        f"{key}.enabled is true, but the package {key} is not installed: pip install 'zstore[{key}]', or set "
+                        "it to false"
+                    ) from error
+                except Exception as error:
+                    kind = type(error).__name__
+                    raise ConfigError(f"{key}: the monitor cannot be opened: {kind}: {error}") from error
     except BaseException:
         Monitors(opened).close()
         raise
     return Monitors(opened, enabled=bool(wanted))
-
-
-def _open(key: str, make: Callable[[], Monitor]) -> Monitor:
-    try:
-        return make()
-    except ImportError as error:
-        raise ConfigError(
-            f"{key}.enabled is true, but the package {key} is not installed: pip install 'zstore[{key}]', or set it to false"
-        ) from error
-    except Exception as error:
-        raise ConfigError(f"{key}: the monitor cannot be opened: {type(error).__name__}: {error}") from error
 
 
 def _folder(section: CsvMonitorSection) -> Path:
