@@ -274,16 +274,16 @@ class Access:
                     f"the optimizer makes its state of parameter {name!r} in the first step, and would overwrite {slot!r}: "
                     "set it after a step"
                 )
-            if slot in scalars:
-                float(values)
-            else:
+            if slot not in scalars:
                 self.check_values(record, values)
+            elif values is not None or self.world.rank == 0:
+                float(values)
             return record
 
         record = self.finished(f"set_optimizer_state({name!r}, {slot!r})", check, changes=True)
         scalars = self.state.scalars[record]
         if slot in scalars:
-            scalars[slot] = float(self.world.broadcast_object(float(values)))
+            scalars[slot] = self.world.broadcast_object(float(values) if self.world.rank == 0 else None)
             return
         full = self.from_rank0(record, values, torch.float32)
         with self._changing():

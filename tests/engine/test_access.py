@@ -194,7 +194,7 @@ def check_setting(run: Run) -> None:
             engine.set_optimizer_state(
                 name, "exp_avg_sq", moment.numpy() if run.rank == 0 else torch.ones(moment.shape)
             )
-            engine.set_optimizer_state(name, "step", 5)
+            engine.set_optimizer_state(name, "step", 5 if run.rank == 0 else None)
             state = reference.optimizer.state[reference.masters[name]]
             state["exp_avg_sq"].copy_(moment)
             state["step"].fill_(5.0)
