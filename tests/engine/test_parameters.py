@@ -238,29 +238,24 @@ def test_a_state_dict_goes_into_parameters_masters_and_buffers(place: str) -> No
     assert loads_state_dicts(0, place) == []
 
 
-def loads_on_every_rank(rank: int) -> list[str]:
-    zstore.init_distributed()
-    return [fault for place in ("stage 2, host", "stage 3, host") for fault in loads_state_dicts(rank, place)]
-
-
-def test_rank_0s_state_dict_counts_on_every_rank() -> None:
-    assert run_ranks(loads_on_every_rank, 2) == [[], []]
-
-
 def loads_many_buffers(rank: int) -> list[str]:
-    zstore.init_distributed()
-    made = {n: torch.zeros(n) for n in sorted(range(1, 20), reverse=bool(rank))}  # at other addresses on the other rank
+    made = {f"of_{n}": torch.zeros(n) for n in sorted(range(1, 20), reverse=bool(rank))}  # addresses in another order
     model = nn.Linear(2, 2)
-    for n in range(1, 20):
-        model.register_buffer(f"of_{n}", made[n])
+    for name in sorted(made):
+        model.register_buffer(name, made[name])
     state = {name: torch.full(value.shape, float(value.numel())) for name, value in model.state_dict().items()}
     with start(model=model) as engine:
         engine.load_module_state_dict(state if rank == 0 else {})
         return [name for name, value in model.state_dict().items() if not torch.equal(value.float(), state[name])]
 
 
-def test_buffers_of_a_state_dict_travel_in_one_order() -> None:
-    assert run_ranks(loads_many_buffers, 2) == [[], []]
+def loads_on_every_rank(rank: int) -> list[str]:
+    zstore.init_distributed()
+    return [fault for place in list(STAGES)[1:] for fault in loads_state_dicts(rank, place)] + loads_many_buffers(rank)
+
+
+def test_rank_0s_state_dict_counts_on_every_rank() -> None:
+    assert run_ranks(loads_on_every_rank, 2) == [[], []]
 
 
 @pytest.mark.parametrize("place", STAGES)

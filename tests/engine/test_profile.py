@@ -18,7 +18,6 @@ import zstore
 from tests.engine.bits import engine_digests
 from tests.engine.runs import ADAM, make_config, start, step
 from zstore.engine import Engine
-from zstore.engine.report import statistics
 from zstore.engine.report.statistics import OperationCounter, peak_of
 from zstore.errors import ConfigError
 from zstore.journal import read
@@ -84,7 +83,7 @@ def test_a_linear_layer_and_attention_count_as_by_hand() -> None:
 def test_utilisation_is_in_the_monitors_the_journal_and_the_statistics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(statistics, "peak_of", lambda name, precision: 1e9)
+    monkeypatch.setattr("zstore.engine.report.statistics.peak_of", lambda name, precision: 1e9)
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     began_s = 0.0
     with start(config(csv_monitor=monitor, zstore={"journal": str(tmp_path)}), Two()) as engine:
