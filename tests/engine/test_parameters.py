@@ -239,11 +239,9 @@ def test_a_state_dict_goes_into_parameters_masters_and_buffers(place: str) -> No
 
 
 def loads_many_buffers(rank: int) -> list[str]:
-    made = {f"of_{n}": torch.zeros(n) for n in sorted(range(1, 20), reverse=bool(rank))}  # addresses in another order
-    model = nn.Linear(2, 2)
-    for name in sorted(made):
-        model.register_buffer(name, made[name])
-    state = {name: torch.full(value.shape, float(value.numel())) for name, value in model.state_dict().items()}
+    layers = [nn.BatchNorm1d(n) for n in sorted(range(1, 20), reverse=bool(rank))]  # addresses in another order
+    model = nn.Sequential(*sorted(layers, key=lambda layer: layer.num_features))
+    state = {name: torch.full_like(value, value.numel()).float() for name, value in model.state_dict().items()}
     with start(model=model) as engine:
         engine.load_module_state_dict(state if rank == 0 else {})
         return [name for name, value in model.state_dict().items() if not torch.equal(value.float(), state[name])]
