@@ -138,21 +138,7 @@ class LocalState:
 
     def _shown(self, record: LocalRecord, slot: SlotArray) -> torch.Tensor:
         """Return an array of one value an element as a tensor with the parameter's layout."""
-        return self._laid_out(record, self._stored(record, slot))
-
-    def _stored(self, record: LocalRecord, slot: SlotArray) -> StoredTensor:
-        """Return this rank's part of an array."""
-        is_master = slot is _MASTER_SLOT
-        array = OptimizerArray(
-            name=model_array(record.name) if is_master else optimizer_array(slot.name, record.name),
-            record=record,
-            state=self.arrays,
-            changed=self._doubt_master if is_master else None,
-        )
-        return StoredTensor(array)
-
-    def _laid_out(self, record: LocalRecord, stored: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the local part's shape as one with the parameter's layout."""
+        stored = self._stored(record, slot)
         parameter: torch.Tensor = record.parameter
         if not isinstance(parameter, DTensor):
             return stored
@@ -163,8 +149,10 @@ class LocalState:
         shown: torch.Tensor = make(stored, spec, requires_grad=False)
         return shown
 
-    def _doubt_master(self, record: LocalRecord) -> None:
-        record.version = -1  # the parameter may have other values now
+    def _stored(self, record: LocalRecord, slot: SlotArray) -> StoredTensor:
+        """Return this rank's part of an array."""
+        name = model_array(record.name) if slot is _MASTER_SLOT else optimizer_array(slot.name, record.name)
+        return StoredTensor(OptimizerArray(name=name, record=record, state=self.arrays))
 
     def load(self, record: LocalRecord, entry: Mapping[str, Any]) -> None:
         """Replace a parameter's state by `entry`, of this class or torch's; by none if it has no such state.
@@ -181,7 +169,7 @@ class LocalState:
         if not self.arrays.is_master(record):
             if MASTER in entry:
                 self._put(record, _MASTER_SLOT, entry[MASTER])
-            self._doubt_master(record)
+            record.version = -1  # the parameter may have other values now
 
     def _put(self, record: LocalRecord, slot: SlotArray, value: Any) -> None:
         target, what = self._stored(record, slot), f"{slot.name} of {record.name}"

@@ -17,7 +17,7 @@ It is valid until the optimizer is closed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
-from zstore.format import ArraySpec, Box, make_grid, stored_shape
+from zstore.format import ArraySpec, Box, make_grid, model_array, stored_shape
 from zstore.io.tensors import as_torch, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -139,8 +139,6 @@ class OptimizerArray:
     name: str
     record: LocalRecord
     state: OptimizerState
-    changed: Callable[[LocalRecord], None] | None
-    """Called before a write to the array."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -158,8 +156,8 @@ class OptimizerArray:
 
     def write(self, box: Box, values: torch.Tensor) -> None:
         """Set the elements of `box` to `values`, of its shape; it takes any floating type."""
-        if self.changed is not None:
-            self.changed(self.record)
+        if self.name == model_array(self.record.name):  # the parameter may have other values than its master now
+            self.record.version = -1
         whole, flat = box == Box.whole(box.shape), values.reshape(-1)
         if not flat.numel():
             return
