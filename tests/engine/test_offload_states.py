@@ -17,6 +17,7 @@ from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine import Engine
 from zstore.engine.access.offloading import STATES
 from zstore.errors import BudgetError, UsageError
+from zstore.io import resident_bytes
 from zstore.testing.ranks import run_ranks
 
 BIG = {"vocab": 3001, "width": 48}
@@ -27,10 +28,6 @@ class Named(Enum):
 
     OPTIM = "optim_states"
     CPU = "cpu"
-
-
-def config_of(nvme: Path, stage: int, tier: str, own: str = "none", **keys: Any) -> dict[str, Any]:
-    return make_config(stage, tier, nvme, own, **keys)
 
 
 def tiers(engine: Engine) -> dict[str, str]:
@@ -57,11 +54,12 @@ SETUPS: list[tuple[tuple[Any, ...], str, dict[str, Any]]] = [
 
 def check(nvme: Path, rank: int, setups: list[Any]) -> None:
     for setup, device, keys in setups:
-        with start(config_of(nvme, *setup, **keys), make_net(**BIG)) as alone:
+        config = make_config(*setup[:2], nvme, *setup[2:], **keys)
+        with start(config, make_net(**BIG)) as alone:
             for _ in range(2):
                 step(alone)
             expected = state_of(alone)
-        with start(config_of(nvme, *setup, **keys), make_net(**BIG)) as engine:
+        with start(config, make_net(**BIG)) as engine:
             before, held = tiers(engine), parameter_bytes(engine)
             step(engine)
             engine.offload_states(device=device)
@@ -111,7 +109,8 @@ def test_states_come_back_with_the_same_bits(tmp_path: Path, world_size: int) ->
 
 def test_a_device_is_emptied(nvme: Path) -> None:
     for setup, keys in (((1, "none"), {}), ((3, "cpu", "cpu"), {}), ((0, "none"), {"bf16": {"enabled": False}})):
-        with FakeDevice() as device, start(config_of(nvme, *setup, **keys), make_net(), _streams=device) as engine:
+        config = make_config(*setup[:2], nvme, *setup[2:], **keys)
+        with FakeDevice() as device, start(config, make_net(), _streams=device) as engine:
             step(engine)
             expected = state_of(engine)
             engine.offload_states()
@@ -127,15 +126,10 @@ def test_a_device_is_emptied(nvme: Path) -> None:
             assert device.num_under_way == 0
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def test_the_process_gives_its_memory_back(nvme: Path) -> None:
-    config = config_of(nvme, 2, "cpu", gradient_accumulation_steps=1)
-    config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(nvme)}
-    config["zero_optimization"]["stage"] = 3
-    config["zero_optimization"]["offload_param"]["max_in_cpu"] = 10**9
+    config = make_config(2, "cpu", nvme, gradient_accumulation_steps=1)
+    offload = {"device": "nvme", "nvme_path": str(nvme), "max_in_cpu": 10**9}
+    config["zero_optimization"] |= {"stage": 3, "offload_param": offload}
     with start(config, nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(6)])) as engine:
         engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).float().mean())
         engine.step()
@@ -150,7 +144,7 @@ def test_the_process_gives_its_memory_back(nvme: Path) -> None:
 
 
 def test_a_part_may_go_and_the_model_still_answers(nvme: Path) -> None:
-    with start(config_of(nvme, 1, "none"), make_net()) as engine:
+    with start(make_config(1, "none", nvme), make_net()) as engine:
         step(engine)
         ids = batch(0, 0, 0)
         with torch.no_grad():
@@ -170,7 +164,7 @@ def test_a_part_may_go_and_the_model_still_answers(nvme: Path) -> None:
 
 
 def test_bad_calls_are_named_and_move_nothing(nvme: Path) -> None:
-    with start(config_of(nvme, 1, "none"), make_net()) as engine:
+    with start(make_config(1, "none", nvme), make_net()) as engine:
         before = tiers(engine)
         for arguments, message in (
             ({"include": ["weights"]}, f"expected names out of {', '.join(STATES)}, got 'weights'"),
@@ -184,8 +178,7 @@ def test_bad_calls_are_named_and_move_nothing(nvme: Path) -> None:
         with pytest.raises(UsageError, match="in the middle of a step"):
             engine.offload_states()
         assert tiers(engine) == before
-    small = config_of(nvme, 3, "none", zstore={"host_budget_bytes": 2_300_000})
-    with start(small, make_net(**BIG)) as engine:
+    with start(make_config(3, "none", nvme, zstore={"host_budget_bytes": 2_300_000}), make_net(**BIG)) as engine:
         step(engine)
         before, expected = tiers(engine), state_of(engine)
         with pytest.raises(BudgetError):
