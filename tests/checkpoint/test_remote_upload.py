@@ -106,11 +106,12 @@ def world() -> Iterator[World]:
 
 
 def test_a_save_is_sent_and_leaves_nothing_here(remote: Remote, world: World) -> None:
-    first, second = remote.save(world)
+    first, second = remote.save(world, before_commit=lambda saved: [str((saved.path / "config.json").write_text("{}"))])
+    added = remote.fs.object_path("bucket/run/step-00000001/config.json").read_text()
+    assert (added, first.messages, second.messages) == ("{}", ("2",), ())
     assert remote.arrays() == content(ARRAYS)
     with open_checkpoint(open_folder(URL, remote.options)) as reader:
-        assert verify_checkpoint(reader) == []
-        assert reader.read_array("buffer/steps") == 7
+        assert (verify_checkpoint(reader), reader.read_array("buffer/steps")) == ([], 7)
     assert first.url == second.url == f"{URL}/step-00000001"
     assert (remote.fs.object_path("bucket/run/latest")).read_text() == "step-00000001\n"
     assert not any(parse_own_name(key.split("/")[2]) for key in remote.fs.objects())  # no locks, nothing set aside
