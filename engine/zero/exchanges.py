@@ -212,12 +212,15 @@ class Reductions:
             else:
                 unpack(bucket, self._gather(mean), values.__getitem__)
 
-        for reduction in self._begin(values, scatter=scatter):
-            overlapped += len(self._under_way)
-            self._under_way.append((reduction, take))
-            while len(self._under_way) > int(overlap):
-                self._finish_oldest()
-        self.drain()
+        try:
+            for reduction in self._begin(values, scatter=scatter):
+                overlapped += len(self._under_way)
+                self._under_way.append((reduction, take))
+                while len(self._under_way) > int(overlap):
+                    self._finish_oldest()
+            self.drain()
+        finally:
+            self.drop()  # after an error
         return overlapped
 
     def _begin(self, values: Mapping[ParameterRecord, torch.Tensor | None], *, scatter: bool) -> Iterator[Reducing]:
