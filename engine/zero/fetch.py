@@ -195,20 +195,15 @@ class Fetcher:
         self._transfers = transfers
         self.second_copy = exchanges.second_copy
         self._gathers = exchanges.gathers
-        self._reader = reader
+        self.reader = reader
         self._limit_numel = limit_numel
         self._late = world.device.type == "cuda"
         self._unseen: list[Fetch] = []
         self._apart = False
         """Whether the ranks were found to gather different units: collectives under way may never complete."""
         self.ready: Ready = lambda records: None
-        self._last: Copy | None = None
+        self.last_copy: Copy | None = None
         """The last copy to the device that the host did not wait for."""
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of rows read from the store so far."""
-        return 0 if self._reader is None else self._reader.read_bytes
 
     def read(self, name: str, number: int, records: Sequence[ParameterRecord], *, ahead: bool) -> Fetch:
         """Start to read the rows of `records`, which have no memory, for unit `number`; `ahead` of its use or for it."""
@@ -222,9 +217,9 @@ class Fetcher:
                 record.make_room()
             if record.rest is not None and not record.is_in_place:
                 stored[record] = record.full if alone else record.full.new_zeros(record.state_grid.shard_numel)
-        if stored and self._reader is not None:
-            self._reader.ready = self.ready
-            fetch.reading = self._reader.read(name, stored, ahead=ahead)
+        if stored and self.reader is not None:
+            self.reader.ready = self.ready
+            fetch.reading = self.reader.read(name, stored, ahead=ahead)
         return fetch
 
     def send(self, fetch: Fetch, *, expected: bool) -> None:
@@ -256,8 +251,8 @@ class Fetcher:
         with self._world.links.waiting("parameter_read", "not read yet"):
             error = reading.ticket.error()
         if reading.copies:  # they are made in order
-            self._last = reading.copies[-1]
-            self._last.follow()
+            self.last_copy = reading.copies[-1]
+            self.last_copy.follow()
         return error
 
     def _send_header(self, fetch: Fetch, world: World) -> Header:
@@ -377,13 +372,13 @@ class Fetcher:
 
     def wait_for_reads(self) -> None:
         """Return when memory of the store may be written: no fetch reads it any more. Every fetch was finished or dropped."""
-        last, self._last = self._last, None
+        last, self.last_copy = self.last_copy, None
         if last is not None:
             last.wait()
 
     def close(self) -> None:
         """End the reading thread, and destroy the process groups of the second copy."""
-        if self._reader is not None:
-            self._reader.close()
+        if self.reader is not None:
+            self.reader.close()
         if self.second_copy is not None:
             self.second_copy.release()

@@ -90,31 +90,33 @@ class GradientStep:
         self.averaged: Callable[[], set[ParameterRecord]] | None = None
         """Returns those of the step that are averaged over ranks; of others each rank keeps its own. None: all are."""
         self._dtypes = dtypes
-        self.reset()
+        self.backwards = 0
+        """Those of this step, the one under way included."""
+        self.last = False
+        """Whether the last backward of this step has begun."""
+        self._note_types()
+        self.phase = self._after
 
     def reset(self) -> None:
         """Begin a step."""
-        self._count(0, last=False)
+        self.backwards, self.last = 0, False
         self.phase = self._after
 
     def start_backward(self, *, last: bool) -> None:
         """Begin a backward, the `last` of the step or not."""
-        self._count(self.backwards + 1, last=last)
+        self.backwards, self.last = self.backwards + 1, last
+        self._note_types()
         self.phase = BackwardPhase.RUNNING
 
     def end_backward(self) -> None:
         """End a backward."""
         self.phase = self._after
 
-    def _count(self, backwards: int, *, last: bool) -> None:
-        several, held = backwards > 1, self.rules.types.held
-        self.backwards = backwards
-        """Those of this step, the one under way included."""
-        self.last = last
-        """Whether the last backward of this step has begun."""
+    def _note_types(self) -> None:
+        several, held = self.backwards > 1, self.rules.types.held
         self.total = {dtype: held(dtype, several=several) for dtype in self._dtypes}
         """Types of the sums of the gradients so far and the new ones, by that of the parameter."""
-        self.of_step = {dtype: held(dtype, several=several or not last) for dtype in self._dtypes}
+        self.of_step = {dtype: held(dtype, several=several or not self.last) for dtype in self._dtypes}
         """Types of the sums of the step's gradients, as far as it is known how many there are."""
 
     @property

@@ -165,8 +165,6 @@ class ShardedUnits:
         self._schedules: dict[str, Schedule] = {}
         self._kind: str | None = None
         self._live_numel = self._live_peak_numel = 0
-        self._fetched = False
-        """Whether rows were fetched since the last `_wait_for_reads`."""
         self._counts: Counter[str] = Counter()
         """By the names of `UnitStatistics`."""
 
@@ -203,8 +201,7 @@ class ShardedUnits:
 
     def _wait_for_reads(self) -> None:
         """Return when memory of the store may be written: nothing reads it any more."""
-        if self._fetched:
-            self._fetched = False
+        if self.fetcher.last_copy is not None:
             self.fetcher.wait_for_reads()
 
     def _agreed(self, uses: Sequence[Use]) -> list[Use]:
@@ -366,7 +363,6 @@ class ShardedUnits:
                     self._complete(unit)
 
     def _bring(self, unit: ShardedUnit, *, ahead: bool) -> None:
-        self._fetched = True
         missing = [
             record
             for record in unit.records
@@ -408,7 +404,8 @@ class ShardedUnits:
 
     def statistics(self) -> UnitStatistics:
         """Return counters since the start."""
-        peak, read_bytes = self._live_peak_numel, self.fetcher.read_bytes
+        reader, peak = self.fetcher.reader, self._live_peak_numel
+        read_bytes = 0 if reader is None else reader.read_bytes
         return UnitStatistics(**self._counts, live_peak_numel=peak, read_bytes=read_bytes)
 
     def close(self) -> None:
