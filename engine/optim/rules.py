@@ -31,9 +31,9 @@ from ..config.config import Config
 from ..params.record import ParameterRecord
 from ..plan.plan import Slots
 from ..runtime.device import GradientTiles
+from .changes import Changes
 from .kernel import ELEMENT_WISE, Kernel, ParameterStep, Scalars, SlotCodec, WholeStep, kernel_for
 from .state import OptimizerState
-from .update import Changes
 
 STATE_KEY = "zstore.client_optimizer"
 """Key of a checkpoint's client state with a stepper's state beside the store."""

@@ -1,489 +1,375 @@
-"""One optimizer step over the state: the change of each parameter, and the pass that carries it out.
+"""The updates of a run: when each begins, who waits for it, and whether the state is whole.
 
-[Note: the update]
-Goals: the state passes once, in tiles that stay in cache; nothing of the size of the model is allocated; the bits are
-the same on every tier, in every step mode and with any number of threads (see `side_by_side`). Phases, for each
-parameter that had a gradient on any rank, in order:
-1. the store brings a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
-2. the gradient's rows, in memory or in the same pass from disk, are cast to fp32 and multiplied once with one fp32
-   scalar (1 / loss scale, and the clip);
-3. the kernel changes master and slots in place, those that are stored in another form by their codec (`SlotCodec`);
-   the store takes them back (written behind);
-4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills.
-In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do; if its slots are in
-another memory than the parameter, it is copied to them in phase 1 and back in phase 4.
+[Note: step modes]
+none      `step()` takes the norm and updates everything before it returns.
+backward  An update begins with the last backward of a step and changes each parameter once its gradient is final;
+          `step()` waits for the others. Nothing can be undone: so it is for runs without clipping and loss scaling,
+          and a gradient that is not finite leaves a state that must be loaded again.
+forward   `step()` takes the norm and fixes the step's settings: skipped or not, learning rates, step counts. Resident
+          parameters, which a plain read reaches, are updated in it; all others behind it, in order, while the loop
+          goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for the
+          remaining ones, and so does every call that reads the state. A save takes each array as its update is done.
+All give the same bits, by the same `Changes`; they differ in when these begin. An error is raised, with the number of its
+step, in every call that waits for the update, and the state is torn from then on. Possible failures and their consequences
+are in docs/design/0005-step.md.
 
-Parameters whose arrays are in one memory and stored as the kernel takes them need no pass, unless others do in an update
-behind the loop, which keeps the order: phases 2 to 4 run over their memory, found once (`OptimizerState.in_place`), many
-small parameters in one call of each of torch's kernels for lists of tensors, large ones in tiles.
+[Note: which state is whole]
+An update or a load that fails partway leaves the state torn: inconsistent, and neither trained nor saved until a load
+replaces it.
 
-In host memory one kernel takes phases 2 to 4 of Adam's tiles in one pass, if it is there ([Note: the host kernel]).
+| that fails | the state |
+|---|---|
+| a block of `changing`: an update in `step()`, a write of a caller, a load | torn |
+| an update behind `step()` | torn, on the other ranks as soon as they agree on its end |
+| `step()` before its update, or a backward | that of the step before |
+| the same with an update in the backward under way | torn: if it changed anything on any rank, and in `step()` always |
+
+[Note: who waits for an update]
+
+| call | waits for | an error of the update is |
+|---|---|---|
+| `wait` | an update behind `step()`, on all ranks; none in a backward | raised on every rank |
+| `drain`, then `agree` | the same: on this rank, then with the others | raised by `agree` on every rank |
+| `Tickets.wait_for` | the updates of some parameters that are read next | raised |
+| `forget` | the end of any update; one in a backward is abandoned | forgotten: the state is replaced |
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import zip_longest
-from typing import Any, cast
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
 
-import numpy as np
 import torch
+from torch import nn
 
-from zstore.errors import ZstoreError
-from zstore.io import num_cores
-from zstore.io.tensors import as_torch
-from zstore.store import ModeName, Stream, Tile
+from zstore.errors import UsageError
+from zstore.io import Ticket, Workers
+from zstore.ranks.world import World
+from zstore.store import Stream
 
-from ..params.record import ParameterRecord
-from ..runtime.device import (
-    Copy,
-    Event,
-    GradientTiles,
-    H2DQueue,
-    Scratch,
-    labelled,
-    one_thread,
-    side_by_side,
-    threads_for,
-    tile_numel,
-)
-from ..runtime.native import HostKernel, StepTensors, num_threads
-from .kernel import FusedAdam, FusedAdamStep, ListStep, ParameterStep, SlotTiles, TorchKernel, takes_threads
-from .state import InPlace, OptimizerState
+from ..params.record import ParameterRecord, Residency
+from ..runtime.device import Event, StreamContext
+from ..runtime.signals import interrupts_wait
+from ..zero.fetch import Fetcher
+from ..zero.gradients import Gradients
+from .changes import Changes, StepSettings, read_ahead
+from .rules import Stepper
+from .state import OptimizerState
+from .tickets import TORN, ReadGuard, Tickets, TicketState
 
-Rows = Callable[[ParameterRecord], torch.Tensor | None]
-"""Gives this rank's rows of an averaged gradient, 1-D; None if they are on disk (`OptimizerState.spilled`)."""
-Admit = Callable[[ParameterRecord, bool], bool]
-"""Asked, with the record and whether to wait for it, before its state is touched: whether that may be."""
+_log = logging.getLogger("zstore")
+
+LEAST_WAITING_BYTES = 32 * 1024 * 1024
+"""Bytes of gradients that may wait for their update in the backward whatever the size of a unit."""
+_UNITS_WAITING = 2
+"""Units of the largest size whose gradients may wait, if these are more bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """The settings of one step, fixed when the step is decided: later changes are for the next step."""
+class StepMode(Enum):
+    """When the update runs. See [Note: step modes]."""
 
-    step: int
-    """Number of the step, from 1; errors name it."""
-    factor: float
-    """Factor of the gradients, applied once, in fp32."""
-    factors: Mapping[ParameterRecord, float] = field(default_factory=dict)
-    """Factors of the gradients of some parameters in place of `factor`."""
-    groups: Sequence[Mapping[str, Any]]
-    """Settings of each parameter group: lr, betas, weight decay and so on."""
-
-    @staticmethod
-    def of(
-        groups: Sequence[Mapping[str, Any]],
-        *,
-        step: int,
-        factor: float,
-        factors: Mapping[ParameterRecord, float] | None = None,
-    ) -> StepSettings:
-        """Return a copy of the groups' present settings; their parameters are left out."""
-        copies = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
-        own = {record: float(np.float32(one)) for record, one in (factors or {}).items()}
-        return StepSettings(step=step, factor=float(np.float32(factor)), factors=own, groups=copies)
-
-    def factor_of(self, record: ParameterRecord) -> float:
-        """Return the factor of a parameter's gradient, applied once, in fp32."""
-        return self.factors.get(record, self.factor)
-
-    def differences(self, now: StepSettings) -> Iterator[tuple[int, str, Any, Any]]:
-        """Yield group, name and both values of the settings that are others `now`."""
-        for number, (before, after) in enumerate(zip(self.groups, now.groups, strict=True)):
-            for name, value in before.items():
-                if name in after and _plain(after[name]) != _plain(value):
-                    yield number, name, value, after[name]
+    NONE = "none"
+    """In `step()`."""
+    BACKWARD = "backward"
+    """In the backward, as gradients arrive."""
+    FORWARD = "forward"
+    """Behind `step()`, before the next forward needs it."""
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+class Update:
+    """A run's updates, of which at most one is under way on a thread, with a ticket for each of its records.
 
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-class _Change:
-    """Phases 2 to 4 of one record; few at a time, so that the gradient's rows are free when it is done. Several threads may
-    apply it to tiles if all is in the host's memory."""
-
-    def __init__(self, changes: Changes, record: ParameterRecord, h2d: H2DQueue) -> None:
-        self.record = record
-        self._state = state = changes.state
-        self._step = changes.step_of(record)
-        self._factor = changes.settings.factor_of(record)
-        self._room = changes.room
-        self._h2d = h2d
-        rows = changes.rows(record)
-        self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)
-        """This rank's rows; None: they are in the tile."""
-        self._slots: SlotTiles = state.codec.tiles(record.name, changes.settings.step, record.owned_range[0])
-        self._num_state = 1 + len(state.slots_of(record))
-        """First arrays of a tile: the master and the slots."""
-        casts = record.rest is None and not state.is_master(record)
-        self._own = record.owned() if casts else None
-        """The parameter's own rows, if the master is to be cast into them."""
-        self._after = changes.last_read(record)
-        self._staged: GradientTiles | None = None
-        """The parameter's own rows, which are (in) the master, on their way to the rest of its state in host memory."""
-        self._has_buffers = record.rest is not None and state.any_on_disk([[record.rest]])
-        """Whether the new rows are in buffers, which are another tile's after this one."""
-
-    def apply(self, tile: Tile) -> None:
-        """Carry the phases out on one tile."""
-        views = [as_torch(view) for view in tile.views]
-        held, slots, others = views[0], views[1 : self._num_state], views[self._num_state :]
-        master = self._bring(held, slots, tile)
-        first, stop, rows = tile.first, tile.stop, self._gradient
-        if rows is None:
-            rows = GradientTiles(self._state.transfers, others.pop(), self._room)
-            first, stop = 0, master.numel()
-        own = others[0] if others else None if self._own is None else self._own[tile.first : tile.stop]
-        after = None if others else self._after
-        if host := _host_of(self._state, self._step, master, rows.rows, own):
-            here = self._state.transfers.streams.is_host(rows.rows)
-            gradient = rows.rows[first:stop] if here else rows.on_host(first, stop)
-            tensors = [master], [slots], [gradient], [own]
-            _in_one_pass(host, self._step, self._factor, tensors, self._h2d, [after], num_threads=1)
-        else:
-            gradient = rows.tile(first, stop, master)
-            if self._factor != 1.0:
-                gradient.mul_(self._factor)
-            self._slots.update(self._step, master, gradient, slots, tile.first)
-            if own is not None:
-                self._h2d.put(own, master, after)
-        if master is not held:
-            self._h2d.put(held, master, self._after)
-        if self._has_buffers:
-            self._h2d.drain()
-
-    def _bring(self, held: torch.Tensor, slots: list[torch.Tensor], tile: Tile) -> torch.Tensor:
-        """Return the master in the memory of its slots; `held` itself if it is there."""
-        transfers = self._state.transfers
-        link = transfers.link(held, slots[0]) if slots else None
-        if link is None:
-            return held
-        if link == "device_to_host":
-            if self._staged is None:
-                self._staged = GradientTiles(transfers, self.record.owned())
-            return self._staged.on_host(tile.first, tile.stop)
-        copy = cast(Copy, transfers.bring(held, slots[0]))
-        copy.follow()
-        self._h2d.add(copy)
-        return copy.values
-
-
-def _host_of(
-    state: OptimizerState, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, own: torch.Tensor | None
-) -> HostKernel | None:
-    """Return the kernel that takes phases 2 to 4 of a parameter in one pass, if there is one; see [Note: the host kernel]."""
-    is_host = state.transfers.streams.is_host
-    if state.host is None or not isinstance(step, FusedAdamStep) or not state.codec.is_plain or not is_host(master):
-        return None
-    here = [each for each in (master, gradient, own) if each is not None and is_host(each)]
-    return state.host if state.host.takes(here, gradient.dtype, None if own is None else own.dtype) else None
-
-
-def _in_one_pass(
-    host: HostKernel,
-    step: ParameterStep,
-    factor: float,
-    tensors: tuple[
-        Sequence[torch.Tensor], Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor], Sequence[torch.Tensor | None]
-    ],
-    h2d: H2DQueue,
-    after: Sequence[Event],
-    *,
-    num_threads: int,
-) -> None:
-    """Carry out phases 2 to 4 of (masters, slots, gradients in host memory, the parameters' own rows)."""
-    masters, slots, gradients, owns = tensors
-    weights = [None if own is None else h2d.stage(own) for own in owns]
-    cast(FusedAdamStep, step).one_pass(host, StepTensors(masters, slots, gradients, weights), factor, num_threads)
-    for own, weight, event in zip(owns, weights, after, strict=True):
-        if own is not None and weight is not None:
-            h2d.send(own, weight, event)
-
-
-_CORES_OF_TWO_CONSUMERS = 4
-_MOST_HERE, _MOST_THERE = 64 * 1024, 16 * 1024 * 1024
-"""Most elements of small parameters that are changed together: in cache on the host, and in few kernels on a device."""
-_MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
-"""Most elements of parameters whose gradients are taken together in the step, and behind the loop."""
-
-
-class _Portion:
-    """Rows of parameters in one memory that are changed by one call of each kernel: they take the same step."""
-
-    def __init__(self, step: ListStep, factor: float, host: HostKernel | None) -> None:
-        self.numel = 0
-        self._host = host
-        self._step = step
-        self._factor = factor
-        self._records: list[ParameterRecord] = []
-        self._gradients: list[torch.Tensor] = []
-        self._masters: list[torch.Tensor] = []
-        self._slots: list[list[torch.Tensor]] = []
-        self._own: list[torch.Tensor | None] = []
-
-    def add(
-        self, record: ParameterRecord, rows: torch.Tensor, place: InPlace, own: torch.Tensor | None, at: tuple[int, int]
-    ) -> None:
-        """Add elements `at` (first, stop) of a parameter: `rows` are of its gradient, and its master is cast into its `own`."""
-        first, stop = at
-        self.numel += stop - first
-        self._records.append(record)
-        master, slots = place.master, place.slots
-        if stop - first < rows.numel():
-            rows, master, slots = rows[first:stop], master[first:stop], [slot[first:stop] for slot in slots]
-            own = None if own is None else own[first:stop]
-        self._gradients.append(rows)
-        self._masters.append(master)
-        self._slots.append(slots)
-        self._own.append(own)
-
-    def apply(self, room: Scratch, h2d: H2DQueue, after: Callable[[ParameterRecord], Event], num_threads: int) -> None:
-        """Carry the phases out; a host kernel has `num_threads`."""
-        gradients = self._gradients
-        if self._host is not None:
-            tensors, events = (self._masters, self._slots, gradients, self._own), list(map(after, self._records))
-            _in_one_pass(self._host, self._step, self._factor, tensors, h2d, events, num_threads=num_threads)
-            return
-        if gradients[0].dtype != torch.float32:
-            numels = [rows.numel() for rows in gradients]
-            gradients = list(torch.split(room.take("gradients", gradients[0], torch.float32, self.numel), numels))
-            torch._foreach_copy_(gradients, self._gradients)
-        if self._factor != 1.0:
-            torch._foreach_mul_(gradients, self._factor)
-        self._step.tiles(self._masters, gradients, self._slots)
-        h2d.put_all(self._own, self._masters, list(map(after, self._records)))
-
-
-def _admitted(records: Sequence[ParameterRecord], admit: Admit | None, most: int) -> Iterator[list[ParameterRecord]]:
-    """Yield the admitted records in order, those together that need not be waited for, with `most` elements or one."""
-    some: list[ParameterRecord] = []
-    numel = 0
-    for record in records:
-        ready = admit is None or admit(record, not some)
-        if some and (not ready or numel + record.owned_numel > most):
-            yield some
-            some, numel = [], 0
-            ready = ready or (admit is not None and admit(record, True))
-        if ready:
-            some.append(record)
-            numel += record.owned_numel
-    if some:
-        yield some
-
-
-def read_ahead(state: OptimizerState, records: Sequence[ParameterRecord], *, behind: bool) -> list[Stream]:
-    """Begin to read the first of `records` from disk for an update of them; return the passes. Do nothing if that fails: then
-    the update will too, with an error on all ranks."""
-    _, mine = _divided(state, records, behind=behind)
-    begun: list[Stream] = []
-    if state.any_on_disk(_arrays(state, mine)[0]):
-        with suppress(ZstoreError):
-            for part in _parts(state, mine, behind=behind):
-                groups, modes = _arrays(state, part)
-                begun.append(state.store.read_ahead(groups, modes=modes))
-    return begun
-
-
-@cache
-def num_consumers() -> int:
-    """Return how many threads update what comes from disks: on two cores, which the I/O needs too, a second one makes a step
-    slower (docs/design/0005-step.md)."""
-    return 2 if num_cores() >= _CORES_OF_TWO_CONSUMERS else 1
-
-
-def _parts(state: OptimizerState, mine: list[ParameterRecord], *, behind: bool) -> list[list[ParameterRecord]]:
-    """Return the parameters that each thread takes of those that pass; neighbours, which may share files, are together."""
-    several = not behind and num_consumers() > 1 and all(takes_threads(state.kernel_of(record)[0]) for record in mine)
-    count = num_consumers() if several and state.any_on_disk(_arrays(state, mine)[0]) else 1
-    total, before = sum(record.owned_numel for record in mine), 0
-    parts: list[list[ParameterRecord]] = [[] for _ in range(count)]
-    for record in mine:
-        parts[before * count // total].append(record)
-        before += record.owned_numel
-    return [part for part in parts if part]
-
-
-def _divided(
-    state: OptimizerState, records: Sequence[ParameterRecord], *, behind: bool
-) -> tuple[dict[ParameterRecord, InPlace], list[ParameterRecord]]:
-    """Return those of `records` with rows here that are changed in place, and those that pass, in order."""
-    mine = [record for record in records if record.owned_numel]
-    placed = {record: place for record in mine if (place := state.in_place(record)) is not None}
-    if behind and len(placed) < len(mine):
-        placed = {}
-    return placed, [record for record in mine if record not in placed]
-
-
-def _arrays(state: OptimizerState, records: Iterable[ParameterRecord]) -> tuple[list[list[str]], dict[str, ModeName]]:
-    """Return the arrays of each parameter, which pass together in an update, and their modes."""
-    groups: list[list[str]] = []
-    modes: dict[str, ModeName] = {}
-    for record in records:
-        arrays = state.all_arrays(record)
-        groups.append(list(arrays))
-        modes |= arrays
-        if record in state.spilled:  # in an array that may become a wider one
-            groups[-1].append(state.spilled[record])
-            modes[state.spilled[record]] = "read"
-    return groups, modes
-
-
-class Changes:
-    """The changes of one step to `records`, each of which has a gradient by the time that it is admitted."""
+    Updates run in the backward if the step mode says so and gradients are final there; `fetcher` brings the values that
+    gradients are made of, once their update is done. Safe to use from several threads.
+    """
 
     def __init__(
         self,
+        model: nn.Module,
         state: OptimizerState,
-        records: Sequence[ParameterRecord],
-        settings: StepSettings,
-        rows: Rows,
-        last_read: Callable[[ParameterRecord], Event] = lambda record: None,
-        *,
-        begun: Sequence[Stream] = (),
+        gradients: Gradients,
+        world: World,
+        mode: StepMode,
+        fetcher: Fetcher | None,
+        stepper: Stepper | None,
     ) -> None:
-        self.state, self.records, self.settings, self.rows = state, records, settings, rows
-        self.last_read = last_read
-        """Returns when the device has read a parameter's own rows for the last time; None: what it was asked for so far."""
-        self.room = Scratch()
-        self._begun = begun
-        """Passes over their arrays that `read_ahead` has begun."""
-        self._steps: dict[ParameterRecord, ParameterStep] = {}
-        self._shared: dict[tuple[Any, ...], ParameterStep] = {}
+        self.state, self.world, self.mode = state, world, mode
+        self._gradients = gradients
+        self.stepper = stepper
+        """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
+        self.under_way = False
+        """Whether an update was started whose end the ranks have not agreed on; they do in the next backward, or in step mode
+        `backward` in `step()`."""
+        self.tickets = Tickets(state)
+        self._partial = False
+        """Whether a block of `changing`, or an abandoned update, has left a part of the state changed."""
+        self._fetcher = fetcher
+        self._workers: Workers | None = None
+        self._running: Ticket[None] | None = None
+        self._ahead: tuple[Sequence[ParameterRecord], Sequence[Stream]] = (), ()
+        """The records of the next update, and passes over their arrays that were begun ahead of it."""
+        self._settings = StepSettings(step=0, factor=1.0, groups=())
+        """Those of the update in the backward."""
+        if fetcher is not None:
+            fetcher.ready = self.tickets.wait_for
+        if mode is StepMode.BACKWARD and not gradients.rules.each_backward:
+            # Gradients that are reduced once a step (stages 0 and 1 with more ranks) are final at its end alone.
+            self.mode = StepMode.NONE
+        self._guard = ReadGuard(model, state.scalars, self.tickets.of) if self.runs_in_backward else None
 
-    def run(
-        self,
-        *,
-        admit: Admit | None = None,
-        done: Callable[[ParameterRecord], None] | None = None,
-    ) -> None:
-        """Carry the changes out, in order. See [Note: the update].
+    @property
+    def runs_in_backward(self) -> bool:
+        """Whether updates run in the backward."""
+        return self.mode is StepMode.BACKWARD
 
-        `admit(record, wait)` is asked before a record's state is touched; `done(record)` is called when its new state,
-        and its new rows, are the present ones.
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether an update in the backward is under way, which `step()` ends."""
+        return self.under_way and self.mode is StepMode.BACKWARD
+
+    # -- whether the state is whole -----------------------------------------------------------------------------------
+
+    @property
+    def torn(self) -> bool:
+        """Whether the state is inconsistent. See [Note: which state is whole]."""
+        # The error that ended an update in the backward is raised in step(), on every rank.
+        return self._partial or (self.tickets.error is not None and not self.is_in_backward)
+
+    def require_whole(self) -> None:
+        """Raise UsageError if the state is torn, which must be neither trained nor saved."""
+        if self.torn:
+            raise UsageError(TORN) from self.tickets.error
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Let the state be torn if the block, which changes it, does not come to its end."""
+        self._partial = True
+        yield
+        self._partial = False  # not after an error
+
+    # -- in step() ----------------------------------------------------------------------------------------------------
+
+    def split(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
+        """Return the records with a gradient that are updated in `step()`, and those that are updated behind it."""
+        if self.is_in_backward:  # the thread has updated some of them
+            return [], []
+        records = [record for record in self.state.scalars if self._gradients.has(record)]
+        # Those first whose arrays share files: side by side they are transferred together.
+        records.sort(key=lambda record: not self.state.shares_files(record))
+        if self.mode is not StepMode.FORWARD:
+            return records, []
+        here = {record for record in records if record.residency is Residency.RESIDENT}
+        return [record for record in records if record in here], [record for record in records if record not in here]
+
+    def read_ahead(self) -> None:
+        """Begin to read from disk the first of the records that are updated next."""
+        # It takes buffers: nobody may wait for any until the update.
+        here, behind = self.split()
+        if self.stepper is None and (here or behind):
+            self._ahead = here or behind, read_ahead(self.state, here or behind, behind=not here)
+
+    def _take_ahead(self, records: Sequence[ParameterRecord]) -> Sequence[Stream]:
+        """Return the passes begun ahead of an update of `records`, which owns them from then on."""
+        if self._ahead[0] != records:
+            return ()
+        (_, begun), self._ahead = self._ahead, ((), ())
+        return begun
+
+    def drop_ahead(self) -> None:
+        """Free the memory of passes that were begun ahead and not used."""
+        for one in self._ahead[1]:
+            one.drop()
+        self._ahead = (), ()
+
+    def run(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
+        """Update `records` here and now, or the rest of those of an update in the backward.
+
+        Raises UsageError if the settings differ from those that the update in the backward began with.
         """
-        placed, mine = _divided(self.state, self.records, behind=done is not None)
-        for some in _admitted(list(placed), admit, _MOST_AT_ONCE if done is None else _MOST_BEHIND):
-            self._change_in_place({record: placed[record] for record in some}, behind=done is not None)
-            if done is not None:
-                for record in some:
-                    done(record)
-        parts = _parts(self.state, mine, behind=done is not None)
-        work, context = partial(self._pass, admit=admit, done=done), self.state.transfers.streams.stream_context()
-        side_by_side(lambda each: work(*each), zip_longest(parts, self._begun), len(parts), context)
-
-    def _pass(
-        self,
-        mine: list[ParameterRecord],
-        begun: Stream | None,
-        *,
-        admit: Admit | None,
-        done: Callable[[ParameterRecord], None] | None,
-    ) -> None:
-        """Change parameters in a pass over their arrays; `begun` ahead, if any is."""
-        h2d = H2DQueue(self.state.transfers)
-
-        def ended(group: int) -> None:
-            h2d.drain()
-            if done is not None:
-                done(mine[group])
-
-        admitted = None if admit is None else (lambda group, wait: admit(mine[group], wait))
-        on_end = None if done is None else ended
-        groups, modes = _arrays(self.state, mine)
-        from_disk = self.state.any_on_disk(groups)
-        if begun is not None and begun.go_on(admitted, on_end):
-            tiles = begun.tiles()
+        if self.is_in_backward:
+            self._finish(settings)
+            return
+        changes = Changes(self.state, records, settings, self._gradients.take, begun=self._take_ahead(records))
+        if self.stepper is None:
+            changes.run()
         else:
-            tiles = self.state.store.stream(groups, "update", modes=modes, admit=admitted, on_end=on_end)
-        with labelled("update"), one_thread(from_disk), closing(tiles):
-            # Other threads would have tiles of a disk after the next one was asked for, when they are written already.
-            alone = done is not None or from_disk or not self.state.transfers.streams.device_is_host
-            alone = alone or not all(takes_threads(self.state.kernel_of(record)[0]) for record in mine)
-            threads = 1 if alone else threads_for([record.owned_numel for record in mine])
-            side_by_side(lambda each: each[0].apply(each[1]), self._changes(tiles, mine, h2d), threads)
-        h2d.drain()
+            self.stepper.run(changes)
+        changes.note_scalars(records)
 
-    def _change_in_place(self, placed: Mapping[ParameterRecord, InPlace], *, behind: bool) -> None:
-        """Change parameters whose arrays are in one memory; one thread does so `behind` the loop."""
-        transfers, h2d = self.state.transfers, H2DQueue(self.state.transfers)
-        found: list[tuple[ParameterRecord, InPlace, torch.Tensor]] = []
-        coming: list[Copy] = []
-        for record, place in placed.items():
-            rows = self.rows(record)
-            if rows is None:
-                raise AssertionError(f"the gradient of {record.name} is not in memory")
-            copy = transfers.bring(rows, place.master)
-            if copy is not None:
-                coming.append(copy)
-            found.append((record, place, rows if copy is None else copy.values))
-        for each in coming:
-            transfers.finish(each)
-        on_host = [rows.numel() for _, _, rows in found if transfers.streams.is_host(rows)]
-        alone = behind or not all(takes_threads(self.state.kernel_of(record)[0]) for record in placed)
-        threads = 1 if alone or self.state.host is not None else threads_for(on_host)  # the host kernel has its own
-        h2d.most *= threads
-        with labelled("update"), self.state.store.changing([name for one in placed.values() for name in one.names]):
-            count = num_threads(self.state.host_ranks, behind=behind)
-            work = partial(_Portion.apply, room=self.room, h2d=h2d, after=self.last_read, num_threads=count)
-            side_by_side(work, self._portions(found, threads), threads, transfers.streams.stream_context())
-            h2d.drain()
+    def start_behind(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
+        """Start to update `records` behind `step()`, if there are any; their gradients are taken now."""
+        if not records:
+            return
+        held = {record: self._gradients.take(record) for record in records}
+        changes = Changes(self.state, records, settings, held.pop, begun=self._take_ahead(records))
+        changes.note_scalars(records)
+        self._start(changes)
 
-    def _portions(self, found: Iterable[tuple[ParameterRecord, InPlace, torch.Tensor]], threads: int) -> list[_Portion]:
-        """Cut what is changed: small parameters go together, large ones in tiles."""
-        portions: list[_Portion] = []
-        last: dict[Any, _Portion] = {}
-        for record, place, rows in found:
-            own = record.owned() if place.casts else place.rest
-            step = cast(ListStep, self.step_of(record))  # of a kernel that `InPlace` is for
-            factor, numel = self.settings.factor_of(record), rows.numel()
-            on_host = self.state.transfers.streams.is_host(place.master)
-            most, tile = (_MOST_HERE, tile_numel(threads)) if on_host else (_MOST_THERE, _MOST_THERE)
-            host, weight = _host_of(self.state, step, place.master, rows, own), None
-            if host is not None:  # which cuts tiles itself, but what is sent to a device is on its way beside the rest
-                sent = own is not None and not self.state.transfers.streams.is_host(own)
-                most = tile = _MOST_BEHIND if sent else _MOST_AT_ONCE
-                weight = sent, own is None or own.dtype
-            for first in range(0, numel, tile):
-                stop = min(first + tile, numel)
-                key = step, factor, rows.dtype, on_host, weight
-                if key not in last or last[key].numel + stop - first > most:
-                    last[key] = _Portion(step, factor, host)
-                    portions.append(last[key])
-                last[key].add(record, rows, place, own, (first, stop))
-        return portions
+    # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def _changes(
-        self, tiles: Iterable[Tile], mine: Sequence[ParameterRecord], h2d: H2DQueue
-    ) -> Iterator[tuple[_Change, Tile]]:
-        """Yield each tile with the change to apply to it."""
-        change: _Change | None = None
-        for tile in tiles:
-            if change is None or change.record is not mine[tile.group]:
-                change = _Change(self, mine[tile.group], h2d)
-            yield change, tile
+    def _start(self, changes: Changes, most_bytes: float = math.inf) -> None:
+        self.join()
+        if self.tickets.error is not None:
+            raise self.tickets.error
+        if self._workers is None:
+            # As a daemon thread: the interpreter would wait for another before it closes engines that were left open, whose
+            # update may wait for a backward that never comes.
+            self._workers = Workers(1, "zstore-update")
+        self.tickets.begin(changes.records, most_bytes, in_backward=self.mode is StepMode.BACKWARD)
+        self.under_way = True
+        self._running = self._workers.submit(partial(self._run, changes, self.state.transfers.streams.stream_context()))
 
-    def step_of(self, record: ParameterRecord) -> ParameterStep:
-        """Return the step of a parameter, which those with the same settings and scalars share."""
-        found = self._steps.get(record)
-        if found is None:
-            (kernel, group), scalars = self.state.kernel_of(record), self.state.scalars[record]
-            key = group, *scalars.items()
-            found = self._shared.get(key) if isinstance(kernel, FusedAdam | TorchKernel) else None
-            if found is None:
-                found = self._shared[key] = kernel.start(self.settings.groups[group], scalars)
-            self._steps[record] = found
-        return found
+    def _run(self, changes: Changes, context: StreamContext) -> None:
+        in_backward, error = self.mode is StepMode.BACKWARD, None
+        try:
+            with context():
+                changes.run(admit=self._admit if in_backward else None, done=self.tickets.done)
+        except BaseException as raised:
+            raised.add_note(f"This happened in the update of step {changes.settings.step}, which was applied in part.")
+            error = raised
+        self.tickets.end(error, forget=not in_backward)
 
-    def note_scalars(self, records: Sequence[ParameterRecord]) -> None:
-        """Count the step in the scalars of `records`, those without rows here too."""
-        for record in records:
-            self.state.scalars[record] = self.step_of(record).scalars()
+    def join(self) -> None:
+        """Wait until the thread has ended its update. May be interrupted: the update goes on, and the next call waits again."""
+        if self._running is not None:
+            self._running.wait_for_end()
+            self._running = None
+
+    # -- waits: see [Note: who waits for an update] -------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait until no update is under way but one in a backward; raise its error on every rank (all ranks)."""
+        self.drain()
+        self.agree()
+
+    def drain(self) -> None:
+        """Wait for an update behind `step()` on this rank; `agree` comes next, here if there are no other ranks."""
+        if self.under_way and not self.is_in_backward:
+            self.join()
+            if self.world.world_size == 1:
+                self.agree()
+
+    def agree(self) -> None:
+        """Raise the error that ended the update behind `step()` on any rank on every rank (all ranks)."""
+        if not self.under_way or self.is_in_backward:
+            return
+        self.under_way = False
+        try:
+            self.world.raise_together(self.tickets.error)
+        except BaseException:
+            self._partial = True
+            raise
+
+    def forget(self) -> None:
+        """Wait for the end of an update, and forget it: a load replaces the state."""
+        self.abandon()
+        self.join()
+        self.tickets.forget()
+        self.under_way = False
+
+    def close(self) -> None:
+        """End the thread, and remove the hooks from the modules."""
+        # Before all else: an update that waits for a backward would never end.
+        self.abandon()
+        self.join()
+        if self.tickets.error is not None and self.under_way:
+            _log.warning("the last update failed and its error was never raised: %s", self.tickets.error)
+        self.forget()
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+        if self._guard is not None:
+            self._guard.remove()
+
+    # -- in the backward: see [Note: an update in the backward] -------------------------------------------------------
+
+    def start_in_backward(self, settings: StepSettings) -> None:
+        """Start an update in step mode `backward`, which takes each record when its gradient is final (before the backward)."""
+        self.require_whole()
+        if self.is_in_backward:
+            raise UsageError(
+                'a second backward before step(), but with "step_overlap": "backward" the first one has '
+                'updated the parameters: call step() after each backward, or set "step_overlap" to "forward" or "none"'
+            )
+        self._settings = settings
+        most_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
+        with interrupts_wait():
+            self._gradients.step.on_final = self._note_final
+            self._gradients.step.comes_in_parts = self._guard is not None and self._guard.recomputes
+            changes = Changes(self.state, self._gradients.expected, settings, self._take, self._last_read)
+            self._start(changes, most_bytes)
+
+    def _note_final(self, record: ParameterRecord) -> None:
+        """Hand a final gradient over, and wait for room (the backward's thread)."""
+        torch.autograd.graph.increment_version(record.parameter)
+        record.version += 1
+        last_read = self.state.transfers.streams.record()  # from here on a read is an error
+        num_unseen = 0 if self._fetcher is None else self._fetcher.num_unseen
+        self.tickets.put(record, num_unseen, last_read, self._gradients.waiting_bytes(record))
+
+    def end_backward(self, *, drop: bool = False) -> None:
+        """Let an update in the backward end with the final gradients; with `drop`, with those that it has begun to use."""
+        if self.is_in_backward:
+            self.tickets.close(drop=drop)
+            self._gradients.step.on_final = None
+
+    def _admit(self, record: ParameterRecord, wait: bool) -> bool:
+        """Return whether a gradient is final and may be used, with `wait` at the end of the backward (the thread)."""
+        ticket = self.tickets.find(record, wait=wait)
+        if ticket.state is not TicketState.FINAL:
+            return ticket.is_begun  # a pass that had no room for it asks again
+        if self._fetcher is not None:  # raises if values that could not be read led to the gradient
+            self._fetcher.check_before(ticket.num_unseen)
+        squares = self._gradients.squares(record)
+        if squares is not None and not math.isfinite(squares):  # `step()` finds that in the norm, on every rank
+            self.tickets.note_taken(record)
+            return False
+        ticket.state = TicketState.RUNNING
+        return True
+
+    def _last_read(self, record: ParameterRecord) -> Event:
+        return self.tickets.of[record].last_read
+
+    def _take(self, record: ParameterRecord) -> torch.Tensor | None:
+        rows = self._gradients.take(record)
+        self.tickets.note_taken(record)
+        return rows
+
+    def _finish(self, now: StepSettings) -> None:
+        """Return when an update in the backward has used every final gradient (in `step()`)."""
+        self.join()
+        if self.tickets.error is not None:
+            raise self.tickets.error
+        used = [ticket for ticket in self.tickets.of.values() if ticket.state is not TicketState.EXPECTED]
+        left = [ticket.record for ticket in used if not ticket.is_begun]
+        # Who called the backward may have read parameters since: without the events of their last reads.
+        changes = Changes(self.state, left, self._settings, self._gradients.take)
+        changes.run()
+        changes.note_scalars([ticket.record for ticket in used])
+        self.tickets.forget()
+        for number, name, before, after in self._settings.differences(now):
+            raise UsageError(
+                f"parameter group {number}: {name} was {before!r} at the backward and is {after!r} at step(), "
+                'but with "step_overlap": "backward" the update runs in the backward: set it before '
+                'engine.backward(), or set "step_overlap" to "forward" or "none"'
+            )
+        self.under_way = False
+
+    def abandon(self, *, in_step: bool = False) -> bool:
+        """Abandon the update of a backward or, `in_step`, of a step that failed, after the changes that have begun; return
+        whether that tears the state."""
+        if not self.is_in_backward:
+            return False
+        before, self._partial = self._partial, True  # also if this is interrupted
+        self.end_backward(drop=True)
+        self.join()
+        # What this rank did not change by the end of the backward, another did.
+        begun = any(ticket.is_begun for ticket in self.tickets.of.values()) or self._gradients.has_sent or in_step
+        self.tickets.forget()
+        self.under_way = False
+        self._partial = before or begun
+        return begun

@@ -15,12 +15,12 @@ from zstore.ranks.world import World
 from ..activations.offload import ActivationOffload
 from ..config.config import Config
 from ..config.resolve import BatchSizes
+from ..optim.changes import StepSettings
 from ..optim.loss_scale import LossScaler
 from ..optim.lr_schedules import LRSchedule
 from ..optim.optimizer import ZeroOptimizer
-from ..optim.pending import Update
 from ..optim.state import OptimizerState
-from ..optim.update import StepSettings
+from ..optim.update import Update
 from ..params.record import ParameterRecord, Residency
 from ..params.sharding import Sharding
 from ..plan.plan import Plan

@@ -17,9 +17,9 @@ from ..config.config import Config
 from ..optim.loss_scale import LossScaler
 from ..optim.lr_schedules import LRSchedule
 from ..optim.optimizer import ZeroOptimizer, group_of_parameters
-from ..optim.pending import StepMode, Update
 from ..optim.rules import CLIENT, check_client, codec_of, rule_of
 from ..optim.state import OptimizerState
+from ..optim.update import StepMode, Update
 from ..params.record import PRECISIONS, named_parameters
 from ..params.sharding import Sharding
 from ..params.units import Unit, find_units

@@ -15,7 +15,7 @@ from tests.engine.bits import Case, compare
 from tests.engine.fake_device import FakeDevice, HandOverError
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, moved_since, start, state_of, step
-from zstore.engine.optim.pending import Update
+from zstore.engine.optim.update import Update
 from zstore.errors import NonFiniteError
 from zstore.testing.ranks import run_ranks
 

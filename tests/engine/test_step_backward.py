@@ -32,7 +32,7 @@ from tests.engine.step_modes import (
 from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.optim import pending
+from zstore.engine.optim import update
 from zstore.errors import NonFiniteError, RankError, UsageError
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
@@ -198,7 +198,7 @@ def test_what_reads_a_parameter_after_its_update_is_an_error(offloaded: bool, nv
 
 
 def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    monkeypatch.setattr(pending, "LEAST_WAITING_BYTES", 0)
+    monkeypatch.setattr(update, "LEAST_WAITING_BYTES", 0)
     torch.manual_seed(0)
     model = Branches()
     model.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(16)])

@@ -16,7 +16,7 @@ from tests.engine import step_modes
 from tests.engine.bits import Case, compare
 from tests.engine.fake_device import FakeDevice
 from tests.engine.runs import make_config, start, state_of, step
-from zstore.engine.optim import update
+from zstore.engine.optim import changes
 from zstore.errors import UsageError
 from zstore.testing.faults import Fault, FaultyFiles
 
@@ -111,7 +111,7 @@ def test_optimizers_that_several_threads_cannot_use_have_one(monkeypatch: pytest
     """Kernels of torch's classes keep one optimizer object for all tiles."""
     states = []
     for consumers in (1, 2):
-        monkeypatch.setattr(update, "num_consumers", lambda consumers=consumers: consumers)
+        monkeypatch.setattr(changes, "num_consumers", lambda consumers=consumers: consumers)
         keys = step_modes.config("none", nvme, optimizer={"type": "RMSprop", "params": {"lr": 1e-3}}, scheduler=None)
         with start(keys, step_modes.make_model()) as engine:
             for _ in range(3):
@@ -121,7 +121,7 @@ def test_optimizers_that_several_threads_cannot_use_have_one(monkeypatch: pytest
 
 
 def test_several_threads_update_in_the_stream_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "num_consumers", lambda: 2)
+    monkeypatch.setattr(changes, "num_consumers", lambda: 2)
     keys = {"offload_optimizer": {"pin_memory": True}, "offload_param": {"pin_memory": True}}
     case = Case(3, "nvme", "bf16", 1, 0.25, parameters="nvme", keys=keys)
     with FakeDevice() as device:
@@ -131,14 +131,14 @@ def test_several_threads_update_in_the_stream_of_the_step(monkeypatch: pytest.Mo
 
 def test_several_threads_update_what_comes_from_a_disk(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
     torch.set_num_threads(1)  # those of torch change the bits of gradients
-    change, both = update.Changes._pass, threading.Barrier(2)
+    change, both = changes.Changes._pass, threading.Barrier(2)
 
     def begin(*args: Any, **keys: Any) -> None:
         both.wait(60)  # passes when two threads are at it
         change(*args, **keys)
 
-    monkeypatch.setattr(update.Changes, "_pass", begin)
-    monkeypatch.setattr(update, "num_consumers", lambda: 2)
+    monkeypatch.setattr(changes.Changes, "_pass", begin)
+    monkeypatch.setattr(changes, "num_consumers", lambda: 2)
     with start(step_modes.config("none", nvme), step_modes.make_model()) as engine:
         for _ in range(3):
             step_modes.step(engine)
@@ -147,7 +147,7 @@ def test_several_threads_update_what_comes_from_a_disk(monkeypatch: pytest.Monke
 
 
 def test_an_error_of_one_of_several_threads_ends_the_step(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    monkeypatch.setattr(update, "num_consumers", lambda: 2)
+    monkeypatch.setattr(changes, "num_consumers", lambda: 2)
     files = FaultyFiles()
     with start(make_config(2, "nvme", nvme, gradient_accumulation_steps=1), _files=files) as engine:
         step(engine)

@@ -12,9 +12,9 @@ from typing import Any, Literal, NoReturn, cast
 import torch
 import torch.distributed as torch_dist
 
+from zstore.engine.optim.changes import Changes, StepSettings
 from zstore.engine.optim.kernel import ELEMENT_WISE, TorchKernel, kernel_for
 from zstore.engine.optim.state import OptimizerState
-from zstore.engine.optim.update import Changes, StepSettings
 from zstore.engine.params.record import ParameterRecord
 from zstore.engine.runtime.device import Streams, Transfers, streams_for
 from zstore.errors import UsageError

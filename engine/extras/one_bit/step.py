@@ -42,11 +42,11 @@ from zstore.format import optimizer_array, round_up
 from zstore.io.tensors import as_torch
 from zstore.ranks.world import World, on_device
 
+from ...optim.changes import Changes
 from ...optim.kernel import FusedAdam, Kernel, ParameterStep, Scalars, WholeStep
 from ...optim.lamb import lamb_root, lamb_step
 from ...optim.rules import Kind, Rule, Stepper, register, whole_gradient
 from ...optim.state import OptimizerState
-from ...optim.update import Changes
 from ...params.record import ParameterRecord
 from ...plan.plan import Slots, TensorSlot
 

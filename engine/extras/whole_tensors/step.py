@@ -30,11 +30,11 @@ from zstore.format import ALIGN_NUMEL, Grid, model_array, optimizer_array, round
 from zstore.io.tensors import as_torch
 from zstore.ranks.world import World
 
+from ...optim.changes import Changes
 from ...optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, WholeStep, kernel_for
 from ...optim.lamb import Lamb
 from ...optim.rules import Kind, Rule, Stepper, register
 from ...optim.state import OptimizerState
-from ...optim.update import Changes
 from ...params.record import ParameterRecord
 from ...plan.plan import Slots, TensorSlot
 from ...runtime.device import GradientTiles
