@@ -145,7 +145,7 @@ def _load() -> ctypes.CDLL:
 
 def _own_folder() -> Path:
     """Return the folder of the user's cache; raise if others may write to it."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zstore"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zstore-kernel"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:

@@ -257,7 +257,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache, not made yet, of a process without the library of a wheel."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(native, "_WHEEL", "nothing")
-    return tmp_path / "cache" / "zstore"
+    return tmp_path / "cache" / "zstore-kernel"
 
 
 Spoil = Callable[[Path, pytest.MonkeyPatch], object]

@@ -86,7 +86,8 @@ def test_an_update_in_memory_takes_tiles_on_threads_with_the_bits_of_torch(
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
     config = {"train_batch_size": 1, "optimizer": optimizer, "zero_optimization": offload, "steps_per_print": 0}
     keys = {"activations": "disk", "activations_path": str(tmp_path)} if has_disk else {}
-    engine, *_ = zstore.initialize(model=model, config=config | {"gradient_clipping": clipping, "zstore": keys})
+    own = {"gradient_clipping": clipping, "zstore": {"host_kernel": "torch", **keys}}
+    engine, *_ = zstore.initialize(model=model, config=config | own)
     with engine:
         assert engine.training_state.state.in_place(engine.training_state.trained[0]) is not None
         for _ in range(3):
