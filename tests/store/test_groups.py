@@ -13,11 +13,11 @@ from zstore.testing.ranks import run_ranks
 
 def _in_groups_of_two(rank: int) -> dict[str, Any]:
     world = World.current()
-    groups = make_groups(world, 2)
+    within, between = make_groups(world, 2)
     second = world.second()
     found: dict[str, Any] = {}
     mine = torch.full((3,), float(rank))
-    for name, one in (("world", second), ("within", groups.within), ("between", groups.between)):
+    for name, one in (("world", second), ("within", within), ("between", between)):
         everyone = torch.empty(3 * one.world_size)
         one.all_gather(everyone, mine)
         told = torch.full((1,), float(rank))
@@ -28,8 +28,8 @@ def _in_groups_of_two(rank: int) -> dict[str, Any]:
         world.transfer(moved, 1, 2)
     found["links"] = {name: link.bytes for name, link in world.links.statistics().items() if "group" in name}
     found["sent"] = sum(world.sent_bytes.values())
-    second.release()
-    groups.release()
+    for one in (second, within, between):
+        one.release()
     return found
 
 

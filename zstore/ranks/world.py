@@ -381,23 +381,9 @@ class World:
             self.links.begin("between_groups", sent_bytes - near_bytes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Groups:
-    """This rank's two worlds beside that of all ranks. See [Note: groups]."""
-
-    within: World
-    """The ranks of this rank's group."""
-    between: World
-    """The ranks with this rank's place in all groups."""
-
-    def release(self) -> None:
-        """Destroy the process groups, once no collective on them is under way; a second call does nothing."""
-        self.within.release()
-        self.between.release()
-
-
-def make_groups(world: World, size: int) -> Groups:
-    """Return the groups of `size` ranks, which divides the world size (a collective).
+def make_groups(world: World, size: int) -> tuple[World, World]:
+    """Return this rank's worlds `within` and `between` groups of `size` ranks, which divides the world size (a collective); see
+    [Note: groups]. The caller releases both.
 
     From now on `world`, worlds made of it later, and the groups count the bytes they send as `within_group` or
     `between_groups`.
@@ -407,11 +393,11 @@ def make_groups(world: World, size: int) -> Groups:
     if world.group is not None:
         raise ValueError("groups are made of all ranks, on the default process group")
     world.near_ranks = size - 1
-    within = [range(first, first + size) for first in range(0, world.world_size, size)]
-    between = [range(first, world.world_size, size) for first in range(size)]
-    groups = Groups(within=_one_of(within, world, near_ranks=size - 1), between=_one_of(between, world, near_ranks=0))
+    groups = [range(first, first + size) for first in range(0, world.world_size, size)]
+    within = _one_of(groups, world, near_ranks=size - 1)
+    between = _one_of([range(first, world.world_size, size) for first in range(size)], world, near_ranks=0)
     world.know_connections()
-    return groups
+    return within, between
 
 
 def _one_of(groups: Sequence[range], world: World, *, near_ranks: int) -> World:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from zstore.ranks.world import World, make_groups
+from zstore.ranks.world import World
 
 from ...config.config import Config
 from ...params.sharding import Sharding
@@ -13,7 +13,7 @@ from .secondary import SecondaryShards
 
 def _exchanges(found: Exchanges, config: Config, sharding: Sharding, world: World) -> Exchanges:
     if config.secondary_size is not None and sharding.parameters:
-        found = replace(found, second_copy=SecondaryShards(make_groups(world, config.secondary_size)))
+        found = replace(found, second_copy=SecondaryShards(world, config.secondary_size))
     if config.zero.zero_quantized_weights:
         found = replace(found, gathers=QuantizedGathers())
     if config.zero.zero_quantized_gradients and sharding.gradients and world.world_size > 1 and not config.frozen:

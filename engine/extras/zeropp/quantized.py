@@ -200,11 +200,7 @@ class QuantizedReducer(_Quantized):
     def __init__(self, world: World, bits: int, *, group_size: int) -> None:
         self.bits = bits
         self.hops: Sequence[World]
-        if group_size < world.world_size:
-            groups = make_groups(world, group_size)
-            self.hops = [groups.within, groups.between]
-        else:
-            self.hops = [world.second()]
+        self.hops = make_groups(world, group_size) if group_size < world.world_size else [world.second()]
 
     def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> QuantizedReduction:
         """Begin to reduce `matrix` [world, cols] (all ranks, in one order)."""
@@ -213,8 +209,7 @@ class QuantizedReducer(_Quantized):
     def release(self) -> None:
         """Destroy the process groups, once nothing is under way."""
         for world in self.hops:
-            if world.world_size > 1:
-                world.release()
+            world.release()
 
 
 class QuantizedReduction:

@@ -18,28 +18,27 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from zstore.format import Grid
-from zstore.ranks.world import Groups, World
+from zstore.ranks.world import World, make_groups
 
 from ...params.record import ParameterRecord
 from ...zero.exchanges import SecondCopy
 
 
 class SecondaryShards(SecondCopy):
-    """The secondary shards of this rank, one of several `groups`. See [Note: the secondary shards]."""
+    """The secondary shards of this rank, one of several groups of `size` ranks. See [Note: the secondary shards]."""
 
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self._num_groups = groups.between.world_size
+    def __init__(self, world: World, size: int) -> None:
+        self._within, self._between = make_groups(world, size)
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
         self._current: set[ParameterRecord] = set()
         """Parameters whose rows have the present values."""
 
     @property
     def world(self) -> World:
-        return self._groups.within
+        return self._within
 
     def grid(self, record: ParameterRecord) -> Grid:
-        return record.grid.joined(self._num_groups)  # cuts are among those of all ranks
+        return record.grid.joined(self._between.world_size)  # cuts are among those of all ranks
 
     def has(self, records: Iterable[ParameterRecord]) -> bool:
         return all(record in self._current for record in records)
@@ -67,7 +66,8 @@ class SecondaryShards(SecondCopy):
         self._rows.clear()
 
     def release(self) -> None:
-        self._groups.release()
+        self._within.release()
+        self._between.release()
 
     @property
     def held_bytes(self) -> int:
