@@ -50,10 +50,10 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        56_540,
+        56_518,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 25_450),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_402),
+    "lines of engine": (lambda: _layout().lines("engine/"), 25_447),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_343),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_480),
     "lines of assets": (lambda: _layout().asset_lines(), 2_260),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_958),
@@ -61,7 +61,7 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 5_000),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        20_760,
+        20_757,
     ),
     "files of the core": (lambda: len(_layout().core), 30),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 7_660),
