@@ -16,9 +16,8 @@ from ..activations.offload import ActivationOffload
 from ..config.config import Config
 from ..config.resolve import BatchSizes
 from ..optim.changes import StepSettings
-from ..optim.loss_scale import LossScaler
 from ..optim.lr_schedules import LRSchedule
-from ..optim.optimizer import ZeroOptimizer
+from ..optim.optimizer import LossScaler, ZeroOptimizer
 from ..optim.state import OptimizerState
 from ..optim.update import Update
 from ..params.record import ParameterRecord, Residency

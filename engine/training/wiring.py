@@ -14,9 +14,8 @@ from ..activations.offload import ActivationOffload, make_tier
 from ..build.model import check_model, normalize_in_type_of_statistics, place_buffers
 from ..build.takeover import BuiltModel, check_store, open_run_store, warn_of_fallbacks
 from ..config.config import Config
-from ..optim.loss_scale import LossScaler
 from ..optim.lr_schedules import LRSchedule
-from ..optim.optimizer import ZeroOptimizer, group_of_parameters
+from ..optim.optimizer import LossScaler, ZeroOptimizer, group_of_parameters
 from ..optim.rules import CLIENT, check_client, codec_of, rule_of
 from ..optim.state import OptimizerState
 from ..optim.update import StepMode, Update

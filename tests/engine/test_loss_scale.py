@@ -18,7 +18,7 @@ from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.sections import Fp16Section
-from zstore.engine.optim.loss_scale import LossScaler
+from zstore.engine.optim.optimizer import LossScaler
 from zstore.errors import NonFiniteError
 from zstore.testing.ranks import run_ranks
 
