@@ -5,7 +5,7 @@ import os
 
 gc.disable()  # while it imports what follows
 
-from zstore.engine.runtime.garbage import FrozenObjects  # noqa: E402
+from zstore.engine.runtime.process import FrozenObjects  # noqa: E402
 
 FrozenObjects.frozen_before = True  # they freeze what they begin with, which need not be counted in each
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zstore.engine.build.init import Init
     from zstore.engine.build.pretrained import from_pretrained
     from zstore.engine.config.config import add_config_arguments
-    from zstore.engine.runtime.distributed import init_distributed
+    from zstore.engine.runtime.process import init_distributed
 
     from .errors import ZstoreError
     from .open.checkpoint import load_state_dict, open_checkpoint, open_checkpoint_async
@@ -52,7 +52,7 @@ _HOMES = {
     "checkpointing": "zstore.checkpointing",
     "from_pretrained": "zstore.engine.build.pretrained",
     "gather": "zstore.engine.access.gather",
-    "init_distributed": "zstore.engine.runtime.distributed",
+    "init_distributed": "zstore.engine.runtime.process",
     "initialize": "zstore.engine.api.initialize",
     "load_state_dict": "zstore.open.checkpoint",
     "open_checkpoint": "zstore.open.checkpoint",

@@ -24,7 +24,7 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 
 from zstore.engine.checkpoint.record import join_tensors
-from zstore.engine.runtime.garbage import FrozenObjects
+from zstore.engine.runtime.process import FrozenObjects
 from zstore.errors import CheckpointError, CheckpointMismatchError, UsageError
 from zstore.open.checkpoint import open_checkpoint
 

@@ -43,8 +43,7 @@ from ..checkpoint.record import ClientState, ClientValues, check_client_state, p
 from ..checkpoint.save import Checkpoints, SaveOptions
 from ..report.progress import Monitors, RunReport
 from ..report.statistics import EngineStatistics, PhaseTimes, engine_statistics
-from ..runtime.garbage import CollectorPause, FrozenObjects
-from ..runtime.signals import STOP_SIGNALS, STOPPED_EXIT_CODE, StopSignals
+from ..runtime.process import STOP_SIGNALS, STOPPED_EXIT_CODE, CollectorPause, FrozenObjects, StopSignals
 from ..training.compiled import make_compiler
 from ..training.loader import TrainingLoader, call_with, evaluating, loss_of, mean_loss, repeat, take_batches
 from ..training.training import Training

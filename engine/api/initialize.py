@@ -31,8 +31,7 @@ from ..plan.plan import hidden_size
 from ..plan.run import find_native
 from ..report.progress import open_monitors
 from ..runtime.device import Streams
-from ..runtime.distributed import init_distributed
-from ..runtime.messages import show_messages, warn_once
+from ..runtime.process import init_distributed, show_messages, warn_once
 from ..training.compiled import Compiler
 from ..training.loader import Collate, TrainingLoader
 from ..training.wiring import wire

@@ -33,9 +33,7 @@ from zstore.io.tensors import dtype_name
 from zstore.ranks.world import World
 
 from ..config.config import Config, load_config
-from ..runtime.distributed import init_distributed
-from ..runtime.garbage import CollectorPause
-from ..runtime.messages import show_messages
+from ..runtime.process import CollectorPause, init_distributed, show_messages
 from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, Built, note_built
 from .destination import builder_for
 

@@ -30,8 +30,7 @@ from zstore.ranks.world import World
 
 from ..config.config import load_config
 from ..params.record import named_parameters
-from ..runtime.distributed import init_distributed
-from ..runtime.messages import show_messages
+from ..runtime.process import init_distributed, show_messages
 from .builder import Builder
 from .destination import builder_for
 from .init import require_no_init

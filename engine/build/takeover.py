@@ -19,7 +19,7 @@ from ..config.config import Config
 from ..params.record import RowsInStore
 from ..plan.plan import Plan, Slots
 from ..plan.run import budget_of_rank, check_drives, plan_run
-from ..runtime.messages import warn_once
+from ..runtime.process import warn_once
 from .builder import Builder, Built, find_built, gone
 from .store import StoreKey, open_store, store_key
 

@@ -33,7 +33,7 @@ from zstore.store import LocalShard
 
 from ..build.model import stored_whole
 from ..runtime.device import one_thread
-from ..runtime.messages import warn_once
+from ..runtime.process import warn_once
 from .load_plan import LoadOptions, LoadPlan, LoadReport, check_saved_state, converted_moments, plan_load
 from .record import apply_record, check_record, derive_rng_state, join_tensors, load_rng_state
 

@@ -30,7 +30,7 @@ from zstore.io.tensors import as_numpy, as_torch, dtype_name, host_values
 
 from ..config.resolve import BatchSizes
 from ..optim.rules import STATE_KEY
-from ..runtime.messages import warn_once
+from ..runtime.process import warn_once
 
 if TYPE_CHECKING:
     from ..training.training import Training

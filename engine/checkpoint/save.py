@@ -45,7 +45,7 @@ from ..build.model import files_beside, stored_whole
 from ..optim.rules import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.journal import RunJournal
-from ..runtime.signals import interrupts_wait
+from ..runtime.process import interrupts_wait
 from .load import Restore
 from .load_plan import LoadOptions, LoadReport
 from .record import ClientValues, as_mapping, as_numbers, engine_record, rng_state, small_arrays, split_tensors

@@ -28,7 +28,7 @@ from ..config.optimizers import (
     WarmupLRParams,
     WarmupParams,
 )
-from ..runtime.messages import warn_once
+from ..runtime.process import warn_once
 
 _BETA2 = 0.99
 """OneCycle's second beta."""

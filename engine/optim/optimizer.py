@@ -16,7 +16,7 @@ from zstore.errors import ConfigError, NonFiniteError, UsageError
 
 from ..config.config import OptimizerConfig
 from ..config.sections import Fp16Section
-from ..runtime.messages import warn_once
+from ..runtime.process import warn_once
 from .rules import CLIENT, Groups, classes, rule_of
 
 _RULES = ("loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis", "raise_error_at_min_scale")

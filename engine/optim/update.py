@@ -53,7 +53,7 @@ from zstore.store import Stream
 
 from ..params.record import ParameterRecord, Residency
 from ..runtime.device import Event, StreamContext
-from ..runtime.signals import interrupts_wait
+from ..runtime.process import interrupts_wait
 from ..zero.fetch import Fetcher
 from ..zero.gradients import Gradients
 from .changes import Changes, StepSettings, read_ahead

@@ -20,7 +20,7 @@ from tests import warm
 from tests.engine.runs import start, step
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.engine.runtime.signals import STOP_SIGNALS, StopSignals
+from zstore.engine.runtime.process import STOP_SIGNALS, StopSignals
 from zstore.errors import UsageError
 from zstore.journal import run_of
 from zstore.ranks.world import World

@@ -13,10 +13,9 @@ from .buffers import (
 from .files import Files, NewFile, OpenFile, UserPath, is_url, make_read_only, user_location, user_path
 from .flush import Flush
 from .hostmemory import HostMemory, most_resident_bytes, read_host_memory, resident_bytes
-from .links import LinkCounters, LinkStatistics, total_of_links
 from .pinning import PinnedSlabs
 from .pool import Workers, helpful_threads, num_cores, run_in_thread
-from .queue import Priority, Ticket
+from .queue import LinkCounters, LinkStatistics, Priority, Ticket, total_of_links
 from .shards import (
     Fill,
     FillRuns,

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as torch_dist
 
 from ..errors import RankError, UsageError
-from ..io.links import LinkCounters
+from ..io.queue import LinkCounters
 from ..io.tensors import plain_memory
 from .watch import Watch
 
@@ -223,21 +223,22 @@ class World:
         for all]."""
         if error is not None and (self.world_size == 1 or self.watch.has_raised):
             raise error
-        text = None if error is None else "".join(traceback.format_exception(error))
+        failure = None if error is None else [str(self.watch.activity), "".join(traceback.format_exception(error))]
         messages = {} if error is not None else {topic: say() for topic, say in self.messages.items()}
         sent = {topic: message for topic, message in messages.items() if message is not None}
-        rows = self.all_gather_object([str(self.watch.activity), text, call, sent])
+        rows = self.all_gather_object([failure, call, sent])
         for topic in {topic for *_, sent in rows for topic in sent}:
             self.received[topic] = [sent[topic] for *_, sent in rows if topic in sent]
-        failures = {rank: text for rank, (_, text, *_) in enumerate(rows) if text is not None}
-        calls = [theirs for _, _, theirs, _ in rows]
+        places = {rank: failure[0] for rank, (failure, *_) in enumerate(rows) if failure is not None}
+        failures = {rank: rows[rank][0][1] for rank in places}
+        calls = [theirs for _, theirs, _ in rows]
         if failures or len(set(calls)) > 1:
             self.watch.agreed = True
         if error is not None:
             raise error
         if failures:
             ranks = ", ".join(map(str, failures))
-            where = f" in {rows[min(failures)][0]}" if self.watch.activity.phase else ""
+            where = f" in {places[min(failures)]}" if self.watch.activity.phase else ""
             raise RankError(
                 f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it", failures
             )

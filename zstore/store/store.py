@@ -14,9 +14,8 @@ from ..format.partition import Grid
 from ..io.buffers import Budget, Pool, Rooms, make_slab
 from ..io.closing import OF_THE_PARENT, Closing, tell_of_fork
 from ..io.files import Files
-from ..io.links import LinkCounters
 from ..io.pinning import PinnedSlabs
-from ..io.queue import IoQueue, Priority, Ticket
+from ..io.queue import IoQueue, LinkCounters, Priority, Ticket
 from ..io.shards import IoResources
 from .options import StoreOptions, StoreStatistics
 from .order import ArrayOrder

@@ -13,7 +13,7 @@ from torch import nn
 from zstore.engine.api.initialize import config_source
 from zstore.engine.api.initialize import initialize as zstore_initialize
 from zstore.engine.config.config import add_config_arguments
-from zstore.engine.runtime.distributed import init_distributed
+from zstore.engine.runtime.process import init_distributed
 from zstore.errors import UsageError
 
 from .engine import DeepSpeedEngine

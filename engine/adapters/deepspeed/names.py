@@ -62,7 +62,7 @@ MODULES = _table({
         _CHECKPOINTING: "checkpoint configure is_configured non_reentrant_checkpoint reset",
     },
     "comm comm.comm": {
-        "torch.distributed": TORCH_COMM, f"{_ENGINE}.runtime.distributed": "init_distributed",
+        "torch.distributed": TORCH_COMM, f"{_ENGINE}.runtime.process": "init_distributed",
         "utils": "get_local_rank get_world_group",
     },
     "compression.helper": {"utils": "recursive_getattr recursive_setattr"},
