@@ -29,8 +29,7 @@ import numpy as np
 import torch
 
 from bench.limits import disk_limit, limit_name
-from zstore.format.arrays import Bytes
-from zstore.format.partition import make_grid
+from zstore.format.arrays import Bytes, make_grid
 from zstore.format.shardfile import ShardLayout, checksum, finish_slots, layout_of, slot_views, stored_crcs
 from zstore.io.buffers import make_slab
 from zstore.tools.sample.models import build_model

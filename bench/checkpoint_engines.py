@@ -20,7 +20,7 @@ from zstore.checkpoint.lookahead import read_into
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import VerifyFault, verify_checkpoint
 from zstore.engine import Engine
-from zstore.format.partition import round_up
+from zstore.format.arrays import round_up
 from zstore.io.buffers import make_slab
 from zstore.testing.ranks import run_ranks
 

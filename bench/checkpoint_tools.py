@@ -10,7 +10,7 @@ import numpy as np
 from bench.process import Spec, Tell, drop_page_cache, measured, resident_bytes, serve, versions
 from zstore.checkpoint.lookahead import Range, read_into
 from zstore.checkpoint.reader import ArraySource, open_checkpoint
-from zstore.format.partition import make_grid
+from zstore.format.arrays import make_grid
 from zstore.io.buffers import make_slab
 from zstore.io.shards import open_resources
 from zstore.tools.cli import app

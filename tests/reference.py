@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from zstore.format.partition import make_grid
+from zstore.format.arrays import make_grid
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -21,8 +21,7 @@ from zstore.checkpoint.plan import SaveRequest, SaveSummary
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.save import SaveHandle, save_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import Grid, grid_in_checkpoint, make_grid
+from zstore.format.arrays import ArraySpec, Grid, grid_in_checkpoint, make_grid
 from zstore.io.files import Files
 from zstore.ranks.board import Board
 from zstore.remote.bucket import PATIENT, Retries

@@ -27,9 +27,8 @@ from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CorruptionError
-from zstore.format.arrays import ArraySpec
+from zstore.format.arrays import ArraySpec, make_grid
 from zstore.format.codecs import Codec, CodecError, decode_packed_index, encode_packed_index, parse_codec
-from zstore.format.partition import make_grid
 from zstore.format.shardfile import ShardLayout
 from zstore.io.shards import open_resources
 from zstore.tools.reshard import reshard_command

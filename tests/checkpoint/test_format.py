@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from zstore.checkpoint.format import Manifest, Record, decode_state, encode_state
 from zstore.checkpoint.metadata import array_document, encode_documents, parse_root
 from zstore.errors import CorruptionError, UsageError
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import make_grid
+from zstore.format.arrays import ArraySpec, make_grid
 from zstore.io.shards import ShardSummary
 
 JSON = st.recursive(

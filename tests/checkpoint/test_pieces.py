@@ -15,7 +15,7 @@ from tests.checkpoint.checkpoints import open_world, save_arrays, wait_all
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CorruptionError, RankError, StorageError, UsageError
-from zstore.format.partition import WHOLE_BYTES, grid_in_checkpoint, make_grid
+from zstore.format.arrays import WHOLE_BYTES, grid_in_checkpoint, make_grid
 from zstore.io.files import OpenFile
 from zstore.testing.faults import Fault, FaultyFiles
 

@@ -23,8 +23,7 @@ from zstore.checkpoint.reader import CheckpointReader, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.save import save_checkpoint
 from zstore.errors import CheckpointError, CheckpointExistsError, DiskFullError, StorageError, UsageError
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import make_grid
+from zstore.format.arrays import ArraySpec, make_grid
 from zstore.io.files import Files, OpenFile
 from zstore.testing.faults import CallingFiles
 

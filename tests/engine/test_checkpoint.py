@@ -20,7 +20,7 @@ from tests.engine.resume_runs import config, train
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.engine import Engine
 from zstore.errors import CheckpointExistsError, CheckpointMismatchError, RankError, RunFolderError, UsageError
-from zstore.format.partition import WHOLE_BYTES
+from zstore.format.arrays import WHOLE_BYTES
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 

@@ -16,9 +16,8 @@ import pytest
 from zstore.checkpoint.metadata import array_document, parse_array
 from zstore.dcp.work import PIECES_FOLDER, ArrayLayout, RankWork, RankWriter
 from zstore.errors import CheckpointError
-from zstore.format.arrays import ArraySpec
+from zstore.format.arrays import ArraySpec, make_grid
 from zstore.format.boxes import Box
-from zstore.format.partition import make_grid
 from zstore.io.shards import ShardReader, ShardSummary, open_resources
 
 Array = npt.NDArray[np.float32]

@@ -17,8 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zstore.format import FLOATING, ArraySpec, layout_of, numpy_dtype
+from zstore.format.arrays import ALIGN_NUMEL, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid, plan_reads
 from zstore.format.boxes import Box, BoxRun, flat_ranges, gather, tiles
-from zstore.format.partition import ALIGN_NUMEL, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid, plan_reads
 from zstore.tools.sample import models
 
 Shape = tuple[int, ...]

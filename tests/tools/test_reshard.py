@@ -17,7 +17,7 @@ from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointExistsError, CorruptionError, DiskFullError, StorageError, UsageError
-from zstore.format.partition import WHOLE_BYTES, make_grid
+from zstore.format.arrays import WHOLE_BYTES, make_grid
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
 from zstore.testing.faults import Fault, FaultyFiles

@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from ..format.arrays import Bytes
-from ..format.partition import round_up
+from ..format.arrays import Bytes, round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES
 from ..io.buffers import Slabs, make_slab
 from ..io.closing import Closing

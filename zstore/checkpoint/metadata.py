@@ -19,9 +19,17 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError
-from ..format.arrays import FLOAT8, FLOATING, ArraySpec, numpy_dtype
+from ..format.arrays import (
+    ALIGN_NUMEL,
+    FLOAT8,
+    FLOATING,
+    MAX_CHUNKS_PER_SHARD,
+    ArraySpec,
+    Grid,
+    extents_of_cols,
+    numpy_dtype,
+)
 from ..format.codecs import Codec, parse_codec
-from ..format.partition import ALIGN_NUMEL, MAX_CHUNKS_PER_SHARD, Grid, extents_of_cols
 from .format import brief, dump_metadata
 from .names import METADATA_FILE, array_path, groups_of
 

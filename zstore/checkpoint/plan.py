@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ..errors import StorageError, UsageError
-from ..format.arrays import ArraySpec, numpy_dtype
+from ..format.arrays import ArraySpec, Grid, make_grid, numpy_dtype
 from ..format.codecs import Codec
-from ..format.partition import Grid, make_grid
 from ..format.shardfile import layout_of
 from ..io.files import Files
 from ..io.shards import IoResources

@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError, ZstoreError
-from ..format.arrays import ArraySpec, empty_array, numpy_dtype
+from ..format.arrays import ArraySpec, Grid, empty_array, numpy_dtype, plan_reads
 from ..format.codecs import Codec
-from ..format.partition import Grid, plan_reads
 from ..format.shardfile import layout_of
 from ..io.archives import open_shard_file
 from ..io.closing import OF_THE_PARENT, Closing, tell_of_fork

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import UsageError
-from ..format.arrays import ArraySpec
+from ..format.arrays import ArraySpec, Grid, grid_in_checkpoint, make_grid
 from ..format.codecs import CODECS, Codec
-from ..format.partition import Grid, grid_in_checkpoint, make_grid
 from ..io.archives import write_packed
 from ..io.files import make_read_only
 from ..io.pool import Workers

@@ -4,6 +4,7 @@ The names below are public, for code built on the store; only the store's own pa
 """
 
 from .arrays import (
+    ALIGN_NUMEL,
     FLOAT8,
     FLOATING,
     STEM,
@@ -11,23 +12,20 @@ from .arrays import (
     Array,
     ArraySpec,
     Bytes,
+    Grid,
     buffer_array,
     client_array,
-    model_array,
-    numpy_dtype,
-    optimizer_array,
-    stored_shape,
-)
-from .boxes import Box, flat_ranges, gather, tiles
-from .partition import (
-    ALIGN_NUMEL,
-    Grid,
     grid_in_checkpoint,
     grid_of_rows,
     make_grid,
+    model_array,
+    numpy_dtype,
+    optimizer_array,
     plan_reads,
     round_up,
+    stored_shape,
 )
+from .boxes import Box, flat_ranges, gather, tiles
 from .shardfile import ShardLayout, layout_of
 
 __all__ = [

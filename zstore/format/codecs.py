@@ -23,8 +23,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from ..errors import CorruptionError
-from .arrays import Bytes
-from .partition import round_up
+from .arrays import Bytes, round_up
 from .shardfile import BLOCK_BYTES, CRC_BYTES, ShardLayout, checksum_error, encode_entries
 
 _ZSTD_MAGIC = 0xFD2FB528

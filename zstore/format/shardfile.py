@@ -24,8 +24,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from ..errors import CorruptionError
-from .arrays import Bytes, numpy_dtype
-from .partition import Grid, round_up
+from .arrays import Bytes, Grid, numpy_dtype, round_up
 
 BLOCK_BYTES = 4096
 _KEEP_INTERPRETER = 0

@@ -16,8 +16,7 @@ from ..checkpoint.format import Record
 from ..checkpoint.names import array_path, step_tag, tag_text
 from ..checkpoint.reader import ArraySource, StoredArray
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError, ZstoreError, storage_error
-from ..format.arrays import ArraySpec, Bytes
-from ..format.partition import make_grid
+from ..format.arrays import ArraySpec, Bytes, make_grid
 from ..io.files import Files
 from ..io.queue import Priority
 from ..io.shards import IoResources

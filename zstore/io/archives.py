@@ -13,9 +13,8 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from ..errors import CorruptionError
-from ..format.arrays import ArraySpec, Bytes
+from ..format.arrays import ArraySpec, Bytes, Grid, round_up
 from ..format.codecs import Codec, CodecError, decode_packed_index, encode_packed_index, packed_file_bytes
-from ..format.partition import Grid, round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, checksum_error, layout_of
 from .buffers import Buffer
 from .files import NewFile

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..format.arrays import Bytes
-from ..format.partition import round_up
+from ..format.arrays import Bytes, round_up
 from .buffers import HUGE_PAGE_BYTES, make_slab
 from .pool import Workers, num_cores
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import CorruptionError, StorageError, UsageError
-from ..format.arrays import ArraySpec, Bytes
-from ..format.partition import Grid
+from ..format.arrays import ArraySpec, Bytes, Grid
 from ..format.shardfile import ShardLayout, check_index, encode_index, layout_of, slot_views, small_index
 from .buffers import Buffer, Pool, make_slab
 from .files import LARGE_BYTES, Files

@@ -16,8 +16,7 @@ import numpy as np
 from ..checkpoint.names import array_path, groups_of
 from ..checkpoint.reader import ArraySource
 from ..errors import UsageError
-from ..format.arrays import Array, ArraySpec, numpy_dtype
-from ..format.partition import Grid, make_grid
+from ..format.arrays import Array, ArraySpec, Grid, make_grid, numpy_dtype
 from ..store import TensorStore
 from ..store.tiers.base import View, copy_into, copy_out
 

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Seque
 from typing import Any, Literal, TypeVar
 
 from ..errors import UsageError
-from ..format.arrays import numpy_dtype
-from ..format.partition import round_up
+from ..format.arrays import numpy_dtype, round_up
 from ..io.buffers import PAGE_BYTES, Buffer, Pool
 from ..io.pool import Workers
 from ..io.queue import Ticket

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import UsageError
-from ..format.arrays import Array, ArraySpec, numpy_dtype
-from ..format.partition import Grid
+from ..format.arrays import Array, ArraySpec, Grid, numpy_dtype
 from ..io.buffers import Budget, Pool, Rooms, make_slab
 from ..io.closing import OF_THE_PARENT, Closing, tell_of_fork
 from ..io.files import Files

@@ -23,8 +23,7 @@ import numpy as np
 import pytest
 
 from ..errors import StorageError, UsageError
-from ..format.arrays import Array, ArraySpec, numpy_dtype
-from ..format.partition import make_grid
+from ..format.arrays import Array, ArraySpec, make_grid, numpy_dtype
 from ..format.shardfile import layout_of, slot_views
 from ..io.queue import Priority
 from ..io.shards import IoResources, ShardReader, ShardSummary, open_resources

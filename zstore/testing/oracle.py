@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..format.arrays import Array, ArraySpec, numpy_dtype
-from ..format.partition import Grid
+from ..format.arrays import Array, ArraySpec, Grid, numpy_dtype
 
 
 def random_values(dtype: str, numel: int, seed: int = 0) -> Array:

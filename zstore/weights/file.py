@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..format.arrays import Bytes
-from ..format.partition import round_up
+from ..format.arrays import Bytes, round_up
 from ..io.buffers import PAGE_BYTES, Slabs
 from ..io.files import Files, OpenFile
 

@@ -14,8 +14,7 @@ from zstore.engine.plan.placement import fill_device, make_plan, spread_turn
 from zstore.engine.plan.plan import FP32, Need, PlacementSettings, Places, Plan, describe
 from zstore.engine.plan.run import check_device
 from zstore.errors import BudgetError
-from zstore.format.arrays import ArraySpec
-from zstore.format.partition import make_grid
+from zstore.format.arrays import ArraySpec, make_grid
 from zstore.sizes import format_bytes
 from zstore.store import SMALL_SHARD_BYTES, StoreOptions, TensorStore
 

@@ -26,8 +26,8 @@ from ...checkpoint.format import Record, dump_metadata
 from ...checkpoint.names import ABORT_FILE, LATEST_FILE, MANIFEST_FOLDER, METADATA_FILE, RECORD_FILE, manifest_file
 from ...checkpoint.reader import StoredArray, checked_manifest, checked_metadata
 from ...errors import CorruptionError, UsageError
+from ...format.arrays import round_up
 from ...format.codecs import decode_packed_index, most_stored_bytes, packed_file_bytes
-from ...format.partition import round_up
 from ...format.shardfile import BLOCK_BYTES, CRC_BYTES, check_index, checksum_error, layout_of
 
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from ...errors import UsageError
-from ...format.arrays import Array, ArraySpec, Bytes, numpy_dtype
-from ...format.partition import Grid
+from ...format.arrays import Array, ArraySpec, Bytes, Grid, numpy_dtype
 from ...io.queue import Priority, Ticket
 from ...io.shards import IoResources, ShardSummary
 

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from ...errors import StorageError, UsageError
-from ...format.arrays import Array, Bytes
-from ...format.partition import Grid
+from ...format.arrays import Array, Bytes, Grid
 from ...format.shardfile import finish_slots, layout_of
 from ...io.queue import Priority, Ticket, wait_all
 from ...io.shards import IoResources, ShardSummary, make_shard_file

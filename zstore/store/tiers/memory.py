@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import UsageError
-from ...format.arrays import Bytes, numpy_dtype
-from ...format.partition import Grid, round_up
+from ...format.arrays import Bytes, Grid, numpy_dtype, round_up
 from ...io.buffers import HUGE_PAGE_BYTES, Budget, make_slab
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
