@@ -17,7 +17,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 32, "iteration": 39, "save": 40, "load": 53, "reshard": 35, "consolidate": 36, "initialize": 86}
+JOURNEYS = {"step": 32, "iteration": 39, "save": 40, "load": 51, "reshard": 33, "consolidate": 34, "initialize": 79}
 
 
 @cache
