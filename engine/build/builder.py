@@ -19,28 +19,29 @@ other ranks.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
-from contextlib import closing
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from crc32c import crc32c
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, make_grid
 from zstore.io import return_free_memory
 from zstore.io.closing import closing_with
-from zstore.io.tensors import as_bytes, as_torch, dtype_name, plain_memory
+from zstore.io.tensors import as_bytes, as_torch, dtype_name, plain_memory, torch_dtype
 from zstore.ranks.world import World
 from zstore.store import LocalShard, TensorStore, TierName
 
 from ..params.record import view_of_one_nan
-from .guard import BuildingGuard
 
-FillRows = Callable[[int, torch.Tensor], None]
+FillRows = Callable[[int, torch.Tensor], Any]
 """`fill(first, out)` sets `out`, 1-D on the CPU, to a parameter's flat elements from `first` on."""
 
 DEFAULT_LIVE_BYTES = 64 * 1024 * 1024
@@ -89,6 +90,60 @@ class Built:
         )
 
 
+class BuildingGuard:
+    """Lets a call, `state_dict()` and `load_state_dict()` of modules with released parameters raise, with advice, in place of
+    NaN."""
+
+    def __init__(self) -> None:
+        self._suspended = 0
+        self.lets_state_dicts_pass = False
+        """Whether released parameters may be in a state dict, as NaN."""
+        self._handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+    def watch(self, builder: Builder) -> None:
+        """Watch over all modules that have released parameters; they keep the builder alive."""
+
+        def before(module: nn.Module, *others: Any) -> None:
+            self._check(module, builder)
+
+        def before_state_dict(module: nn.Module, *others: Any) -> None:
+            if not self.lets_state_dicts_pass:
+                self._check(module, builder)
+
+        for module in builder.owners():
+            if module not in self._handles:
+                self._handles[module] = [
+                    module.register_forward_pre_hook(before),
+                    module.register_state_dict_pre_hook(before_state_dict),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(before),  # type: ignore[no-untyped-call]
+                ]
+
+    def _check(self, module: nn.Module, builder: Builder) -> None:
+        for name, parameter in () if self._suspended else module.named_parameters(recurse=False):
+            built = builder.find(parameter)
+            if built is not None and built.placeholder is not None:
+                raise UsageError(
+                    f"parameter {name!r} of this {type(module).__name__} was built within zstore.Init, so its values rest "
+                    "in shards: give the model to zstore.initialize() first, or read and change it within "
+                    "`with zstore.gather(model, modifier_rank=0):` or the same `with init:`"
+                )
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Allow everything for the length of a `with` block."""
+        self._suspended += 1
+        try:
+            yield
+        finally:
+            self._suspended -= 1
+
+    def let_go(self, model: nn.Module) -> None:
+        """Take the hooks off the modules of `model`."""
+        for module in model.modules():
+            for handle in self._handles.pop(module, []):
+                handle.remove()
+
+
 class Builder:
     """The parameters that `zstore.Init` and `from_pretrained` release, in one store."""
 
@@ -115,16 +170,11 @@ class Builder:
         self.is_closed = False
         self.is_handed_over = False
         """The store is somebody else's to close."""
-        self.guard = BuildingGuard(self.holds)
+        self.guard = BuildingGuard()
         self._finalizer = closing_with(self, store.close)
         _builders.add(self)
 
     # -- which ------------------------------------------------------------------------------------------------------
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter's values are here and not in its own memory."""
-        built = self.find(parameter)
-        return built is not None and built.placeholder is not None
 
     def find(self, tensor: torch.Tensor) -> Built | None:
         """Return the record of a parameter, None for any other tensor."""
@@ -148,14 +198,9 @@ class Builder:
         self._by_id[id(parameter)] = built
         return built
 
-    def enter_at_rest(self, parameter: nn.Parameter, owner: nn.Module, label: str, fill: FillRows) -> None:
+    def register_stored(self, parameter: nn.Parameter, owner: nn.Module, label: str, fill: FillRows) -> None:
         """Register a released parameter whose rows `fill` sets; its memory is not read."""
-        built = self._note(parameter, owner, label)
-        rows = self._make_rows(built, parameter)
-        with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:
-            for tile in tiles:
-                fill(rows.base + tile.first, as_torch(tile.views[0]))
-        self.set_placeholder(built, parameter)
+        self._fill(self._note(parameter, owner, label), parameter, fill)
 
     def _note_live(self, built: Built, parameter: nn.Parameter) -> None:
         counts = self._statistics
@@ -187,7 +232,11 @@ class Builder:
         if parameter is None:
             return
         if built.placeholder is not None:
-            parameter.data = self._empty(built) if overwritten else self.whole(built)
+            if overwritten:
+                spec = _rows_of(built).spec
+                parameter.data = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=built.device)
+            else:
+                parameter.data = self.whole(built)
             built.placeholder = None
         self._note_live(built, parameter)
 
@@ -207,12 +256,7 @@ class Builder:
         Of two parameters that share memory both stay: the engine refuses them by name.
         """
         self._sweep()
-        seen: dict[int, int] = {}
-        for built in self._live.values():
-            parameter = built.ref()
-            if parameter is not None:
-                address = parameter.data_ptr()
-                seen[address] = seen.get(address, 0) + 1
+        seen = Counter(p.data_ptr() for built in self._live.values() if (p := built.ref()) is not None)
         for built in list(self._live.values()):
             parameter = built.ref()
             if parameter is not None and seen[parameter.data_ptr()] == 1:
@@ -221,20 +265,15 @@ class Builder:
     def release(self, built: Built, parameter: nn.Parameter) -> None:
         """Write this rank's rows to the store, and free the memory."""
         values = plain_memory(parameter.data).view(-1)
-        rows = self._rows_for(built, parameter)
         if self.world.world_size > 1 and self.from_rank_0:
             self.world.broadcast(values)
         elif self.world.world_size > 1:
             built.crc = crc32c(as_bytes(values.cpu()))
-        mine = values[rows.base :][: rows.valid_numel]
-        with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:
-            for tile in tiles:
-                as_torch(tile.views[0]).copy_(mine[tile.first : tile.stop])
-        self.set_placeholder(built, parameter)
+        self._fill(built, parameter, lambda first, out: out.copy_(values[first : first + out.numel()]))
         self._freed_bytes += values.nbytes
         if self._freed_bytes >= _TRIM_BYTES:
             self._freed_bytes = 0
-            del values, mine
+            del values
             return_free_memory()
 
     def set_placeholder(self, built: Built, parameter: nn.Parameter) -> None:
@@ -243,24 +282,22 @@ class Builder:
         parameter.data = built.placeholder
         self._note_not_live(built)
 
-    def _rows_for(self, built: Built, parameter: nn.Parameter) -> LocalShard:
-        """Return the array for a parameter as it is now: the present one, or a new one if shape or type have changed."""
-        rows = built.rows
-        kind = tuple(parameter.shape), dtype_name(parameter.dtype)
-        if rows is not None and (rows.spec.shape, rows.spec.dtype) == kind:
-            return rows
-        self._drop_rows(built)
-        return self._make_rows(built, parameter)
-
-    def _make_rows(self, built: Built, parameter: nn.Parameter) -> LocalShard:
-        """Create the array of a parameter, all zeros."""
+    def _fill(self, built: Built, parameter: nn.Parameter, fill: FillRows) -> None:
+        """Set the parameter's rows in the store, and release it."""
         shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
-        spec = ArraySpec(name=f"building/{built.number}", shape=shape, dtype=dtype)
-        grid = make_grid(spec.stored_shape, self.world.world_size)
-        self.store.create(spec, grid=grid, shard=self.world.rank, tier=self._tier)
-        built.rows, built.device = self.store.local(spec.name), parameter.device
-        self._statistics.resting_bytes += built.rows.nbytes
-        return built.rows
+        rows = built.rows
+        if rows is None or (rows.spec.shape, rows.spec.dtype) != (shape, dtype):
+            self._drop_rows(built)
+            spec = ArraySpec(name=f"building/{built.number}", shape=shape, dtype=dtype)
+            grid = make_grid(spec.stored_shape, self.world.world_size)
+            self.store.create(spec, grid=grid, shard=self.world.rank, tier=self._tier)
+            rows = built.rows = self.store.local(spec.name)
+            built.device = parameter.device
+            self._statistics.resting_bytes += rows.nbytes
+        with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:
+            for tile in tiles:
+                fill(rows.base + tile.first, as_torch(tile.views[0]))
+        self.set_placeholder(built, parameter)
 
     def _drop_rows(self, built: Built) -> None:
         rows, built.rows = built.rows, None
@@ -273,28 +310,24 @@ class Builder:
     def own_rows(self, built: Built) -> torch.Tensor:
         """Return this rank's rows of a released parameter, 1-D on the CPU, in memory of their own."""
         rows = _rows_of(built)
-        out = torch.empty(rows.valid_numel, dtype=_dtype(rows))
+        out = torch.empty(rows.valid_numel, dtype=torch_dtype(rows.spec.dtype))
         self._read_into(rows, out)
         return out
 
     def _read_into(self, rows: LocalShard, out: torch.Tensor) -> None:
         if self.is_closed:
-            raise gone()
+            raise model_deleted_error()
         # Not `read`: its ticket would go on using the memory for an unknown time.
         with closing(self.store.stream([[rows.spec.name]], "read")) as tiles:
             for tile in tiles:
                 out[tile.first : tile.stop].copy_(as_torch(tile.views[0]))
-
-    def _empty(self, built: Built) -> torch.Tensor:
-        rows = _rows_of(built)
-        return torch.empty(rows.spec.shape, dtype=_dtype(rows), device=built.device)
 
     def whole(self, built: Built) -> torch.Tensor:
         """Return the values of a released parameter, on the device on which it was built (all ranks)."""
         rows, world = _rows_of(built), self.world
         if world.world_size == 1:
             return self.own_rows(built).view(rows.spec.shape).to(built.device)
-        mine = torch.zeros(rows.grid.shard_numel, dtype=_dtype(rows))
+        mine = torch.zeros(rows.grid.shard_numel, dtype=torch_dtype(rows.spec.dtype))
         error: Exception | None = None
         try:
             self._read_into(rows, mine[: rows.valid_numel])
@@ -386,7 +419,7 @@ def is_built(parameter: nn.Parameter) -> bool:
     return parameter in _with_init
 
 
-def gone() -> UsageError:
+def model_deleted_error() -> UsageError:
     """Return the error of a model whose store is closed."""
     return UsageError("the values of this model were dropped when its zstore.Init was closed: build it again")
 
@@ -395,11 +428,6 @@ def _rows_of(built: Built) -> LocalShard:
     if built.rows is None:
         raise UsageError(f"{built.label} is not in the store")
     return built.rows
-
-
-def _dtype(rows: LocalShard) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, rows.spec.dtype)
-    return dtype
 
 
 def _is_sole_owner(parameter: nn.Parameter) -> bool:

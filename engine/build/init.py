@@ -35,7 +35,7 @@ from zstore.ranks.world import World
 from ..config.config import Config, load_config
 from ..runtime.process import CollectorPause, init_distributed, show_messages
 from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, Built, note_built
-from .destination import builder_for
+from .store import builder_for
 
 
 class Init(AbstractContextManager["Init"]):
@@ -167,7 +167,7 @@ class Init(AbstractContextManager["Init"]):
         except Exception as failure:
             error = error or failure
         owners = builder.owners()
-        builder.guard.watch(owners)
+        builder.guard.watch(builder)
         try:
             builder.agree_on_values(error)
             if not owners:

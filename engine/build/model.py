@@ -174,7 +174,7 @@ def save_config(model: nn.Module, folder: Path) -> None:
             config.save_pretrained(folder)
 
 
-def files_beside(model: nn.Module, config: Config) -> Callable[[CheckpointReader], list[str]] | None:
+def companion_files(model: nn.Module, config: Config) -> Callable[[CheckpointReader], list[str]] | None:
     """Return a writer of the model's config, and of its weights as it computes with them if the config asks for them, beside
     the arrays of a checkpoint (rank 0); None if there is neither."""
     gathers = config.zero.stage3_gather_16bit_weights_on_model_save

@@ -25,16 +25,16 @@ from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, list
 from zstore.format import FLOAT8
 from zstore.interop.huggingface import StoredWeight, WeightsReader
 from zstore.io import UserPath, return_free_memory, user_path
-from zstore.io.tensors import as_numpy
+from zstore.io.tensors import as_numpy, torch_dtype
 from zstore.ranks.world import World
 
 from ..config.config import load_config
 from ..params.record import named_parameters
 from ..runtime.process import init_distributed, show_messages
 from .builder import Builder
-from .destination import builder_for
 from .init import require_no_init
 from .model import stored_buffers
+from .store import builder_for
 
 T = TypeVar("T")
 
@@ -70,7 +70,9 @@ def from_pretrained(cls: Any, folder: UserPath, *, config: Any = None, dtype: to
     with world.agreeing():
         reader = WeightsReader(path)
     with world.agreeing():
-        model, found = _skeleton(cls, reader, dtype)
+        with _parameters_on_meta():
+            model = _build(cls, reader.folder, dtype)
+        found = match_weights(model, reader)
     filling = _Filling(reader, dtype, builder_for(loaded, world)[0])
     with world.agreeing():
         filling.fill(model, found)
@@ -78,13 +80,6 @@ def from_pretrained(cls: Any, folder: UserPath, *, config: Any = None, dtype: to
 
 
 # -- the skeleton -----------------------------------------------------------------------------------------------------
-
-
-def _skeleton(cls: Any, reader: WeightsReader, dtype: torch.dtype | None) -> tuple[nn.Module, dict[str, StoredWeight]]:
-    """Return the model with parameters on the meta device, and the tensor in the files of each parameter and buffer."""
-    with _parameters_on_meta():
-        model = _build(cls, reader.folder, dtype)
-    return model, match_weights(model, reader)
 
 
 @contextmanager
@@ -110,7 +105,7 @@ def _parameters_on_meta() -> Iterator[None]:
 def _build(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
     options = {} if dtype is None else {"dtype": dtype}
     if callable(getattr(cls, "from_config", None)) or callable(getattr(cls, "_from_config", None)):
-        from transformers import AutoConfig
+        from transformers import AutoConfig, GenerationConfig
 
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -119,7 +114,8 @@ def _build(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
         # The automatic classes have the one, those of a model the other.
         build = cls.from_config if callable(getattr(cls, "from_config", None)) else cls._from_config
         model = build(config, **options)
-        _take_generation_config(model, folder)
+        if (folder / "generation_config.json").is_file() and getattr(model, "generation_config", None) is not None:
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     else:
         model = cls()
     if not isinstance(model, nn.Module):
@@ -128,13 +124,6 @@ def _build(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
             f"which gives {type(model).__name__}"
         )
     return model
-
-
-def _take_generation_config(model: Any, folder: Path) -> None:
-    if (folder / "generation_config.json").is_file() and getattr(model, "generation_config", None) is not None:
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
 # -- which tensor is which --------------------------------------------------------------------------------------------
@@ -238,11 +227,13 @@ class _Filling:
                 return_free_memory()
         self._buffers(model, found)
         if self._builder is not None:
-            self._builder.guard.watch(self._builder.owners())
+            self._builder.guard.watch(self._builder)
 
     def _parameter(self, meta: nn.Parameter, weight: StoredWeight, spot: tuple[nn.Module, str]) -> nn.Parameter:
         """Return a parameter with the values of `weight`, in the store or in memory."""
-        dtype = self._type_of(weight)
+        dtype = torch_dtype(weight.dtype)
+        if self._dtype is not None and dtype.is_floating_point:
+            dtype = self._dtype
         if not dtype.is_floating_point and meta.requires_grad:
             raise CheckpointMismatchError(
                 f"{weight.name!r} in {weight.path} is of type {weight.dtype}, but is to be trained: from_pretrained() does "
@@ -255,18 +246,14 @@ class _Filling:
         if self._builder is not None and rests:
             module, attribute = spot
             label = f"{attribute!r} of a {type(module).__name__}"
-            self._builder.enter_at_rest(parameter, module, label, lambda first, out: self._read(weight, first, out))
+            self._builder.register_stored(parameter, module, label, lambda first, out: self._read(weight, first, out))
         else:
             self._read(weight, 0, parameter.data.view(-1))
         return parameter
 
-    def _type_of(self, weight: StoredWeight) -> torch.dtype:
-        stored: torch.dtype = getattr(torch, weight.dtype)
-        return self._dtype if self._dtype is not None and stored.is_floating_point else stored
-
     def _read(self, weight: StoredWeight, first: int, out: torch.Tensor) -> None:
         """Fill `out`, 1-D on the CPU, with flat elements of `weight` from `first` on, cast to its type."""
-        stored: torch.dtype = getattr(torch, weight.dtype)
+        stored = torch_dtype(weight.dtype)
         target = out if out.dtype == stored else torch.empty(out.numel(), dtype=stored)
         if target.numel():
             self._reader.read_into(weight, first, as_numpy(target))
@@ -278,7 +265,7 @@ class _Filling:
         for name, buffer in model.named_buffers():
             weight = found.get(name) if name in stored else None
             if weight is not None and not buffer.is_meta:
-                values = torch.empty(weight.shape, dtype=getattr(torch, weight.dtype))
+                values = torch.empty(weight.shape, dtype=torch_dtype(weight.dtype))
                 self._read(weight, 0, values.view(-1))
                 buffer.copy_(values)
             elif buffer.is_meta:

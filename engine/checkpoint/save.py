@@ -41,7 +41,7 @@ from zstore.remote.service import UploadPlace
 from zstore.remote.upload import save_to_url
 from zstore.store import PinnedShard, Snapshot
 
-from ..build.model import files_beside, stored_whole
+from ..build.model import companion_files, stored_whole
 from ..optim.rules import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.journal import RunJournal
@@ -243,7 +243,7 @@ class Checkpoints:
         of_ranks = {name: state.grid_of_ranks(one, name) for one, name in arrays}
         grids = {name: state.grid_in_files(one, name) for one, name in arrays}
         pieces = {name: grid for name, grid in of_ranks.items() if grids[name] != grid}
-        reserve_bytes, before_commit = self._reserved(options, folder), files_beside(training.model, training.config)
+        reserve_bytes, before_commit = self._reserved(options, folder), companion_files(training.model, training.config)
         pins: dict[str, PinnedShard] = {}
         try:
             state.transfers.synchronize()  # the save reads memory of the device from threads of its own

@@ -10,7 +10,7 @@ from torch import nn
 from zstore.io import return_free_memory
 
 from ..build.model import own_memory, place_parameter
-from ..build.takeover import BuiltModel
+from ..build.store import BuiltModel
 from ..config.config import Config
 from ..optim.state import OptimizerState
 from ..params.record import PRECISIONS, ParameterRecord, RowsInStore, make_record

@@ -12,7 +12,7 @@ from zstore.ranks.world import World, agree_any
 from ..activations.checkpointing import checkpoint_blocks
 from ..activations.offload import ActivationOffload, make_tier
 from ..build.model import check_model, normalize_in_type_of_statistics, place_buffers
-from ..build.takeover import BuiltModel, check_store, open_run_store, warn_of_fallbacks
+from ..build.store import BuiltModel, check_store, open_run_store, warn_of_fallbacks
 from ..config.config import Config
 from ..optim.lr_schedules import LRSchedule
 from ..optim.optimizer import LossScaler, ZeroOptimizer, group_of_parameters
