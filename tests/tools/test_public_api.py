@@ -64,7 +64,7 @@ def test_reading_needs_no_torch() -> None:
 
 
 def test_the_page_names_what_may_be_built_on_and_nothing_else() -> None:
-    section = PAGE.read_text(encoding="utf-8").partition("## For extension")[2]
+    section = PAGE.read_text(encoding="utf-8").partition("## API for extensions")[2]
     named = set(re.findall(r"`(\w+)`", section.partition("| package |")[2]))
     assert named == {name for package in BUILT_ON for name in import_module(package).__all__}
 
