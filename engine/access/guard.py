@@ -179,7 +179,9 @@ class ParameterGuard:
                 "they are being updated then: change them after step()"
             )
         self._update.drain()
-        self._take_over(() if self._update.torn else written)  # else its next use raises
+        self._state.follow_parameters([] if self._update.torn else self._apart(written))  # else its next use raises
+        if self._units is not None:
+            self._units.forget()
         for record in written:
             record.note_version()
         sharded = [record for record in written if record.residency is not Residency.RESIDENT]
@@ -191,20 +193,6 @@ class ParameterGuard:
                 "offloaded: the values were written to memory that is not kept. Write them within `with "
                 "zstore.gather(parameter, modifier_rank=0):`, or call engine.set_full_parameter(name, values)"
             )
-
-    def _take_over(self, written: Sequence[ParameterRecord]) -> None:
-        """Let the masters of resident parameters follow a script's changes in place, each rank its own rows: an element whose
-        bits differ from its master's becomes the master, others keep the digits that the parameter does not have.
-        Gathered values are forgotten."""
-        apart = self._apart(written)
-        with self._state.passing([[model_array(record.name)] for record in apart], "update") as tiles:
-            for tile in tiles:
-                master, own = as_torch(tile.views[0]), apart[tile.group].owned()[tile.first : tile.stop]
-                own = own.to(master.device)
-                differs = _as_integers(own) != _as_integers(master.to(own.dtype))
-                master.copy_(torch.where(differs, own.float(), master))
-        if self._units is not None:
-            self._units.forget()
 
     def _apart(self, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
         """Return those that are resident, and whose master of this rank's rows is other memory."""
@@ -349,11 +337,6 @@ class ParameterGuard:
     def __reduce__(self) -> tuple[Any, ...]:
         """Let copies and pickles of the model have hooks that do nothing."""
         return _watches_nothing, ()
-
-
-def _as_integers(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of floating values."""
-    return values.view(torch.int32 if values.itemsize == 4 else torch.int16)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

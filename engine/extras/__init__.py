@@ -14,16 +14,8 @@ from .whole_tensors.section import AdafactorParams, LambParams, MuonParams
 
 add_section("sparse_attention", Pattern)
 add_section("elasticity", ElasticitySection)
-OPTIMIZERS.update(
-    {
-        "Lamb": LambParams,
-        "Adafactor": AdafactorParams,
-        "Muon": MuonParams,
-        "OneBitAdam": OneBitAdamParams,
-        "ZeroOneAdam": ZeroOneAdamParams,
-        "OneBitLamb": OneBitLambParams,
-    }
-)
+for _params in (LambParams, AdafactorParams, MuonParams, OneBitAdamParams, ZeroOneAdamParams, OneBitLambParams):
+    OPTIMIZERS[_params.__name__.removesuffix("Params")] = _params
 
 
 def register_parts() -> None:

@@ -111,7 +111,7 @@ class ElasticitySection(Section):
         return batch, micro, share // micro
 
     def notices(self, settings: Any) -> Iterator[Notice]:
-        for key in _sizes_beside(settings):
+        for key in (key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")):
             if self.ignore_non_elastic_batch_info:
                 yield Notice(Status.NO_EFFECT, "elasticity gives the batch sizes", (key,))
             else:
@@ -125,10 +125,6 @@ class ElasticitySection(Section):
                 self.batch()
         except ValueError as error:
             yield Notice(Status.WRONG, str(error), ("elasticity",))
-
-
-def _sizes_beside(settings: Any) -> list[str]:
-    return [key for key in BATCH_KEYS if getattr(settings, key) not in (None, "auto")]
 
 
 def compute_elastic_config(

@@ -233,16 +233,14 @@ class TorchKernel(Kernel):
         self._left = {n: v for n, v in self._optimizer.state.get(self._proxy, {}).items() if v is not None}
         self._made |= made
         self._optimizer.state.clear()
-        self.slots = tuple(name for name, value in self._left.items() if self._is_slot(value))
+        shape = (self._PROBE_NUMEL,)
+        self.slots = tuple(n for n, v in self._left.items() if isinstance(v, torch.Tensor) and v.shape == shape)
         odd = [n for n, v in self._left.items() if n not in self.slots and torch.as_tensor(v).dim() > 0]
         if odd:
             raise UsageError(
                 f"optimizer {kind.__name__}: its state {odd[0]!r} is neither of the parameter's shape nor a scalar, so it "
                 "cannot be cut into tiles; use an element-wise optimizer"
             )
-
-    def _is_slot(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value.shape == (self._PROBE_NUMEL,)
 
     def present(self, scalars: Scalars) -> dict[str, Any]:
         """Return the scalars of the class's own state: tensors, or Python numbers of its type."""

@@ -106,30 +106,40 @@ def _between(least: Sequence[float], most: Sequence[float], share: float) -> lis
     return [low + (high - low) * share for low, high in zip(least, most, strict=True)]
 
 
-class _Climb:
-    """The share of a warm-up that is done, from 0 to 1: log(s + 1) / log(n) or s / n at iteration s < n."""
+class _Warmup(NamedSchedule):
+    """A schedule that begins with a warm-up, in which a share goes from `_least_share` to 1: as log(s + 1) / log(n) or s / n
+    at iteration s < n. At the first step the share is 0."""
 
-    def __init__(self, params: WarmupParams) -> None:
-        self.num_steps = max(2, int(params.warmup_num_steps))
+    _least_share = 0.0
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: WarmupParams) -> None:
+        self._warm = self._total = max(2, int(params.warmup_num_steps))
         self._shape = params.warmup_type
-
-    def share(self, iteration: int) -> float:
-        """Return the share at an iteration of the warm-up."""
-        if self._shape == "log":
-            return 1.0 / math.log(self.num_steps) * math.log(iteration + 1)
-        return iteration / self.num_steps
-
-    def check_before(self, total_num_steps: int) -> None:
-        """Warn of a warm-up longer than the training."""
-        if total_num_steps < self.num_steps:
+        if isinstance(params, WarmupDecayLRParams | WarmupCosineLRParams):
+            self._total = int(params.total_num_steps)
+        if self._total < self._warm:
             warn_once(
                 "scheduler.params: total_num_steps %d is less than warmup_num_steps %d, so the warm-up does not end in it",
-                total_num_steps,
-                self.num_steps,
+                self._total,
+                self._warm,
             )
+        super().__init__(optimizer)
+
+    def _share(self) -> float:
+        step = self.last_batch_iteration
+        if step < 0:
+            return 0.0
+        if step >= self._warm:
+            return self._after(step)
+        done = 1.0 / math.log(self._warm) * math.log(step + 1) if self._shape == "log" else step / self._warm
+        return self._least_share + done * (1.0 - self._least_share)
+
+    def _after(self, step: int) -> float:
+        """Return the share after the warm-up."""
+        return 1.0
 
 
-class WarmupLR(NamedSchedule):
+class WarmupLR(_Warmup):
     """The learning rate climbs from `warmup_min_lr` to `warmup_max_lr` within `warmup_num_steps`, and stays there.
 
     `warmup_max_lr` None: each parameter group's own learning rate.
@@ -141,89 +151,35 @@ class WarmupLR(NamedSchedule):
             self._most = [float(group["lr"]) for group in optimizer.param_groups]
         else:
             self._most = _per_group(optimizer, params, "warmup_max_lr")
-        self._climb = _Climb(params)
-        super().__init__(optimizer)
+        super().__init__(optimizer, params)
 
     def get_lr(self) -> list[Any]:
         return _between(self._least, self._most, self._share())
-
-    def _share(self) -> float:
-        step = self.last_batch_iteration
-        if step < 0:
-            return 0.0
-        return self._climb.share(step) if step < self._climb.num_steps else self._after(step)
-
-    def _after(self, step: int) -> float:
-        """Return the share after the warm-up."""
-        return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
     """As WarmupLR; after the warm-up the distance to `warmup_min_lr` falls linearly, to 0 at `total_num_steps`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, params: WarmupDecayLRParams) -> None:
-        self._total = int(params.total_num_steps)
-        super().__init__(optimizer, params)
-        self._climb.check_before(self._total)
-
     def _after(self, step: int) -> float:
-        return max(0.0, float(self._total - step) / max(1.0, self._total - self._climb.num_steps))
+        return max(0.0, float(self._total - step) / max(1.0, self._total - self._warm))
 
 
-class WarmupCosineLR(NamedSchedule):
+class WarmupCosineLR(_Warmup):
     """Each group's own learning rate times a ratio: it climbs from `warmup_min_ratio` to 1, then falls along half a
     cosine wave to `cos_min_ratio` at `total_num_steps`, and stays there. At the first step it is 0."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: WarmupCosineLRParams) -> None:
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self._total = int(params.total_num_steps)
-        self._first, self._last = params.warmup_min_ratio, params.cos_min_ratio
-        self._climb = _Climb(params)
-        self._climb.check_before(self._total)
-        super().__init__(optimizer)
+        self._least_share, self._last = params.warmup_min_ratio, params.cos_min_ratio
+        super().__init__(optimizer, params)
 
     def get_lr(self) -> list[Any]:
-        ratio = self._ratio()
+        ratio = self._share()
         return [rate * ratio for rate in self._rates]
 
-    def _ratio(self) -> float:
-        step, warm = self.last_batch_iteration, self._climb.num_steps
-        if step < 0:
-            return 0.0
-        if step < warm:
-            return self._first + self._climb.share(step) * (1.0 - self._first)
-        done = min(1.0, (step - warm + 1) / max(1, self._total - warm))
+    def _after(self, step: int) -> float:
+        done = min(1.0, (step - self._warm + 1) / max(1, self._total - self._warm))
         return max(0.0, self._last + (1.0 - self._last) * ((1 + math.cos(math.pi * done)) / 2))
-
-
-class _Cycle:
-    """The shape of a cycle: a climb and a fall, each a line, or stairs if their number is above 0."""
-
-    def __init__(self, params: OneCycleParams) -> None:
-        second, stairs = params.cycle_second_step_size, params.cycle_second_stair_count
-        self.first = float(params.cycle_first_step_size)
-        """Steps of the climb."""
-        self.second = self.first if second is None else float(second)
-        self.first_stairs = params.cycle_first_stair_count
-        self.second_stairs = self.first_stairs if stairs is None else stairs
-
-    @property
-    def total(self) -> float:
-        """Steps of the cycle."""
-        return self.first + self.second
-
-    def height(self, steps: int) -> float:
-        """Return the height of the cycle after so many steps, from 0 to 1."""
-        turn = self.first / self.total
-        done = 1.0 + steps / self.total - math.floor(1 + steps / self.total)
-        stairs = self.first_stairs if done <= turn else self.second_stairs
-        if stairs <= 0:
-            return done / turn if done <= turn else (done - 1) / (turn - 1)
-        # Counted in steps: the share just computed may be a rounding error below a stair.
-        inside = steps % self.total
-        climbs = inside <= self.first
-        stair = inside * stairs / self.first if climbs else (self.total - inside) * stairs / self.second
-        return math.floor(stair) / stairs
 
 
 class OneCycle(NamedSchedule):
@@ -233,7 +189,12 @@ class OneCycle(NamedSchedule):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: OneCycleParams) -> None:
-        self._cycle = _Cycle(params)
+        second, stairs = params.cycle_second_step_size, params.cycle_second_stair_count
+        self._first = float(params.cycle_first_step_size)
+        self._second = self._first if second is None else float(second)
+        self._total = self._first + self._second
+        self._first_stairs = params.cycle_first_stair_count
+        self._second_stairs = self._first_stairs if stairs is None else stairs
         self._least = _per_group(optimizer, params, "cycle_min_lr")
         self._most = _per_group(optimizer, params, "cycle_max_lr")
         self._least_momentum = _per_group(optimizer, params, "cycle_min_mom")
@@ -265,18 +226,32 @@ class OneCycle(NamedSchedule):
         step = self.last_batch_iteration
         if step < 0:
             return list(self._least)
-        if step < self._cycle.total:
-            return _between(self._least, self._most, self._cycle.height(step + 1))
+        if step < self._total:
+            return _between(self._least, self._most, self._height(step + 1))
         decay = self._decay(self._lr_decay)
         return [low / decay for low in self._least]
+
+    def _height(self, steps: int) -> float:
+        """Return the height of the cycle after so many steps, from 0 to 1: a climb and a fall, each a line, or stairs if their
+        number is above 0."""
+        turn = self._first / self._total
+        done = 1.0 + steps / self._total - math.floor(1 + steps / self._total)
+        stairs = self._first_stairs if done <= turn else self._second_stairs
+        if stairs <= 0:
+            return done / turn if done <= turn else (done - 1) / (turn - 1)
+        # Counted in steps: the share just computed may be a rounding error below a stair.
+        inside = steps % self._total
+        climbs = inside <= self._first
+        stair = inside * stairs / self._first if climbs else (self._total - inside) * stairs / self._second
+        return math.floor(stair) / stairs
 
     def get_last_momentum(self) -> list[float]:
         """Return the momentum of each parameter group, whether or not it is applied."""
         step = self.last_batch_iteration
         if step < 0:
             return list(self._least_momentum)
-        if step < self._cycle.total:
-            return _between(self._most_momentum, self._least_momentum, self._cycle.height(step + 1))
+        if step < self._total:
+            return _between(self._most_momentum, self._least_momentum, self._height(step + 1))
         decay = self._decay(self._momentum_decay)
         return [high * decay for high in self._most_momentum]
 
@@ -284,7 +259,7 @@ class OneCycle(NamedSchedule):
         """Return the factor of decay after the cycle; 1 without decay."""
         if not self._decay_steps:
             return 1.0
-        return 1 + rate * ((self.last_batch_iteration - self._cycle.total + 1) / self._decay_steps)
+        return 1 + rate * ((self.last_batch_iteration - self._total + 1) / self._decay_steps)
 
     def apply(self) -> None:
         super().apply()

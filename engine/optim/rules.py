@@ -145,23 +145,18 @@ class ClientStep(Stepper):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return {r.name: dict(self._client.state[r.parameter]) for r in self._state.scalars if self._kept(r.parameter)}
-
-    def _kept(self, parameter: nn.Parameter) -> bool:
-        return bool(self._client.state.get(parameter))
+        kept = self._client.state
+        return {r.name: dict(kept[r.parameter]) for r in self._state.scalars if kept.get(r.parameter)}
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         for record in self._state.scalars:
-            kept = {name: self._placed(record, value) for name, value in saved.get(record.name, {}).items()}
+            kept = dict(saved.get(record.name, {}))
+            for name, value in kept.items():
+                if isinstance(value, torch.Tensor) and value.dim():  # torch's scalars stay in host memory
+                    kept[name] = value.to(record.parameter.device)
             self._client.state.pop(record.parameter, None)
             if kept:
                 self._client.state[record.parameter] = kept
-
-    def _placed(self, record: ParameterRecord, value: Any) -> Any:
-        """Return a value of the state on the device that the optimizer expects: torch's scalars stay in host memory."""
-        if isinstance(value, torch.Tensor) and value.dim():
-            return value.to(record.parameter.device)
-        return value
 
 
 @dataclass(frozen=True, kw_only=True)

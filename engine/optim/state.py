@@ -310,6 +310,18 @@ class OptimizerState:
                 rows = record.owned()[tile.first : tile.stop] if record.rest is None else as_torch(tile.views[1])
                 self.transfers.copy_into(rows, as_torch(tile.views[0]))
 
+    def follow_parameters(self, records: Sequence[ParameterRecord]) -> None:
+        """Let masters apart from resident parameters follow what other code wrote to these, each rank its own rows: an element
+        whose bits differ from its master's becomes the master, others keep the digits that the parameter does not have."""
+        with self.passing([[model_array(record.name)] for record in records], "update") as tiles:
+            for tile in tiles:
+                master, rows = as_torch(tile.views[0]), records[tile.group].owned()[tile.first : tile.stop]
+                here = torch.empty_like(master, dtype=rows.dtype)
+                self.transfers.copy_into(here, rows)
+                bits = torch.int32 if here.itemsize == 4 else torch.int16
+                differs = here.view(bits) != master.to(here.dtype).view(bits)
+                torch.where(differs, here.float(), master, out=master)
+
 
 def _fetched(tier: TierName) -> TierName:
     """Return the tier of fetched rows: of all host memory they alone cross to the device."""

@@ -52,7 +52,7 @@ from zstore.ranks.world import World
 from zstore.store import Stream
 
 from ..params.record import ParameterRecord, Residency
-from ..runtime.device import Event, StreamContext
+from ..runtime.device import StreamContext
 from ..runtime.process import interrupts_wait
 from ..zero.fetch import Fetcher
 from ..zero.gradients import Gradients
@@ -300,7 +300,9 @@ class Update:
         with interrupts_wait():
             self._gradients.step.on_final = self._note_final
             self._gradients.step.comes_in_parts = self._guard is not None and self._guard.recomputes
-            changes = Changes(self.state, self._gradients.expected, settings, self._take, self._last_read)
+            changes = Changes(
+                self.state, self._gradients.expected, settings, self._take, lambda r: self.tickets.of[r].last_read
+            )
             self._start(changes, most_bytes)
 
     def _note_final(self, record: ParameterRecord) -> None:
@@ -330,9 +332,6 @@ class Update:
             return False
         ticket.state = TicketState.RUNNING
         return True
-
-    def _last_read(self, record: ParameterRecord) -> Event:
-        return self.tickets.of[record].last_read
 
     def _take(self, record: ParameterRecord) -> torch.Tensor | None:
         rows = self._gradients.take(record)

@@ -125,10 +125,8 @@ class RunReport:
         """Report an optimizer step, taken or skipped."""
         self.utilisation.step_ended()
         prints = self._every > 0 and self._training.counters.global_steps % self._every == 0
-        taken, losses = (
-            self._take_loss(),
-            self._training.world.received.get("loss", []),
-        )  # the next step's may not be known
+        # The next step's may not be known.
+        taken, losses = self._take_loss(), self._training.world.received.get("loss", [])
         loss = sum(losses) / len(losses) if losses else _value_of(taken)
         times = replace(self._times)
         spent, self._last_step = times - self._last_step, times

@@ -34,12 +34,8 @@ sys.exit(main())
 """The script that DeepSpeed writes beside its checkpoints, and that libraries tell people to run."""
 
 
-class _NoParameters:
+class _NoParameters(nn.Module):
     """A module without parameters, for trl, which walks over those that have a state of their own in DeepSpeed."""
-
-    def named_parameters(self, *, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return nothing."""
-        return iter(())
 
     def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return nothing."""
@@ -66,12 +62,6 @@ def _client(engine: DeepSpeedEngine) -> Any:
     return None if engine.optimizer is None else engine.optimizer.client
 
 
-def _momenta(engine: DeepSpeedEngine) -> list[Any]:
-    """Return the momentum of each parameter group: its betas, or `momentum`; 0.0 if it has neither."""
-    groups = engine.training_state.optimizer.param_groups
-    return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
-
-
 _ATTRIBUTES: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "dp_world_size": lambda engine: engine.world_size,
     "mp_world_size": lambda _: 1,  # there is no model parallelism
@@ -88,7 +78,9 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
         engine.train_micro_batch_size_per_gpu(),
         engine.gradient_accumulation_steps(),
     ),
-    "get_mom": _momenta,
+    "get_mom": lambda engine: [  # betas, or momentum
+        group.get("betas", group.get("momentum", 0.0)) for group in engine.training_state.optimizer.param_groups
+    ],
     "gradient_clipping": lambda engine: engine.training_state.clip_norm,
     "save_fp16_model": lambda engine, *args, **options: engine.save_16bit_model(*args, **options),  # an older name
     "scale": lambda _, loss: loss,  # `loss.backward()` applies the loss scale

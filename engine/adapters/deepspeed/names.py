@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from zstore._version import __version__
-from zstore.errors import UsageError
 
 ANSWERS_FOR = "0.19.8"
 """The DeepSpeed release with these names."""
@@ -212,12 +210,3 @@ def missing_of_engine(name: str) -> str | None:
     """Return the message about an attribute of DeepSpeed's engine that is not there; None if nothing is known of it."""
     instead = ENGINE_INSTEAD.get(name)
     return None if instead is None else f"engine.{name} is not there: {_WHO}. Instead: {instead}. {_WHERE}"
-
-
-def by_place(call: str, order: str, values: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call by their names, of which `order` has those that may be positional."""
-    names = order.split()
-    named = dict(zip(names, values, strict=False))
-    if len(values) > len(names) or named.keys() & given.keys():
-        raise UsageError(f"{call}(...): expected each of {', '.join(names)} at most once")
-    return named | dict(given)

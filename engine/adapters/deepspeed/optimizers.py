@@ -16,8 +16,6 @@ from zstore.engine.optim.lion import Lion
 from zstore.engine.optim.lr_schedules import NamedSchedule, named_schedule
 from zstore.errors import UsageError
 
-from .names import by_place
-
 Optimizer = torch.optim.Optimizer
 _BY_KEYS = {
     frozenset(kind([torch.nn.Parameter(torch.empty(0, 0))]).defaults): kind
@@ -30,26 +28,34 @@ _WITHOUT_EFFECT = ("fp32_optimizer_states", "set_grad_none")
 
 
 class _Made(type):
-    """The type of classes a call of which makes another optimizer, and whose instances are those, and engines' that have
-    one. Arguments are taken by name, or in DeepSpeed's `order`."""
+    """The type of classes a call of which makes another optimizer or schedule, and whose instances are those, and engines'
+    that have one. Arguments are taken by name, or in DeepSpeed's `order`."""
 
     makes: tuple[str, ...]
     order: str
-    make: Callable[..., Optimizer]
+    make: Callable[..., Any]
+    ignored: tuple[str, ...]
 
-    def __call__(cls, *values: Any, **given: Any) -> Optimizer:
-        """Return the optimizer. Raises UsageError for arguments that have no counterpart here."""
-        named = by_place(cls.__name__, cls.order, values, given)
-        params = named.pop(cls.order.partition(" ")[0])
-        return cls.make(params, **{name: value for name, value in named.items() if name not in _WITHOUT_EFFECT})
+    def __call__(cls, *values: Any, **given: Any) -> Any:
+        """Return the optimizer or schedule. Raises UsageError for arguments that have no counterpart here."""
+        names = cls.order.split()
+        named = dict(zip(names, values, strict=False))
+        if len(values) > len(names) or named.keys() & given.keys():
+            raise UsageError(f"{cls.__name__}(...): expected each of {', '.join(names)} at most once")
+        named |= given
+        positional = [named.pop(names[0])] if names[0] in named else []
+        return cls.make(*positional, **{name: value for name, value in named.items() if name not in cls.ignored})
 
     def __instancecheck__(cls, instance: object) -> bool:
         return type(getattr(instance, "client", instance)).__name__ in cls.makes
 
 
-def _made(name: str, makes: str, order: str, make: Callable[..., Optimizer]) -> type:
-    members = {"makes": tuple(makes.split()), "order": order, "make": staticmethod(make), "__doc__": f"Makes {makes}."}
-    return _Made(name, (), members)
+def _made(
+    name: str, makes: str, order: str, make: Callable[..., Any], ignored: tuple[str, ...] = _WITHOUT_EFFECT
+) -> type:
+    text = f"Its instances are: {makes}."
+    members = {"makes": tuple(makes.split()), "order": order, "make": staticmethod(make), "ignored": ignored}
+    return _Made(name, (), {**members, "__doc__": text})
 
 
 def _adam(
@@ -123,18 +129,12 @@ FusedLamb = _made(
 VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
-class _Schedule(type):
-    """A class whose call makes the engine's schedule of that name, which is then an instance of it. Arguments are those of the
-    config's `scheduler.params`, by name or in the `order` of DeepSpeed's."""
+def _schedule(name: str, order: str, *, derived: str = "") -> type:
+    """Return the class whose call makes the engine's schedule of that name, from the config's `scheduler.params`."""
 
-    order: str
-
-    def __call__(cls, optimizer: torch.optim.Optimizer, *values: Any, **params: Any) -> NamedSchedule:
-        named = by_place(cls.__name__, cls.order, values, params)
-        config = {"scheduler": {"type": cls.__name__, "params": named}}
-        section = load_config(config, name=f"{cls.__name__}(...)").settings.scheduler
-        if section is None:
-            raise UsageError(f"{cls.__name__}: there is no such schedule")
+    def make(optimizer: Optimizer, **params: Any) -> NamedSchedule:
+        config = {"scheduler": {"type": name, "params": params}}
+        section: Any = load_config(config, name=f"{name}(...)").settings.scheduler
         before = [dict(group) for group in optimizer.param_groups]
         schedule = named_schedule(section, optimizer)
         if section.params.last_batch_iteration >= 0:  # the optimizer's own settings serve until the first step
@@ -142,25 +142,19 @@ class _Schedule(type):
                 group.update(former)
         return schedule
 
-    def __instancecheck__(cls, instance: object) -> bool:
-        return cls.__name__ in [kind.__name__ for kind in type(instance).__mro__]
-
-
-def _schedule(name: str, order: str) -> type:
-    return _Schedule(name, (), {"order": f"{order} last_batch_iteration", "__doc__": f"The schedule {name}."})
+    return _made(name, f"{name} {derived}".rstrip(), f"optimizer {order} last_batch_iteration", make, ignored=())
 
 
 _WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type"
 LRRangeTest = _schedule(
-    "LRRangeTest",
-    "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
+    "LRRangeTest", "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase"
 )
 OneCycle = _schedule(
     "OneCycle",
     "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count "
     "cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate",
 )
-WarmupLR = _schedule("WarmupLR", _WARMUP)
+WarmupLR = _schedule("WarmupLR", _WARMUP, derived="WarmupDecayLR")
 WarmupDecayLR = _schedule("WarmupDecayLR", f"total_num_steps {_WARMUP}")
 WarmupCosineLR = _schedule(
     "WarmupCosineLR", "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type"

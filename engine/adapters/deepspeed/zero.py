@@ -161,9 +161,9 @@ class Init(PlainInit):
 
 def _dtype_of(source: Any) -> torch.dtype | None:
     """Return the 16-bit type that a config turns on; None for fp32, and without a config."""
-    settings = None if source is None else load_config(source).settings
-    if settings is None:
+    if source is None:
         return None
+    settings = load_config(source).settings
     return torch.bfloat16 if settings.bf16.enabled is True else torch.float16 if settings.fp16.enabled is True else None
 
 
@@ -189,13 +189,15 @@ def GatheredParameters(  # noqa: N802
         yield
         return
     parameters = _listed(params)
-    hidden = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
+    hidden: list[Any] = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
     with gather(parameters, modifier_rank):
-        _set_status(hidden, ZeroParamStatus.AVAILABLE)
+        for parameter in hidden:
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
         try:
             yield
         finally:
-            _set_status(hidden, ZeroParamStatus.NOT_AVAILABLE)
+            for parameter in hidden:
+                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 def _listed(params: Any) -> list[nn.Parameter]:
@@ -208,11 +210,6 @@ def _listed(params: Any) -> list[nn.Parameter]:
         raise UsageError(f"GatheredParameters() expects parameters, or a module, got {type(params).__name__}")
     found = [p for p in dict.fromkeys(params) if isinstance(p, nn.Parameter)]
     return sorted(found, key=lambda p: getattr(p, "ds_id", -1))
-
-
-def _set_status(parameters: Iterable[Any], status: ZeroParamStatus) -> None:
-    for parameter in parameters:
-        parameter.ds_status = status
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -115,15 +115,7 @@ class LocalState:
 
     def _reconcile(self, record: LocalRecord) -> None:
         """Give the master the parameter's value wherever it would not round to that: other code set it."""
-        if record.owned_numel:
-            rows = record.owned()
-            with self.arrays.passing([[model_array(record.name)]], "update") as tiles:
-                for tile in tiles:
-                    master = as_torch(tile.views[0])
-                    here = torch.empty_like(master, dtype=rows.dtype)
-                    self.arrays.transfers.copy_into(here, rows[tile.first : tile.stop])
-                    other = master.to(rows.dtype) != here
-                    torch.where(other, here.float(), master, out=master)
+        self.arrays.follow_parameters([record] if record.owned_numel else [])
         record.note_version()
 
     # -- as others see it -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch.distributed as torch_dist
 
 from zstore.engine.optim.changes import Changes, StepSettings
 from zstore.engine.optim.kernel import ELEMENT_WISE, TorchKernel, kernel_for
+from zstore.engine.optim.lion import called
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.params.record import ParameterRecord
 from zstore.engine.runtime.device import Streams, Transfers, streams_for
@@ -136,10 +137,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
 
         Raises UsageError if an earlier update failed partway, and any error of a drive.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         self._require_open()
         if self._torn is not None:
             raise UsageError(

@@ -17,9 +17,8 @@ def _exchanges(found: Exchanges, config: Config, sharding: Sharding, world: Worl
     if config.zero.zero_quantized_weights:
         found = replace(found, gathers=QuantizedGathers())
     if config.zero.zero_quantized_gradients and sharding.gradients and world.world_size > 1 and not config.frozen:
-        near = (
-            config.secondary_size or world.local_world_size or world.world_size
-        )  # reduced in two hops: in groups first
+        # Reduced in two hops: in groups first.
+        near = config.secondary_size or world.local_world_size or world.world_size
         group_size = near if 1 < near < world.world_size and world.world_size % near == 0 else world.world_size
         reducer = QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size)
         found = replace(found, reducer=reducer)
