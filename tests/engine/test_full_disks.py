@@ -64,17 +64,8 @@ def test_a_full_disk_in_mid_step_and_the_last_checkpoint_goes_on_exactly(
         assert "step" in text
 
 
-class _SmallDrive(FaultyFiles):
-    """Files of a drive with as much room as a test says."""
-
-    free: int | None = None
-
-    def free_bytes(self, path: str | Path) -> int:
-        return super().free_bytes(path) if self.free is None else self.free
-
-
 def test_a_save_that_leaves_no_room_for_the_next_step_is_refused(nvme: Path) -> None:
-    files = _SmallDrive()
+    files = FaultyFiles()
     folder = nvme.parent / "ckpt"
     with start(make_config(3, "nvme", nvme), _files=files) as engine:
         step(engine)

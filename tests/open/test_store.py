@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from tests import warm
 from tests.open.api import LARGE, PAGE, shown, table, values
 from zstore.errors import BudgetError, CheckpointExistsError, UsageError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
+from zstore.io import run_in_thread
 from zstore.open.store import Store
 from zstore.store import StoreOptions, TensorStore
+from zstore.store.order import ArrayOrder
 from zstore.testing.faults import GatedFiles
 
 # -- values ---------------------------------------------------------------------------------------------------------
@@ -254,6 +257,27 @@ def test_a_change_that_takes_an_array_away_waits_for_earlier_checkpoints_alone(t
     ):
         with zstore.open_checkpoint(tmp_path / "ckpt", tag) as checkpoint:
             assert {name: values.shape for name, values in checkpoint.items()} == expected
+
+
+def test_without_threads_calls_are_carried_out_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zstore.io.closing._started", lambda _: False)  # as at the end of the interpreter
+    with zstore.open_store(tmp_path) as store:
+        store.put("a", np.zeros(LARGE))
+        store.put("a", np.ones(LARGE, np.int16))
+        assert store.get("a").wait().all()
+
+
+def test_a_change_comes_after_those_that_somebody_waits_for() -> None:
+    order, gate, found = ArrayOrder(), threading.Event(), list[bool]()
+    order.submit("a", lambda: found.append(gate.wait(30)), changes=True)
+    waiting = run_in_thread(lambda: order.wait(["a"]), "waiting")
+    assert not waiting.wait_for_end(0.1)
+    last = order.submit("a", lambda: found.append(False), changes=True)
+    assert not last.wait_for_end(0.1)
+    gate.set()
+    last.wait()
+    assert found == [True, False]
+    order.close()
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

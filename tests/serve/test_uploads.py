@@ -239,17 +239,8 @@ def test_what_lies_beside_the_arrays_arrives_too(codec: str | None, tmp_path: Pa
     assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
 
 
-class SmallDrive(FaultyFiles):
-    """Files of a drive with as much room as a test says."""
-
-    free: int | None = None
-
-    def free_bytes(self, path: str | Path) -> int:
-        return super().free_bytes(path) if self.free is None else self.free
-
-
 def test_a_drive_without_room_refuses_before_anything_is_sent(tmp_path: Path, serve: Serve) -> None:
-    files = SmallDrive()
+    files = FaultyFiles()
     (tmp_path / "runs").mkdir()
     base = serve(tmp_path / "runs", token=TOKEN, files=files)
     path = save_arrays(tmp_path / "a", make_arrays(), run_id="run")

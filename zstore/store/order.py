@@ -29,7 +29,8 @@ class ArrayOrder:
         self._numbers = itertools.count()
         self._failed: dict[str, BaseException] = {}
         """The error of the last change of an array, as its ticket may have been dropped."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Without threads, at the end of the interpreter, an operation is carried out while it is queued."""
 
     def submit(self, name: str, operation: Callable[[], T], *, changes: bool) -> Ticket[T]:
         """Queue an operation on array `name`; return its ticket. If it reports the error of a change to anybody,
@@ -92,7 +93,8 @@ class ArrayOrder:
         own = getattr(self._here, "names", ())
         with self._lock:
             others = [name for name in names if name not in own]
-            pending = [each for name in others if (each := self._pending.pop(name, None)) is not None]
+            # They stay pending: operations that are queued meanwhile wait for them too.
+            pending = [each for name in others if (each := self._pending.get(name)) is not None]
         for _, ticket in pending:
             ticket.error()
 

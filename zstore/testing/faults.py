@@ -116,9 +116,14 @@ class FaultyFiles(WatchedFiles):
         self.failed: str | None = None
         self.armed = True
         """Nothing is counted and nothing fails while this is false."""
+        self.free: int | None = None
+        """Bytes of room on the drive; None: as many as there are."""
         self._only = only
         self._faults = [_Armed(fault) for fault in faults]
         self._watch = threading.Lock()
+
+    def free_bytes(self, path: str | Path) -> int:
+        return super().free_bytes(path) if self.free is None else self.free
 
     def inject(self, fault: Fault) -> None:
         """Add a fault; its count begins now."""
