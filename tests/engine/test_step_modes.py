@@ -15,19 +15,7 @@ import torch
 import zstore
 from tests.engine.bits import engine_digests
 from tests.engine.runs import start, state_of
-from tests.engine.step_modes import (
-    WIDTH,
-    Branches,
-    config,
-    data,
-    expected,
-    held,
-    make_model,
-    opening,
-    plain,
-    say,
-    step,
-)
+from tests.engine.step_modes import WIDTH, Branches, config, data, expected, held, make_model, opening, plain, say, step
 from zstore.checkpoint.reader import tags
 from zstore.engine import Engine
 from zstore.errors import CheckpointError, RankError, StorageError, UsageError

@@ -22,12 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 import zstore.dcp
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.errors import (
-    CheckpointExistsError,
-    CheckpointMismatchError,
-    CorruptionError,
-    UsageError,
-)
+from zstore.errors import CheckpointExistsError, CheckpointMismatchError, CorruptionError, UsageError
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
 from zstore.tools.cli import app
@@ -315,12 +310,7 @@ def test_what_is_there_is_never_replaced(theirs: Path, tmp_path: Path) -> None:
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    for options in (
-        {"to": "onnx"},
-        {"dtype": "fp16"},
-        {"to": "dcp"},
-        {"to": "torch", "world_size": 2},
-    ):
+    for options in ({"to": "onnx"}, {"dtype": "fp16"}, {"to": "dcp"}, {"to": "torch", "world_size": 2}):
         with pytest.raises(UsageError, match="--"):
             convert_command(tmp_path, tmp_path / "out", **options)  # type: ignore[arg-type]
 

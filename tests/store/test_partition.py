@@ -320,10 +320,7 @@ def test_boxes_tile_where_numpy_counts_each_element_once(shape: list[int], data:
 
 def test_a_column_of_a_tall_tensor_takes_no_memory_for_its_rows() -> None:
     column = Box((2**40, 2), (0, 1), (2**40, 1))
-    assert list(column.overlap(2**40, 2**40 + 4)) == [
-        BoxRun(2**40 + 1, 2**39, 1),
-        BoxRun(2**40 + 3, 2**39 + 1, 1),
-    ]
+    assert list(column.overlap(2**40, 2**40 + 4)) == [BoxRun(2**40 + 1, 2**39, 1), BoxRun(2**40 + 3, 2**39 + 1, 1)]
 
 
 def test_a_block_outside_is_refused() -> None:

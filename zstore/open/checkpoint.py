@@ -34,10 +34,7 @@ Dtype = Any
 
 
 def open_checkpoint(
-    location: UserPath,
-    tag: str | float | None = None,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+    location: UserPath, tag: str | float | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint:
     """Open the checkpoint `tag` at `location`: a folder or URL of checkpoints (the newest committed one by default), or a
     tag's own folder; `FOLDER@TAG` means both, as `http://host:8700/run@prod`. Other software's checkpoints are opened as
@@ -50,10 +47,7 @@ def open_checkpoint(
 
 
 async def open_checkpoint_async(
-    location: UserPath,
-    tag: str | float | None = None,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+    location: UserPath, tag: str | float | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint:
     """Open a checkpoint in a coroutine as `open_checkpoint` does, and block no loop: `async with await
     zstore.open_checkpoint_async(path) as checkpoint`. Its arrays are read in the calling thread, or by `asyncio.to_thread`."""

@@ -175,11 +175,7 @@ class Store(AsyncClosing):
             del self._arrays[name]
 
     def _make(
-        self,
-        array: StoreArray,
-        fill: Callable[[StoreArray], None],
-        tier: TierName | None,
-        saves: Sequence[Ticket[Any]],
+        self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None, saves: Sequence[Ticket[Any]]
     ) -> None:
         """Let `fill` set all values of an array, made unless an equal one exists. A failure leaves no new one."""
         shards, name = self._shards, array.spec.name
