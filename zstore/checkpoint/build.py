@@ -244,7 +244,7 @@ class CheckpointBuilder:
         manifests, and those of arrays and groups."""
         # Not by a walk: a folder has a file for each rank. Names in the folder itself are made durable with the record.
         folders = [MANIFEST_FOLDER] if manifests else []
-        folders += [folder for folder in self._texts if folder and arrays]
+        folders += filter(None, self._texts) if arrays else []
         return (partial(self._files.sync_folder, self.folder / folder) for folder in folders)
 
     def record(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:

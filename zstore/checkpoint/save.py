@@ -242,8 +242,10 @@ class Save(ABC):
                 else:
                     self._follow(summaries, workers)
         except BaseException as error:
-            self.give_up(error)
-            self._explain(error)
+            try:
+                self._explain(error)
+            finally:  # then: rank 0 gives up as soon as it is told, which would look like the reason
+                self.give_up(error)
             raise
         finally:
             for pin in request.pins.values():

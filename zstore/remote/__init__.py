@@ -1,5 +1,4 @@
 """Checkpoints behind URLs: read by ranges, uploaded behind training, committed by a record that is written last.
 
-Imports fsspec only when a URL is opened, and no torch. Read in this order: url, bucket, service; target, service_target,
-upload.
+Imports fsspec only when a URL is opened, and no torch. Read in this order: bucket, service; target, upload.
 """
