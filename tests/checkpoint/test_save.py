@@ -182,12 +182,6 @@ def test_a_save_reads_no_more_records_where_there_are_more_checkpoints(
 # -- what is refused before anything is written ---------------------------------------------------------------------
 
 
-def test_a_folder_that_cannot_be_made_or_written_is_an_error_at_once(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(StorageError, match="cannot create the folder"):
-        save_arrays(tmp_path / "file" / "ckpt", make_arrays())
-
-
 def test_no_room_is_an_error_before_anything_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Files, "free_bytes", lambda *_: 100_000)
     with (

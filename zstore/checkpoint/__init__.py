@@ -57,18 +57,14 @@ if TYPE_CHECKING:
     from .save import SaveHandle, save_checkpoint
 
 __all__ = [
-    "ABSENT_KEY", "COMPLETE", "LATEST_KEY",
-    "LOOPS_FOLDER", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE", "NUM_THREADS",
-    "RECORD_FILE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan",
-    "CheckpointReader", "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder",
-    "Range", "ReadAhead", "ReadStatistics", "Record", "Refusal", "SaveHandle", "SaveRequest",
-    "SaveSummary", "Span", "StoredArray", "StoredFiles", "TagInfo", "VerifyFault",
-    "abort_reason", "array_path", "discard",
-    "encode_state", "find_tag", "joined_files", "list_nested", "list_tags", "natural_key", "new_folder", "new_save_id",
-    "open_checkpoint", "plain_value", "plan_lines", "read_into", "refused", "remove_each",
-    "reshard_checkpoint", "resolve",
-    "retire", "save_checkpoint", "scan", "shard_file", "shared_bytes",
-    "step_tag", "stored_files", "sweep", "tag_folder", "tag_text", "tags", "tags_text",
+    "ABSENT_KEY", "COMPLETE", "LATEST_KEY", "LOOPS_FOLDER", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE",
+    "NUM_THREADS", "RECORD_FILE", "ArraySource", "Catalog", "CheckpointBuilder", "CheckpointPlan", "CheckpointReader",
+    "Committer", "Fate", "Folder", "Keep", "KnownFile", "LocalFolder", "Range", "ReadAhead", "ReadStatistics", "Record",
+    "Refusal", "SaveHandle", "SaveRequest", "SaveSummary", "Span", "StoredArray", "StoredFiles", "TagInfo",
+    "VerifyFault", "abort_reason", "array_path", "discard", "encode_state", "find_tag", "joined_files", "list_nested",
+    "list_tags", "natural_key", "new_folder", "new_save_id", "open_checkpoint", "plain_value", "plan_lines",
+    "read_into", "refused", "remove_each", "reshard_checkpoint", "resolve", "retire", "save_checkpoint", "scan",
+    "shard_file", "shared_bytes", "step_tag", "stored_files", "sweep", "tag_folder", "tag_text", "tags", "tags_text",
     "temporary_folder", "verify_checkpoint", "weigh",
 ]  # fmt: skip
 
