@@ -114,7 +114,10 @@ class Checkpoints:
             mine = self._tag(options.tag)
             require_last_step(self._training)
             small = self.collect_small(options.state, kept, options.metrics)
-            small.state.update(self._choices(options))
+            # Choices that a reader must know.
+            small.state.update({} if options.is_latest else {LATEST_KEY: False})
+            if options.leaves_out_frozen:
+                small.state[ABSENT_KEY] = [one.name for one in self._left_out(options)]
         place = str(options.folder) if is_url(str(options.folder)) else os.path.realpath(options.folder)
         chosen, save_id, described, theirs = world.broadcast_object([mine, new_save_id(), small.described(), place])
         with world.agreeing():
@@ -212,13 +215,6 @@ class Checkpoints:
         if handle is None:
             raise RuntimeError("the save did not begin")
         return handle
-
-    def _choices(self, options: SaveOptions) -> dict[str, Any]:
-        """Return the record's part about choices that a reader must know."""
-        choices: dict[str, Any] = {} if options.is_latest else {LATEST_KEY: False}
-        if options.leaves_out_frozen:
-            choices[ABSENT_KEY] = [one.name for one in self._left_out(options)]
-        return choices
 
     def _left_out(self, options: SaveOptions) -> list[ParameterRecord]:
         """Return the parameters that a save leaves out."""

@@ -52,7 +52,7 @@ from ..runtime.device import (
     tile_numel,
 )
 from ..runtime.native import HostKernel, StepTensors, num_threads
-from .kernel import FusedAdam, FusedAdamStep, ListStep, ParameterStep, SlotTiles, TorchKernel, takes_threads
+from .kernel import FusedAdam, FusedAdamStep, ParameterStep, SlotTiles, TorchKernel, takes_threads
 from .state import InPlace, OptimizerState
 
 Rows = Callable[[ParameterRecord], torch.Tensor | None]
@@ -219,7 +219,7 @@ _MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
 class _Portion:
     """Rows of parameters in one memory that are changed by one call of each kernel: they take the same step."""
 
-    def __init__(self, step: ListStep, factor: float, host: HostKernel | None) -> None:
+    def __init__(self, step: ParameterStep, factor: float, host: HostKernel | None) -> None:
         self.numel = 0
         self._host = host
         self._step = step
@@ -443,7 +443,7 @@ class Changes:
         last: dict[Any, _Portion] = {}
         for record, place, rows in found:
             own = record.owned() if place.casts else place.rest
-            step = cast(ListStep, self.step_of(record))  # of a kernel that `InPlace` is for
+            step = self.step_of(record)
             factor, numel = self.settings.factor_of(record), rows.numel()
             on_host = self.state.transfers.streams.is_host(place.master)
             most, tile = (_MOST_HERE, tile_numel(threads)) if on_host else (_MOST_THERE, _MOST_THERE)

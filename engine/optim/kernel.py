@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -44,21 +44,11 @@ ELEMENT_WISE = (
 """Optimizers whose update of an element depends on that element's own history and on scalars alone."""
 
 
-class ParameterStep(Protocol):
-    """One step of one parameter, tile by tile."""
+class ParameterStep(ABC):
+    """One step of one parameter, or of several with the same scalars, tile by tile."""
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Tensors) -> None:
         """Update a tile in place: 1-D fp32 tensors of one length; the gradient may be changed too."""
-
-    def scalars(self) -> Scalars:
-        """Return the parameter's scalars after the step; no tile need have come before."""
-
-
-class ListStep(ABC):
-    """A `ParameterStep` that parameters with the same scalars share."""
-
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Tensors) -> None:
-        """Update one tile in place."""
         self.tiles([master], [gradient], [slots])
 
     @abstractmethod
@@ -67,7 +57,7 @@ class ListStep(ABC):
 
     @abstractmethod
     def scalars(self) -> Scalars:
-        """Return the scalars of each of the parameters after the step."""
+        """Return the scalars of each of the parameters after the step; no tile need have come before."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +123,13 @@ class Kernel(ABC):
         """Begin a step of a parameter, with the settings that its group has now."""
 
 
-class WholeStep:
+class WholeStep(ParameterStep):
     """A step that is not taken in tiles: a stepper of whole tensors takes it, and counts it as `after`."""
 
     def __init__(self, after: Scalars) -> None:
         self._after = after
 
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Tensors) -> None:
+    def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
         """Raise UsageError: there are no tiles of a whole tensor."""
         raise UsageError("this optimizer steps whole tensors, not tiles")
 
@@ -182,7 +172,7 @@ class FusedAdam(Kernel):
         return last
 
 
-class FusedAdamStep(ListStep):
+class FusedAdamStep(ParameterStep):
     """A step by torch's fused kernel, which takes the step count as a tensor on the device."""
 
     def __init__(
@@ -303,7 +293,7 @@ class TorchKernel(Kernel):
         return torch.full_like(like, value) if isinstance(like, torch.Tensor) else type(like)(value)
 
 
-class _TorchStep(ListStep):
+class _TorchStep(ParameterStep):
     """A step by a TorchKernel of parameters with the same scalars."""
 
     def __init__(self, kernel: TorchKernel, scalars: Scalars) -> None:

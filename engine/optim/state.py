@@ -93,19 +93,21 @@ class OptimizerState:
         """
         self.records.append(record)
         offloaded = placement.parameter != "device"
-        if record.group is None:
-            self._add_own(record, initial, placement.parameter)
-        elif record.dtype == torch.float32 and (offloaded or placement.state == "device" or self.owns_fp32):
-            self._add_own(record, initial, placement.parameter)
-            self._own_master.add(record)
-        else:
+        # Rows that are fetched: of all host memory they alone cross to the device.
+        tier: TierName = "pinned" if placement.parameter == "host" else placement.parameter
+        own_master = record.dtype == torch.float32 and (offloaded or placement.state == "device" or self.owns_fp32)
+        if record.group is not None and not own_master:
             self._create(record, "model", torch.float32, placement.state, fill=initial)
             if offloaded:
-                record.rest = self._create(
-                    record, "parameter", record.dtype, _fetched(placement.parameter), fill=initial
-                )
+                record.rest = self._create(record, "parameter", record.dtype, tier, fill=initial)
+        elif offloaded:
+            record.rest = self._create(record, "model", record.dtype, tier, fill=initial)
+        else:
+            self._create(record, "model", record.dtype, "device", memory=record.owned())
         if record.group is None:
             return
+        if own_master:
+            self._own_master.add(record)
         in_host_memory = placement.state != "device" or self.transfers.streams.device_is_host
         if self.host_ranks and in_host_memory and isinstance(self.kernels[record.group], FusedAdam):
             self.host = host_kernel()
@@ -123,13 +125,6 @@ class OptimizerState:
         alone = record.world_size == 1 and self.transfers.streams.device_is_host
         if alone and record.rest is not None and self.store.tier_of(record.rest) == "host":
             record.use_in_place(as_torch(self.store.memory(record.rest)))
-
-    def _add_own(self, record: ParameterRecord, initial: torch.Tensor | RowsInStore, tier: TierName) -> None:
-        """Let the parameter's own rows be its `model/` array, on the device or in the store."""
-        if tier == "device":
-            self._create(record, "model", record.dtype, "device", memory=record.owned())
-        else:
-            record.rest = self._create(record, "model", record.dtype, _fetched(tier), fill=initial)
 
     def _create(
         self,
@@ -179,8 +174,7 @@ class OptimizerState:
         """Return how this rank's state of a parameter is cut: an array of its shape, or that of `slot`."""
         if slot is None or slot.shape is None:
             return record.state_grid
-        shape = stored_shape(slot.shape)
-        return record.over_ranks(shape) if self.is_sharded else make_grid(shape, 1)
+        return make_grid(stored_shape(slot.shape), record.world_size if self.is_sharded else 1)
 
     def is_master(self, record: ParameterRecord) -> bool:
         """Return whether the fp32 master is the parameter itself, in its memory or in the store."""
@@ -193,7 +187,7 @@ class OptimizerState:
     def grid_of_ranks(self, record: ParameterRecord, name: str) -> Grid:
         """Return how an array of the parameter is divided among the ranks."""
         if name in self._own_shapes:
-            return record.over_ranks(self.store.spec(name).stored_shape)
+            return make_grid(self.store.spec(name).stored_shape, record.world_size)
         return record.state_grid if self.is_sharded else record.grid
 
     def grid_in_files(self, record: ParameterRecord, name: str) -> Grid:
@@ -321,8 +315,3 @@ class OptimizerState:
                 bits = torch.int32 if here.itemsize == 4 else torch.int16
                 differs = here.view(bits) != master.to(here.dtype).view(bits)
                 torch.where(differs, here.float(), master, out=master)
-
-
-def _fetched(tier: TierName) -> TierName:
-    """Return the tier of fetched rows: of all host memory they alone cross to the device."""
-    return "pinned" if tier == "host" else tier

@@ -133,10 +133,6 @@ class ParameterRecord:
         first = min(self.numel, self.state_shard * self.state_grid.shard_numel)
         return first, first + self.state_grid.shard_valid_numel(self.state_shard)
 
-    def over_ranks(self, shape: tuple[int, ...]) -> Grid:
-        """Return how an array of a stored shape of its own is cut over all ranks."""
-        return make_grid(shape, self.world_size)
-
     @property
     def owned_numel(self) -> int:
         """Elements of this rank's rows."""

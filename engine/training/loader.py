@@ -93,16 +93,6 @@ class Accumulation:
         return batch
 
 
-@dataclass(frozen=True)
-class _Round:
-    """One micro-batch of each rank."""
-
-    stop: int
-    """The loader's position after it."""
-    indices: list[int]
-    """Of this rank's samples."""
-
-
 class TrainingLoader:
     """Micro-batches of one rank; each `iter` goes to the end of an epoch. `position` counts the samples handed out,
     over all ranks and epochs."""
@@ -161,12 +151,12 @@ class TrainingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first = divmod(self.position, self.samples_per_epoch)
-        handed: deque[_Round] = deque()
+        handed: deque[int] = deque()  # positions after the micro-batches that are on their way
 
         def indices() -> Iterator[list[int]]:
-            for one in self._rounds(epoch, first):  # recorded: torch's loader may be ahead of what it yields
-                handed.append(one)
-                yield one.indices
+            for stop, mine in self._rounds(epoch, first):  # recorded: torch's loader may be ahead of what it yields
+                handed.append(stop)
+                yield mine
 
         loader: DataLoader[Any] = DataLoader(
             self._data,
@@ -177,12 +167,11 @@ class TrainingLoader:
         )
         for batch in loader:
             # Counted before it is used: a checkpoint after the step on this batch holds it.
-            one = handed.popleft()
-            self.position = one.stop
+            self.position = handed.popleft()
             yield batch
 
-    def _rounds(self, epoch: int, first: int) -> Iterator[_Round]:
-        """Yield the rounds of an epoch from its sample `first` on."""
+    def _rounds(self, epoch: int, first: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield, for each round of an epoch from its sample `first` on, the position after it and this rank's samples."""
         start_of_epoch = epoch * self.samples_per_epoch
         generator = torch.Generator().manual_seed(self._seed + epoch)
         order: list[int] = torch.randperm(self._num_samples, generator=generator).tolist()
@@ -190,8 +179,7 @@ class TrainingLoader:
             stop = min(first + self._round_size, self.samples_per_epoch)
             each = -(-(stop - first) // self._world_size)
             start = first + self._rank * each
-            indices = [order[i % self._num_samples] for i in range(start, start + each)]
-            yield _Round(start_of_epoch + stop, indices)
+            yield start_of_epoch + stop, [order[i % self._num_samples] for i in range(start, start + each)]
             first = stop
 
 

@@ -151,23 +151,15 @@ class QuantizedGather:
 
     def finish(self) -> None:
         """Dequantize the received bytes into `full` of the parameters."""
-        target = self._target()
-        if target is not None:
-            self.code.decode(self.gathered, target)
+        bucket, ranks = self.bucket, self.gathered.shape[0]
+        first = bucket.segments[0]
+        if len(bucket.segments) == 1 and bucket.cols == first.shard_numel:  # straight into all of one parameter
+            self.code.decode(self.gathered, first.record.padded_full(ranks * bucket.cols).view(-1, bucket.cols))
         else:
-            matrix = torch.empty(
-                self.gathered.shape[0], self.bucket.cols, dtype=self.bucket.dtype, device=self.gathered.device
-            )
-            unpack(self.bucket, self.code.decode(self.gathered, matrix), lambda record: record.full)
-        for segment in self.bucket.segments:
+            matrix = torch.empty(ranks, bucket.cols, dtype=bucket.dtype, device=self.gathered.device)
+            unpack(bucket, self.code.decode(self.gathered, matrix), lambda record: record.full)
+        for segment in bucket.segments:
             segment.record.is_rounded = True
-
-    def _target(self) -> torch.Tensor | None:
-        """Return the parameter's own memory [world, cols], if the gather is of one parameter and of all of it."""
-        first = self.bucket.segments[0]
-        if len(self.bucket.segments) > 1 or self.bucket.cols != first.shard_numel:
-            return None
-        return first.record.padded_full(self.gathered.shape[0] * self.bucket.cols).view(-1, self.bucket.cols)
 
 
 class _Quantized:
@@ -176,9 +168,8 @@ class _Quantized:
     align_numel = BLOCK_NUMEL
 
     def takes(self, record: ParameterRecord) -> bool:
-        return (
-            record.dtype.is_floating_point and record.grid.row_numel > 1
-        )  # biases and norms are sent in their own type
+        # Biases and norms are sent in their own type.
+        return record.dtype.is_floating_point and record.grid.row_numel > 1
 
 
 class QuantizedGathers(_Quantized):
