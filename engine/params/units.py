@@ -125,20 +125,14 @@ def of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> li
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that a call of `module` itself may read: its own and those of its parameter lists."""
-    if not _has_forward(module):
-        return []
-    own = list(module.parameters(recurse=False))
+    return list(_with_uncallable(module)) if _has_forward(module) else []
+
+
+def _with_uncallable(module: nn.Module) -> Iterator[nn.Parameter]:
+    yield from module.parameters(recurse=False)
     for child in module.children():
         if not _has_forward(child):
-            own.extend(_uncallable_parameters(child))
-    return own
-
-
-def _uncallable_parameters(container: nn.Module) -> Iterator[nn.Parameter]:
-    yield from container.parameters(recurse=False)
-    for child in container.children():
-        if not _has_forward(child):
-            yield from _uncallable_parameters(child)
+            yield from _with_uncallable(child)
 
 
 def _has_forward(module: nn.Module) -> bool:

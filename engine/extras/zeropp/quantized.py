@@ -68,10 +68,6 @@ class BlockCode:
         """Bytes of a row."""
         return sum(encoded_bytes(length, self.bits) for length in self.lengths)
 
-    @cached_property
-    def _num_blocks(self) -> int:
-        return sum(-(-length // BLOCK_NUMEL) for length in self.lengths)
-
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return `values` [rows, sum of lengths], of any floating type, as bytes, uint8 [rows, row_bytes]."""
         encoded = torch.empty(values.shape[0], self.row_bytes, dtype=torch.uint8, device=values.device)
@@ -108,7 +104,7 @@ class BlockCode:
 
     def _parts(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales, fp32 [rows, blocks], and the elements, int8 [rows, bytes], in `encoded`."""
-        split = self._num_blocks * _SCALE_BYTES
+        split = _SCALE_BYTES * sum(-(-length // BLOCK_NUMEL) for length in self.lengths)
         return encoded[:, :split].view(torch.float32), encoded[:, split:].view(torch.int8)
 
     def _bytes(self, columns: slice) -> slice:
