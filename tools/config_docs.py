@@ -57,8 +57,8 @@ def _tables(section: type[Section], path: str = "", kind: str = "", base: type[S
         "",
         text,
         "",
-        "| key | value | default | status | effect |",
-        "|---|---|---|---|---|",
+        "| key | value | default | effect |",
+        "|---|---|---|---|",
     ]
     yield from (row for row in _rows(section, prefix) if row not in known)
     for name, field in section.model_fields.items():
