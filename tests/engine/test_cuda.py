@@ -24,7 +24,7 @@ from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start
 from tests.reference import Reference
 from zstore.engine import Engine
-from zstore.engine.extras.zeropp.quantized import BlockCode
+from zstore.engine.extras.zeropp import BlockCode
 from zstore.engine.runtime.device import CudaStreams
 from zstore.engine.zero.norm import device_norms
 from zstore.io.pinning import PinnedSlabs, clear_cuda_error

@@ -15,7 +15,7 @@ from torch import nn
 import zstore
 from tests.engine.bits import digest
 from zstore.engine.access.safe_access import safe_get_full_fp32_param, safe_get_full_grad
-from zstore.engine.extras.zeropp.quantized import BLOCK_NUMEL, BlockCode, encoded_bytes
+from zstore.engine.extras.zeropp import BLOCK_NUMEL, BlockCode, encoded_bytes
 from zstore.testing.ranks import run_ranks
 
 ROWS, WIDTH, STEPS = 96, 160, 2

@@ -1,4 +1,5 @@
-"""Parameters and gradients as small integers on their way between ranks (ZeRO++ qwZ and qgZ), in blocks with one scale each.
+"""ZeRO++: parameters and gradients as small integers on their way between ranks (qwZ and qgZ), in blocks with one scale each,
+and a second copy of the parameters, sharded within groups of ranks (hpZ, `zero_hpz_partition_size`).
 
 [Note: blocks]
 A block is 256 consecutive elements of one rank's rows of one parameter, the last one shorter. Its scale is its largest
@@ -23,20 +24,34 @@ Of several groups of ranks (machines, or groups of `zero_hpz_partition_size`) th
 gets the rows of the ranks with its place in all groups, their mean over the group is quantized anew, and sent between the
 groups. With g ranks in each of n groups a rank sends (g - 1) n rows within its group and n - 1 between groups, not
 g n - g: a g-th of the bytes leave it.
+
+[Note: the secondary shards]
+State, and the parameters' own rows, are sharded over all ranks. When a parameter was gathered from all, each rank keeps
+the shard of its place in its group: the ranks of a group together have all values. Until those change, the parameter
+is gathered from these, within the group: by the backward, and by the micro-batches that follow. A step makes the secondary
+shards of trained parameters old, and the next gather is over all ranks again; those of frozen parameters stay. They hold
+gathered bits, so a gather from them has the same bits.
+
+They are in the device's memory, wherever the parameters are stored. Whether there are any is the same on all ranks: they
+come with a gather, and go when all ranks change values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from zstore.format import Grid
 from zstore.ranks.world import Kind, Work, World, make_groups
 
-from ...params.record import ParameterRecord
-from ...zero.collectives import Bucket, Rows, unpack
+from ..config.config import Config
+from ..params.record import ParameterRecord
+from ..params.sharding import Sharding
+from ..zero.collectives import Bucket, Rows, unpack
+from ..zero.exchanges import Exchanges, SecondCopy, register
 
 BLOCK_NUMEL = 256
 """Elements with one scale: 4 bytes of it add 1.6 % to 8 bits, 3 % to 4."""
@@ -253,3 +268,73 @@ class QuantizedReduction:
             self._work.wait()
             if not self._advance():
                 return self._mean().to(self.bucket.dtype)[0]
+
+
+class SecondaryShards(SecondCopy):
+    """The secondary shards of this rank, one of several groups of `size` ranks. See [Note: the secondary shards]."""
+
+    def __init__(self, world: World, size: int) -> None:
+        self._within, self._between = make_groups(world, size)
+        self._rows: dict[ParameterRecord, torch.Tensor] = {}
+        self._current: set[ParameterRecord] = set()
+        """Parameters whose rows have the present values."""
+
+    @property
+    def world(self) -> World:
+        return self._within
+
+    def grid(self, record: ParameterRecord) -> Grid:
+        return record.grid.joined(self._between.world_size)  # cuts are among those of all ranks
+
+    def has(self, records: Iterable[ParameterRecord]) -> bool:
+        return all(record in self._current for record in records)
+
+    def rows(self, record: ParameterRecord) -> torch.Tensor:
+        return self._rows[record]
+
+    def keep(self, records: Sequence[ParameterRecord]) -> None:
+        for record in records:
+            if record not in self._current:
+                numel = self.grid(record).shard_numel
+                mine = record.padded_full(self.world.world_size * numel)[self.world.rank * numel :][:numel]
+                if record in self._rows:
+                    self._rows[record].copy_(mine)
+                else:
+                    self._rows[record] = mine.clone()
+                self._current.add(record)
+
+    def expire(self) -> None:
+        # Their rows are out of date, and the memory stays for new ones.
+        self._current = {record for record in self._current if record.group is None}
+
+    def free(self) -> None:
+        self._current.clear()
+        self._rows.clear()
+
+    def release(self) -> None:
+        self._within.release()
+        self._between.release()
+
+    @property
+    def held_bytes(self) -> int:
+        found = 0
+        for record, rows in self._rows.items():
+            found += self.grid(record).shard_valid_numel(self.world.rank) * rows.element_size()
+        return found
+
+
+def _exchanges(found: Exchanges, config: Config, sharding: Sharding, world: World) -> Exchanges:
+    if config.secondary_size is not None and sharding.parameters:
+        found = replace(found, second_copy=SecondaryShards(world, config.secondary_size))
+    if config.zero.zero_quantized_weights:
+        found = replace(found, gathers=QuantizedGathers())
+    if config.zero.zero_quantized_gradients and sharding.gradients and world.world_size > 1 and not config.frozen:
+        # Reduced in two hops: in groups first.
+        near = config.secondary_size or world.local_world_size or world.world_size
+        group_size = near if 1 < near < world.world_size and world.world_size % near == 0 else world.world_size
+        reducer = QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size)
+        found = replace(found, reducer=reducer)
+    return found
+
+
+register(_exchanges)
