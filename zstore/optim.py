@@ -2,8 +2,7 @@
 
 from zstore.engine.adapters.torch_optim import Offloaded, StoredTensor
 from zstore.engine.extras.whole_tensors.muon import MuonWithAdam, split_for_muon
-from zstore.engine.optim.lamb import Lamb
-from zstore.engine.optim.lion import Lion
+from zstore.engine.optim.classes import Lamb, Lion
 
 __all__ = [
     "Lamb",

@@ -90,7 +90,11 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     if frozen and (optimizer is not None or lr_scheduler is not None):
         raise UsageError("initialize(frozen=True) makes an inference-only engine: leave optimizer and lr_scheduler out")
     require_shapes(model)
-    model, compiler = _uncompiled(model)
+    compiler: Compiler | None = None
+    if "_orig_mod" in model._modules and hasattr(model, "dynamo_ctx"):
+        # `torch.compile(model)`: without its wrapper the names of its parameters are the same, compiled or not.
+        wrapper: Any = model
+        model, compiler = wrapper._orig_mod, wrapper.dynamo_ctx
     show_messages()
     register_parts()
     answers = read_answers(auto)
@@ -154,15 +158,6 @@ def _take_back(model: nn.Module, config: Config) -> None:
         if any(engine.access.record_of(parameter) is not None for parameter in model.parameters()):
             _log.warning("the model is in another engine, which is closed: its optimizer state is dropped")
             engine.hand_back(config)
-
-
-def _uncompiled(model: nn.Module) -> tuple[nn.Module, Compiler | None]:
-    """Return the model in the wrapper of `torch.compile(model)`, and a compiler with its arguments; other models as they
-    are. Without its wrapper the names of its parameters are the same, compiled or not."""
-    if "_orig_mod" not in model._modules or not hasattr(model, "dynamo_ctx"):
-        return model, None
-    wrapper: Any = model
-    return wrapper._orig_mod, wrapper.dynamo_ctx
 
 
 def _log_choices(loaded: Config, resolved: Config) -> None:

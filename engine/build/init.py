@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from zstore.ranks.world import World
 
 from ..config.config import Config, load_config
 from ..runtime.process import CollectorPause, init_distributed, show_messages
-from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, Built, note_built
+from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, note_built
 from .store import builder_for
 
 
@@ -251,7 +251,7 @@ class Init(AbstractContextManager["Init"]):
         with self._alone() as builder:
             keep = {built.number for built in touched}
             missing = {built.number: built for built in touched if built.placeholder is not None}
-            needed_bytes = sum(_whole_bytes(built) for built in missing.values())
+            needed_bytes = sum(one.rows.spec.nbytes for one in missing.values() if one.rows is not None)
             builder.limit(self._live_bytes - needed_bytes, keep)
             target = args[0] if args else kwargs.get("tensor")
             overwrites = len(touched) == 1 and function in _overwriting() and target is touched[0].ref()
@@ -300,22 +300,16 @@ def _check_remote_device(device: str | None, config: Config | None) -> None:
         )
 
 
-def _getters(*names: str) -> list[Any]:
-    return [getattr(torch.Tensor, name).__get__ for name in names]
-
-
-def _setters(*names: str) -> list[Any]:
-    return [getattr(torch.Tensor, name).__set__ for name in names]
-
-
 @cache
 def _valueless() -> frozenset[Any]:
     """Return the torch functions whose result does not depend on a parameter's values, nor on its memory."""
-    names = "shape ndim dtype device layout requires_grad grad is_leaf is_meta is_cuda is_cpu is_sparse is_quantized"
-    tensor = torch.Tensor
+    read = (
+        "shape ndim dtype device layout requires_grad grad is_leaf is_meta is_cuda is_cpu is_sparse is_quantized grad_fn "
+        "itemsize nbytes _backward_hooks _version"
+    )
+    tensor: Any = torch.Tensor
     return frozenset([
-        *_getters(*names.split(), "grad_fn", "itemsize", "nbytes", "_backward_hooks", "_version"),
-        *_setters("requires_grad", "grad"),
+        *(getattr(tensor, name).__get__ for name in read.split()), tensor.requires_grad.__set__, tensor.grad.__set__,
         tensor.size, tensor.dim, tensor.numel, tensor.nelement, tensor.element_size, tensor.__len__,
         tensor.is_floating_point, tensor.is_complex, tensor.requires_grad_, tensor.register_hook,
         tensor.register_post_accumulate_grad_hook, torch.is_floating_point, torch.is_complex, torch.numel,
@@ -326,12 +320,11 @@ def _valueless() -> frozenset[Any]:
 @cache
 def _overwriting() -> frozenset[Any]:
     """Return the torch functions that set every element of their first argument and read none of it."""
-    init, tensor = nn.init, torch.Tensor
+    init, tensor = nn.init, cast("Any", torch.Tensor)
     return frozenset([
         init.normal_, init.uniform_, init.trunc_normal_, init.constant_, init.ones_, init.zeros_, init.eye_, init.dirac_,
         init.xavier_normal_, init.xavier_uniform_, init.kaiming_normal_, init.kaiming_uniform_, init.orthogonal_,
-        init.sparse_, tensor.normal_, tensor.uniform_, tensor.zero_, tensor.fill_, tensor.copy_,
-        *_setters("data"),
+        init.sparse_, tensor.normal_, tensor.uniform_, tensor.zero_, tensor.fill_, tensor.copy_, tensor.data.__set__,
     ])  # fmt: skip
 
 
@@ -345,11 +338,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
-
-
-def _whole_bytes(built: Built) -> int:
-    rows = built.rows
-    return 0 if rows is None else rows.spec.numel * rows.spec.itemsize
 
 
 def _can_rest(parameter: nn.Parameter) -> bool:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +35,6 @@ from .builder import Builder
 from .init import require_no_init
 from .model import stored_buffers
 from .store import builder_for
-
-T = TypeVar("T")
 
 _TRIM_BYTES = 64 * 1024 * 1024
 _NAMED = 8

@@ -224,8 +224,12 @@ def _differences(
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
 
     stored = {name: shape for name, shape in shapes.items() if counts(name)}
-    for name in _repeated(state, reader):
-        del stored[name]
+    # A tied parameter once more, under another of its names, as torch's state dicts have it. Its values in this rank's rows are
+    # those under the first name: a checkpoint in which the two differ is of another model.
+    for record in state.records:
+        for alias in map(model_array, record.aliases):
+            if _same_values(reader, model_array(record.name), alias, record.owned_range):
+                del stored[alias]
     missing = [name for name in wanted if name not in stored]
     # Parameters that the save was asked to leave out keep the model's values, and the report names them.
     unsaved = {model_array(name) for name in reader.record.absent_parameters}
@@ -244,19 +248,6 @@ def _differences(
             + "".join(f"\n  {line}" for line in refused)
         )
     return missing, unexpected
-
-
-def _repeated(state: OptimizerState, reader: ArraySource) -> list[str]:
-    """Return arrays that are a tied parameter once more, under another of its names, as torch's state dicts have them.
-
-    Their values in this rank's rows are those under the first name: a checkpoint in which the two differ is of another model.
-    """
-    return [
-        model_array(alias)
-        for record in state.records
-        for alias in record.aliases
-        if _same_values(reader, model_array(record.name), model_array(alias), record.owned_range)
-    ]
 
 
 def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int]) -> bool:

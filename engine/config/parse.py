@@ -285,23 +285,19 @@ def _unknown(section: type[Section], path: str, name: str, others: Variants) -> 
     few."""
     having = [kind for kind, other in others.items() if name in other.model_fields]
     here = f" here ({' and '.join(having)} {'have' if having[1:] else 'has'} it)" if having else ""
-    return f"unknown key{here}{_nearest(section, path, name)}"
-
-
-def _nearest(section: type[Section], path: str, name: str) -> str:
+    unknown = f"unknown key{here}"
     homes = {key.rpartition(".")[0] for key, _ in known_keys(ConfigSections) if key.rpartition(".")[2] == name}
     homes -= {path}
     if 0 < len(homes) <= _MOST_HOMES:
-        return (
-            f"; it belongs {' or '.join(f'in {one}' if one else 'at the top of the config' for one in sorted(homes))}"
-        )
-    here = [*section.model_fields, *section.renames]
-    longer = {section.renames.get(key, key) for key in here if name in key and len(name) >= _TELLING}
-    close = list(longer) if len(longer) == 1 else difflib.get_close_matches(name, here, n=1, cutoff=_CLOSE)
+        places = " or ".join(f"in {one}" if one else "at the top of the config" for one in sorted(homes))
+        return f"{unknown}; it belongs {places}"
+    spellings = [*section.model_fields, *section.renames]
+    longer = {section.renames.get(key, key) for key in spellings if name in key and len(name) >= _TELLING}
+    close = list(longer) if len(longer) == 1 else difflib.get_close_matches(name, spellings, n=1, cutoff=_CLOSE)
     if close:
-        return f"; did you mean {_dotted(path, close[0])}?"
+        return f"{unknown}; did you mean {_dotted(path, close[0])}?"
     keys = [key for key, field in section.model_fields.items() if about(field)[0] is Status.BUILT]
-    return f"; the keys there are {', '.join(keys)}" if len(keys) <= _MOST_KEYS else ""
+    return f"{unknown}; the keys there are {', '.join(keys)}" if len(keys) <= _MOST_KEYS else unknown
 
 
 def rules(settings: ConfigSections) -> Iterator[Notice]:

@@ -12,7 +12,7 @@ from zstore.errors import ConfigError, UsageError
 
 from .keys import Section, answer_type, problem_text, section_of, settings_in, spelled_keys
 from .optimizers import AdamParams, OptimizerSection
-from .sections import BATCH_KEYS, ConfigSections, ZeroSection
+from .sections import BATCH_KEYS, ConfigSections
 from .values import check, show
 
 S = TypeVar("S", bound=Section)
@@ -186,18 +186,15 @@ def resolve_settings(
         problems.append(
             'fp16.enabled and bf16.enabled: both are true with the answers to "auto"; answer one with false'
         )
-    problems += _group_problems(settings.zero_optimization, context.world_size)
-    derived, defaults, missing = _fill(settings, context.hidden_size)
-    return _replaced(settings, values | derived | defaults), (*problems, *missing), defaults
-
-
-def _group_problems(zero: ZeroSection, world_size: int) -> Iterator[str]:
-    """Yield the error of `zero_hpz_partition_size` at this world size."""
-    size = zero.zero_hpz_partition_size
+    size, world_size = settings.zero_optimization.zero_hpz_partition_size, context.world_size
     if size > 1 and world_size % size:
         fits = [str(number) for number in range(2, world_size + 1) if world_size % number == 0]
         advice = f"take {' or '.join(fits)}, or leave it out" if fits else "leave it out"
-        yield f"zero_optimization.zero_hpz_partition_size {size} does not divide the world size {world_size}; {advice}"
+        problems.append(
+            f"zero_optimization.zero_hpz_partition_size {size} does not divide the world size {world_size}; {advice}"
+        )
+    derived, defaults, missing = _fill(settings, context.hidden_size)
+    return _replaced(settings, values | derived | defaults), (*problems, *missing), defaults
 
 
 def answered(settings: ConfigSections, answers: Mapping[str, Any]) -> ConfigSections:

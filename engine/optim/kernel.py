@@ -20,7 +20,7 @@ from zstore.errors import UsageError
 
 from ..plan.plan import ADAM_SLOTS
 from ..runtime.native import HostKernel, StepTensors
-from .lion import Lion
+from .classes import Lion
 
 Tensors = Sequence[torch.Tensor]
 Scalars = dict[str, float]

@@ -182,7 +182,7 @@ class ParameterRecord:
         self.full = self.full.new_empty(self.numel) if memory is None else memory
         self.release()
 
-    def make_room(self) -> None:
+    def allocate_full(self) -> None:
         """Give `full` its memory back, with undefined values, before it is gathered; do nothing if it was never freed."""
         if self.is_in_place:
             return
@@ -231,20 +231,20 @@ class ParameterRecord:
         else:
             self.point_at(self.full.view(self.shape))
 
-    def lend(self) -> torch.Tensor:
+    def borrow_full(self) -> torch.Tensor:
         """Make `full` memory of a caller's own, with undefined values; return the memory that `take_back` needs."""
         former, self.full = self.full, torch.empty(self.numel, dtype=self.dtype, device=self.full.device)
         return former
 
     def take_back(self, former: torch.Tensor, *, keep: bool) -> None:
-        """Undo `lend`: the parameter is released, or with `keep` its values move to its own memory."""
-        lent, self.full = self.full, former
+        """Undo `borrow_full`: the parameter is released, or with `keep` its values move to its own memory."""
+        borrowed, self.full = self.full, former
         if not keep:
             self.release()
             return
         if not self.is_in_place:
-            self.make_room()
-            self.full.copy_(lent)
+            self.allocate_full()
+            self.full.copy_(borrowed)
         self.point_at_full()
 
     def release(self) -> None:

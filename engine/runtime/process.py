@@ -40,7 +40,6 @@ import torch.distributed as torch_dist
 from zstore.errors import UsageError
 from zstore.ranks.world import World, cuda_device
 
-_FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 _log = logging.getLogger("zstore")
 
 STOPPED_EXIT_CODE = 75
@@ -55,15 +54,10 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if
 class _FallbackHandler(logging.Handler):
     """Writes to the present `sys.stderr`, unless another handler gets the message."""
 
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__()
-        self._logger = logger
-        self.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
-
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
-        others = [handler for handler in self._logger.handlers if handler is not self]
-        if others or (self._logger.propagate and logging.getLogger().handlers):
+        others = [handler for handler in _log.handlers if handler is not self]
+        if others or (_log.propagate and logging.getLogger().handlers):
             return
         try:
             sys.stderr.write(f"{self.format(record)}\n")
@@ -83,7 +77,9 @@ def show_messages() -> None:
     """Let the package's messages be seen if nobody configured logging. See [Note: messages]."""
     if _log.hasHandlers():
         return
-    _log.addHandler(_FallbackHandler(_log))
+    handler = _FallbackHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s", datefmt="%H:%M:%S"))
+    _log.addHandler(handler)
     if _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
 

@@ -214,7 +214,7 @@ class Fetcher:
         stored: dict[ParameterRecord, torch.Tensor] = {}
         for record in records:
             if alone:
-                record.make_room()
+                record.allocate_full()
             if record.rest is not None and not record.is_in_place:
                 stored[record] = record.full if alone else record.full.new_zeros(record.state_grid.shard_numel)
         if stored and self.reader is not None:
@@ -271,7 +271,7 @@ class Fetcher:
         small: list[ParameterRecord] = []
         others: list[ParameterRecord] = []
         for record in fetch.records:
-            record.make_room()
+            record.allocate_full()
             if gathers is not None and gathers.takes(record):
                 others.append(record)
             elif record.numel < _DIRECT_NUMEL:

@@ -242,7 +242,7 @@ class UnitHooks:
     def start_backward(self) -> None:
         """Gather the units read from elsewhere; forwards from here on are recomputation (the engine's call)."""
         self._phase = Phase.BACKWARD
-        self.units.fill_lent()
+        self.units.fill_borrowed()
         for unit in self.units.all:
             if unit.is_stray:
                 if not unit.is_in_use:
@@ -276,7 +276,7 @@ class UnitHooks:
         self._phase = Phase.FORWARD
         for unit in list(self.units.in_use):
             self.units.reshard(unit)
-        self.units.fill_lent(fill=False)
+        self.units.fill_borrowed(fill=False)
 
     def remove(self) -> None:
         """Remove the hooks from the modules, and end gathers ahead of use."""

@@ -297,7 +297,7 @@ class ShardedUnits:
         self.forget()
         sharded = [record for record in records if record.residency is not Residency.RESIDENT]
         missing = [record for record in sharded if record.residency is Residency.RELEASED]
-        own = {record: record.lend() for record in missing}
+        own = {record: record.borrow_full() for record in missing}
         try:
             fill(missing)
         except BaseException:
@@ -324,7 +324,7 @@ class ShardedUnits:
                 record.take_back(own, keep=is_held or values.stuck is not None)
             self._release_unused([record])
 
-    def fill_lent(self, *, fill: bool = True) -> None:
+    def fill_borrowed(self, *, fill: bool = True) -> None:
         """Give the own memory of parameters that callers hold their values, for graphs that saved it; `fill=False` frees it."""
         for record, values in self.values.items():
             if values.own is not None and not record.is_in_place:

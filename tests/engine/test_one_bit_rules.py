@@ -11,7 +11,7 @@ import torch
 
 from zstore.engine.config.config import load_config
 from zstore.engine.extras.one_bit.step import AdamRule, LambRule, Phase, TensorState, ZeroOneRule
-from zstore.engine.optim.lamb import Lamb
+from zstore.engine.optim.classes import Lamb
 from zstore.errors import ConfigError
 
 Vector = list[float]

@@ -43,8 +43,8 @@ from zstore.io.tensors import as_torch
 from zstore.ranks.world import World, on_device
 
 from ...optim.changes import Changes
+from ...optim.classes import lamb_root, lamb_step
 from ...optim.kernel import FusedAdam, Kernel, ParameterStep, Scalars, WholeStep
-from ...optim.lamb import lamb_root, lamb_step
 from ...optim.rules import Kind, Rule, Stepper, register, whole_gradient
 from ...optim.state import OptimizerState
 from ...params.record import ParameterRecord

@@ -10,7 +10,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 
-from ...optim.lion import called
+from ...optim.classes import called
 from ...optim.rules import Groups, Kind
 
 _MUON = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}

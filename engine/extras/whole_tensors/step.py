@@ -31,8 +31,8 @@ from zstore.io.tensors import as_torch
 from zstore.ranks.world import World
 
 from ...optim.changes import Changes
+from ...optim.classes import Lamb
 from ...optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, WholeStep, kernel_for
-from ...optim.lamb import Lamb
 from ...optim.rules import Kind, Rule, Stepper, register
 from ...optim.state import OptimizerState
 from ...params.record import ParameterRecord
