@@ -13,8 +13,8 @@ import torch
 import torch.distributed as torch_dist
 
 from zstore.engine.optim.changes import Changes, StepSettings
-from zstore.engine.optim.kernel import ELEMENT_WISE, TorchKernel, kernel_for
 from zstore.engine.optim.classes import called
+from zstore.engine.optim.kernel import ELEMENT_WISE, TorchKernel, kernel_for
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.params.record import ParameterRecord
 from zstore.engine.runtime.device import Streams, Transfers, streams_for
