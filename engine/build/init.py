@@ -110,9 +110,8 @@ class Init(AbstractContextManager["Init"]):
             if self._dtype is not None:
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._dtype)
-            if self._builder is None:
-                stack.callback(register_module_parameter_registration_hook(_note).remove)
-            else:
+            stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
+            if self._builder is not None:
                 self._watch(self._builder, stack)
             self._ends = stack.pop_all()
         return self
@@ -138,7 +137,6 @@ class Init(AbstractContextManager["Init"]):
         stack.enter_context(builder.guard.suspended())
         if builder.world.world_size > 1:
             stack.callback(CollectorPause().end)
-        stack.callback(register_module_parameter_registration_hook(self._on_parameter).remove)
         stack.callback(register_module_module_registration_hook(self._on_module).remove)
         stack.enter_context(_Watch(self._before))
 
@@ -192,7 +190,9 @@ class Init(AbstractContextManager["Init"]):
     # -- within the block -------------------------------------------------------------------------------------------
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not self._busy and threading.get_ident() == self._thread:
+        if self._builder is None and parameter is not None:
+            note_built(parameter)
+        elif parameter is not None and not self._busy and threading.get_ident() == self._thread:
             with self._alone() as builder:
                 self._enter(builder, module, name, parameter)
 
@@ -281,12 +281,6 @@ class _Watch(TorchFunctionMode):
         if func not in _valueless():
             self._before(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-
-def _note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Register a parameter in a block that shards nothing."""
-    if parameter is not None:
-        note_built(parameter)
 
 
 def _check_remote_device(device: str | None, config: Config | None) -> None:

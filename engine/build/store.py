@@ -139,7 +139,8 @@ class BuiltModel:
         found = {p: built for p in model.parameters() if (built := find_built(p)) is not None}
         self._found: dict[nn.Parameter, tuple[Builder, Built]] = found
         self._builders = list(dict.fromkeys(builder for builder, _ in found.values()))
-        self._taken_over: Builder | None = None
+        self.taken_over: Builder | None = None
+        """The builder whose store is that of the run."""
         self._in_store: dict[nn.Parameter, RowsInStore] = {}
         world.raise_together(self._changed())
 
@@ -172,18 +173,13 @@ class BuiltModel:
                 )
         return None
 
-    def take_over(self, builder: Builder) -> TensorStore:
-        """Return the store of `builder`, which is the caller's to close from now on."""
-        self._taken_over = builder
-        return builder.hand_over_store()
-
     def rows(self, parameter: nn.Parameter, *, in_memory: bool) -> torch.Tensor | RowsInStore | None:
         """Return this rank's rows of a parameter in shards: `in_memory` or from another store 1-D on the CPU, else a
         reference to them; None if they are not those it needs."""
         builder, built = self._found.get(parameter, (None, None))
         if builder is None or built is None or builder.world.world_size != self.world.world_size:
             return None
-        if in_memory or builder is not self._taken_over or built.rows is None:
+        if in_memory or builder is not self.taken_over or built.rows is None:
             return builder.own_rows(built)
         rows = self._in_store[parameter] = RowsInStore(built.rows.spec.name)
         return rows
@@ -233,7 +229,7 @@ def open_run_store(
     budget_bytes = budget_of_rank(config, world) if former is None else former.store.options.host_budget_bytes
     plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=device_is_host)
     if former is not None:
-        store = built.take_over(former)
+        built.taken_over, store = former, former.hand_over_store()
     else:
         store = open_store(config, world, budget_bytes, pins=not device_is_host, files=files, cuda=cuda)
     store.expect(plan.shared_bytes)

@@ -186,19 +186,16 @@ class Restore:
         """Load arrays; return the masters among them that parameters are cast from already."""
         straight: list[Range] = []
         others: list[Range] = []
+        store = self._training.state.store
         for one in arrays:
-            (straight if self._is_straight(reader, one) else others).append(one)
+            name, tier = one[0], store.tier_of(one[0])
+            on_host = tier == "host" or (tier == "device" and store.options.device == "cpu")
+            # The stored elements are those of the array in the host's memory.
+            is_straight = on_host and reader.array(name).spec.dtype == store.spec(name).dtype
+            (straight if is_straight else others).append(one)
         done = self._load_straight(reader, straight)
         self._load_ahead(reader, others)
         return done
-
-    def _is_straight(self, reader: ArraySource, one: Range) -> bool:
-        """Return whether the stored elements are those of the array in the host's memory."""
-        name, store = one[0], self._training.state.store
-        alike = reader.array(name).spec.dtype == store.spec(name).dtype
-        return alike and (
-            store.tier_of(name) == "host" or (store.tier_of(name) == "device" and store.options.device == "cpu")
-        )
 
     def _load_straight(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
         """Read into the arrays' own memory, by several threads at once, and cast parameters from each piece that was read;

@@ -20,7 +20,7 @@ from zstore import zero
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.adapters.deepspeed.initialize import initialize as stand_in
+from zstore.engine.adapters.deepspeed.engine import initialize as stand_in
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 from zstore.tools.consolidate import consolidate_command

@@ -12,7 +12,7 @@ from torch import nn
 
 import zstore
 from zstore.engine import Engine
-from zstore.engine.adapters.deepspeed.initialize import initialize as initialize_as_deepspeed
+from zstore.engine.adapters.deepspeed.engine import initialize as initialize_as_deepspeed
 
 Given = Callable[[nn.Module], Any]
 GIVEN: dict[str, Given] = {

@@ -10,7 +10,7 @@ from torch import nn
 
 from zstore.engine.access import safe_access
 from zstore.engine.adapters.deepspeed import optimizers
-from zstore.engine.adapters.deepspeed.initialize import initialize
+from zstore.engine.adapters.deepspeed.engine import initialize
 from zstore.engine.adapters.deepspeed.modules import AnsweredModule, absent, fill
 from zstore.engine.adapters.deepspeed.names import ABSENT, MODULES
 from zstore.errors import UsageError

@@ -17,8 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 import zstore
 from tests.integrations.trainers import VOCAB, config, llama, open_door, train
-from zstore.engine.adapters.deepspeed.engine import DeepSpeedEngine
-from zstore.engine.adapters.deepspeed.initialize import initialize
+from zstore.engine.adapters.deepspeed.engine import DeepSpeedEngine, initialize
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 

@@ -50,7 +50,8 @@ def _table(rows: Mapping[str, Mapping[str, str]]) -> Mapping[str, Mapping[str, t
 
 MODULES = _table({
     "root": {
-        "engine": "DeepSpeedEngine", "initialize": "add_config_arguments init_distributed initialize",
+        "engine": "DeepSpeedEngine initialize", f"{_ENGINE}.config.config": "add_config_arguments",
+        f"{_ENGINE}.runtime.process": "init_distributed",
         "utils": "OnDevice get_accelerator log_dist logger",
     },
     "accelerator": {"utils": "get_accelerator is_current_accelerator_supported"},
