@@ -50,18 +50,18 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        56_152,
+        56_124,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 25_111),
+    "lines of engine": (lambda: _layout().lines("engine/"), 25_083),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 24_307),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_477),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_930),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_929),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_918),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_996),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        20_506,
+        20_493,
     ),
     "files of the core": (lambda: len(_layout().core), 28),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 7_578),
