@@ -116,8 +116,8 @@ def make_plan(record: Record, folder: Path, extras: Mapping[str, KnownContent]) 
 
     Raises CorruptionError, or CheckpointMismatchError, for documents that no reader would take.
     """
-    metadata = (folder / METADATA_FILE).read_bytes()
-    document, arrays = checked_metadata(metadata, record, METADATA_FILE, MAX_DOCUMENT_VALUES)
+    path = folder / METADATA_FILE
+    document, arrays = checked_metadata(path.read_bytes(), record, METADATA_FILE, MAX_DOCUMENT_VALUES)
     documents: dict[str, dict[str, Any]] = document["consolidated_metadata"]["metadata"]
     groups = {entry.partition("/")[0] for entry in documents}
     for name in extras:
