@@ -238,12 +238,13 @@ class World:
             raise error
         if failures:
             ranks = ", ".join(map(str, failures))
-            where = f" in {places[min(failures)]}" if self.watch.activity.phase else ""
+            place = (places if self.watch.activity.phase else calls)[min(failures)]
+            where = f" in {place}" if place else ""
             raise RankError(
                 f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it", failures
             )
         if len(set(calls)) > 1:
-            listed = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(calls))
+            listed = "; ".join(f"rank {rank}: {theirs or 'another one'}" for rank, theirs in enumerate(calls))
             raise UsageError(
                 f"all ranks have to make the same call, but they made different ones: {listed}. Run the same code on every rank"
             )
