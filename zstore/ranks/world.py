@@ -240,9 +240,8 @@ class World:
             ranks = ", ".join(map(str, failures))
             place = (places if self.watch.activity.phase else calls)[min(failures)]
             where = f" in {place}" if place else ""
-            raise RankError(
-                f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it", failures
-            )
+            text = f"rank {ranks} of {self.world_size} failed{where}; rank {self.rank} stops with it"
+            raise RankError(text, failures)
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {theirs or 'another one'}" for rank, theirs in enumerate(calls))
             raise UsageError(
