@@ -50,7 +50,9 @@ class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__(config=dict(config) if isinstance(config, Mapping) else config, **options)
-        self.config = {key: value for key, value in self.config.items() if not _is_auto(value)}
+        for key, value in list(self.config.items()):
+            if value == "auto" or (isinstance(value, Mapping) and value.get("enabled") == "auto"):
+                del self.config[key]
         self.config.setdefault("zero_allow_untested_optimizer", True)  # read by Lightning when it evaluates
         self._engine: Any = None
         self._load_objects = load_objects
@@ -141,10 +143,6 @@ class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _is_auto(value: object) -> bool:
-    return value == "auto" or (isinstance(value, Mapping) and value.get("enabled") == "auto")
 
 
 def _packed(kept: Mapping[str, Any]) -> torch.Tensor:

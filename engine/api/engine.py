@@ -159,10 +159,8 @@ class Engine(nn.Module):
         with contextlib.nullcontext() if activations is None else activations.around_forward():
             try:
                 yield
-            except Exception:
-                raise
-            except BaseException:  # Ctrl-C, after which torch calls no hooks
-                if hooks is not None:
+            except BaseException as error:
+                if hooks is not None and not isinstance(error, Exception):  # Ctrl-C, after which torch calls no hooks
                     hooks.end_interrupted()
                 raise
 

@@ -259,10 +259,8 @@ class Config:
         """Where the tensors that a forward saves for its backward are kept."""
         if self.frozen:
             return "device"
-        on_host: Literal["device", "host"] = (
-            "host" if self.settings.activation_checkpointing.cpu_checkpointing else "device"
-        )
-        return self.own.activations or on_host
+        on_host = self.settings.activation_checkpointing.cpu_checkpointing
+        return self.own.activations or ("host" if on_host else "device")
 
     @property
     def activations_paths(self) -> tuple[Path, ...]:
@@ -286,10 +284,7 @@ class Config:
     @property
     def pin_memory(self) -> bool:
         """Whether parameters in host memory are registered with the device's driver."""
-        pairs = (
-            (self.offload_optimizer, self.zero.offload_optimizer),
-            (self.offload_param, self.zero.offload_param),
-        )
+        pairs = (self.offload_optimizer, self.zero.offload_optimizer), (self.offload_param, self.zero.offload_param)
         return any(used.device != "none" and section.pin_memory for used, section in pairs)
 
     @property

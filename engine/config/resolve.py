@@ -16,7 +16,6 @@ from .sections import BATCH_KEYS, ConfigSections
 from .values import check, show
 
 S = TypeVar("S", bound=Section)
-_WARMUP_MAX = "scheduler.params.warmup_max_lr"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +153,6 @@ def stand_ins(settings: ConfigSections) -> dict[str, Any]:
     return found
 
 
-_PRECISION_KEYS = ("bf16.enabled", "fp16.enabled")
 _BUCKETS = {"reduce_bucket_size": 100, "allgather_bucket_size": 100, "stage3_prefetch_bucket_size": 90}
 """Sizes of buckets, in hundredths of the hidden size squared."""
 
@@ -217,7 +215,7 @@ def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, 
     for key, info in open_keys(settings).items():
         if key in sizes:
             derived[key] = sizes[key]
-        elif key == _WARMUP_MAX:
+        elif key == "scheduler.params.warmup_max_lr":
             # With an optimizer of the caller's own: each group's.
             derived[key] = None if optimizer is None else defaults.get("optimizer.params.lr", optimizer.params.lr)
         elif (
@@ -226,7 +224,7 @@ def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, 
             and isinstance(optimizer.params, AdamParams)
         ):
             defaults[key] = default_weight_decay(optimizer)
-        elif key not in (*BATCH_KEYS, *_PRECISION_KEYS):
+        elif key not in (*BATCH_KEYS, "bf16.enabled", "fp16.enabled"):
             if info.is_required():
                 missing.append(
                     f'{key}: "auto" has no default; write a number, or pass initialize(..., auto={{"{key}": ...}})'

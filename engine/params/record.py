@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, Grid, make_grid, stored_shape
@@ -310,8 +311,8 @@ class ReleasedParameter(nn.Parameter):
         if func is torch.Tensor.detach and args[0].record.detaches_empty:
             return args[0].new_empty(0)
         if func is torch.autograd.grad:
-            edges = _replaced((args, kwargs), lambda parameter: parameter.record.gradient_edge())
-            return func(*edges[0], **edges[1])
+            edge = tree_map_only(ReleasedParameter, lambda one: one.record.gradient_edge(), (tuple(args), dict(kwargs)))
+            return func(*edge[0], **edge[1])
         ends: list[EndRead] = []
 
         def gather(parameter: ReleasedParameter) -> nn.Parameter:
@@ -325,7 +326,7 @@ class ReleasedParameter(nn.Parameter):
 
         output = None
         try:
-            _replaced((args, kwargs), gather)
+            tree_map_only(ReleasedParameter, gather, (tuple(args), dict(kwargs)))
             output = func(*args, **kwargs)
         finally:
             for end in ends:
@@ -362,16 +363,6 @@ class ReleasedParameter(nn.Parameter):
 def _released_kind(kind: type[nn.Parameter]) -> type[ReleasedParameter]:
     """Return the class of a released parameter of this class."""
     return ReleasedParameter if kind is nn.Parameter else new_class(kind.__name__, (ReleasedParameter, kind))
-
-
-def _replaced(value: Any, change: Callable[[ReleasedParameter], Any]) -> Any:
-    """Return arguments with released parameters replaced by what `change` returns for them."""
-    if isinstance(value, ReleasedParameter):
-        return change(value)
-    if isinstance(value, list | tuple):
-        items = [_replaced(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return {key: _replaced(item, change) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _without_values() -> Iterator[Any]:

@@ -267,7 +267,9 @@ class RunJournal:
 
     def close(self) -> None:
         """Write the end; a second call does nothing."""
-        uncaught = _uncaught_error() if self._reason == "done" else None
+        # An error that nobody caught, if the interpreter ends because of one.
+        last: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        uncaught = None if self._reason != "done" or threading.main_thread().is_alive() else last
         self._end("failed" if uncaught else self._reason, _text_of(uncaught) if uncaught else self._problem)
         self.enabled = False
 
@@ -303,9 +305,3 @@ def _number(value: Any) -> float | None:
 
 def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
-
-
-def _uncaught_error() -> BaseException | None:
-    """Return the error that nobody caught, if the interpreter ends because of one."""
-    found: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return None if threading.main_thread().is_alive() else found

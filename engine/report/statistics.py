@@ -135,9 +135,7 @@ def engine_statistics(
     world, state, hooks = training.world, training.state, training.hooks
     store = state.store.statistics()
     return EngineStatistics(
-        forward_s=times.forward_s,
-        backward_s=times.backward_s,
-        optimizer_s=times.optimizer_s,
+        **vars(times),
         links=link_statistics(world, state.store, store, saves_s),
         sent_bytes=dict(world.sent_bytes),
         process_peak_bytes=most_resident_bytes(),

@@ -115,8 +115,7 @@ class TrainingLoader:
             )
         self._data = data
         self._num_samples = len(data)
-        self._micro_batch_size = batch.micro_batch_size
-        self._train_batch_size = batch.train_batch_size
+        self._batch = batch
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
@@ -125,19 +124,19 @@ class TrainingLoader:
         self.position = 0
         if self.samples_per_epoch == 0:
             raise UsageError(
-                f"training_data has {self._num_samples} samples, fewer than one batch ({self._train_batch_size}); give more "
+                f"training_data has {self._num_samples} samples, fewer than one batch ({batch.train_batch_size}); give more "
                 "data or a smaller train_batch_size"
             )
 
     @property
     def _round_size(self) -> int:
-        return self._micro_batch_size * self._world_size
+        return self._batch.micro_batch_size * self._world_size
 
     @property
     def samples_per_epoch(self) -> int:
         """Samples by which one epoch advances `position`."""
         if self._drop_last:
-            return self._num_samples // self._train_batch_size * self._train_batch_size
+            return self._num_samples // self._batch.train_batch_size * self._batch.train_batch_size
         return self._num_samples
 
     def __len__(self) -> int:
@@ -146,8 +145,7 @@ class TrainingLoader:
 
     def restore(self, position: int, batch: BatchSizes) -> None:
         """Continue from a checkpoint, with batches of these sizes."""
-        self.position = position
-        self._micro_batch_size, self._train_batch_size = batch.micro_batch_size, batch.train_batch_size
+        self.position, self._batch = position, batch
 
     def __iter__(self) -> Iterator[Any]:
         epoch, first = divmod(self.position, self.samples_per_epoch)

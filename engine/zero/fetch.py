@@ -240,7 +240,12 @@ class Fetcher:
         except BaseException as error:
             fetch.error = fetch.error or error
         world = self._world if fetch.second is None else fetch.second.world
-        header = fetch.header = self._send_header(fetch, world)
+        # Filled there: a copy from host memory would wait for all earlier work of the device.
+        mine = torch.full((2,), fetch.number, dtype=torch.int32, device=world.device)
+        mine[1:].fill_(fetch.error is not None)
+        everyone = torch.empty(2 * world.world_size, dtype=torch.int32, device=world.device)
+        work = world.start_all_gather(everyone, mine, kind="control")
+        header = fetch.header = Header(work, mine, everyone)
         if not expected and not self._late:
             header.work.wait()
             self._check(fetch)
@@ -254,13 +259,6 @@ class Fetcher:
             self.last_copy = reading.copies[-1]
             self.last_copy.follow()
         return error
-
-    def _send_header(self, fetch: Fetch, world: World) -> Header:
-        # Filled there: a copy from host memory would wait for all earlier work of the device.
-        mine = torch.full((2,), fetch.number, dtype=torch.int32, device=world.device)
-        mine[1:].fill_(fetch.error is not None)
-        everyone = torch.empty(2 * world.world_size, dtype=torch.int32, device=world.device)
-        return Header(world.start_all_gather(everyone, mine, kind="control"), mine, everyone)
 
     def _send_rows(self, fetch: Fetch, world: World) -> None:
         # The values of a second copy were gathered in another form before.

@@ -68,17 +68,14 @@ class UnitHooks:
         for unit in sharded.all:
             if unit.records:
                 self._add(unit)
-        for module in self._callers(model):
+        # The modules that hold units: a loop may call one by itself, as `generate` calls an encoder.
+        blocks = [unit for unit in sharded.all if unit.records and len(unit.unit.modules) > 1]
+        within = {inner for unit in blocks for inner in unit.inner}
+        for module in (one for one in model.modules() if one not in within and list(one.children())):
             self._handles += [
                 module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True),
                 module.register_forward_hook(ModuleHook(self._leave), always_call=True),
             ]
-
-    def _callers(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules that hold units: a loop may call one by itself, as `generate` calls an encoder."""
-        blocks = [unit for unit in self.units.all if unit.records and len(unit.unit.modules) > 1]
-        within = {inner for unit in blocks for inner in unit.inner}
-        return [module for module in model.modules() if module not in within and list(module.children())]
 
     @property
     def hook_ids(self) -> frozenset[int]:

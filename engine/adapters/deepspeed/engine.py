@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -78,11 +79,7 @@ _ATTRIBUTES: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
 _CALLS: Mapping[str, Callable[..., Any]] = {
     "destroy": lambda engine: engine.close(),
     "dump_state": lambda engine: engine.training_state.config.settings.dump_state,
-    "get_batch_info": lambda engine: (
-        engine.train_batch_size(),
-        engine.train_micro_batch_size_per_gpu(),
-        engine.gradient_accumulation_steps(),
-    ),
+    "get_batch_info": lambda engine: astuple(engine.training_state.accumulation.batch),
     "get_mom": lambda engine: [  # betas, or momentum
         group.get("betas", group.get("momentum", 0.0)) for group in engine.training_state.optimizer.param_groups
     ],

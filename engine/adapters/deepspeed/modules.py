@@ -32,15 +32,10 @@ def _groups() -> dict[str, Callable[[], Any]]:
     }
 
 
+_PARTS = zip(("major", "minor", "patch"), map(int, ANSWERS_FOR.split(".")), strict=True)
 VALUES: dict[str, dict[str, Any]] = {
-    "deepspeed": {"__version__": VERSION, "version": VERSION}
-    | dict(
-        zip(
-            ("__version_major__", "__version_minor__", "__version_patch__"),
-            map(int, ANSWERS_FOR.split(".")),
-            strict=True,
-        )
-    ),
+    "deepspeed": {f"__version_{part}__": number for part, number in _PARTS}
+    | {"__version__": VERSION, "version": VERSION},
     "deepspeed.git_version_info": {"version": VERSION},
     "deepspeed.utils.groups": _groups(),
 }

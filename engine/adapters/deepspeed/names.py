@@ -25,16 +25,10 @@ TORCH_COMM = (
     "broadcast_object_list destroy_process_group gather get_backend get_global_rank get_rank get_world_size irecv is_available "
     "is_initialized isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send"
 )
-SAFE = " ".join(
-    [
-        *(
-            f"safe_{verb}_{part}_{what}"
-            for verb in ("get", "set")
-            for part in ("full", "local")
-            for what in ("fp32_param", "grad", "optimizer_state")
-        ),
-        "safe_update_full_grad_vectorized",
-    ]
+SAFE = (
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
+    "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
+    "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized"
 )
 _INIT = "GatheredParameters Init register_external_parameter unregister_external_parameter"
 
