@@ -136,11 +136,11 @@ _FIELDS: Mapping[str, tuple[Any, str]] = {
 """Types and descriptions of torch's arguments."""
 _SGD = {"weight_decay": 0.0, "maximize": False}
 _MOMENTS = {"betas": (0.9, 0.999), "eps": 1e-8, **_SGD}
-_LION = (
-    "Learning rate; the default is DeepSpeed's. Lion wants a rate of a tenth to a third of AdamW's.",
-    "Weight of the moment in the update, and its decay; the default is DeepSpeed's, the paper has 0.99 for the second.",
-    "Decoupled decay of the weights per step, times lr.",
-)
+_LION = {
+    "lr": "Learning rate; the default is DeepSpeed's. Lion wants a rate of a tenth to a third of AdamW's.",
+    "betas": "Weight of the moment in the update, and its decay; the default is DeepSpeed's, the paper has 0.99 for the second.",
+    "weight_decay": "Decoupled decay of the weights per step, times lr.",
+}
 
 
 def _params(name: str, texts: Mapping[str, str] | None = None, /, **defaults: Any) -> type[OptimizerParams]:
@@ -165,13 +165,7 @@ OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "Adadelta": _params("Adadelta", lr=1.0, rho=0.9, eps=1e-6, **_SGD),
     "ASGD": _params("ASGD", {"alpha": "Power of the rate's decay."}, lr=1e-2, lambd=1e-4, alpha=0.75, t0=1e6, **_SGD),
     "Rprop": _params("Rprop", lr=1e-2, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), maximize=False),
-    "Lion": _params(
-        "Lion",
-        dict(zip(("lr", "betas", "weight_decay"), _LION, strict=True)),
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        **_SGD,
-    ),
+    "Lion": _params("Lion", _LION, lr=1e-3, betas=(0.9, 0.999), **_SGD),
 }
 """By the names of their classes; extras add theirs."""
 

@@ -359,12 +359,7 @@ class Changes:
         self._steps: dict[ParameterRecord, ParameterStep] = {}
         self._shared: dict[tuple[Any, ...], ParameterStep] = {}
 
-    def run(
-        self,
-        *,
-        admit: Admit | None = None,
-        done: Callable[[ParameterRecord], None] | None = None,
-    ) -> None:
+    def run(self, *, admit: Admit | None = None, done: Callable[[ParameterRecord], None] | None = None) -> None:
         """Carry the changes out, in order. See [Note: the update].
 
         `admit(record, wait)` is asked before a record's state is touched; `done(record)` is called when its new state,

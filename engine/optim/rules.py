@@ -179,9 +179,7 @@ class Rule:
 TILES = Rule(kinds=ELEMENT_WISE, kernel=kernel_for)
 """Updates run over tiles."""
 CLIENT = Rule(
-    kinds=(),
-    kernel=lambda _kind, _group: WholeKernel(),
-    stepper=lambda client, state, _: ClientStep(client, state),
+    kinds=(), kernel=lambda _kind, _group: WholeKernel(), stepper=lambda client, state, _: ClientStep(client, state)
 )
 """The client's own object takes the steps; see [Note: the client's own step]."""
 _rules: dict[Kind, Rule] = {}

@@ -211,11 +211,7 @@ class OptimizerState:
 
     @contextmanager
     def passing(
-        self,
-        groups: Sequence[Sequence[str]],
-        mode: ModeName,
-        *,
-        modes: Mapping[str, ModeName] | None = None,
+        self, groups: Sequence[Sequence[str]], mode: ModeName, *, modes: Mapping[str, ModeName] | None = None
     ) -> Iterator[Tiles]:
         """Give a pass over groups of arrays for the length of a `with` block, at whose end it is dropped if not complete.
 

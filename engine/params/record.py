@@ -414,13 +414,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], n
 
 
 def make_record(
-    name: str,
-    aliases: tuple[str, ...],
-    parameter: nn.Parameter,
-    *,
-    group: int | None,
-    sharding: Sharding,
-    rank: int,
+    name: str, aliases: tuple[str, ...], parameter: nn.Parameter, *, group: int | None, sharding: Sharding, rank: int
 ) -> ParameterRecord:
     """Return the record of a parameter whose values are contiguous in memory of their own."""
     shape = stored_shape(tuple(parameter.shape))

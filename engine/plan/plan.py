@@ -260,12 +260,7 @@ def gradient_types(config: Config, world_size: int, types: Mapping[str, D]) -> G
 
 
 def find_needs(
-    shapes: Sequence[ParameterShape],
-    slots: Mapping[str, Slots],
-    config: Config,
-    *,
-    world_size: int,
-    rank: int,
+    shapes: Sequence[ParameterShape], slots: Mapping[str, Slots], config: Config, *, world_size: int, rank: int
 ) -> dict[str, Need]:
     """Return the needs of the parameters on `rank`, by name; `slots` are those of the trained ones, by name."""
     sharding = Sharding.of_stage(config.stage, world_size)

@@ -26,11 +26,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
         "horizontal_global_attention": False,
     },
     "bigbird": {"num_random_blocks": 1, "num_sliding_window_blocks": 3, "num_global_blocks": 1},
-    "bslongformer": {
-        "num_sliding_window_blocks": 3,
-        "global_block_indices": (0,),
-        "global_block_end_indices": None,
-    },
+    "bslongformer": {"num_sliding_window_blocks": 3, "global_block_indices": (0,), "global_block_end_indices": None},
 }
 """The arguments of each mode beside those of all, and their defaults, which are DeepSpeed's."""
 _OF_ALL = ("mode", "block", "attention", "different_layout_per_head")
