@@ -138,7 +138,8 @@ _SGD = {"weight_decay": 0.0, "maximize": False}
 _MOMENTS = {"betas": (0.9, 0.999), "eps": 1e-8, **_SGD}
 _LION = {
     "lr": "Learning rate; the default is DeepSpeed's. Lion wants a rate of a tenth to a third of AdamW's.",
-    "betas": "Weight of the moment in the update, and its decay; the default is DeepSpeed's, the paper has 0.99 for the second.",
+    "betas": "Weight of the moment in the update, and its decay; the default is DeepSpeed's, the paper has 0.99 for the "
+    "second.",
     "weight_decay": "Decoupled decay of the weights per step, times lr.",
 }
 
