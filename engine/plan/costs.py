@@ -12,14 +12,12 @@ from functools import cached_property
 from typing import Any
 
 from zstore.errors import BudgetError, ConfigError
-from zstore.format import numpy_dtype
 from zstore.sizes import format_bytes
-from zstore.weights.from_checkpoint import DTYPES
 
 from ..config.config import Config, OptimizerConfig, load_config
 from ..config.resolve import ResolveContext
 from .placement import HEADROOM_PERCENT, fill_device, make_plan, without_headroom
-from .plan import Held, ParameterShape, Plan, Slots, Width, activations_of, find_needs, placement_settings
+from .plan import Held, ParameterShape, Plan, Slots, Width, activations_of, find_needs, itemsize_of, placement_settings
 
 AUTO_PERCENT = 60
 """Of the host's available memory: a host budget that is "auto"."""
@@ -233,7 +231,6 @@ class PlannedRun:
     def _transit_bytes(self, config: Config, plan: Plan) -> int:
         """Return the estimated bytes that pass through a device's memory beside the state that it holds: gathered parameters
         of a unit and the next, gradients of a unit if they do not stay as autograd made them, and buckets of collectives."""
-        itemsize = numpy_dtype(DTYPES[config.precision]).itemsize
         sizes = {one.name: math.prod(one.shape) for one in self.shapes}
         units = self.units_of(config.zero.stage3_max_live_parameters)
         unit_numel = max((sum(sizes[name] for name in unit) for unit in units), default=0)
@@ -242,7 +239,7 @@ class PlannedRun:
         waiting = plan.held["gradients"]
         cast = plan.settings.accumulation_steps > 1 and config.precision != "fp32"
         stay = 0 < waiting.total == waiting.device and not cast and (config.stage < 2 or self.world_size == 1)
-        return plan.gathered_bytes + ((0 if stay else unit_numel) + buckets * bucket_numel) * itemsize
+        return plan.gathered_bytes + ((0 if stay else unit_numel) + buckets * bucket_numel) * itemsize_of(config)
 
 
 # -- precision ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from zstore.weights.from_checkpoint import DTYPES
 from ..config.config import Config
 from ..config.optimizers import Moments
 from ..params.sharding import D, GradientTypes, Sharding
-from .schedule import PrefetchLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,15 +308,6 @@ def _gathered_for_use(shapes: Sequence[ParameterShape], config: Config) -> Itera
             room_numel -= numel
 
 
-def prefetch_limits(config: Config) -> PrefetchLimits:
-    """Return how much memory the config lets units take ahead of their use."""
-    return PrefetchLimits(
-        prefetch_numel=config.prefetch_numel,
-        live_numel=config.zero.stage3_max_live_parameters,
-        reuse_numel=config.zero.stage3_max_reuse_distance or 0,
-    )
-
-
 # -- settings and buffers -----------------------------------------------------------------------------------------------
 
 
@@ -366,7 +356,7 @@ def _store_options(config: Config, budget_bytes: int | None) -> StoreOptions:
 def parameter_pool_bytes(config: Config, options: StoreOptions) -> int:
     """Return the bytes of the buffers through which parameters pass: none is larger than one request to the disk."""
     section = config.zero.offload_param
-    return section.buffer_count * min(section.buffer_size * _itemsize(config), options.span_bytes)
+    return section.buffer_count * min(section.buffer_size * itemsize_of(config), options.span_bytes)
 
 
 def spill_pool_bytes(budget_bytes: int) -> int:
@@ -380,7 +370,7 @@ def activation_pool_bytes(budget_bytes: int | None) -> int:
     return most if budget_bytes is None else min(most, budget_bytes // 16)
 
 
-def _itemsize(config: Config) -> int:
+def itemsize_of(config: Config) -> int:
     """Return the bytes of an element in the type that a resolved config computes in."""
     return numpy_dtype(DTYPES[config.precision]).itemsize
 
@@ -439,7 +429,7 @@ def activations_of(config: Config, width: Width, seq_length: int, *, device_is_h
     do not have. With checkpointing of every layer 2 s b h, and one layer in full. The logits are added: once in the
     compute type, in fp32 for the loss, and the gradient of that.
     """
-    tokens, itemsize = config.batch.micro_batch_size * seq_length, _itemsize(config)
+    tokens, itemsize = config.batch.micro_batch_size * seq_length, itemsize_of(config)
     checkpointing, stays = config.own.gradient_checkpointing, ("device", "host") if device_is_host else ("device",)
     input_bytes, layer_bytes = (factor * tokens * width.hidden * itemsize // 2 for factor in (2, 34))
     kept_bytes = width.num_layers * (input_bytes if checkpointing else layer_bytes)

@@ -23,7 +23,7 @@ from zstore.store import TensorStore
 from ..config.config import Config
 from ..params.record import ParameterRecord, Residency
 from ..params.units import Unit
-from ..plan.plan import parameter_pool_bytes, prefetch_limits
+from ..plan.plan import parameter_pool_bytes
 from ..plan.schedule import PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from ..runtime.device import Transfers, labelled
 from .exchanges import Exchanges
@@ -424,4 +424,9 @@ def make_sharded_units(
     if any(record.rest is not None for unit in units for record in unit.owned):
         reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)), transfers)
     fetcher = Fetcher(world, reader, config.allgather_bucket_numel, exchanges, transfers)
-    return ShardedUnits(units, world, fetcher, prefetch_limits(config), overlap=config.zero.overlap_comm)
+    limits = PrefetchLimits(
+        prefetch_numel=config.prefetch_numel,
+        live_numel=config.zero.stage3_max_live_parameters,
+        reuse_numel=config.zero.stage3_max_reuse_distance or 0,
+    )
+    return ShardedUnits(units, world, fetcher, limits, overlap=config.zero.overlap_comm)
