@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from zstore.errors import UsageError
 
@@ -27,20 +28,7 @@ Scalars = dict[str, float]
 """Numbers that an optimizer keeps of a parameter beside its slots, as the step count or NAdam's product: exact as Python
 numbers."""
 
-ELEMENT_WISE = (
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.NAdam,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.RAdam,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-    Lion,
-)
+ELEMENT_WISE = (SGD, Adagrad, RMSprop, NAdam, Adam, AdamW, Adamax, RAdam, Adadelta, ASGD, Rprop, Lion)
 """Optimizers whose update of an element depends on that element's own history and on scalars alone."""
 
 
@@ -327,8 +315,8 @@ def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> F
             f"to 3) or offloaded is updated in tiles; use one of {names}; Adafactor, Muon, zstore.optim.Lamb or "
             "MuonWithAdam, whose tensors ranks bring together; or stage 0 without offload, where it steps whole tensors"
         )
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay", False))
+    if kind in (Adam, AdamW):
+        decoupled = kind is AdamW or bool(group.get("decoupled_weight_decay", False))
         form = {name: bool(group.get(name)) for name in ("amsgrad", "maximize")}
         corrects = group.get("bias_correction") is not False  # torch's classes have no such argument; a config does
         other = group.get("capturable") or group.get("differentiable")

@@ -20,6 +20,8 @@ from ..runtime.process import warn_once
 from .rules import CLIENT, Groups, classes, rule_of
 
 _RULES = ("loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis", "raise_error_at_min_scale")
+_STATE = {"scale": float, "hysteresis_left": int, "iteration": int, "last_overflow": int}
+"""What changes of a loss scale, and is saved."""
 
 
 @dataclass(kw_only=True)
@@ -91,12 +93,7 @@ class LossScaler:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        return {
-            "scale": self.scale,
-            "hysteresis_left": self.hysteresis_left,
-            "iteration": self.iteration,
-            "last_overflow": self.last_overflow,
-        }
+        return {name: getattr(self, name) for name in _STATE}
 
     def rules(self) -> dict[str, Any] | None:
         """Return the settings by which the scale changes, for a checkpoint that other software continues from; None if it
@@ -109,10 +106,8 @@ class LossScaler:
         """Go on from a saved state; a fixed scale, or none, stays as configured."""
         if self.settings is None or self.settings.loss_scale:
             return
-        self.scale = float(state["scale"])
-        self.hysteresis_left = int(state["hysteresis_left"])
-        self.iteration = int(state["iteration"])
-        self.last_overflow = int(state["last_overflow"])
+        for name, kind in _STATE.items():
+            setattr(self, name, kind(state[name]))
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
