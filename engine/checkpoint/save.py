@@ -279,8 +279,11 @@ class Checkpoints:
         training, store = self._training, self._training.state.store
         # Files that are copied to another drive before training goes on are not shared after that.
         drives = store.options.all_paths
-        if options.wait and drives and not any(_one_drive(path, folder) for path in drives):
-            return 0
+        if options.wait and drives:
+            # The folder may be made yet.
+            made = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+            if all(path.stat().st_dev != made.stat().st_dev for path in drives):
+                return 0
         changing = [name for one in training.trained for name in training.state.arrays_of(one)]
         return store.require_room(changing, num_stores=training.world.local_world_size)
 
@@ -393,9 +396,3 @@ def require_last_step(training: Training) -> None:
             "save_checkpoint within a step: the loader of initialize() is past the micro-batches of it, which a resume would "
             "miss; save between two steps"
         )
-
-
-def _one_drive(one: Path, other: Path) -> bool:
-    """Return whether two folders, of which the second may be made yet, are on one file system."""
-    made = next(path for path in (other.absolute(), *other.absolute().parents) if path.exists())
-    return one.stat().st_dev == made.stat().st_dev

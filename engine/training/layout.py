@@ -83,7 +83,11 @@ class Layout:
         """
         name, aliases, tensor, group = parameter
         given = tensor.data
-        tensor.data = own_memory(given, self._dtype) if rows is None else self._no_values(tensor)
+        if rows is None:
+            tensor.data = own_memory(given, self._dtype)
+        else:  # memory that nobody writes to, of the type in which it is trained
+            tensor.grad, dtype = None, self._dtype if tensor.is_floating_point() else tensor.dtype
+            tensor.data = torch.empty(tensor.shape, dtype=dtype, device=self._world.device)
         record = make_record(name, aliases, tensor, group=group, sharding=self._sharding, rank=self._world.rank)
         placement = self._plan.placements[name]
         offloaded = placement.parameter != "device"
@@ -101,9 +105,3 @@ class Layout:
             state.use_in_place(record)
         self._built.drop(tensor)
         return record
-
-    def _no_values(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return memory that nobody writes to, of the parameter's shape, as it is trained."""
-        dtype = self._dtype if parameter.is_floating_point() else parameter.dtype
-        parameter.grad = None
-        return torch.empty(parameter.shape, dtype=dtype, device=self._world.device)

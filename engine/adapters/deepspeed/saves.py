@@ -91,7 +91,7 @@ def _remove(path: Any, *args: Any, **options: Any) -> None:
     for folder, handle in saves.items():
         if _contains(removed, folder):
             handle.wait_for_end()
-        elif os.path.dirname(folder) == os.path.dirname(removed) and _is_checkpoint(Path(removed)):
+        elif os.path.dirname(folder) == os.path.dirname(removed) and Path(removed, "latest").is_file():  # saved to
             _removals.append(run_in_thread(partial(_remove_after, handle, Path(removed)), "zstore-remove"))
             return
     _rmtree(path, *args, **options)
@@ -99,11 +99,6 @@ def _remove(path: Any, *args: Any, **options: Any) -> None:
 
 def _contains(folder: str, path: str) -> bool:
     return f"{path}{os.sep}".startswith(f"{folder.rstrip(os.sep)}{os.sep}")
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    """Return whether `save_checkpoint` was given this folder."""
-    return (folder / "latest").is_file()
 
 
 def _remove_after(handle: SaveHandle, folder: Path) -> None:
