@@ -78,7 +78,7 @@ class Bf16Section(Section):
     check_grad_overflow: Bool = built(False)
     """Skip steps whose gradients are not finite; false: such a step is an error that changes nothing."""
     bf16_optimizer_states: Bool = built(False)
-    """Keep the optimizer's moments in bf16: the same as `zstore.moments` "bf16"."""
+    """Store the optimizer's moments in bf16: the same as `zstore.moments` "bf16"."""
 
 
 class AioSection(Section):
@@ -95,13 +95,13 @@ class AioSection(Section):
 
 
 class CsvMonitorSection(Section):
-    """The metrics of `tensorboard` as CSV files, one for each, named after it: `step,<metric>`; a step is the samples seen.
-    A later run appends to them."""
+    """The metrics of `tensorboard` as CSV files, one per metric and named after it: `step,<metric>`; the step is the number
+    of samples seen. A later run appends to the files."""
 
     switch = "enabled"
 
     enabled: Bool = built(False)
-    """Write them."""
+    """Write the CSV files."""
     output_path: Name = built("")
     """Folder; a relative path is relative to the working folder at the start."""
     job_name: Name = built("DeepSpeedJobName")
@@ -113,17 +113,17 @@ class TensorboardSection(CsvMonitorSection):
     norm, and the times of forward, backward and step."""
 
     enabled: Bool = built(False)
-    """Write them, in an event file. Needs `pip install 'zstore[tensorboard]'`."""
+    """Write an event file. Needs `pip install 'zstore[tensorboard]'`."""
 
 
 class WandbSection(Section):
     """The metrics of `tensorboard` for Weights & Biases, against `Train/samples`. A run that the script started is
-    used and left open. The environment variable WANDB_MODE=offline keeps them on this machine."""
+    used and left open. The environment variable WANDB_MODE=offline stores the metrics on this machine."""
 
     switch = "enabled"
 
     enabled: Bool = built(False)
-    """Send them. Needs `pip install 'zstore[wandb]'`."""
+    """Send the metrics. Needs `pip install 'zstore[wandb]'`."""
     group: Name | None = built(None)
     """Group of runs."""
     team: Name | None = built(None)
@@ -133,10 +133,10 @@ class WandbSection(Section):
 
 
 class CheckpointWriterSection(Section):
-    """How a save is carried out."""
+    """Whether saves run in the background."""
 
     decoupled: Bool = built(False)
-    """Save behind training: `save_checkpoint` returns once the state is pinned, as with `wait=False`. The next save, a load and
+    """Save in the background: `save_checkpoint` returns once the state is pinned, as with `wait=False`. The next save, a load and
     the end of the program wait for the commit. For loops of libraries, which call `save_checkpoint` without `wait`."""
 
 
@@ -153,30 +153,30 @@ class DataTypesSection(Section):
     """Type in which gradients accumulate and wait for the update. Unset or "none": fp32 over more than one micro-batch, since
     a sum in 16 bits loses small gradients; over a single one the type in which they are reduced, which loses nothing."""
     buffer_dtype: DataType | None = built(None)
-    """Type of the modules' floating buffers. Unset or "none": they keep the types that the model gave them, so that
-    frequencies of rotary embeddings and running statistics stay exact beside 16-bit parameters."""
+    """Type of the modules' floating buffers. Unset or "none": the model's own types, so that frequencies of
+    rotary embeddings and running statistics stay exact with 16-bit parameters."""
 
 
 class ActivationCheckpointingSection(Section):
-    """How blocks that the model computes again in the backward keep their inputs; see docs/activations.md. The model,
-    `zstore.checkpointing.checkpoint` or `zstore.gradient_checkpointing` chooses these blocks."""
+    """How the inputs of checkpointed blocks are stored until the backward; see docs/activations.md. The model,
+    `zstore.checkpointing.checkpoint` or `zstore.gradient_checkpointing` selects these blocks."""
 
     cpu_checkpointing: Bool = built(False)
     """Keep activations in host memory: the same as "zstore": {"activations": "host"}, which is used if both are set."""
 
 
 class ThroughputSection(Section):
-    """How many samples a second pass."""
+    """Reports of the throughput."""
 
     switch = "enabled"
 
     enabled: Bool = built(False)
-    """Add a line of samples a second over all ranks to those of steps_per_print, the mean since the line before. Off, while
-    DeepSpeed has it on: the journal has the times of all steps."""
+    """Log samples per second over all ranks every steps_per_print steps, the mean since the previous line. Off by default,
+    unlike in DeepSpeed: the journal has the times of all steps."""
 
 
 class TimersSection(Section):
-    """How time is taken."""
+    """Timers."""
 
     throughput: ThroughputSection = ThroughputSection()
 
@@ -186,33 +186,33 @@ Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
 
 
 class OffloadOptimizerSection(Section):
-    """Where the optimizer state (fp32 master weights and the optimizer's own tensors) is kept and updated."""
+    """Where the optimizer state (fp32 master weights and the optimizer's tensors) is stored and updated."""
 
     switch = "device"
 
     device: Device
     """Tier of the state: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`). Stages 1 to 3."""
     nvme_path: Drives | None = built(None)
-    """Folder on the drive for the state's files, made if it is missing; needed with "nvme". A list spreads them over several
+    """Folder on the drive for the state's files, created if missing; needed with "nvme". A list spreads them over several
     drives. Each run locks its folders; processes of two runs cannot share one."""
     pin_memory: Bool = built(False)
-    """Register parameters in host memory with CUDA, for copies that run beside the computation; transfer buffers always are.
-    If that fails: pageable memory, and one warning."""
+    """Register parameters in host memory with CUDA, so that copies overlap with computation; transfer buffers always are.
+    If registration fails: pageable memory, and one warning."""
     buffer_count: Positive = built(8)
-    """Buffers for state on its way: the pool has room for so many of `buffer_size`, and takes half of the host budget at
-    most, by default an eighth or 64 MiB. Pieces of all of an update's arrays share it, so that few buffers mean small
+    """Buffers for state in transit: the pool has room for this many of `buffer_size`, and uses at most half of the host
+    budget, by default an eighth or 64 MiB. All arrays of an update share the pool, so that few buffers mean small
     requests, never an error."""
     buffer_size: Positive = built(4 * 1024 * 1024)
     """fp32 elements of one buffer, 4 bytes each; a key that DeepSpeed does not have. A request to the disk is no larger
     (nor than aio.block_size)."""
     ratio: Fraction | Annotated[Auto, Words('"auto"')] = built(1.0)
-    """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 keeps 70 % on it. "auto": as much
-    stays on a GPU as it has memory for beside the rest, a micro-batch of the model's longest sequences included. CPU and GPU
-    round differently: bits depend on the share, which the log and the checkpoint name."""
+    """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 leaves 70 % on it. "auto": as much
+    stays on a GPU as fits in its memory along with the rest, including a micro-batch of the model's longest sequences. CPU and
+    GPU round differently: bits depend on the share, which the log and the checkpoint record."""
 
 
 class OffloadParamSection(Section):
-    """Where parameters are kept between their uses, at stage 3. Below it parameters stay on the device, and the section is
+    """Where parameters are stored between uses, at stage 3. At lower stages parameters stay on the device, and the section is
     reported."""
 
     switch = "device"
@@ -220,11 +220,11 @@ class OffloadParamSection(Section):
     device: Device
     """Tier of the parameters: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`)."""
     nvme_path: Drives | None = built(None)
-    """Folder on the drive, or a list of folders on several; needed with "nvme". It may be that of the optimizer state."""
+    """Folder on the drive, or a list of folders on several; needed with "nvme". It may equal that of the optimizer state."""
     pin_memory: Bool = built(False)
     """The same as offload_optimizer.pin_memory: one of the two is enough."""
     buffer_count: Positive = built(5)
-    """Buffers for parameters on their way from host memory or disk. Larger parameters are cut; without a free
+    """Buffers for parameters in transit from host memory or disk. Larger parameters are split; without a free
     buffer a transfer waits."""
     buffer_size: Positive = built(100_000_000)
     """Elements of one buffer. No buffer is larger than a request to the disk (aio.block_size), so that the default costs
@@ -235,9 +235,9 @@ class OffloadParamSection(Section):
 
 
 class LeafModuleSection(Section):
-    """Modules that are gathered as a whole at stage 3, with all below them, so that a rank may call other ones of their modules
-    than another does: mixtures of experts. A block of an outermost ModuleList is gathered as a whole too, as long as
-    `stage3_max_live_parameters` has room for it; a leaf always."""
+    """Modules that are gathered as a whole at stage 3, with all their submodules, so that ranks may call different submodules,
+    as in mixtures of experts. A block of an outermost ModuleList is gathered as a whole too, as long as
+    `stage3_max_live_parameters` has room for it; a leaf always is."""
 
     classes: Names = built(
         tuple(
@@ -246,15 +246,15 @@ class LeafModuleSection(Section):
         ),
         stages=(3,),
     )
-    """Classes of such modules, by their names, short or with their Python module's; by default DeepSpeed's."""
+    """Classes of such modules, by class name or qualified name; by default DeepSpeed's."""
     names: Names = built((), stages=(3,))
-    """Such modules, as `model.named_modules()` calls them."""
+    """Names of such modules in `model.named_modules()`."""
     name_suffixes: Names = built((), stages=(3,))
-    """How the names of such modules end."""
+    """Suffixes of the names of such modules."""
 
 
 class ZeroSection(Section):
-    """What is sharded over the ranks, where it is kept, and in which sizes it travels. A bare `true` is stage 1."""
+    """What is sharded over the ranks, where it is stored, and the sizes of collectives. A bare `true` is stage 1."""
 
     renames: ClassVar[Mapping[str, str]] = {
         name: f"stage3_{name}"
@@ -269,49 +269,49 @@ class ZeroSection(Section):
     } | {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
 
     stage: Stage = built(0)
-    """0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too. Off unless asked for."""
+    """0: nothing is sharded; 1: optimizer state; 2: gradients too; 3: parameters too."""
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection(device="none")
     offload_param: OffloadParamSection = OffloadParamSection(device="none")
     reduce_bucket_size: Positive | Auto = built(500_000_000)
-    """Elements of gradients reduced in one collective: more is faster, and takes that memory. On gloo at most 4 Mi:
+    """Elements of gradients reduced in one collective: larger is faster and needs more memory. On gloo at most 4 Mi, since
     larger ones are no faster there. "auto": hidden size squared."""
     allgather_bucket_size: Positive | Auto = built(500_000_000, stages=(1, 2, 3))
     """Elements of parameters gathered in one collective: after the update (stages 1, 2; on gloo at most 4 Mi), and of a unit
     before its use (stage 3). "auto": hidden size squared."""
     stage3_param_persistence_threshold: Count | Auto = built(100_000, stages=(3,))
-    """Parameters with fewer elements keep their gathered copy (stage 3): they cost little memory and many small
+    """Parameters with fewer elements stay gathered (stage 3): they cost little memory, and gathering them many small
     collectives. "auto": 10 times the hidden size."""
     stage3_model_persistence_threshold: Count | None = built(None, stages=(3,))
-    """Most elements of parameters that keep their gathered copy, taken in the order of the model. Unset: no limit."""
+    """Maximum elements of parameters that stay gathered, in model order. Unset: no limit."""
     stage3_prefetch_bucket_size: Count | Auto = built(50_000_000, stages=(3,))
-    """Elements gathered ahead of use; if it is not 0, at least the next unit, a transformer block. 0: each unit is
-    gathered when it is needed. "auto": 0.9 times the hidden size squared."""
+    """Elements prefetched ahead of use; if it is not 0, at least the next unit, a transformer block. 0: each unit is
+    gathered on demand. "auto": 0.9 times the hidden size squared."""
     stage3_max_live_parameters: Count = built(1_000_000_000, stages=(3,))
-    """Most elements of parameters gathered at one time, with those gathered ahead. A block with more is gathered part by
-    part; a single module's parameters are gathered whatever they are."""
+    """Maximum elements of parameters gathered at one time, including prefetched ones. A block with more is gathered part by
+    part; a single module's parameters are always gathered together."""
     stage3_max_reuse_distance: Count | None = built(None, stages=(3,))
-    """Keep a unit gathered that is used again before so many elements of other units are. Unset: 0, which keeps units that
-    are used twice in a row and costs no memory; DeepSpeed's default of 1e9 would keep 2 GB of a 16-bit model."""
+    """Do not release a unit that is reused within this many elements of other units. Unset: 0, which retains units
+    used twice in a row and costs no memory; DeepSpeed's default of 1e9 would retain 2 GB of a 16-bit model."""
     stage3_gather_16bit_weights_on_model_save: Bool = built(False)
-    """Write the weights, as the model computes with them, into every checkpoint's folder: safetensors that `from_pretrained`
-    loads from there. At every stage; in the background, before the checkpoint is committed."""
+    """Write the weights, in the type that the model computes in, into every checkpoint's folder: safetensors for
+    `from_pretrained`. At every stage; in the background, before the checkpoint is committed."""
     reduce_scatter: Bool = built(True, stages=(1, 2))
     """Reduce-scatter gradients; false: all-reduce them, which sends twice as much and gives the same bits (stages 1, 2; at
     stage 3 they are always reduce-scattered, as in DeepSpeed)."""
     overlap_comm: Bool = built(True)
     """Reduce gradients and gather units while the model computes; false: wait for each at once. Reductions of stage 3 are
-    not waited for, since they come at different times on different ranks. On by default: it costs a bucket of memory."""
+    not waited for, since they arrive at different times on different ranks. On by default: it costs a bucket of memory."""
     ignore_unused_parameters: Bool = built(True)
-    """Leave a parameter as it is if no rank has a gradient for it in a whole step; false: an error that names such
+    """Leave a parameter unchanged if no rank has a gradient for it in a step; false: an error that names such
     parameters."""
     zero_hpz_partition_size: Count = built(1)
-    """Ranks that keep a second copy of the parameters among them (ZeRO++ hpZ, stage 3): neighbouring ones, as many as a fast
-    link joins. After the first gather of a step, which is from all ranks, parameters are gathered within the group. The same
-    bits; in device memory the bytes of the parameters over so many ranks. 0 and 1: none, which takes the least memory."""
+    """Size of the rank groups that shard a second copy of the parameters (ZeRO++ hpZ, stage 3): consecutive ranks, usually those
+    with a fast link. After the first gather of a step, which is over all ranks, parameters are gathered within the group. Same
+    bits; it costs device memory of the parameters' bytes divided by this number. 0 and 1: no copy, the least memory."""
     zero_quantized_weights: Bool = built(False, stages=(3,))
-    """Gather parameters as 8-bit integers (ZeRO++ qwZ; stage 3): one byte an element and 4 bytes for each 256, half as much
+    """Gather parameters as 8-bit integers (ZeRO++ qwZ; stage 3): one byte per element and 4 bytes per 256, half as much
     as in 16 bits. Each rank's own rows, masters and checkpoints stay exact. Biases, norms and parameters below the
-    persistence threshold travel in their own type, as the second copy of `zero_hpz_partition_size` does. Off by default: it
+    persistence threshold are sent in their own type, as is the second copy of `zero_hpz_partition_size`. Off by default: it
     changes the numbers that the model computes with."""
     zero_quantized_gradients: Bool = built(False, stages=(2, 3))
     """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; `zstore.quantized_gradient_bits` takes 8):
@@ -338,65 +338,65 @@ class ZeroSection(Section):
 
 
 class ZstoreSection(Section):
-    """Settings of zstore's own."""
+    """Settings specific to zstore."""
 
     host_budget_bytes: Positive | Annotated[Auto, Words('"auto"')] | None = built(None)
-    """Bytes of host memory per machine, divided among its local ranks, for all that zstore keeps there; with nvme anything
-    beyond them is on disk. "auto": 60 % of the available memory. Unset: no limit, and with nvme as little as possible:
-    buffers, shards under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes a parameter, over more
+    """Bytes of host memory per machine, divided among its local ranks, for everything zstore stores there; with nvme the
+    excess is on disk. "auto": 60 % of the available memory. Unset: no limit, and with nvme as little as possible:
+    buffers, shards under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes per parameter, with more
     than one micro-batch 4."""
     verify_reads: Bool = built(True)
     """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
     keep: Rules | None = built(None)
-    """Checkpoints of this run that stay in the folder when a new one is saved: a number, of the newest; or an object,
-    any of whose reasons keeps one. "last": of the newest (1). "every": those whose step is a multiple. "best": the one with the
-    best metric, as "loss:min" or "accuracy:max", by a number of `save_checkpoint(metrics=...)` or in the client's state.
-    "tags": a list of names, or patterns of names. Unset: all."""
+    """Checkpoints of this run to retain when a new one is saved: the number of newest ones, or an object of rules, any of which
+    retains a checkpoint. "last": the number of newest ones (1). "every": those whose step is a multiple. "best": the one with
+    the best metric, such as "loss:min" or "accuracy:max", from `save_checkpoint(metrics=...)` or the client's state.
+    "tags": a list of names or patterns. Unset: all."""
     storage_options: Options | None = built(None)
-    """Options of the fsspec file system of URLs that are saved to and loaded from. Unset: from the environment; credentials
-    belong there. See docs/remote.md."""
+    """Options of the fsspec file system for saving to and loading from URLs. Unset: from the environment, where
+    credentials belong. See docs/remote.md."""
     upload_folder: Folder | None = built(None)
-    """Where each rank's files for a URL are on their way, to be sent in the background; ranks need not share it. Unset: beside
-    the first nvme_path, where state on disk is linked and not written again, else in the user's cache folder."""
+    """Where each rank stages files for a URL until they are sent in the background; ranks need not share it. Unset: next to
+    the first nvme_path, where state on disk is linked and not rewritten, else in the user's cache folder."""
     journal: Annotated[Literal["auto", False], Words('"auto" or false')] | Folder = built("auto")
-    """Where the run's journal goes: a line of JSON for each step, save and load, written by rank 0. "auto": beside the
-    checkpoints, as `journal-<run id>.jsonl`. A path: into that folder. false: there is none. See docs/metrics.md."""
+    """Where the run's journal is written: a line of JSON per step, save and load, by rank 0. "auto": next to the
+    checkpoints, as `journal-<run id>.jsonl`. A path: into that folder. false: no journal. See docs/metrics.md."""
     silent_rank_s: Real = built(45.0)
-    """Seconds without a heartbeat after which a rank counts as dead and all ranks stop. A killed rank is noticed at once;
-    this is for one that hangs or whose machine is lost. A slow rank still sends heartbeats. 0: wait for the timeout of
+    """Seconds without a heartbeat after which a rank counts as dead and all ranks stop. A killed rank is detected immediately;
+    this limit is for one that hangs or whose machine is lost. A slow rank still sends heartbeats. 0: wait for the timeout of
     torch.distributed."""
     step_overlap: Annotated[Literal["none", "backward", "forward", "auto"], OneOf()] = built("auto")
-    """When the update runs; the bits are the same in all. "none": in step(). "forward": after it, each unit before the next
+    """When the update runs; the bits are the same in all modes. "none": in step(). "forward": after it, each unit before the next
     forward needs it. "backward": each unit as its gradients arrive, which cannot undo a step that is not finite;
     with clipping or loss scaling it is treated as "forward". "auto": "forward" if state or parameters are offloaded, else
     "none". Parameters that are not gathered before their use (stages 0 to 2; a rank alone without offload_param; those that
     persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" is treated as "none"."""
     host_kernel: Annotated[Literal["auto", "torch"], OneOf()] = built("auto")
-    """What updates state of Adam and AdamW in host memory and from disk; the bits are the same. "auto": a kernel in C, in one
+    """Kernel that updates Adam and AdamW state in host memory and from disk; the bits are the same. "auto": a C kernel, in one
     pass, if zstore was built with it or there is a compiler, `cc`. "torch": torch's fused kernel, between casts."""
     non_finite_gradients: Annotated[Literal["error", "skip", "apply"], OneOf()] = built("error")
-    """How a step ends whose gradients, in fp32 or bf16, are not finite (NaN or infinite). "error": NonFiniteError on
-    every rank, and nothing is changed. "skip": nothing is changed, and training goes on. "apply": the optimizer takes them,
-    as in a plain loop, and with clipping every weight becomes NaN. In fp16, and with bf16.check_grad_overflow, such steps
-    are skipped."""
+    """Handling of steps whose gradients, in fp32 or bf16, are not finite (NaN or infinite). "error": NonFiniteError on
+    every rank, and nothing is changed. "skip": nothing is changed, and training continues. "apply": the optimizer applies
+    them, as in a plain loop, and with clipping every weight becomes NaN. In fp16, and with bf16.check_grad_overflow, such
+    steps are skipped."""
     quantized_gradient_bits: Annotated[Literal[4, 8], OneOf()] = built(4)
-    """Bits of an element of a gradient that `zero_optimization.zero_quantized_gradients` sends: 4, as in DeepSpeed, or 8, which
+    """Bits per gradient element that `zero_optimization.zero_quantized_gradients` sends: 4, as in DeepSpeed, or 8, which
     sends twice as much and is about 18 times as exact."""
     moments: Annotated[Literal["fp32", "bf16"], OneOf()] | None = built(None)
     """Type of the optimizer's moments, at every tier and in checkpoints: averages of gradients and of their squares, as
-    exp_avg and exp_avg_sq. "bf16": 2 bytes an element each. The update computes in fp32 and rounds stochastically, alike on
-    every tier, at every world size and after a resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" if
-    bf16.bf16_optimizer_states or fp32_optimizer_states of the optimizer's params asks for that."""
+    exp_avg and exp_avg_sq. "bf16": 2 bytes per element each. The update computes in fp32 and rounds stochastically, identically
+    on every tier, at every world size and after a resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" if set by
+    bf16.bf16_optimizer_states or fp32_optimizer_states of the optimizer's params."""
     activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = built(None)
-    """Where tensors that the forward saves for the backward are kept between the two: inputs of checkpointed blocks, and of
-    blocks without checkpointing all that autograd saves. "host": copied to host memory behind the forward. "disk": written
-    to the drive behind the forward, and read ahead of the backward. The bits are the same. Unset: on the device, or as
+    """Where tensors that the forward saves for the backward are stored in between: inputs of checkpointed blocks, and for
+    blocks without checkpointing everything autograd saves. "host": copied to host memory in the background. "disk": written
+    to the drive in the background, and prefetched for the backward. The bits are the same. Unset: on the device, or as
     activation_checkpointing.cpu_checkpointing says. See docs/activations.md."""
     activations_path: Drives | None = built(None)
     """Folder on the drive for "activations": "disk", or one on each drive. Unset: the nvme_path of offload_optimizer, else
     that of offload_param."""
     gradient_checkpointing: Bool = built(False)
-    """Keep only the inputs of the model's blocks, and compute them again in the backward: the same bits, a third more
+    """Save only the inputs of the model's blocks, and recompute the blocks in the backward: the same bits, a third more
     computation. The blocks are transformers' own if the model has `gradient_checkpointing_enable()`, else the modules in
     its outermost ModuleLists."""
 
@@ -411,9 +411,9 @@ class ConfigSections(Section):
 
     train_batch_size: Positive | Auto | None = built(None)
     """Samples per step over all ranks: train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size. Any
-    two of the three give the third. "auto" here and in the next two: the caller's answer."""
+    two determine the third. "auto" here and in the next two: the caller's value."""
     train_micro_batch_size_per_gpu: Positive | Auto | None = built(None)
-    """Samples that one rank takes through one forward and backward."""
+    """Samples per rank in one forward and backward."""
     gradient_accumulation_steps: Positive | Auto | None = built(None)
     """Micro-batches per step; 1 if it cannot be derived."""
     optimizer: OptimizerSection | None = None
@@ -422,15 +422,15 @@ class ConfigSections(Section):
     bf16: Bf16Section = Bf16Section()
     gradient_clipping: Real | Auto = built(1.0)
     """Largest global norm of the gradients; larger ones are scaled down to it. 0: off. The default is DeepSpeed's since 0.19;
-    optimizers that send signs do not clip, and the Trainers of other libraries have defaults of their own."""
+    1-bit optimizers do not clip, and the Trainers of other libraries have their own defaults."""
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
     zstore: ZstoreSection = Field(default_factory=ZstoreSection)  # when all extras have added theirs
     seed: Count = built(1234)
-    """Seed of the order of training_data, and of random numbers after a resume at another world size. Fixed, so that two runs
-    that say nothing about it agree. Initial values and dropout follow torch.manual_seed, which is the script's to call."""
+    """Seed of the order of training_data, and of random numbers after a resume at another world size. The default is fixed, so
+    that runs without the key agree. Initial values and dropout follow torch.manual_seed, which the script calls."""
     steps_per_print: Count = built(10)
-    """Steps between lines of progress; 0: none. They go to the logger "zstore" at INFO; without a logging
+    """Steps between progress lines; 0: none. They are logged to the logger "zstore" at INFO; without a logging
     configuration, to stderr."""
     wall_clock_breakdown: Bool = built(False)
     """Add a line with the mean times of forward, backward and step. On CUDA the host then waits for the device at both
@@ -447,8 +447,8 @@ class ConfigSections(Section):
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], OneOf()] | None = built(None)
     """Level of the logger `zstore` on every rank. Unset: as the script configured it, else "info"."""
     disable_python_gc: Bool = built(False)
-    """Disable Python's garbage collector until the engine is closed, since a collection on one rank holds up all. Call
-    gc.collect() when it suits."""
+    """Disable Python's garbage collector until the engine is closed, since a collection on one rank stalls all. Call
+    gc.collect() at a convenient time."""
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
     checkpoint: CheckpointSection = CheckpointSection()
     data_types: DataTypesSection = DataTypesSection()
