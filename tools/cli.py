@@ -23,19 +23,19 @@ from .printing import printable
 
 COMMANDS = {
     "train": "Train a small model on text; `torchrun ... -m zstore train` works too.",
-    "run": "Start a script's ranks, on one machine or several; --as-deepspeed for scripts that import deepspeed.",
-    "plan": "Show whether a model's training state fits on a machine, what each way needs, and which config to use.",
-    "config": "Check a config: what each key does here, every problem, and what is filled in for auto.",
+    "run": "Launch a script's ranks, on one machine or several; --as-deepspeed for scripts that import deepspeed.",
+    "plan": "Show whether a model's training state fits on a machine, what each config needs, and which one to use.",
+    "config": "Check a config: the effect of each key, every problem, and the values for auto.",
     "doctor": "Report versions, devices, memory, the file system, and the speed of the drive.",
     "ls": "List the checkpoints in a folder: step, world size, size on disk, shared size, age.",
     "inspect": "Show a checkpoint's step, world size and size on disk, and its arrays with shapes, types and bytes.",
-    "verify": "Read a checkpoint and check every checksum; exit code 1 if one is wrong or a file is missing.",
+    "verify": "Read a checkpoint and verify every checksum; exit code 1 if one is wrong or a file is missing.",
     "diff": "Show which arrays differ between two checkpoints; exit code 1 if any does.",
     "consolidate": "Write a checkpoint's weights as safetensors in the Hugging Face layout.",
     "reshard": "Write a copy for another number of ranks, compressed, or to a URL.",
     "convert": "Convert a checkpoint of zstore, DeepSpeed, DCP or safetensors to zstore, safetensors or torch files.",
-    "prune": "Remove the checkpoints that no --keep option keeps, and show how much space that frees.",
-    "serve": "Serve runs and checkpoints over HTTP, with a page that shows them; reads Zarr, weights and JSON.",
+    "prune": "Remove the checkpoints that no --keep option selects, and show how much space that frees.",
+    "serve": "Serve runs and checkpoints over HTTP: a web page, Zarr arrays, weights and JSON.",
 }
 _MODULES = {"train": ".train.command", "run": ".run.command"}
 """Modules of the commands that are not in a file of their name."""
@@ -66,7 +66,7 @@ def _exit(code: int | None, **_options: Any) -> None:
 app = typer.Typer(
     name="zstore",
     cls=Commands,
-    help="Train models larger than memory, and look after their checkpoints.",
+    help="Train models larger than memory, and manage their checkpoints.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -121,4 +121,4 @@ def _common(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train models larger than memory, and look after their checkpoints."""
+    """Train models larger than memory, and manage their checkpoints."""

@@ -28,7 +28,7 @@ File = Annotated[
 WorldSize = Annotated[int, typer.Option(help="Ranks to resolve batch sizes for.", min=1, metavar="N")]
 Hidden = Annotated[
     int | None,
-    typer.Option(help='Width of the model, from which sizes of buckets that are "auto" follow.', min=1, metavar="N"),
+    typer.Option(help='Hidden size of the model, for bucket sizes that are "auto".', min=1, metavar="N"),
 ]
 
 _ONE_RANK = "note: this is about 1 rank; --world-size N checks the configuration for N"

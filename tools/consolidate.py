@@ -32,7 +32,7 @@ def consolidate_command(
     *,
     tag: Tag = None,
     exclude_frozen: Annotated[
-        bool, typer.Option("--exclude-frozen", help="Leave out parameters that the optimizer did not train.")
+        bool, typer.Option("--exclude-frozen", help="Omit parameters that the optimizer did not train.")
     ] = False,
     common: Common = DEFAULTS,
 ) -> int:

@@ -66,7 +66,7 @@ class Common(Listing):
         int | None,
         typer.Option(
             "--memory",
-            help="Limit of the memory used, on top of what Python and its modules take.",
+            help="Limit on memory, in addition to that of Python and its modules.",
             metavar="SIZE",
             parser=parse_memory,
             show_default=f"{DEFAULT_MEMORY_BYTES // MIB}MiB",

@@ -66,7 +66,7 @@ Location = Annotated[
     str,
     typer.Argument(
         metavar="CKPT",
-        help="A folder of checkpoints (its newest, or --tag), one checkpoint's own folder, or CKPT@TAG; a URL works "
+        help="A folder of checkpoints (its newest, or --tag), one checkpoint's folder, or CKPT@TAG; a URL works "
         "too. Checkpoints of DeepSpeed, torch.distributed.checkpoint and Hugging Face open as they are.",
     ),
 ]
@@ -74,9 +74,7 @@ Location = Annotated[
 FolderLocation = Annotated[str, typer.Argument(metavar="DIR", help="A folder of checkpoints, or its URL.")]
 Tag = Annotated[
     str | None,
-    typer.Option(
-        "--tag", help="Which checkpoint of the folder, as `zstore ls` lists them; default: the newest.", metavar="TAG"
-    ),
+    typer.Option("--tag", help="Tag of the checkpoint, as `zstore ls` lists them; default: the newest.", metavar="TAG"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 StorageOption = Annotated[

@@ -25,9 +25,10 @@ def serve_command(
         ),
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen on; one that other machines reach needs a token.", metavar="ADDRESS")
+        str,
+        typer.Option(help="Address to listen on; one that other machines can reach needs a token.", metavar="ADDRESS"),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8700,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 8700,
     storage_option: StorageOption = None,
 ) -> int:
     """Serve the runs in `places` until a signal ends it.

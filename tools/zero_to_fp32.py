@@ -108,12 +108,12 @@ def main(words: Sequence[str] | None = None) -> int:
         prog="zero_to_fp32.py",
         description="Write the fp32 weights of a checkpoint, of zstore or DeepSpeed, as safetensors.",
     )
-    parser.add_argument("checkpoint_dir", help="the folder with `latest`, or a tag's own")
-    parser.add_argument("output_dir", help="the folder to make")
+    parser.add_argument("checkpoint_dir", help="the folder with `latest`, or a tag's folder")
+    parser.add_argument("output_dir", help="the folder to create")
     parser.add_argument("--max_shard_size", default="5GB", help="size of the largest file")
-    parser.add_argument("--safe_serialization", action="store_true", help="no effect: safetensors it is")
+    parser.add_argument("--safe_serialization", action="store_true", help="no effect: always safetensors")
     parser.add_argument("-t", "--tag", help="the checkpoint, by default the newest")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="omit untrained parameters")
     parser.add_argument("-d", "--debug", action="store_true", help="no effect")
     given = vars(parser.parse_args(words))
     del given["debug"]

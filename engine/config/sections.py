@@ -136,8 +136,8 @@ class CheckpointWriterSection(Section):
     """Whether saves run in the background."""
 
     decoupled: Bool = built(False)
-    """Save in the background: `save_checkpoint` returns once the state is pinned, as with `wait=False`. The next save, a load and
-    the end of the program wait for the commit. For loops of libraries, which call `save_checkpoint` without `wait`."""
+    """Save in the background: `save_checkpoint` returns once the state is pinned, as with `wait=False`. The next save, a load
+    and the end of the program wait for the commit. For loops of libraries, which call `save_checkpoint` without `wait`."""
 
 
 class CheckpointSection(Section):
@@ -305,7 +305,7 @@ class ZeroSection(Section):
     """Leave a parameter unchanged if no rank has a gradient for it in a step; false: an error that names such
     parameters."""
     zero_hpz_partition_size: Count = built(1)
-    """Size of the rank groups that shard a second copy of the parameters (ZeRO++ hpZ, stage 3): consecutive ranks, usually those
+    """Size of the rank groups that shard a second copy of the parameters (ZeRO++ hpZ, stage 3): consecutive ranks, usually
     with a fast link. After the first gather of a step, which is over all ranks, parameters are gathered within the group. Same
     bits; it costs device memory of the parameters' bytes divided by this number. 0 and 1: no copy, the least memory."""
     zero_quantized_weights: Bool = built(False, stages=(3,))
@@ -366,8 +366,8 @@ class ZstoreSection(Section):
     this limit is for one that hangs or whose machine is lost. A slow rank still sends heartbeats. 0: wait for the timeout of
     torch.distributed."""
     step_overlap: Annotated[Literal["none", "backward", "forward", "auto"], OneOf()] = built("auto")
-    """When the update runs; the bits are the same in all modes. "none": in step(). "forward": after it, each unit before the next
-    forward needs it. "backward": each unit as its gradients arrive, which cannot undo a step that is not finite;
+    """When the update runs; the bits are the same in all modes. "none": in step(). "forward": after it, each unit before the
+    next forward needs it. "backward": each unit as its gradients arrive, which cannot undo a step that is not finite;
     with clipping or loss scaling it is treated as "forward". "auto": "forward" if state or parameters are offloaded, else
     "none". Parameters that are not gathered before their use (stages 0 to 2; a rank alone without offload_param; those that
     persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" is treated as "none"."""

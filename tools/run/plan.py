@@ -29,8 +29,8 @@ _PORT = 29500
 _FAR_END = "import sys; from zstore.tools.run.machines import main; sys.exit(main())"
 _HERE = ("localhost", "127.0.0.1", "::1")
 _RANKS = "Ranks on each machine. Default: its slots, else its GPUs, or 1."
-_EXPORT = "Variable that ranks on other machines get too, NAME or NAME=VALUE; may be repeated."
-_DEEPSPEED = "Answer `import deepspeed` in the script with zstore, for this run alone."
+_EXPORT = "Environment variable to pass to ranks on other machines, NAME or NAME=VALUE; may be repeated."
+_DEEPSPEED = "Make `import deepspeed` in the script import zstore, for this run only."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class RunOptions:
     """Options on the command line. None or "": not given."""
 
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script, or with --module a module.")]
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Given to the script as they are.")] = (
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments passed to the script.")] = (
         None
     )
     nproc: Annotated[
@@ -49,17 +49,17 @@ class RunOptions:
     ] = None
     nnodes: Annotated[
         int | None,
-        typer.Option("--nnodes", "--num-nodes", help="Machines: the first N that there are.", min=1, metavar="N"),
+        typer.Option("--nnodes", "--num-nodes", help="Use the first N machines.", min=1, metavar="N"),
     ] = None
     hostfile: Annotated[
         Path | None,
         typer.Option("--hostfile", "-H", help="File with a line `HOST slots=N` for each machine.", metavar="FILE"),
     ] = None
     include: Annotated[
-        str, typer.Option("--include", "-i", help="Use only these: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
+        str, typer.Option("--include", "-i", help="Use only these slots: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
     ] = ""
     exclude: Annotated[
-        str, typer.Option("--exclude", "-e", help="Use all but these: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
+        str, typer.Option("--exclude", "-e", help="Use all but these slots: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
     ] = ""
     as_deepspeed: Annotated[bool, typer.Option("--as-deepspeed", help=_DEEPSPEED)] = False
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for `python -m`.")] = False
@@ -80,12 +80,10 @@ class RunOptions:
         ),
     ] = None
     export: Annotated[list[str] | None, typer.Option(help=_EXPORT, metavar="NAME[=VALUE]")] = None
-    max_restarts: Annotated[
-        int, typer.Option(help="Start ranks anew so often after a failure; on one machine.", min=0)
-    ] = 0
+    max_restarts: Annotated[int, typer.Option(help="Restarts of the ranks after a failure; on one machine.", min=0)] = 0
     shutdown_timeout: Annotated[
         float,
-        typer.Option(help="Seconds that ranks have to end after a failure or Ctrl-C.", min=0, metavar="S"),
+        typer.Option(help="Seconds to wait for ranks to exit after a failure or Ctrl-C.", min=0, metavar="S"),
     ] = 30.0
 
     def __post_init__(self) -> None:

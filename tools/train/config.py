@@ -32,7 +32,7 @@ class TrainOptions:
     model: Annotated[
         str,
         typer.Option(
-            help="gpt-tiny, gpt-small or gpt-base; or a transformers config.json (extra hf). Weights begin random."
+            help="gpt-tiny, gpt-small or gpt-base; or a transformers config.json (extra hf). Weights are initialized randomly."
         ),
     ]
     steps: Annotated[int, typer.Option(help="Total number of steps, including those before a resume.", min=1)]
