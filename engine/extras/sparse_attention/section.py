@@ -1,10 +1,10 @@
 """The section `sparse_attention`, which is a pattern too. Loads no torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pkgutil import resolve_name
 from typing import Annotated, Any, Literal
 
-from ...config.keys import Notice, Section, Status, built
+from ...config.keys import Section, built
 from ...config.values import Bool, Count, OneOf, Positive, Words
 
 _Blocks = Annotated[tuple[Count, ...], Words("a list of whole numbers")]
@@ -81,13 +81,8 @@ class Pattern(Section):
         """Let the model's attention follow the pattern. Raises UsageError for a model of another kind."""
         resolve_name(f"{__package__}.attend:apply")(model, self)  # by name: it loads torch, and knows patterns
 
-    def notices(self, settings: Any) -> Iterator[Notice]:
-        try:
-            self._check()
-        except ValueError as error:
-            yield Notice(Status.WRONG, str(error), ("sparse_attention",))
-
-    def _check(self) -> None:
+    def model_post_init(self, context: Any) -> None:
+        """Raise ValueError for arguments that do not fit together, of a config or of a script's own pattern."""
         known = (*_OF_ALL, *ARGUMENTS[self.mode])
         for name in self.model_fields_set.difference(known):
             if getattr(self, name) is not None:
