@@ -50,9 +50,9 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        56_124,
+        56_011,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 25_083),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_970),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 24_307),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_477),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
@@ -61,10 +61,10 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_996),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        20_493,
+        20_405,
     ),
     "files of the core": (lambda: len(_layout().core), 28),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 7_578),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 7_535),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
     "widest hub": (lambda: max(map(len, _layout().imports.values())), 25),
     "rooms inside engine": (lambda: _rooms("engine")[0], 16),
