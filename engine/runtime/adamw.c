@@ -22,7 +22,7 @@
 #define MOST_THREADS 64
 
 enum { FP32, BF16, FP16 }; /* types of gradients and weights */
-enum { LERP = 1, SQUARE_GRADIENT = 2, SQUARE_MOMENT = 4, DECAY = 8, RATE = 16, LARGEST = 32 }; /* bits of a form */
+enum { LERP = 1, SQUARE_GRADIENT = 2, SQUARE_MOMENT = 4, DECAY = 8, RATE = 16, LARGEST = 32, LAST = 64 }; /* bits of a form */
 
 typedef struct {
     float *master, *average, *square, *largest; /* `largest`: of amsgrad, or NULL */
@@ -39,7 +39,7 @@ typedef struct {
 } Settings;
 
 typedef struct {
-    float factor, decay, weight_decay, coefficient, beta2, of_square, root, eps, rate;
+    float factor, decay, weight_decay, coefficient, of_last, beta2, of_square, root, eps, rate;
     int from_average;
 } Numbers;
 
@@ -53,6 +53,7 @@ static Numbers numbers_of(const Settings *s) {
         .decay = s->decoupled ? (float)decay : 1,
         .weight_decay = s->decoupled ? 0 : (float)s->weight_decay,
         .coefficient = is_small ? weight : weight - 1,
+        .of_last = is_small ? weight : -(1 - weight), /* another zero */
         .beta2 = (float)s->beta2,
         .of_square = (float)(1 - s->beta2),
         .root = (float)sqrt(1 - pow(s->beta2, step)),
@@ -129,7 +130,7 @@ INLINE void store(uint16_t *restrict to, const float *restrict from, int64_t n, 
 INLINE void change(const Job *job, int64_t at, int64_t n, const float *restrict g, const Numbers *of, int form) {
     float *restrict p = job->master + at, *restrict m = job->average + at, *restrict v = job->square + at;
     float *restrict x = form & LARGEST ? job->largest + at : 0;
-    const float coefficient = of->coefficient, beta2 = of->beta2, c = of->of_square;
+    const float coefficient = form & LAST ? of->of_last : of->coefficient, beta2 = of->beta2, c = of->of_square;
     const float decay = of->decay, root = of->root, eps = of->eps, rate = of->rate;
     const int from_average = of->from_average;
     for (int64_t i = 0; i < n; i++) {
@@ -141,14 +142,15 @@ INLINE void change(const Job *job, int64_t at, int64_t n, const float *restrict 
         else s = v[i] * beta2 + c * g[i] * g[i];
         m[i] = a;
         v[i] = s;
-        if (form & LARGEST) x[i] = s = x[i] > s || x[i] != x[i] ? x[i] : s;
+        if (form & LARGEST && form & LAST) x[i] = s = x[i] < s ? s : x[i]; /* whatever NaN is */
+        else if (form & LARGEST) x[i] = s = x[i] > s || x[i] != x[i] ? x[i] : s;
         p[i] = p[i] * decay + rate * a / (sqrtf(s) / root + eps);
     }
 }
 
 INLINE void range(const Job *job, const Settings *s, const Numbers *of, int form, int64_t at, int64_t stop) {
     float g[BLOCK] __attribute__((aligned(64)));
-    const int moments = form & (LERP | SQUARE_GRADIENT | SQUARE_MOMENT);
+    const int moments = form & (LERP | SQUARE_GRADIENT | SQUARE_MOMENT | LAST);
     for (; at < stop; at += BLOCK) {
         const int64_t n = stop - at < BLOCK ? stop - at : BLOCK;
         const float *p = job->master + at;
@@ -210,7 +212,7 @@ static void take_tiles(Plan *plan) {
             const int64_t first = (mine - seen) * TILE, end = first + TILE < job->numel ? first + TILE : job->numel;
             const int64_t middle = end < whole ? end : whole; /* a tile is a multiple of `width` */
             if (first < middle) plan->work(job, s, &plan->numbers, s->body, first, middle);
-            if (middle < end) plan->work(job, s, &plan->numbers, s->tail, middle, end);
+            if (middle < end) plan->work(job, s, &plan->numbers, s->tail | LAST, middle, end);
         }
         seen += tiles;
     }

@@ -150,26 +150,26 @@ class Gradients:
         step, reductions = self.step, self._reductions if self.rules.each_backward else None
         step.d2h.drain()
         step.phase = BackwardPhase.CLOSING
-        if reductions is not None:
-            for gradients in self._arrivals.ready(rest=True):
-                self._reduce_rows(gradients, reductions)
         gradients = list(self.of.values())
         flags = [flag for one in gradients for flag in (one.came > 0, one.record.parameter.grad is not None)]
         if reductions is not None:
+            sent: set[Gradient] = set()
+            for unit in self._arrivals.ready(rest=True):
+                self._reduce_rows(unit, reductions)
+                sent.update(unit)
             flags = agree_any(self._world, flags)
-        late = [gradient for gradient, is_late in zip(gradients, flags[1::2], strict=True) if is_late]
-        if reductions is not None:
-            self._reduce_rows(late, reductions)
+            here = zip(gradients, flags[1::2], strict=True)
+            self._reduce_rows([one for one, is_here in here if is_here and one not in sent], reductions)
             reductions.drain()
         else:
-            for gradient in late:
+            for gradient in gradients:
                 gradient.collect()
         step.d2h.drain()
-        for gradient, came, is_late in zip(gradients, flags[::2], flags[1::2], strict=True):
+        for gradient, came, is_here in zip(gradients, flags[::2], flags[1::2], strict=True):
             if gradient.is_taken:
                 gradient.expected = max(gradient.came, 1) if came else 0
-            # A hook may have taken it.
-            gradient.is_agreed |= (came or is_late) and gradient.state is not GradientState.EMPTY
+            # A hook may have taken it, or code in the backward have set it.
+            gradient.is_agreed |= (came or is_here) and gradient.state is not GradientState.EMPTY
         if self.rules.each_backward and not step.order_is_agreed:
             self._arrivals.agree_on_order(self._world)
         forget_gradients(self._others)
