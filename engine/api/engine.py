@@ -144,7 +144,8 @@ class Engine(nn.Module):
     @_phase("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. With fp16's `auto_cast`, floating tensors go to it in fp16."""
-        if self.training_state.config.casts_inputs:
+        config = self.training_state.config
+        if config.precision == "fp16" and config.settings.fp16.auto_cast:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         self.require_parameters()
         trains = self.report.forward_begins()

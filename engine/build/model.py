@@ -147,13 +147,6 @@ def _forward_cast(module: _NormBase, forward: Callable[..., torch.Tensor], *args
         module._parameters.update(own)
 
 
-def place_parameter(parameter: nn.Parameter, world: World) -> None:
-    """Move a parameter to its device and take rank 0's values; it keeps its type (all ranks)."""
-    parameter.data = plain_memory(parameter.data.to(world.device))
-    parameter.grad = None
-    world.broadcast(parameter.data)
-
-
 def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `values`, contiguous, in memory that nothing else uses; cast to `dtype` if they are floating."""
     cast = (values.to(dtype) if values.is_floating_point() else values).resolve_neg()

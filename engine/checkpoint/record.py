@@ -246,7 +246,13 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
         )
     if plan.options.schedule:
         for group, settings in zip(groups, saved, strict=True):
-            _check_settings(group, settings)
+            for name, value in settings.items():
+                present = group.get(name)
+                is_number = type(present) in (int, float) or hasattr(present, "item")
+                if name == "params" or (is_number and type(value) not in (int, float)):
+                    raise CorruptionError(
+                        f"the checkpoint's parameter groups have a setting {name!r} that no engine saves"
+                    )
     if plan.options.progress:
         for name, value in record["counters"].items():
             if type(value) is not int or not 0 <= value < 2**53:
@@ -262,15 +268,6 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
             )
     if plan.options.progress:
         batch_for(training, record["batch"], saved_world_size=saved_world_size)
-
-
-def _check_settings(group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise CorruptionError for settings of a parameter group of another kind than those that it has."""
-    for name, value in settings.items():
-        present = group.get(name)
-        is_number = type(present) in (int, float) or hasattr(present, "item")
-        if name == "params" or (is_number and type(value) not in (int, float)):
-            raise CorruptionError(f"the checkpoint's parameter groups have a setting {name!r} that no engine saves")
 
 
 def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:

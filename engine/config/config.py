@@ -197,11 +197,6 @@ class Config:
         return "skip" if self.precision == "fp16" or checked else self.own.non_finite_gradients
 
     @property
-    def casts_inputs(self) -> bool:
-        """Whether floating tensors that the model is called with are cast to its precision."""
-        return self.precision == "fp16" and self.settings.fp16.auto_cast
-
-    @property
     def optimizer(self) -> OptimizerConfig | None:
         """The optimizer to build; None if the caller passes one."""
         section = self.settings.optimizer

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from zstore.io import return_free_memory
+from zstore.io.tensors import plain_memory
 
-from ..build.model import own_memory, place_parameter
+from ..build.model import own_memory
 from ..build.store import BuiltModel
 from ..config.config import Config
 from ..optim.state import OptimizerState
@@ -60,14 +61,17 @@ class Layout:
         return self._sharding.parameters and name not in self._plan.stay_gathered
 
     def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | RowsInStore | None:
-        """Move a parameter to its device, or return this rank's rows of one that is in shards and stays so (all ranks)."""
+        """Move a parameter to its device, with rank 0's values, or return this rank's rows of one that is in shards and stays
+        so (all ranks)."""
         if self._is_released(name):
             offloaded = self._plan.placements[name].parameter != "device"
             rows = self._built.rows(parameter, in_memory=not offloaded)
             if rows is not None:
                 return rows
         if not self._built.restore(parameter):
-            place_parameter(parameter, self._world)
+            parameter.data = plain_memory(parameter.data.to(self._world.device))
+            parameter.grad = None
+            self._world.broadcast(parameter.data)
         return None
 
     def _lay_out(

@@ -68,7 +68,12 @@ def _layout_of_head(pattern: Pattern, head: int, num_blocks: int) -> torch.Tenso
         for row in range(num_blocks if count else 0):
             among = row + 1 if pattern.is_causal else num_blocks
             chosen[row, torch.randperm(among, generator=generator)[:count]] = True
-    for start, stop in _global_ranges(pattern):
+    if pattern.mode == "bigbird":
+        ranges = [(0, pattern.argument("num_global_blocks"))]
+    else:
+        starts, ends = pattern.argument("global_block_indices"), pattern.argument("global_block_end_indices")
+        ranges = list(zip(starts, ends or [start + 1 for start in starts], strict=True))
+    for start, stop in ranges:
         chosen[:, start:stop] = True
         if pattern.mode != "variable" or pattern.argument("horizontal_global_attention"):
             chosen[start:stop] = True
@@ -87,13 +92,6 @@ def _fixed(pattern: Pattern, head: int, num_blocks: int) -> torch.Tensor:
         if pattern.argument("horizontal_global_attention"):
             chosen[first : first + each] = True
     return chosen
-
-
-def _global_ranges(pattern: Pattern) -> list[tuple[int, int]]:
-    if pattern.mode == "bigbird":
-        return [(0, pattern.argument("num_global_blocks"))]
-    starts, ends = pattern.argument("global_block_indices"), pattern.argument("global_block_end_indices")
-    return list(zip(starts, ends or [start + 1 for start in starts], strict=True))
 
 
 @functools.lru_cache(maxsize=8)
