@@ -213,10 +213,8 @@ def test_a_removed_array_is_gone_and_its_name_is_free(store: TensorStore, tier: 
 def test_an_array_in_use_stays(store: TensorStore, tier: str) -> None:
     values = create(store, tier)
     store.write("model/w", values).wait()
-    snapshot = store.snapshot()
-    with pytest.raises(UsageError):
+    with store.snapshot(), pytest.raises(UsageError):
         store.remove("model/w")
-    snapshot.release()
     passing = store.stream([["model/w"]])
     next(passing)
     with pytest.raises(UsageError, match="being changed"):

@@ -40,14 +40,7 @@ class WeightsWriter(Closing):
     if the folder's file system lacks room.
     """
 
-    def __init__(
-        self,
-        files: Files,
-        layouts: Sequence[FileLayout],
-        folder: Path,
-        *,
-        overflow: Overflow,
-    ) -> None:
+    def __init__(self, files: Files, layouts: Sequence[FileLayout], folder: Path, *, overflow: Overflow) -> None:
         make_files(files, layouts, folder)
         self._files = files
         self._layouts = layouts

@@ -30,6 +30,7 @@ import numpy as np
 
 from ...errors import UsageError
 from ...format.arrays import Array, ArraySpec, Bytes, Grid, numpy_dtype
+from ...io.closing import Closing
 from ...io.queue import Priority, Ticket
 from ...io.shards import IoResources, ShardSummary
 
@@ -173,7 +174,7 @@ class PinnedShard(Protocol):
 
 
 @dataclass(eq=False)
-class Snapshot:
+class Snapshot(Closing):
     """A pinned version: the shards' contents when it was taken, whatever happens to them since."""
 
     pins: dict[str, PinnedShard]
@@ -182,6 +183,10 @@ class Snapshot:
         """Allow changes in place again; a second call does nothing."""
         for pin in self.pins.values():
             pin.release()
+
+    def close(self) -> None:
+        """Do as `release`."""
+        self.release()
 
 
 TierName = Literal["device", "host", "pinned", "disk"]
