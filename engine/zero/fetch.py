@@ -368,12 +368,6 @@ class Fetcher:
         fetch.gathers.clear()
         return True
 
-    def wait_for_reads(self) -> None:
-        """Return when memory of the store may be written: no fetch reads it any more. Every fetch was finished or dropped."""
-        last, self.last_copy = self.last_copy, None
-        if last is not None:
-            last.wait()
-
     def close(self) -> None:
         """End the reading thread, and destroy the process groups of the second copy."""
         if self.reader is not None:

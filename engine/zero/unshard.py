@@ -186,7 +186,7 @@ class ShardedUnits:
         kind, self._kind = self._kind, None
         uses = self._recorder.end()
         self.forget()
-        self.fetcher.wait_for_reads()
+        self._wait_for_reads()
         self.fetcher.check_arrived()
         if kind is not None and uses:
             self._schedules[kind] = make_schedule(self._agreed(uses), [unit.numel for unit in self.all], self._limits)
@@ -197,7 +197,7 @@ class ShardedUnits:
         self._kind = None
         self._recorder.end()
         self.forget()
-        self.fetcher.wait_for_reads()
+        self._wait_for_reads()
 
     def _agreed(self, uses: Sequence[Use]) -> list[Use]:
         """Return rank 0's uses: when they ended may differ. Raises UsageError if the order differs."""
@@ -214,12 +214,18 @@ class ShardedUnits:
     def values_change(self, *, by_step: bool = False) -> None:
         """Release the values that are about to change: by a step those of trained parameters, else all (all ranks)."""
         self.forget()
-        self.fetcher.wait_for_reads()
+        self._wait_for_reads()
         second = self.fetcher.second_copy
         if second is not None and by_step:
             second.expire()
         elif second is not None:
             second.free()
+
+    def _wait_for_reads(self) -> None:
+        """Return when memory of the store may be written: no fetch reads it any more. Every fetch was finished or dropped."""
+        last, self.fetcher.last_copy = self.fetcher.last_copy, None
+        if last is not None:
+            last.wait()
 
     def forget(self) -> None:
         """Release the units kept or gathered ahead: the iteration is over, or values are about to change."""
@@ -406,7 +412,7 @@ class ShardedUnits:
     def close(self) -> None:
         """Drop everything and end the thread."""
         self.forget()
-        self.fetcher.wait_for_reads()
+        self._wait_for_reads()
         self.fetcher.close()
 
 
