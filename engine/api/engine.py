@@ -791,6 +791,10 @@ class Engine(nn.Module):
         """Complete a save under way, then release hooks, memory, threads and the run folder; a second call does nothing."""
         self._finalizer()
 
+    def destroy(self) -> None:
+        """Alias of `close()`."""
+        self.close()
+
     def hand_back(self, config: Any = None) -> nn.Module:
         """Close the engine and return the model with its trained values (all ranks): the fp32 masters, whole on the
         engine's device; with a `config` that shards or offloads parameters they are stored as in a block of

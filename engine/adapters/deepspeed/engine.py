@@ -77,7 +77,6 @@ _ATTRIBUTES: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
 }
 """Attribute of DeepSpeed's engine -> its value."""
 _CALLS: Mapping[str, Callable[..., Any]] = {
-    "destroy": lambda engine: engine.close(),
     "dump_state": lambda engine: engine.training_state.config.settings.dump_state,
     "get_batch_info": lambda engine: astuple(engine.training_state.accumulation.batch),
     "get_mom": lambda engine: [  # betas, or momentum
