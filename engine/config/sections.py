@@ -422,7 +422,7 @@ class ConfigSections(Section):
     bf16: Bf16Section = Bf16Section()
     gradient_clipping: Real | Auto = built(1.0)
     """Largest global norm of the gradients; larger ones are scaled down to it. 0: off. The default is DeepSpeed's since 0.19;
-    1-bit optimizers do not clip, and the Trainers of other libraries have their own defaults."""
+    optimizers that send signs do not clip, and the Trainers of other libraries have their own defaults."""
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
     zstore: ZstoreSection = Field(default_factory=ZstoreSection)  # when all extras have added theirs

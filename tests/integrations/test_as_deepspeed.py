@@ -242,7 +242,8 @@ def test_configs_are_read_as_deepspeed_is_given_them(tmp_path: Path) -> None:
 
 
 def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for() -> None:
-    from zstore.engine.adapters.deepspeed import initialize, optimizers, utils, zero
+    from zstore.engine.adapters.deepspeed import optimizers, utils, zero
+    from zstore.engine.adapters.deepspeed.engine import initialize
     from zstore.optim import Lion
 
     parameters = [torch.nn.Parameter(torch.zeros(2))]
@@ -252,7 +253,7 @@ def test_what_deepspeed_has_and_zstore_has_not_is_refused_where_it_is_asked_for(
         lambda: optimizers.DeepSpeedCPUAdagrad(parameters, amsgrad=True),
         lambda: zero.Init(zero_quantized_weights=True),
         lambda: zero.Init(param_swapper=object()),
-        lambda: initialize.initialize(model=torch.nn.Linear(1, 1), config={}, mesh_param=(1, 1)),
+        lambda: initialize(model=torch.nn.Linear(1, 1), config={}, mesh_param=(1, 1)),
         lambda: utils.set_z3_leaf_modules(torch.nn.Linear(1, 1), ["Expert"]),
     ):
         with pytest.raises(UsageError):
@@ -289,7 +290,7 @@ def test_schedules_take_deepspeeds_order_of_arguments_and_a_first_step() -> None
 
 def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from zstore.engine.adapters.deepspeed import engine as engines
-    from zstore.engine.adapters.deepspeed import initialize, optimizers, utils, zero
+    from zstore.engine.adapters.deepspeed import optimizers, utils, zero
     from zstore.engine.adapters.deepspeed.modules import VALUES
     from zstore.engine.adapters.deepspeed.zero import ZeroParamStatus
     from zstore.tools import zero_to_fp32
@@ -303,7 +304,7 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
     }
     client = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = optimizers.WarmupLR(client, warmup_max_lr=0.1, warmup_num_steps=4)
-    engine, optimizer, loader, scheduler = initialize.initialize(
+    engine, optimizer, loader, scheduler = engines.initialize(
         model=model, optimizer=lambda _: client, config=config, lr_scheduler=schedule
     )
     with engine:
@@ -376,7 +377,8 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_reference_model_is_built_by_the_config_of_training_and_initialized_by_another(tmp_path: Path) -> None:
-    from zstore.engine.adapters.deepspeed import initialize, zero
+    from zstore.engine.adapters.deepspeed import engine as engines
+    from zstore.engine.adapters.deepspeed import zero
 
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     whole: dict[str, Any] = {"stage": 3, "offload_param": disk, "stage3_param_persistence_threshold": 0}
@@ -385,14 +387,14 @@ def test_a_reference_model_is_built_by_the_config_of_training_and_initialized_by
     torch.manual_seed(0)
     with zero.Init(config_dict_or_path={"zero_optimization": whole | {"offload_optimizer": disk}}):
         model = torch.nn.Linear(32, 32)
-    engine, *_ = initialize.initialize(model=model, config={"zero_optimization": whole})
+    engine, *_ = engines.initialize(model=model, config={"zero_optimization": whole})
     with engine, torch.no_grad():
         assert torch.equal(engine(torch.ones(1, 32)), plain(torch.ones(1, 32)))
 
 
 def test_the_page_lists_the_names_that_are_there() -> None:
     page = (ROOT / "docs" / "deepspeed.md").read_text()
-    table = page.partition("| what scripts import | |")[2].partition("\n\n")[0]
+    table = page.partition("| module | supported names |")[2].partition("\n\n")[0]
     known = {"AdamW", "Adam", "Adagrad", "activation_checkpointing", "zstore.optim"}
     listed = set(re.findall(r"`([^`]+)`", table)) - known
     there = {name for homes in MODULES.values() for names in homes.values() for name in names}

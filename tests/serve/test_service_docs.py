@@ -80,5 +80,5 @@ def test_the_examples_of_reading_from_a_service_run(
 def test_every_option_of_the_command_is_described() -> None:
     done = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
     options = set(re.findall(r"--[a-z-]+", done.output)) - {"--help"}
-    table = TEXT[TEXT.index("| option |") : TEXT.index("## Who may do what")]
+    table = TEXT[TEXT.index("| option |") : TEXT.index("## Authentication")]
     assert {option for option in options if f"`{option}" not in table} == set()
