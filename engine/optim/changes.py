@@ -182,7 +182,9 @@ def _host_of(
 ) -> HostKernel | None:
     """Return the kernel that takes phases 2 to 4 of a parameter in one pass, if there is one; see [Note: the host kernel]."""
     is_host = state.transfers.streams.is_host
-    if state.host is None or not isinstance(step, FusedAdamStep) or not state.codec.is_plain or not is_host(master):
+    if state.host is None or (own is None and master.numel() < _LEAST_FP32 and gradient.dtype == torch.float32):
+        return None
+    if not isinstance(step, FusedAdamStep) or not state.codec.is_plain or not is_host(master):
         return None
     here = [each for each in (master, gradient, own) if each is not None and is_host(each)]
     return state.host if state.host.takes(here, gradient.dtype, None if own is None else own.dtype) else None
@@ -212,6 +214,8 @@ def _in_one_pass(
 _CORES_OF_TWO_CONSUMERS = 4
 _MOST_HERE, _MOST_THERE = 64 * 1024, 16 * 1024 * 1024
 """Most elements of small parameters that are changed together: in cache on the host, and in few kernels on a device."""
+_LEAST_FP32 = 16 * 1024
+"""Least elements of a parameter without casts that a host kernel takes: of smaller ones torch's kernel takes lists as fast."""
 _MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
 """Most elements of parameters whose gradients are taken together in the step, and behind the loop."""
 

@@ -352,8 +352,11 @@ class TensorStore(Closing):
         self._check_open()
         self.order.wait(names)
         with contextlib.ExitStack() as last_to_first:
-            for tier in dict.fromkeys(map(self._memory_tier, names)):
-                last_to_first.enter_context(tier.changing([name for name in names if self._tiers[name] is tier]))
+            by_tier: dict[Any, list[str]] = {}
+            for name in names:
+                by_tier.setdefault(self._tiers.get(name), []).append(name)
+            for some in by_tier.values():  # a tier's names have one answer
+                last_to_first.enter_context(self._memory_tier(some[0]).changing(some))
             yield
 
     def _pass_over(self, name: str, mode: Mode, chunks: tuple[int, int] | None = None) -> Pass:
