@@ -129,7 +129,7 @@ class Update:
     @property
     def is_in_backward(self) -> bool:
         """Whether an update in the backward is under way, which `step()` ends."""
-        return self.under_way and self.mode is StepMode.BACKWARD
+        return self.under_way and self.runs_in_backward
 
     # -- whether the state is whole -----------------------------------------------------------------------------------
 
@@ -168,8 +168,8 @@ class Update:
     def read_ahead(self) -> None:
         """Begin to read from disk the first of the records that are updated next."""
         # It takes buffers: nobody may wait for any until the update.
-        here, behind = self.split()
-        if self.stepper is None and (here or behind):
+        here, behind = self.split() if self.stepper is None else ([], [])
+        if here or behind:
             self._ahead = here or behind, read_ahead(self.state, here or behind, behind=not here)
 
     def _take_ahead(self, records: Sequence[ParameterRecord]) -> Sequence[Stream]:
@@ -219,12 +219,12 @@ class Update:
             # As a daemon thread: the interpreter would wait for another before it closes engines that were left open, whose
             # update may wait for a backward that never comes.
             self._workers = Workers(1, "zstore-update")
-        self.tickets.begin(changes.records, most_bytes, in_backward=self.mode is StepMode.BACKWARD)
+        self.tickets.begin(changes.records, most_bytes, in_backward=self.runs_in_backward)
         self.under_way = True
         self._running = self._workers.submit(partial(self._run, changes, self.state.transfers.streams.stream_context()))
 
     def _run(self, changes: Changes, context: StreamContext) -> None:
-        in_backward, error = self.mode is StepMode.BACKWARD, None
+        in_backward, error = self.runs_in_backward, None
         try:
             with context():
                 changes.run(admit=self._admit if in_backward else None, done=self.tickets.done)
