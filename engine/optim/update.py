@@ -216,9 +216,10 @@ class Update:
         if self.tickets.error is not None:
             raise self.tickets.error
         if self._workers is None:
-            # As a daemon thread: the interpreter would wait for another before it closes engines that were left open, whose
-            # update may wait for a backward that never comes.
+            # Daemon threads: at exit the interpreter would wait for others, and those for a backward that never comes.
             self._workers = Workers(1, "zstore-update")
+            # Idle threads of OpenMP spin, on cores that this one needs, unless a team of its own makes them too many.
+            self._workers.submit(lambda: torch.ones(torch.get_num_threads() << 15).mul_(1.0))
         self.tickets.begin(changes.records, most_bytes, in_backward=self.runs_in_backward)
         self.under_way = True
         self._running = self._workers.submit(partial(self._run, changes, self.state.transfers.streams.stream_context()))
