@@ -12,15 +12,13 @@ from zstore.checkpoint import ArraySource, Record, new_folder
 from zstore.errors import CheckpointError, CheckpointMismatchError
 from zstore.io import user_path
 from zstore.sizes import format_bytes, format_count
-from zstore.weights.choose import frozen_weights
 from zstore.weights.companions import Companions
-from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
-from zstore.weights.layout import FileLayout, plan_model
-from zstore.weights.writer import Lost, lost_text
+from zstore.weights.files import FileLayout, Lost, lost_text, plan_model
+from zstore.weights.from_checkpoint import DTYPES, frozen_weights, list_weights, write_weights
 
 from .opening import DEFAULTS, Common, open_location, reporting, say_left
 from .options import Dtype, Location, Tag, require_choice, size_option
-from .progress import ProgressBar
+from .printing import ProgressBar
 
 
 def consolidate_command(

@@ -21,14 +21,13 @@ from zstore.io import Files, user_path
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.cast import cast_into
 from zstore.weights.companions import Companions
+from zstore.weights.files import MAX_FILE_BYTES, Lost, Weight, plan_model
 from zstore.weights.from_checkpoint import DTYPES, list_weights
-from zstore.weights.layout import MAX_FILE_BYTES, Weight, plan_model
-from zstore.weights.writer import Lost
 
 from .consolidate import refuse_lost, write_folder
 from .opening import DEFAULTS, Common, open_location, reporting, say_left
 from .options import Dtype, Tag, require_choice
-from .progress import ProgressBar
+from .printing import ProgressBar
 from .reshard import reshard_into
 
 OutputKind = Literal["zstore", "torch", "safetensors"]

@@ -13,8 +13,7 @@ import typer
 from zstore.checkpoint import ArraySource, ReadAhead, StoredArray, natural_key
 
 from .opening import DEFAULTS, Common, open_location, reporting
-from .printing import cell, make_console, make_table
-from .progress import ProgressBar
+from .printing import ProgressBar, cell, make_console, make_table
 
 if TYPE_CHECKING:
     from rich.table import Table

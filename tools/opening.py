@@ -14,12 +14,10 @@ from zstore.checkpoint import NUM_THREADS, ArraySource
 from zstore.errors import BudgetError, listed
 from zstore.io import is_url, map_large_blocks, open_resources
 from zstore.open.sources import open_source
-from zstore.remote.bucket import parse_options
 from zstore.weights.companions import Companions
 
-from .options import Json, StorageOption, parse_size
-from .printing import print_json
-from .progress import ProgressBar
+from .options import Json, StorageOption, parse_options, parse_size
+from .printing import ProgressBar, print_json
 
 MIB = 1024 * 1024
 DEFAULT_MEMORY_BYTES = 256 * MIB

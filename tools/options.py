@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -54,6 +55,25 @@ def parse_file(text: str | Path) -> Path:
             f"File '{text}' does not exist." if not path.exists() else f"File '{text}' is a folder."
         )
     return path
+
+
+def parse_options(words: Iterable[str]) -> dict[str, Any]:
+    """Return the storage options in words like `key=value`; a value that is JSON, such as `true` or `{"a": 1}`, is
+    parsed, anything else is text.
+
+    Raises UsageError for other words.
+    """
+    options: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not key or not equals:
+            # It may hold a secret.
+            raise UsageError(f"a storage option is written key=value, got one with {key[:20]!r} and no value")
+        try:
+            options[key] = json.loads(text)
+        except ValueError:
+            options[key] = text
+    return options
 
 
 def require_choice(option: str, value: str, choices: Any) -> None:

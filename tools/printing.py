@@ -1,11 +1,17 @@
-"""Printing: text out of files made safe for a terminal, tables on stdout, and JSON."""
+"""Printing: text out of files made safe for a terminal, tables and JSON on stdout; and the progress of a command on stderr, a
+plain line every 30 s, on a terminal one that is written anew."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from zstore.sizes import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,6 +19,10 @@ if TYPE_CHECKING:
 
 _PLAIN_COLUMNS = 200
 """Width if stdout is no terminal: names are not cut for a pipe."""
+PLAIN_LINE_S = 30.0
+"""Seconds between plain lines: a log of an hour stays readable."""
+_TERMINAL_LINE_S = 0.2
+_CLEAR = "\r\x1b[K"
 
 
 def printable(text: object) -> str:
@@ -48,3 +58,73 @@ def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON object on stdout."""
     print(json.dumps(document, indent=2))
+
+
+class ProgressBar(AbstractContextManager["ProgressBar"]):
+    """Bytes done of `total_bytes` (None: unknown), with GB/s; a closing line gives the total, the time and the rate.
+
+    After an exception it closes without the last line. Methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total_bytes: int | None = None,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.title = printable(title)
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self.document: dict[str, Any] = {}
+        """Printed at the end by `--json`, beside `summary`."""
+        self._stream = stream or sys.stderr
+        self._clear = _CLEAR if self._stream.isatty() else ""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._started_s = self._last_line_s = clock()
+        self._stopped_s: float | None = None
+
+    def __enter__(self) -> Self:
+        self._started_s = self._last_line_s = self._clock()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._stopped_s = self._clock()
+        if kind is None:
+            done = self.summary()
+            rate = f"{done['gb_per_s']:.2f} GB/s"
+            self.say(f"{self.title}: {format_bytes(self.done_bytes)} in {done['seconds']:.1f} s, {rate}")
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(f"{self._clear}{printable(text)}", file=self._stream, flush=True)
+
+    def expect(self, total_bytes: int) -> None:
+        """Set the total, if it was not known at the start."""
+        self.total_bytes = total_bytes
+
+    def advance(self, num_bytes: int) -> None:
+        """Count `num_bytes` more as done."""
+        with self._lock:
+            self.done_bytes += num_bytes
+            now_s = self._clock()
+            if now_s - self._last_line_s < (_TERMINAL_LINE_S if self._clear else PLAIN_LINE_S):
+                return
+            self._last_line_s = now_s
+            end = "" if self._clear else "\n"
+            print(f"{self._clear}{self._line(now_s - self._started_s)}", end=end, file=self._stream, flush=True)
+
+    def summary(self) -> dict[str, float]:
+        """Return `bytes`, `seconds` and `gb_per_s` so far, or in total after the block."""
+        elapsed_s = (self._clock() if self._stopped_s is None else self._stopped_s) - self._started_s
+        rate = self.done_bytes / elapsed_s / 1e9 if elapsed_s > 0 else 0.0
+        return {"bytes": self.done_bytes, "seconds": round(elapsed_s, 6), "gb_per_s": round(rate, 6)}
+
+    def _line(self, elapsed_s: float) -> str:
+        done = format_bytes(self.done_bytes)
+        if self.total_bytes:
+            done += f" of {format_bytes(self.total_bytes)} ({100 * self.done_bytes / self.total_bytes:.0f} %)"
+        rate = f", {self.done_bytes / elapsed_s / 1e9:.2f} GB/s" if elapsed_s > 0 and self.done_bytes else ""
+        return f"{self.title}: {done}{rate}"

@@ -10,7 +10,7 @@ import typer
 
 from zstore.errors import UsageError
 
-from .options import StorageOption
+from .options import StorageOption, parse_options
 
 _TOKEN, _READ_TOKEN = "ZSTORE_TOKEN", "ZSTORE_READ_TOKEN"
 
@@ -42,7 +42,6 @@ def serve_command(
     except ImportError as error:
         raise UsageError(f"zstore serve needs the package {error.name}: pip install 'zstore[serve]'") from error
     from zstore.io import is_url
-    from zstore.remote.bucket import parse_options
 
     settings = Settings(
         roots=tuple(Root.parse(place) for place in places),

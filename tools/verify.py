@@ -13,8 +13,7 @@ from zstore.open.sources import folder_of, split_location
 
 from .opening import DEFAULTS, Common, open_location
 from .options import Location, Tag
-from .printing import print_json, printable
-from .progress import ProgressBar
+from .printing import ProgressBar, print_json, printable
 
 
 def verify_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = None) -> int:

@@ -20,7 +20,7 @@ from zstore.errors import CheckpointExistsError, ZstoreError
 from zstore.io import user_path
 from zstore.open.checkpoint import open_checkpoint
 from zstore.ranks.world import World
-from zstore.weights.choose import frozen_weights
+from zstore.weights.from_checkpoint import frozen_weights
 
 from .consolidate import consolidate_command
 from .options import parse_size

@@ -21,9 +21,8 @@ from zstore.errors import CheckpointError, CheckpointExistsError, UsageError, li
 from zstore.format import FLOATING, STEM, SUFFIX, buffer_array, model_array
 from zstore.io import Files
 from zstore.io.tensors import as_numpy, dtype_name, host_values
+from zstore.weights.files import MAX_FILE_BYTES, FileLayout, Weight, WeightsWriter, index_file, lost_text, plan_files
 from zstore.weights.from_checkpoint import DTYPES
-from zstore.weights.layout import MAX_FILE_BYTES, FileLayout, Weight, index_file, plan_files
-from zstore.weights.writer import WeightsWriter, lost_text
 
 from ..build.init import Init
 from ..build.model import broadcast_bytes, save_config, stored_buffers

@@ -23,7 +23,7 @@ from zstore.io import UserPath, user_location, user_path
 from zstore.io.closing import closing_with, settle
 from zstore.io.tensors import cast_floating
 from zstore.ranks.world import World
-from zstore.weights.layout import MAX_FILE_BYTES
+from zstore.weights.files import MAX_FILE_BYTES
 
 from ..access.access import Access
 from ..access.gather import gather, in_step

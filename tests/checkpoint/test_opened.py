@@ -26,7 +26,7 @@ from zstore.checkpoint import folder as folders
 from zstore.checkpoint.folder import LocalFolder
 from zstore.errors import CheckpointError, CheckpointMismatchError, CorruptionError, UsageError
 from zstore.open import sources
-from zstore.weights.choose import choose
+from zstore.weights.from_checkpoint import choose
 
 Array = npt.NDArray[Any]
 RECORD = {"engine": {"counters": {"global_steps": 60}}, "client_state": {"best": float("inf")}}

@@ -17,8 +17,10 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
 from zstore.io import is_url
 from zstore.open.sources import folder_of, open_source
-from zstore.remote.bucket import Retries, parse_options, shown
+from zstore.remote.bucket import Retries
 from zstore.remote.service import open_folder
+from zstore.sizes import shown
+from zstore.tools.options import parse_options
 
 Array = npt.NDArray[Any]
 

@@ -24,8 +24,8 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 from zstore.tools.consolidate import consolidate_command
+from zstore.weights.files import plan_files
 from zstore.weights.from_checkpoint import DTYPES, list_weights
-from zstore.weights.layout import plan_files
 from zstore.weights.parts import cut_blocks, read_block
 
 RNG = np.random.default_rng(9)

@@ -28,9 +28,8 @@ from zstore.testing.faults import Fault, FaultyFiles
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.opening import Common
 from zstore.weights.cast import Castor, cast_into, castors
-from zstore.weights.choose import frozen_weights
-from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
-from zstore.weights.layout import plan_files
+from zstore.weights.files import plan_files
+from zstore.weights.from_checkpoint import DTYPES, frozen_weights, list_weights, write_weights
 
 Array = npt.NDArray[Any]
 TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -2,7 +2,7 @@
 
 import io
 
-from zstore.tools.progress import ProgressBar
+from zstore.tools.printing import ProgressBar
 
 
 class Clock:

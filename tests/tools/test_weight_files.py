@@ -23,7 +23,7 @@ from zstore.serve.settings import Root, Settings
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.convert import convert_command
 from zstore.tools.reshard import reshard_command
-from zstore.weights.layout import Weight, plan_files
+from zstore.weights.files import Weight, plan_files
 
 RESERVED, MANY = "__metadata__", 400
 

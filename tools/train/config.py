@@ -10,9 +10,8 @@ import typer
 
 from zstore.errors import UsageError
 from zstore.io import user_location
-from zstore.remote.bucket import parse_options
 
-from ..options import StorageOption, parse_file
+from ..options import StorageOption, parse_file, parse_options
 
 if TYPE_CHECKING:
     from zstore.engine.config.config import Config

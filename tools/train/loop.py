@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zstore.engine import Engine
 
-from ..progress import PLAIN_LINE_S
+from ..printing import PLAIN_LINE_S
 from ..sample.corpus import Corpus
 from ..sample.models import loss_of
 from .config import TrainOptions

@@ -35,7 +35,7 @@ from zstore.interop.dcp_state import BYTES, PICKLE, NotPlainError, encode_value,
 from zstore.io import Files, UserPath, Workers, open_resources, user_path
 from zstore.io.closing import closing_with
 from zstore.io.tensors import bytes_of, dtype_name
-from zstore.remote.bucket import shown
+from zstore.sizes import shown
 
 from .save import EntryReport, Save
 from .work import RankWork, RankWriter, box_of

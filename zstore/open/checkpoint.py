@@ -19,9 +19,8 @@ from ..format.arrays import Array
 from ..io.files import UserPath, user_location
 from ..io.pool import AsyncClosing
 from ..weights.cast import Overflow
-from ..weights.choose import choose
-from ..weights.from_checkpoint import DTYPES, list_weights, read_weights
-from ..weights.writer import lost_text
+from ..weights.files import lost_text
+from ..weights.from_checkpoint import DTYPES, choose, list_weights, read_weights
 from .lazy import LazyArray
 from .sources import open_source, open_source_async
 

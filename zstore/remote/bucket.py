@@ -9,12 +9,11 @@ fails is tried again (`Retries`). Listings are never taken from fsspec's cache: 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from ..format.arrays import Bytes
 from ..io.files import Files, OpenFile, ScatteredMemory
 from ..io.pool import LastingExecutor, Workers
 from ..io.shards import IoResources
+from ..sizes import shown
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -36,35 +36,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*@")
 MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 """Errors of a file that is not there, or is a folder."""
 _FINAL = (FileExistsError, PermissionError, NotImplementedError, ImportError, TypeError, AttributeError, MemoryError)
 """Errors that another try would meet again. All others may pass: file systems raise errors of many packages."""
-
-
-def shown(url: str) -> str:
-    """Return the URL for messages: without a password."""
-    return _PASSWORD.sub(r"\1:***@", url)
-
-
-def parse_options(words: Iterable[str]) -> dict[str, Any]:
-    """Return the storage options in words like `key=value`; a value that is JSON, such as `true` or `{"a": 1}`, is
-    parsed, anything else is text.
-
-    Raises UsageError for other words.
-    """
-    options: dict[str, Any] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not key or not equals:
-            # It may hold a secret.
-            raise UsageError(f"a storage option is written key=value, got one with {key[:20]!r} and no value")
-        try:
-            options[key] = json.loads(text)
-        except ValueError:
-            options[key] = text
-    return options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,8 @@ from ..errors import (
     UsageError,
     ZstoreError,
 )
-from .bucket import BucketFolder, Retries, UrlFolder, open_bucket, shown
+from ..sizes import shown
+from .bucket import BucketFolder, Retries, UrlFolder, open_bucket
 
 T = TypeVar("T")
 

@@ -32,8 +32,8 @@ from ..errors import CheckpointMismatchError, CheckpointNotFoundError, ZstoreErr
 from ..format.arrays import SUFFIX
 from ..sizes import parse_bytes
 from ..weights.companions import companions, is_companion
+from ..weights.files import MAX_FILE_BYTES, FileLayout, index_document, index_file, plan_model
 from ..weights.from_checkpoint import DTYPES, list_weights
-from ..weights.layout import MAX_FILE_BYTES, FileLayout, index_document, index_file, plan_model
 from ..weights.parts import cut_blocks, read_block
 from .files import Blocks, Place, Representation, answer, open_place
 from .library import Library, NamedRun, Shared

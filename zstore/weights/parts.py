@@ -19,8 +19,8 @@ from ..checkpoint.reader import ArraySource
 from ..errors import CheckpointMismatchError
 from ..format.arrays import Bytes, numpy_dtype
 from .cast import Overflow
+from .files import FileLayout, Weight
 from .from_checkpoint import read_weight
-from .layout import FileLayout, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
