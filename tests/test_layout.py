@@ -17,7 +17,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 32, "iteration": 39, "save": 40, "load": 51, "reshard": 33, "consolidate": 34, "initialize": 78}
+JOURNEYS = {"step": 32, "iteration": 39, "save": 40, "load": 51, "reshard": 31, "consolidate": 29, "initialize": 78}
 
 
 @cache
@@ -50,18 +50,18 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        56_012,
+        55_951,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_968),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_308),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_960),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_259),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_474),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_936),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_933),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_918),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_995),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        20_410,
+        20_403,
     ),
     "files of the core": (lambda: len(_layout().core), 28),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 7_540),
