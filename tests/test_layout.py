@@ -17,7 +17,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 32, "iteration": 39, "save": 40, "load": 51, "reshard": 31, "consolidate": 29, "initialize": 78}
+JOURNEYS = {"step": 32, "iteration": 39, "save": 40, "load": 51, "reshard": 32, "consolidate": 29, "initialize": 78}
 
 
 @cache
@@ -50,13 +50,13 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        55_951,
+        55_950,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 24_960),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 24_259),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_474),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_933),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_932),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_918),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_995),
     "lines of engine without adapters and extras": (
@@ -71,7 +71,7 @@ LIMITS = {
     "arrows inside engine": (lambda: _rooms("engine")[1], 68),
     "floors inside engine": (lambda: _rooms("engine")[2], 9),
     "rooms inside zstore": (lambda: _rooms("zstore")[0], 25),
-    "arrows inside zstore": (lambda: _rooms("zstore")[1], 66),
+    "arrows inside zstore": (lambda: _rooms("zstore")[1], 65),
     "floors inside zstore": (lambda: _rooms("zstore")[2], 8),
     "circles of files": (lambda: len(circles(_layout().graph(lambda name: name))), 0),
     "class names with several meanings": (_classes_with_several_meanings, 3),

@@ -1,5 +1,4 @@
-"""Printing: text out of files made safe for a terminal, tables and JSON on stdout; and the progress of a command on stderr, a
-plain line every 30 s, on a terminal one that is written anew."""
+"""Printing: text made safe for a terminal, tables and JSON on stdout; and on stderr the progress of a command."""
 
 from __future__ import annotations
 

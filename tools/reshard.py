@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 import typer
 
 from zstore.checkpoint import ArraySource, CheckpointReader, open_checkpoint, reshard_checkpoint, stored_files
-from zstore.errors import CheckpointExistsError
+from zstore.errors import CheckpointExistsError, shown
 from zstore.io import is_url, user_location
 from zstore.remote.upload import upload_checkpoint
-from zstore.sizes import format_bytes, format_count, shown
+from zstore.sizes import format_bytes, format_count
 from zstore.weights.companions import Companions
 
 from .opening import DEFAULTS, Common, array_bytes, open_location, reporting, say_left

@@ -20,7 +20,10 @@ from __future__ import annotations
 
 import errno as errno_codes
 import os
+import re
 from collections.abc import Mapping, Sequence
+
+_PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*@")
 
 
 class ZstoreError(Exception):
@@ -127,3 +130,8 @@ def listed(names: Sequence[str], most: int) -> str:
 def shortened(lines: list[str], most: int) -> list[str]:
     """Return the lines of a message, up to `most` of them, and a last one that says how many more there are."""
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
+
+
+def shown(url: str) -> str:
+    """Return the URL for messages: without a password."""
+    return _PASSWORD.sub(r"\1:***@", url)

@@ -1,8 +1,7 @@
-"""Bytes, counts and URLs as people read them."""
+"""Bytes and counts as people read them."""
 
 import re
 
-_PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*@")
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
@@ -17,11 +16,6 @@ def format_bytes(num_bytes: float) -> str:
 def format_count(number: int, noun: str) -> str:
     """Return "1 rank", "2 ranks", "1,024 ranks"."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def shown(url: str) -> str:
-    """Return the URL for messages: without a password."""
-    return _PASSWORD.sub(r"\1:***@", url)
 
 
 def parse_bytes(text: str) -> int:

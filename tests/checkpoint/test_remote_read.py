@@ -14,12 +14,11 @@ from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, refused, tags
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
+from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError, shown
 from zstore.io import is_url
 from zstore.open.sources import folder_of, open_source
 from zstore.remote.bucket import Retries
 from zstore.remote.service import open_folder
-from zstore.sizes import shown
 from zstore.tools.options import parse_options
 
 Array = npt.NDArray[Any]

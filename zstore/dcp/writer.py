@@ -29,13 +29,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from zstore.checkpoint import tag_text
-from zstore.errors import UsageError
+from zstore.errors import UsageError, shown
 from zstore.format import ArraySpec, Box, make_grid
 from zstore.interop.dcp_state import BYTES, PICKLE, NotPlainError, encode_value, step_of
 from zstore.io import Files, UserPath, Workers, open_resources, user_path
 from zstore.io.closing import closing_with
 from zstore.io.tensors import bytes_of, dtype_name
-from zstore.sizes import shown
 
 from .save import EntryReport, Save
 from .work import RankWork, RankWriter, box_of

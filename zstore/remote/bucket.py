@@ -23,12 +23,11 @@ import numpy as np
 
 from ..checkpoint.folder import Entries, Folder, NetworkTraffic
 from ..checkpoint.format import MAX_JSON_BYTES
-from ..errors import CorruptionError, StorageError, UsageError, ZstoreError, storage_error
+from ..errors import CorruptionError, StorageError, UsageError, ZstoreError, shown, storage_error
 from ..format.arrays import Bytes
 from ..io.files import Files, OpenFile, ScatteredMemory
 from ..io.pool import LastingExecutor, Workers
 from ..io.shards import IoResources
-from ..sizes import shown
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop

@@ -35,8 +35,8 @@ from ..errors import (
     StorageError,
     UsageError,
     ZstoreError,
+    shown,
 )
-from ..sizes import shown
 from .bucket import BucketFolder, Retries, UrlFolder, open_bucket
 
 T = TypeVar("T")
