@@ -3,8 +3,6 @@
 `python tests/journeys.py FOLDER`: a line for each journey, its name and the count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

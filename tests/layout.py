@@ -4,8 +4,6 @@ An import of `zstore.engine` or `zstore.tools` counts as one of the folders `eng
 also name. Imports for type checking count too.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

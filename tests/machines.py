@@ -1,7 +1,5 @@
 """Machines that share no folder, for ranks each in a network namespace of its own, or by its folders alone."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

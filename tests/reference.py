@@ -6,8 +6,6 @@ torch.optim.AdamW(fused=True) on fp32 masters. Where gradients are sharded (stag
 every micro-batch, else once a step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

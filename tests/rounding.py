@@ -5,8 +5,6 @@ VARIABLE set begins it. Which values err depends on the value alone, as two prog
 round alike. Fused and compiled kernels have roots of their own.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

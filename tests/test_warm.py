@@ -1,7 +1,5 @@
 """Processes that are forked from one that has everything loaded are as those that Python starts anew."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

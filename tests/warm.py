@@ -8,8 +8,6 @@ as a launcher does its ranks, are forks of it, and so are scripts on PATH whose 
 variables, those that it starts. Not for tests of what is imported, or of how much memory an interpreter takes.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -3,8 +3,6 @@
 Saves use no collectives, so the ranks of a world may be threads of one process.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

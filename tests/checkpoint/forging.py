@@ -1,7 +1,5 @@
 """Checkpoints that somebody changed, with digests and checksums that fit again: what a forger would hand over."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

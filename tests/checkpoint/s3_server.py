@@ -1,7 +1,5 @@
 """A real S3 protocol server on loopback, moto's, in a process of its own (extra `test`)."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import subprocess

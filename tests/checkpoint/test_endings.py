@@ -1,7 +1,5 @@
 """How a program may end while a save is under way, and what becomes of the save and of the exit code."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import signal

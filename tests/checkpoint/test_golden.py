@@ -1,10 +1,10 @@
-"""The checkpoints that are kept from each version of the format: every value, by every reader, and training goes on."""
-
-from __future__ import annotations
+"""The reader printed in `docs/format.md`, and the checkpoints kept from each version of it: every value, by every reader."""
 
 import json
 import math
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import numpy.typing as npt
 import pytest
 import zarr
 
+import zstore
 import zstore.dcp
-from tests.checkpoint.printed_reader import printed_reader
+from tests.checkpoint.checkpoints import arrays_of_kinds, save_arrays
 from tests.data.golden import make
-from zstore.checkpoint.names import array_path
+from zstore.checkpoint.names import METADATA_FILE, array_path, encode_name
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.format.arrays import numpy_dtype
@@ -24,6 +25,20 @@ from zstore.io.tensors import bytes_of
 from zstore.testing.ranks import run_ranks
 
 Array = npt.NDArray[Any]
+FORMAT = Path(__file__).parents[2] / "docs/format.md"
+
+
+def printed_reader() -> Callable[[Path, str], Array]:
+    """The function `read_array` that the document prints."""
+    blocks = re.findall(r"```python\n(.*?)```", FORMAT.read_text(), re.DOTALL)
+    (block,) = (block for block in blocks if "def read_array" in block)
+    assert len([line for line in block.splitlines() if line.strip()]) <= 45
+    names: dict[str, Any] = {}
+    exec(block, names)
+    reader: Callable[[Path, str], Array] = names["read_array"]
+    return reader
+
+
 GOLDEN = Path(__file__).parents[1] / "data/golden"
 VERSIONS = sorted(path for path in GOLDEN.glob("format-*"))
 ALL = [path for version in VERSIONS for path in sorted(version.iterdir()) if path.is_dir()]
@@ -98,3 +113,53 @@ def test_an_engine_goes_on_from_a_golden(version: Path, world_size: int, tmp_pat
     assert math.isclose(np.mean([result["loss"] for result in results]), facts["loss"], rel_tol=1e-3)
     with open_checkpoint(tmp_path / "again") as reader:
         assert all(reader.read_array(each).tobytes() == wanted.tobytes() for each, wanted in arrays.items())
+
+
+@pytest.fixture(scope="module")
+def read_array() -> Callable[[Path, str], Array]:
+    return printed_reader()
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, Array]:
+    return arrays_of_kinds()
+
+
+def test_the_printed_reader_reads_arrays_that_keep_their_shape(
+    read_array: Callable[[Path, str], Array], arrays: dict[str, Array], tmp_path: Path
+) -> None:
+    with zstore.open_store() as store:
+        for name, value in arrays.items():
+            store.put(name, value)
+        store.put("model/rows of two", np.arange(3 * 5 * 70_000, dtype=np.float32).reshape(3, 5, 70_000))
+        path = store.checkpoint(tmp_path / "one").wait().path
+        for name in store.names():
+            expected = np.asarray(store.get(name).wait())
+            found = read_array(path, name)
+            assert (found.shape, found.dtype, found.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
+
+
+def test_the_printed_reader_refuses_a_flipped_byte(
+    read_array: Callable[[Path, str], Array], arrays: dict[str, Array], tmp_path: Path
+) -> None:
+    shard = save_arrays(tmp_path, arrays) / "model/h.0.weight/c.0.0"
+    shard.chmod(0o644)
+    data = bytearray(shard.read_bytes())
+    for place, words in ((5000, "offset 4096 is damaged"), (3, "index is damaged")):
+        data[place] ^= 1
+        shard.write_bytes(data)
+        with pytest.raises(ValueError, match=words):
+            read_array(tmp_path / "step-00000001", "model/h.0.weight")
+
+
+def test_the_rules_for_names_are_as_written() -> None:
+    text = " ".join(FORMAT.read_text().split())
+    assert "letters, digits and `-_.~=+@,`" in text
+    assert encode_name("aZ9-_.~=+@,") == "aZ9-_.~=+@,"
+    assert encode_name("a b") == "a%20b"
+    long = encode_name("x" * 181)
+    assert re.fullmatch(r"x{147}~[0-9a-f]{32}", long)
+    assert "cut to 147" in text
+    for name in (METADATA_FILE, "zstore.json", "latest", "manifest"):
+        assert encode_name(name).startswith("%")
+        assert f"`{name}`" in text

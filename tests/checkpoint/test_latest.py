@@ -1,14 +1,11 @@
-"""The checkpoint that a load without a tag opens: the whole one that `latest` names, else the newest."""
-
-from __future__ import annotations
+"""The checkpoint that a load without a tag opens: the whole one that `latest` names, else the newest; the page."""
 
 import logging
 import os
+import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -21,8 +18,8 @@ from zstore import open_checkpoint
 from zstore.checkpoint import Keep, sweep, weigh
 from zstore.checkpoint.reader import open_checkpoint as open_reader
 from zstore.io.files import Files
+from zstore.tools import cli
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("one", "two")
 
 
@@ -121,42 +118,38 @@ def test_a_bucket_and_the_engine_follow_it_too(run: Path) -> None:
         assert torch.equal(model.w.detach(), torch.ones(100))
 
 
-KILLED = """
-import os, pathlib, sys
-import numpy as np
-from tests.checkpoint.checkpoints import open_world
-from zstore.testing.faults import DeadlyFiles
-
-def save(folder, fail_at):
-    for number, tag in enumerate(("one", "two"), 1):
-        files = DeadlyFiles(fail_at if number == 2 else None, only=frozenset({"rename"}))
-        with open_world({"model/w": np.full(100, number, np.float32)}, files=[files]) as world:
-            world.save(folder, step=number, tag=tag)
-
-for fail_at in range(10):
-    pid = os.fork()
-    if pid == 0:
-        try:
-            save(pathlib.Path(sys.argv[1]) / str(fail_at), fail_at)
-        finally:
-            os._exit(0)
-    print(os.waitpid(pid, 0)[1])
-"""
+PAGE = Path(__file__).parents[2] / "docs/checkpoints.md"
 
 
-def test_a_save_that_is_killed_anywhere_leaves_the_old_or_the_new_state(tmp_path: Path) -> None:
-    """One with the new state and the old `latest` among them, which a load and the next save tell from an edited one."""
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    statuses = list(map(int, done.stdout.split()))
-    assert set(statuses) == {0, signal.SIGKILL}
-    stale = 0
-    for fail_at in range(10):
-        folder = tmp_path / str(fail_at)
-        committed = (folder / "two" / "zstore.json").exists()
-        assert opened(folder) == ("two" if committed else "one")
-        stale += committed and (folder / "latest").read_text() == "one\n"
-        assert sweep(Files(), folder) == []
-        assert opened(folder) == ("two" if committed else "one")
-        assert committed or statuses[fail_at]
-    assert stale
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        "model/embed.weight": rng.standard_normal((50, 16)).astype(np.float32),
+        "model/head.bias": rng.standard_normal(50).astype(np.float32),
+        "optimizer/exp_avg/embed.weight": rng.standard_normal((50, 16)).astype(np.float32),
+    }
+    save_arrays(tmp_path / "run", arrays, world_size=2, record={"engine": {"groups": [{"lr": 0.1}]}})
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    assert len(blocks()) == 4
+    for example in blocks():
+        exec(example, names)
+    embedding = arrays["model/embed.weight"]
+    assert (names["lr"], names["faults"]) == (0.1, [])
+    assert np.array_equal(names["rows"], embedding[10:20])
+    assert np.array_equal(names["corner"], embedding[-1, ::2])
+    assert np.array_equal(names["whole"], embedding)
+    assert np.array_equal(names["tensor"].numpy(), embedding)
+    assert np.array_equal(names["momentum"], arrays["optimizer/exp_avg/embed.weight"][:4])
+    assert torch.equal(names["bias"], torch.from_numpy(arrays["model/head.bias"]).bfloat16())
+    assert sorted(names["state"]) == ["embed.weight", "head.bias"]
+    assert list(names["heads"]) == ["head.bias"]
+    assert names["shape"] == (50, 16)
+
+
+def test_the_commands_of_the_page_are_there() -> None:
+    assert set(re.findall(r"^\| `zstore (\w+) ", PAGE.read_text(), re.MULTILINE)) <= set(cli.COMMANDS)

@@ -1,7 +1,5 @@
 """The Python face of a checkpoint: lazy arrays, the state, zarr, weights in any precision."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

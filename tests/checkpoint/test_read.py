@@ -1,7 +1,5 @@
 """Reading: what was saved comes back, through zarr-python and tensorstore too, and nothing damaged is believed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
+from zstore.tools.reshard import reshard_command
 
 Array = npt.NDArray[Any]
 
@@ -35,10 +34,20 @@ def arrays() -> dict[str, Array]:
     return arrays_of_kinds()
 
 
-@pytest.fixture(scope="module", params=[1, 3], ids="world{}".format)
+@pytest.fixture(scope="module", params=["one rank", "three ranks", "few files", "zstd"])
 def saved(request: pytest.FixtureRequest, arrays: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved")
-    return save_arrays(folder, arrays, world_size=request.param, small=SMALL, record={"step": 1})
+    kind, folder = request.param, tmp_path_factory.mktemp("saved")
+    options: dict[str, Any] = {"small": SMALL, "record": {"step": 1}, "few_files": kind == "few files"}
+    path = save_arrays(folder, arrays, world_size=1 if kind == "one rank" else 3, **options)
+    if kind != "zstd":
+        return path
+    assert reshard_command(path, folder / "archive", compression="zstd") == 0
+    return folder / "archive" / path.name
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids="world{}".format)
+def plain(request: pytest.FixtureRequest, arrays: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_arrays(tmp_path_factory.mktemp("plain"), arrays, world_size=request.param, small=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +57,8 @@ def reader(saved: Path) -> Iterator[CheckpointReader]:
 
 
 @pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / saved.name))
+def copied(plain: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(plain, tmp_path / plain.name))
 
 
 def test_whole_arrays_come_back_in_their_true_shape(reader: CheckpointReader, arrays: dict[str, Array]) -> None:

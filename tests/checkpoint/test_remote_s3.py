@@ -1,7 +1,5 @@
 """Checkpoints in S3, through s3fs and the S3 protocol to a server on loopback."""
 
-from __future__ import annotations
-
 import uuid
 from pathlib import Path
 from typing import Any

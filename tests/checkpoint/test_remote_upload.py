@@ -1,7 +1,5 @@
 """Saves to a URL: the record last, and what is left when something fails."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

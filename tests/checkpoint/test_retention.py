@@ -1,7 +1,5 @@
 """Which checkpoints stay, what removing the others frees, and `zstore prune`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence

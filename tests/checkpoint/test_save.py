@@ -1,7 +1,5 @@
 """Saving: links in place of copies, overwriting, retention, and ranks that tell each other what went wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import signal

@@ -1,7 +1,5 @@
 """A save that fails or is killed at any operation: the checkpoint before it is whole, half of one is never seen."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random
@@ -18,9 +16,11 @@ import numpy.typing as npt
 import pytest
 
 from tests.checkpoint.checkpoints import World, leavings, open_world, save_arrays
+from zstore.checkpoint import sweep as sweep_leavings
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import DiskFullError, ZstoreError
+from zstore.io.files import Files
 from zstore.io.flush import Flush
 from zstore.store import TierName
 from zstore.testing.faults import Fault, FaultyFiles, Kind
@@ -235,12 +235,12 @@ from zstore.testing.faults import DeadlyFiles
 
 def save(folder, point):
     (folder / "nvme").mkdir(exist_ok=True)
-    files = DeadlyFiles()
+    files = DeadlyFiles(**{only!r})
     files.armed = False
     options = dict(tier={tier!r}, run_path=folder / "nvme", files=[files] * {world_size}, world_size={world_size})
     with open_world(make_arrays(2), **options) as world:
         files.operations.clear()
-        files.fail_at, files.armed = point, True
+        files.fail_at, files.armed = point // 2 if {only!r} else point, True
         world.save(folder / "ckpt", tag="first" if point % 2 else "second", overwrite=True, few_files={world_size} > 1)
 
 for point in {points!r}:
@@ -254,12 +254,16 @@ for point in {points!r}:
 """
 
 
-def _kill_at(points: list[int], base: Path, *, tier: str, world_size: int) -> list[int]:
-    """Kill a saving process at each of these operations, and check what it leaves; return those that it came to."""
+def _kill_at(points: list[int], base: Path, *, tier: str, world_size: int, only: tuple[Kind, ...] = ()) -> list[int]:
+    """Kill a saving process at each of these operations, and check what it leaves; return those that it came to.
+
+    Of `only` some kinds, each operation with a new tag and with one that is replaced.
+    """
     before, after = make_arrays(1), make_arrays(2)
     for point in points:
         save_arrays(base / str(point) / "ckpt", before, tag="first", world_size=world_size)
-    code = _KILLED.format(tier=tier, world_size=world_size, points=points, base=str(base))
+    kinds = {"only": frozenset(only)} if only else {}
+    code = _KILLED.format(tier=tier, world_size=world_size, points=points, base=str(base), only=kinds)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     statuses = dict(map(int, line.split()) for line in done.stdout.splitlines())
@@ -267,16 +271,22 @@ def _kill_at(points: list[int], base: Path, *, tier: str, world_size: int) -> li
     assert [status for status in statuses.values() if status not in (0, signal.SIGKILL)] == []
     killed = [point for point, status in statuses.items() if status == signal.SIGKILL]
     assert len(killed) > len(points) // 2
+    stale = 0
     for point in points:
         folder = base / str(point) / "ckpt"
-        if point % 2:
-            check_whole(folder, "first", before, after)
-        else:
-            check_whole(folder, "first", before)
-            check_whole(folder, None, *([after] if len(tags(folder)) == 2 else [before]))
+        stale += len(tags(folder)) == 2 and (folder / "latest").read_text() == "first\n"
+        for _ in range(2):
+            if point % 2:
+                check_whole(folder, "first", before, after)
+            else:
+                check_whole(folder, "first", before)
+                check_whole(folder, None, *([after] if len(tags(folder)) == 2 else [before]))
+            assert sweep_leavings(Files(), folder) == []
         save_arrays(folder, after, tag="second", overwrite=True)
         assert leavings(folder) == []
         check_whole(folder, None, after)
+    # The new state with the old `latest` among them, which a load and the sweep tell from one that somebody edited.
+    assert stale or "rename" not in only
     return killed
 
 
@@ -284,6 +294,10 @@ def _kill_at(points: list[int], base: Path, *, tier: str, world_size: int) -> li
 def test_a_saving_process_may_be_killed_at_any_operation(tier: str, world_size: int, most: int, tmp_path: Path) -> None:
     points = sorted(random.Random(0).sample(range(most), 10))
     _kill_at(points, tmp_path, tier=tier, world_size=world_size)
+
+
+def test_a_saving_process_may_be_killed_at_any_rename(tmp_path: Path) -> None:
+    _kill_at(list(range(14)), tmp_path, tier="host", world_size=1, only=("rename",))
 
 
 @pytest.mark.soak

@@ -1,7 +1,5 @@
 """Lazy arrays select what numpy selects, and read no chunk that has nothing of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

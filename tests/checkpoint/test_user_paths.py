@@ -1,7 +1,5 @@
 """Paths of users: `~` is the home folder, a relative path means where the call was made, and modes follow the umask."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

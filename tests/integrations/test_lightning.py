@@ -1,7 +1,5 @@
 """Lightning's Trainer on the engine, beside Lightning alone: losses, weights, checkpoints; its page and its example."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

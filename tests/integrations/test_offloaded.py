@@ -1,7 +1,5 @@
 """`zstore.optim.Offloaded` in a plain PyTorch loop beside torch's own optimizer: the same bits, whatever a loop does."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Adapters of every method that peft has: saved as peft saves those of the plain model, and loaded by it."""
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ray Train on several nodes of one machine: the example goes on with the workers that are left, and with those that come."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

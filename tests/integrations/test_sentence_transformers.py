@@ -1,7 +1,5 @@
 """The Trainer of sentence-transformers, whose files are its own, with `deepspeed=...` on zstore, beside itself alone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """transformers' Trainer with `TrainingArguments(deepspeed=...)` on zstore, beside the plain Trainer."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

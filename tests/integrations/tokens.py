@@ -1,7 +1,5 @@
 """A tokenizer of a few words, made on the spot, and the data that the Trainers of trl and sentence-transformers take."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

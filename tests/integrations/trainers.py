@@ -1,7 +1,5 @@
 """Tiny models and data for Trainers, and what a run of one comes to."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import os

@@ -1,7 +1,5 @@
 """The checkpoints that DeepSpeed made (tests/data/deepspeed), and small ones written as it writes them, by torch alone."""
 
-from __future__ import annotations
-
 import json
 from collections import OrderedDict
 from pathlib import Path

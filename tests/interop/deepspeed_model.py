@@ -1,7 +1,5 @@
 """The model and the data of the checkpoints in tests/data/deepspeed: seen by DeepSpeed as they were made, and by the tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`zstore convert`: every kind into every other, each read by the software that it is for."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

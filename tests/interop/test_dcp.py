@@ -1,7 +1,5 @@
 """Saving and loading through torch.distributed.checkpoint: FSDP2, and FSDP2 with tensor parallelism, 4 ranks to 2."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DeepSpeed's folders are read as they are: what they hold is what DeepSpeed itself says, and bad ones are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The default of every key of the config beside that of the DeepSpeed which is installed, read from its own classes."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """A run that DeepSpeed began goes on here: the losses are those that DeepSpeed itself went on with."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from pathlib import Path

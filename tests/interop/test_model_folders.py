@@ -1,7 +1,5 @@
 """Folders of other software's models go through the commands whole: what they save is what their own loaders open."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

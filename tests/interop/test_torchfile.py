@@ -1,7 +1,5 @@
 """Files of torch.save are read as torch reads them, in ranges, with every size checked; of other classes nothing is called."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

@@ -1,7 +1,5 @@
 """How much memory a process takes that uses files from elsewhere, and what one does with a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

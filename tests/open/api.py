@@ -1,7 +1,5 @@
 """The table of `docs/store.md`, made of signatures and docstrings: python -m tests.open.api writes it anew."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of the store by itself: whole or absent, and errors told once, whatever fails or is killed."""
 
-from __future__ import annotations
-
 import errno
 import math
 import shutil

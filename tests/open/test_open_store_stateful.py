@@ -1,7 +1,5 @@
 """What `zstore.open_store` gives, against a dict of arrays: any order of calls, also failing and cancelled ones."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

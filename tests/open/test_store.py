@@ -1,7 +1,5 @@
 """The store by itself: what is put comes back, in any order of calls, for tasks and threads, and for other programs."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """Chromium of the system with Playwright, over a service of the sample runs: pages watched for errors, dialogs and requests."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

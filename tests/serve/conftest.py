@@ -1,7 +1,5 @@
 """A service that runs in a thread, over folders of small checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Proxies: of TCP, which does something once so many bytes went from the client to the server, a fault at a known moment;
 and of HTTP, as nginx is one: below a path."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import selectors

@@ -1,7 +1,5 @@
 """The page in a browser: what it shows and does, that it stays within itself, and that names are text."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

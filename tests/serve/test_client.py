@@ -1,7 +1,5 @@
 """Checkpoints of a running service, through every reader and command: as from their folder."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import http.server

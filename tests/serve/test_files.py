@@ -1,7 +1,5 @@
 """`/zarr`: files of checkpoints over HTTP."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The examples of `docs/service.md`, and those of `docs/remote.md` that read from a service, run against one."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

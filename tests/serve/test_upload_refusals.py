@@ -1,7 +1,5 @@
 """What the service refuses of uploads: names that lead elsewhere, documents that lie, bytes that are others, and strangers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

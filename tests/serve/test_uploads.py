@@ -1,7 +1,7 @@
-"""Checkpoints that are uploaded to a service: the same bytes arrive, nothing half-made is seen, only changes are sent."""
+"""Checkpoints and journals that are uploaded to a service: the same bytes arrive, nothing half-made is seen, only changes are
+sent; and engines that save to a service."""
 
-from __future__ import annotations
-
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,33 @@ import pytest
 import urllib3
 
 from tests.checkpoint.checkpoints import World, begin_upload, open_world, save_arrays, wait_all
+from tests.engine.runs import ADAM, make_config, start, state_of, step
 from tests.serve.conftest import Serve
 from tests.serve.proxy import proxy_to
-from tests.serve.upload_kills import digests
+from tests.serve.test_upload_kills import digests
 from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, DiskFullError, StorageError
+from zstore.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DiskFullError,
+    StorageError,
+    UsageError,
+)
 from zstore.io.pool import Workers
+from zstore.journal import journal_file
 from zstore.remote.bucket import Retries
-from zstore.remote.service import UploadPlace
+from zstore.remote.service import JournalTail, UploadPlace
 from zstore.remote.target import files_here
 from zstore.remote.upload import target_in, upload_checkpoint
 from zstore.testing.faults import FaultyFiles
+from zstore.testing.ranks import run_ranks
+from zstore.tools.train.command import train_command
+from zstore.tools.train.config import TrainOptions
 
 Array = npt.NDArray[Any]
 RNG = np.random.default_rng(5)
@@ -263,3 +275,176 @@ def test_a_drive_that_fills_up_ends_an_upload_which_resumes(
             upload_checkpoint(path, f"{url}/one", OPTIONS)
     upload_checkpoint(path, f"{url}/one", OPTIONS)
     assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
+
+
+@pytest.fixture
+def url_engine(tmp_path: Path, serve: Serve) -> str:
+    (tmp_path / "runs").mkdir()
+    return serve(tmp_path / "runs", token=TOKEN) + "/run"
+
+
+def make(tmp_path: Path, stage: int = 1, token: str = TOKEN, **own: Any) -> dict[str, Any]:
+    own = {"storage_options": {"token": token}, "upload_folder": str(tmp_path / "local"), **own}
+    return make_config(stage, zstore=own)
+
+
+def _train(rank: int, tmp_path: Path, url_engine: str) -> int:
+    with start(make(tmp_path, 3, keep=2)) as engine:
+        for number in range(3):
+            step(engine)
+            engine.save_checkpoint(url_engine, wait=number == 2)
+        return int(engine.global_steps)
+
+
+def test_two_ranks_save_to_a_service_and_one_goes_on(tmp_path: Path, url_engine: str) -> None:
+    assert run_ranks(_train, 2, tmp_path, url_engine) == [3, 3]
+    assert whole(tmp_path / "runs/run") == ["step-00000002", "step-00000003"]
+    assert not list((tmp_path / "local").glob("*/step-*"))
+    with start(make(tmp_path)) as engine:
+        path, _ = engine.load_checkpoint(url_engine)
+        assert path == f"{url_engine}/step-00000003"
+        step(engine)
+        expected = state_of(engine)
+        engine.save_checkpoint(url_engine, tag="again")
+    with start(make(tmp_path, 2)) as engine:
+        engine.load_checkpoint(url_engine, tag="again")
+        assert {**state_of(engine), "counters": ()} == {**expected, "counters": ()}
+    (journal,) = (tmp_path / "runs/run").glob("journal-*.jsonl")
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    steps = [line["step"] for line in lines if line["kind"] == "step"]
+    assert steps == [1, 2, 3, 4]
+    assert [line["kind"] for line in lines].count("start") >= 2
+    of_ranks = [
+        line for line in lines if line["kind"] == "save" and line["state"] == "uploaded" and line["tag"] != "again"
+    ]
+    shards = [path.stat().st_size for path in (tmp_path / "runs/run/step-00000002").rglob("c.*")]
+    assert of_ranks[0]["uploaded_bytes"] == sum(shards), "of both ranks, the first time all of it"
+    assert ("uploaded", "again") in [(line["state"], line["tag"]) for line in lines if line["kind"] == "save"]
+    assert whole(tmp_path / "runs/run") == ["step-00000002", "step-00000003", "again"]
+
+
+def test_what_is_wrong_surfaces(tmp_path: Path, url_engine: str) -> None:
+    with start(make(tmp_path, token="other")) as engine:
+        step(engine)
+        ticket = engine.save_checkpoint(url_engine, wait=False)
+        with pytest.raises(UsageError, match="does not accept the token"):
+            ticket.wait()
+        with pytest.raises(UsageError, match="does not accept the token"):
+            engine.wait_for_checkpoint()
+        with pytest.raises(UsageError, match=r"a run of a service: name it as http://.*/one"):
+            engine.save_checkpoint(f"{url_engine[:-3]}one/inside")
+    assert not list((tmp_path / "local").glob("*/*.tmp-*"))
+
+
+def test_the_command_trains_to_a_service_and_goes_on_from_it(
+    tmp_path: Path, url_engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, config = tmp_path / "text.txt", tmp_path / "ds.json"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    own = {"keep": 1, "upload_folder": str(tmp_path / "local")}
+    config.write_text(json.dumps({"train_batch_size": 4, "optimizer": ADAM, "zstore": own}))
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 300}))
+    options: dict[str, Any] = {"model": str(model), "data": text, "config": config, "save": url_engine}
+    with pytest.raises(UsageError, match="needs a token"):
+        train_command(TrainOptions(**options, steps=2, save_every=1, seq_len=16))
+    monkeypatch.setenv("ZSTORE_TOKEN", TOKEN)
+    train_command(TrainOptions(**options, steps=2, save_every=1, seq_len=16))
+    train_command(TrainOptions(**options, steps=3, save_every=1, resume="auto"))
+    assert whole(tmp_path / "runs/run") == ["step-00000003"]
+
+
+TOKEN_JOURNAL = {"Authorization": "Bearer secret-of-the-tests"}
+OPTIONS_JOURNAL = {"token": "secret-of-the-tests"}
+
+
+def _lines(*numbers: int) -> bytes:
+    return b"".join(
+        json.dumps({"kind": "step", "step": number}, separators=(",", ":")).encode() + b"\n" for number in numbers
+    )
+
+
+@pytest.fixture
+def base(tmp_path: Path, serve: Serve) -> str:
+    (tmp_path / "runs").mkdir()
+    return serve(tmp_path / "runs", token="secret-of-the-tests")
+
+
+def test_lines_are_appended_once_at_their_place(tmp_path: Path, base: str, http: urllib3.PoolManager) -> None:
+    stored = tmp_path / "runs/one" / journal_file("abc")
+
+    def post(lines: bytes, offset: Any, run: str = "one", run_id: str = "abc") -> tuple[int, Any]:
+        url = f"{base}/api/runs/{run}/journals/{run_id}?offset={offset}"
+        answer = http.request("POST", url, body=lines, headers=TOKEN_JOURNAL)
+        return answer.status, answer.json()
+
+    first, second = _lines(1, 2), _lines(3)
+    assert post(first, 0) == (200, {"bytes": len(first)})
+    assert post(second, len(first)) == (200, {"bytes": len(first) + len(second)})
+    assert post(second, len(first))[0] == 200  # the answer was lost
+    assert post(first + second + _lines(4), 0)[0] == 200
+    assert stored.read_bytes() == _lines(1, 2, 3, 4)
+    for lines, offset, expected in [
+        (_lines(9), 0, 409),
+        (_lines(9), 10**6, 409),
+        (b"{}", 0, 400),
+        (b"", 0, 400),
+        (b"text\n", 0, 400),
+        (_lines(5), "x", 400),
+        (_lines(5), -1, 400),
+        (b"{" + b" " * 2**20 + b"}\n", 0, 413),
+    ]:
+        assert post(lines, offset)[0] == expected, (lines[:20], offset)
+    assert post(first, 0, run_id="..%2fx")[0] in (400, 404)
+    assert post(first, 0, run=".hidden")[0] == 400
+    # A line that the end of the service cut off.
+    with stored.open("ab") as file:
+        file.write(b'{"kind": "st')
+    assert post(_lines(5), len(_lines(1, 2, 3, 4)))[0] == 200
+    assert stored.read_bytes() == _lines(1, 2, 3, 4, 5)
+    save_arrays(tmp_path / "runs/other", {"model/a": np.zeros(3)}, run_id="other")
+    assert post(first, 0, run="other")[0] == 409
+    assert http.request("POST", f"{base}/api/runs/one/journals/abc?offset=0", body=first).status == 401
+
+
+def test_lines_of_deep_json_are_passed_over(tmp_path: Path, base: str, http: urllib3.PoolManager) -> None:
+    deep = b'{"kind":"start","config":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+    url = f"{base}/api/runs/one/journals/abc?offset=0"
+    assert http.request("POST", url, body=deep + _lines(7), headers=TOKEN_JOURNAL).status == 200
+    runs = http.request("GET", f"{base}/api/runs", headers=TOKEN_JOURNAL)
+    assert (runs.status, runs.json()["runs"][0]["step"]) == (200, 7)
+
+
+def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(tmp_path: Path, base: str) -> None:
+    stored = tmp_path / "runs/one" / journal_file("abc")
+    problems: list[str] = []
+
+    def tail(path: Path, url: str, options: dict[str, str] = OPTIONS_JOURNAL) -> JournalTail:
+        start = path.stat().st_size if path.exists() else 0
+        return JournalTail(path, UploadPlace(url, options), "abc", start, failed=problems.append)
+
+    with proxy_to(int(base.rpartition(":")[2])) as proxy:
+        first = tail(tmp_path / "first.jsonl", f"http://127.0.0.1:{proxy.port}/one")
+        proxy.after(1500, proxy.cut)
+        for number in range(1, 40):
+            with (tmp_path / "first.jsonl").open("ab") as file:
+                file.write(_lines(number))
+            first.send()
+    assert problems == []
+    again = tail(tmp_path / "second.jsonl", f"{base}/one")  # on another machine, whose folder has nothing of it
+    (tmp_path / "second.jsonl").write_bytes(_lines(40) + b'{"kind": "st')
+    again.send(is_end=True)
+    assert stored.read_bytes() == _lines(*range(1, 41))
+    # As many whole lines at a time as the service takes; one that is longer than that is refused for good.
+    long = tmp_path / "long.jsonl"
+    at_most = tail(long, f"{base}/two")
+    long.write_bytes(b"".join(b'{"a":"%s"}\n' % (b"x" * size) for size in (400_000, 900_000, 1_100_000)))
+    for _ in range(2):
+        at_most.send()
+    assert (tmp_path / "runs/two" / journal_file("abc")).stat().st_size == 1_300_000 + 2 * 9
+    assert "may have" in problems.pop()
+    refused = tail(tmp_path / "third.jsonl", f"{base}/one", {"token": "x"})
+    for _ in range(2):
+        refused.send()
+    (problem,) = problems
+    assert "does not accept the token" in problem

@@ -1,7 +1,5 @@
 """`/weights`: files that are made while they are downloaded are the ones that `zstore consolidate` writes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Arrays of random values for tests of a whole store."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Slabs and the pool: lent memory never overlaps, all of it comes back, and waiting is no deadlock."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

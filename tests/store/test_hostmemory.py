@@ -1,7 +1,5 @@
 """What memory a process may have: faked systems of both versions of control groups, and a real group where there can be one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

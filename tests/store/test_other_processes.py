@@ -1,7 +1,5 @@
 """Stores and open checkpoints in the processes of a DataLoader: forked ones, and spawned ones, which get them pickled."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Rows -> shards -> chunks: every row has one owner, cuts fall where they may, and loads read little too much."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """A pass over several kinds of arrays at once: some read, some updated, some filled, each group ended by itself."""
 
-from __future__ import annotations
-
 import errno
 from dataclasses import replace
 from functools import partial

@@ -4,7 +4,7 @@ import errno
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
     def write(self, name: str, seed: int) -> None:
         self.make_way([name])
         values = self.values(name, self.model[name].size, seed)
+        values.flags.writeable = False
         self.store.write(name, values).wait()
         self.model[name][:] = values
 
@@ -157,6 +158,36 @@ class StoreMachine(RuleBasedStateMachine):
             for name, view in zip(NAMES[which], tile.views, strict=True):
                 found = as_array(view, self.store.spec(name).dtype)
                 assert same_bits(found, self.model[name][tile.first : tile.stop])
+
+    @rule(name=names)
+    def remove_and_create(self, name: str) -> None:
+        """An array that no snapshot has is gone with its files, and its name and room are free."""
+        local, tier = self.store.local(name), self.store.tier_of(name)
+        if any(name in pinned.expected for pinned in self.pinned):
+            with pytest.raises(UsageError):
+                self.store.remove(name)
+            return
+        held, before = f"{tier}_bytes", self.store.statistics()
+        self.store.remove(name)
+        assert list(self.folder.rglob(f"*{name.rpartition('/')[2]}.*.shard")) == []
+        assert getattr(before, held) - getattr(self.store.statistics(), held) == local.nbytes
+        with pytest.raises(UsageError, match="no array"):
+            self.store.read(name)
+        self.store.create(local.spec, grid=local.grid, shard=local.shard, tier=tier)
+        self.model[name] = np.zeros_like(self.model.pop(name))
+        self.read(name)
+
+    @rule(name=names)
+    def rename_there_and_back(self, name: str) -> None:
+        if any(name in pinned.expected for pinned in self.pinned):
+            return
+        spec, tier = self.store.spec(name), self.store.tier_of(name)
+        assert self.store.rename(name, replace(spec, name="other/v"), tier=tier)
+        assert "other/v" in self.store.names()
+        assert name not in self.store.names()
+        assert same_bits(self.store.read("other/v").wait(), self.model[name])
+        assert self.store.rename("other/v", spec, tier=tier)
+        self.model = {each: self.model[each] for each in self.store.names()}
 
     @rule()
     def commit(self) -> None:

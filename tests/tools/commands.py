@@ -1,7 +1,5 @@
 """Commands and benchmarks as a user starts them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What all commands on checkpoints have: `--json`, a line with bytes and GB/s at the end, a plan first, and `--memory`."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,17 +1,23 @@
-"""The command line: exit codes, streams, usage errors, and what reaches the commands."""
+"""The command line: exit codes, streams, usage errors, what reaches the commands, progress, what is loaded, and Ctrl-C."""
 
+import io
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 
 import zstore
+from tests.checkpoint.checkpoints import save_arrays
+from tests.engine.runs import make_config, start, step
 from tests.tools.commands import run
 from zstore.tools import options
 from zstore.tools.cli import app
+from zstore.tools.printing import ProgressBar
 
 COMMANDS = ("train", "plan", "doctor", "ls", "inspect", "verify", "diff", "consolidate", "reshard")
 
@@ -117,3 +123,168 @@ def test_numbers(text: str, number: int) -> None:
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="expected a size"):
         options.parse_size(text)
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_lines_come_every_thirty_seconds() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with ProgressBar("verify", 10**9, stream=stream, clock=clock) as progress:
+        for _ in range(100):
+            clock.now_s += 1
+            progress.advance(10**7)
+    lines = stream.getvalue().splitlines()
+    assert lines == [
+        "verify: 300.00 MB of 1.00 GB (30 %), 0.01 GB/s",
+        "verify: 600.00 MB of 1.00 GB (60 %), 0.01 GB/s",
+        "verify: 900.00 MB of 1.00 GB (90 %), 0.01 GB/s",
+        "verify: 1.00 GB in 100.0 s, 0.01 GB/s",
+    ]
+
+
+def test_a_terminal_gets_a_line_that_is_written_anew() -> None:
+    stream, clock = Terminal(), Clock()
+    with ProgressBar("consolidate", 1000, stream=stream, clock=clock) as progress:
+        for _ in range(2):
+            clock.now_s += 1
+            progress.advance(500)
+        progress.say("a line above\x1b it")
+    clear = "\r\x1b[K"
+    assert stream.getvalue().split(clear)[1:] == [
+        "consolidate: 500 bytes of 1.00 kB (50 %), 0.00 GB/s",
+        "consolidate: 1.00 kB of 1.00 kB (100 %), 0.00 GB/s",
+        "a line above\\x1b it\n",
+        "consolidate: 1.00 kB in 2.0 s, 0.00 GB/s\n",
+    ]
+
+
+INTERRUPT = """
+import os, signal, sys
+from zstore.io.files import Files
+from zstore.tools import cli
+
+write = Files.write_from
+
+def write_and_interrupt(self, file, data, offset):
+    # Once, in a thread of the pipeline, when a whole block of 1 MiB or more goes out.
+    if data.nbytes >= 2**20 and Files.write_from is write_and_interrupt:
+        Files.write_from = write
+        os.kill(os.getpid(), signal.SIGINT)
+    return write(self, file, data, offset)
+
+Files.write_from = write_and_interrupt
+sys.argv = ["zstore", *sys.argv[1:]]
+cli.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = np.ones((1000, 4000), np.float32)
+    return save_arrays(tmp_path_factory.mktemp("run"), {f"model/h.{i}.w": rows for i in range(4)}, world_size=2)
+
+
+@pytest.mark.parametrize("words", [["consolidate"], ["reshard", "--world-size", "3"]], ids=lambda words: words[0])
+def test_nothing_is_left(words: list[str], saved: Path, tmp_path: Path) -> None:
+    command, *options = words
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPT, command, str(saved), str(tmp_path / "out"), *options],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode not in (0, 2), done.stderr
+    assert "Traceback" not in done.stderr
+    left = [path for path in tmp_path.rglob("*") if path.name != "out"]
+    assert left == []
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
+LOADED = """
+import json, sys
+sys.argv = ["zstore", *sys.argv[1:]]
+from zstore.tools.cli import app
+try:
+    app()
+except SystemExit as end:
+    assert not end.code, end
+print(json.dumps(sorted(sys.modules)))
+"""
+HEAVY = {"torch", "asyncio", "aiofiles", "ssl", "zarr", "fsspec", "tensorstore", "transformers", "rich.progress"}
+UNUSED = {
+    "zstore.store",
+    "zstore.store.tiers",
+    "zstore.store.stream",
+    "zstore.engine",
+    "zstore.checkpoint.save",
+    "zstore.remote.service",
+}
+
+
+@pytest.fixture(scope="module")
+def saved_startup(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    with start(make_config()) as engine:
+        step(engine)
+        engine.save_checkpoint(str(folder))
+    return folder
+
+
+def loaded(*words: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *words], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect"])
+def test_a_look_at_a_checkpoint_loads_what_reads_it_and_no_more(command: str, saved_startup: Path) -> None:
+    modules = loaded(command, str(saved_startup))
+    assert modules & (HEAVY | UNUSED) == set()
+    assert "zstore.checkpoint.catalog" in modules
+
+
+NUMBERS = ["--params", "7e9", "--hidden", "4096", "--layers", "32", "--gpus", "1", "--gpu-memory", "24GB"]
+CONFIG = {"train_batch_size": 8, "bf16": {"enabled": True}}
+
+
+def test_what_needs_no_torch_loads_none(saved_startup: Path, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    for words in (
+        ["plan", *NUMBERS],
+        ["plan", *NUMBERS, "--config", str(tmp_path / "ds.json"), "--memory", "1TB", "--gpu-memory", "1TB"],
+        ["config", str(tmp_path / "ds.json")],
+        ["verify", str(saved_startup)],
+        ["diff", str(saved_startup), str(saved_startup)],
+        ["prune", str(saved_startup), "--keep-last", "1"],
+        ["consolidate", str(saved_startup), str(tmp_path / "weights")],
+    ):
+        assert "torch" not in loaded(*words), words
+
+
+def test_help_loads_no_arrays() -> None:
+    modules = loaded("--help")
+    assert modules & {"numpy", "pydantic", "zstore.checkpoint", "zstore.format.arrays", "torch"} == set()
+
+
+@pytest.mark.parametrize("command", ["inspect", "run"])
+def test_the_help_of_a_command_loads_nothing_that_draws(command: str) -> None:
+    modules = loaded(command, "--help")
+    assert modules & (HEAVY | {"rich.console", "rich.table", "rich.markdown"}) == set()

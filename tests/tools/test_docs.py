@@ -1,11 +1,10 @@
-"""Links of all pages lead somewhere, every page is on the site, and the tree and the charts are those that are there."""
-
-from __future__ import annotations
+"""Links of all pages lead somewhere, every page is on the site, and all that pages name and print is there."""
 
 import ast
 import pkgutil
 import re
 import shlex
+import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import typer
 
 from bench import plots
+from tests import warm
 from tests.layout import per_ten_thousand_words
 from zstore.engine.config.parse import load_jsonc
 from zstore.tools import cli
@@ -170,3 +170,44 @@ def test_a_printed_command_is_one(words: list[str]) -> None:
     )
     known = {option for parameter in command.params for option in parameter.opts}
     assert {word for word in words[2:script] if word.startswith("--")} <= known
+
+
+PAGE = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
+
+
+def hops() -> list[tuple[str, str]]:
+    """(file, name) of each hop; a file's names follow it until the next file."""
+    found: list[tuple[str, str]] = []
+    for row in re.findall(r"^\| \d+ \| .* \| ([^|]*) \|$", PAGE, re.MULTILINE):
+        path = ""
+        for text in re.findall(r"`([^`]+)`", row):
+            if text.endswith(".py"):
+                path = text
+            else:
+                found.append((path, text))
+    return found
+
+
+@pytest.mark.parametrize(("path", "name"), hops())
+def test_a_hop_is_there(path: str, name: str) -> None:
+    body: list[ast.stmt] = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        found = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
+        assert found, f"{path} has no {name}"
+        body = found[0].body
+
+
+def _example(word: str) -> str:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (example,) = (e for e in re.findall(r"<!-- example -->\n```python\n(.*?)```", page, re.DOTALL) if word in e)
+    return str(example)
+
+
+def test_the_tier_keeps_the_contract(tmp_path: Path) -> None:
+    example = _example("TierContract")
+    file = tmp_path / "test_mapped.py"
+    file.write_text(example)
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider", str(file)]
+    done = warm.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stdout
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 30

@@ -1,23 +1,32 @@
-"""`zstore inspect`, `zstore verify` and `zstore ls`: what they print, and their exit codes."""
-
-from __future__ import annotations
+"""`zstore inspect`, `verify`, `ls` and `diff`: what they print, their exit codes, and which checkpoint of a folder is meant."""
 
 import json
 import os
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+import zstore
 from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.retention import Keep
+from zstore.errors import UsageError
+from zstore.open.sources import split_location
+from zstore.tools import cli
 from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common
 from zstore.tools.prune import prune_folder
+from zstore.tools.train.resume import resume_source
 from zstore.tools.verify import verify_command
 
 ARRAYS = {
@@ -180,3 +189,242 @@ def test_what_is_no_checkpoint_is_named(folder: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     assert "%5Bbest%5D is not a checkpoint" in printed.err
     assert "step-00000001" in printed.out
+
+
+Array = npt.NDArray[Any]
+
+STATUS = {
+    "buffer/mask": "dtype",
+    "model/b": "removed",
+    "model/long.rows": "values",
+    "model/new": "added",
+    "model/none": "shape",
+    "model/w": "values",
+}
+
+
+def make_arrays() -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {
+        "model/w": rng.standard_normal((3000, 300)).astype(np.float32),
+        "model/b": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
+        "model/long.rows": rng.standard_normal((3, 900_000)).astype(np.float32),
+        "model/none": np.zeros((0, 5), np.float32),
+        "model/nan": np.full(9, np.nan, np.float32),
+        "buffer/mask": rng.random((5, 5)) < 0.5,
+    }
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, Array]:
+    return make_arrays()
+
+
+@pytest.fixture(scope="module")
+def changed(arrays: dict[str, Array]) -> dict[str, Array]:
+    other = {name: array.copy() for name, array in arrays.items() if name != "model/b"}
+    other["model/w"][1000, 7] += 0.5
+    other["model/w"][1000, 8] = np.inf
+    other["model/long.rows"][2, 800_000:800_003] -= 0.25
+    other["buffer/mask"] = other["buffer/mask"].astype(np.uint8)
+    other["model/none"] = np.zeros((0, 6), np.float32)
+    other["model/new"] = np.ones(3, np.float32)
+    return other
+
+
+@pytest.fixture(scope="module")
+def folders(
+    arrays: dict[str, Array], changed: dict[str, Array], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("runs")
+    return {
+        "old": save_arrays(base / "old", arrays, world_size=2),
+        "same": save_arrays(base / "same", arrays, world_size=2),
+        "three": save_arrays(base / "three", arrays, world_size=3),
+        "new": save_arrays(base / "new", changed, world_size=2),
+        "new3": save_arrays(base / "new3", changed, world_size=3),
+    }
+
+
+def compare(before: Path, after: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = diff_command(before, after, common=Common(json=True))
+    told = json.loads(capsys.readouterr().out)
+    return code, told | {"arrays": {entry.pop("name"): entry for entry in told["arrays"]}}
+
+
+@pytest.mark.parametrize("other", ["same", "three"])
+def test_the_same_arrays_do_not_differ_in_any_layout(
+    folders: dict[str, Path], other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = compare(folders["old"], folders[other], capsys)
+    assert (code, told["differ"], told["arrays"], told["num_same"]) == (0, False, {}, 6)
+    # If both are cut alike, nothing is read.
+    assert (told["bytes"] == 0) == (other == "same")
+
+
+@pytest.mark.parametrize("other", ["new", "new3"])
+def test_each_array_that_differs_is_named(
+    folders: dict[str, Path], other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told = compare(folders["old"], folders[other], capsys)
+    assert code == 1
+    assert {name: entry["status"] for name, entry in told["arrays"].items()} == STATUS
+    assert told["num_same"] == 1  # model/nan: NaN is what it was
+    assert told["arrays"]["model/none"]["before"] == "float32 [0, 5]"
+    assert (told["bytes"] == 0) == (other == "new")
+
+
+def test_the_table_is_on_stdout_and_empty_if_nothing_differs(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diff_command(folders["old"], folders["same"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "0 of 6 arrays differ" in printed.err
+    assert diff_command(folders["old"], folders["new"]) == 1
+    printed = capsys.readouterr()
+    assert " model/w " in printed.out
+    assert "only in the first: bfloat16 [77]" in printed.out
+    assert "uint8 [5, 5]" in printed.out
+    assert "6 of 7 arrays differ" in printed.err
+    assert "GB/s" in printed.err
+
+
+URL = "memory://bucket/run"
+TAGS = ("step-00000001", "a:b [best]")
+COMMANDS = {
+    "inspect": ["inspect", "{run}"],
+    "verify": ["verify", "{run}"],
+    "consolidate": ["consolidate", "{run}", "{out}"],
+    "reshard": ["reshard", "{run}", "{out}", "--world-size", "3"],
+    "convert": ["convert", "{run}", "{out}"],
+}
+Run = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def folder_tags(tmp_path: Path) -> Path:
+    """Two checkpoints that an older one, which is asked for, is told from by its values; and a newer one of a third tag."""
+    for step, tag in enumerate((*TAGS, "newest"), start=1):
+        arrays = {"model/w": np.full((40, 30), step, np.float32)}
+        save_arrays(tmp_path / "run", arrays, world_size=2, step=step, tag=tag)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def run(memory: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command with `--json`; returns its exit code, what it printed as JSON, and stderr."""
+
+    def run(*words: object) -> tuple[int, dict[str, Any], str]:
+        monkeypatch.setattr("sys.argv", ["zstore", *map(str, words), "--json"])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        printed = capsys.readouterr()
+        return code, json.loads(printed.out) if printed.out else {}, printed.err
+
+    return run
+
+
+def meant(command: str, told: dict[str, Any], out: Path, stderr: str) -> str:
+    """Return the tag that a command worked on, by what it printed or wrote."""
+    if command == "inspect":
+        return str(told["checkpoint"]["tag"])
+    if command == "verify":
+        return next(tag for tag in TAGS if f"/{_folder_of(tag)}: " in stderr)
+    if command == "consolidate":
+        from safetensors.numpy import load_file
+
+        return TAGS[int(load_file(out / "model.safetensors")["w"][0, 0]) - 1]
+    with open_checkpoint(out) as written:
+        return written.tag
+
+
+def _folder_of(tag: str) -> str:
+    from zstore.checkpoint.names import tag_folder
+
+    return tag_folder(tag)
+
+
+FORMS = [
+    *((form, tag) for form in ("{run} --tag", "{run}@TAG", "url --tag") for tag in TAGS),
+    ("{run}/TAG", TAGS[0]),
+    ("url@TAG", TAGS[1]),
+]
+OTHERS = [command for command in COMMANDS if command != "inspect"]
+
+
+@pytest.mark.parametrize(
+    ("command", "form", "tag"),
+    [*(("inspect", *form) for form in FORMS), *((command, "{run}@TAG", TAGS[1]) for command in OTHERS)],
+)
+def test_a_tag_may_be_named_in_three_ways(
+    command: str, form: str, tag: str, folder_tags: Path, tmp_path: Path, run: Run
+) -> None:
+    place: Path | str = folder_tags
+    if form.startswith("url"):
+        fsspec.filesystem("memory").put(str(folder_tags), "/bucket/run", recursive=True)
+        place = URL
+    ckpt = f"{place}@{tag}" if form.endswith("@TAG") else f"{place}/{tag}" if form.endswith("/TAG") else place
+    out = tmp_path / "out"
+    words = [word.format(run=ckpt, out=out) for word in COMMANDS[command]]
+    code, told, stderr = run(*words, *(["--tag", tag] if form.endswith("--tag") else []))
+    assert code == 0, stderr
+    assert meant(command, told, out, stderr) == tag
+
+
+@pytest.mark.parametrize(
+    ("command", "form"),
+    [
+        ("inspect", "--tag"),
+        *((command, "@TAG") for command in (*COMMANDS, "diff")),
+    ],
+)
+def test_a_tag_that_is_not_there_is_answered_with_those_that_are(
+    command: str, form: str, folder_tags: Path, tmp_path: Path, run: Run
+) -> None:
+    ckpt = folder_tags if form == "--tag" else f"{folder_tags}{form[0]}stp-1"
+    words = COMMANDS.get(command, ["diff", "{run}", str(folder_tags)])
+    words = [word.format(run=ckpt, out=tmp_path / "out") for word in words]
+    code, _, stderr = run(*words, *(["--tag", "stp-1"] if form == "--tag" else []))
+    assert code == 1
+    assert "stp-1" in stderr
+    assert f"{folder_tags} has" in stderr
+    assert f"the tags {', '.join(map(repr, [*TAGS, 'newest']))}" in stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_tags_are_one_too_many(folder_tags: Path, run: Run) -> None:
+    code, _, stderr = run("inspect", f"{folder_tags}@{TAGS[0]}", "--tag", "newest")
+    assert code == 2
+    assert f"names the tag {TAGS[0]!r}, and 'newest' is named beside it: name one of them" in stderr
+    code, _, stderr = run("inspect", folder_tags / TAGS[0], "--tag", "newest")
+    assert code == 1
+    assert "name the folder above it to choose by tag" in stderr
+
+
+def test_a_folder_that_is_there_is_meant_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run@1").mkdir()
+    assert split_location(tmp_path / "run@1") == (f"{tmp_path}/run@1", None)
+    assert split_location(f"{tmp_path}/run@1@step-2") == (f"{tmp_path}/run@1", "step-2")
+    assert split_location(f"{tmp_path}/none@step-2") == (f"{tmp_path}/none@step-2", None)
+    assert split_location("s3://bucket/run@1") == ("s3://bucket/run@1", None)
+    assert split_location(tmp_path, "x") == (str(tmp_path), "x")
+    with pytest.raises(UsageError, match="name one of them"):
+        split_location(f"{tmp_path}@x", "x")
+
+
+@pytest.mark.parametrize("url", [f"{URL}@v2", f"{URL}@v2/best@3"])
+def test_an_at_sign_in_a_url_is_taken_literally_if_that_is_there(url: str, tmp_path: Path, run: Run) -> None:
+    save_arrays(tmp_path, {"model/w": np.ones((4, 3), np.float32)}, tag="best@3")
+    fsspec.filesystem("memory").put(str(tmp_path), "/bucket/run@v2", recursive=True)
+    with zstore.open_checkpoint(url) as checkpoint, pickle.loads(pickle.dumps(checkpoint)) as again:
+        assert again.location == checkpoint.location
+    assert [run(command, url)[0] for command in ("inspect", "verify")] == [0, 0]
+
+
+def test_resume_means_the_same(folder_tags: Path) -> None:
+    assert resume_source(f"{folder_tags}@{TAGS[1]}", None) == (str(folder_tags), TAGS[1])

@@ -1,7 +1,5 @@
 """`--memory` is a bound that holds: what a process takes beside the interpreter and its modules."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

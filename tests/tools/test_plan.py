@@ -1,7 +1,5 @@
 """`zstore plan`: against engines, torch's own count of what a backward keeps, optimizers of torch, and the command."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,8 +1,7 @@
 """Resharding: the same bytes for another number of ranks, and back."""
 
-from __future__ import annotations
-
 import errno
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.checkpoints import save_arrays, values
 from tests.interop.deepspeed_data import DATA
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
@@ -21,6 +22,7 @@ from zstore.format.arrays import WHOLE_BYTES, make_grid
 from zstore.io.shards import open_resources
 from zstore.open.sources import open_source
 from zstore.testing.faults import Fault, FaultyFiles
+from zstore.testing.oracle import random_values
 from zstore.tools.reshard import reshard_command
 
 Array = npt.NDArray[Any]
@@ -39,6 +41,7 @@ def make_arrays() -> dict[str, Array]:
     }
 
 
+DTYPES = ["bool", "int8", "uint16", "int64", "float16", "bfloat16", "float32", "float64"]
 SMALL = {"client/history": np.arange(30_000, dtype=np.float64)}
 
 
@@ -90,12 +93,36 @@ def test_what_is_not_carried_over_is_told(tmp_path: Path, capsys: pytest.Capture
         assert lines[1 : 1 + len(source.notes)] == [f"not carried over: {note}" for note in source.notes]
 
 
-def test_there_and_back_gives_the_same_files(saved: Path, tmp_path: Path) -> None:
-    reshard_command(saved, tmp_path / "five", 5)
-    reshard_command(tmp_path / "five", tmp_path / "three", 3)
-    assert files_of(tmp_path / "three" / saved.name) == files_of(saved)
-    with open_checkpoint(tmp_path / "three") as opened:
-        assert opened.record.training_world_size == 3
+SHAPES = st.lists(st.integers(0, 9) | st.integers(0, 300), max_size=2).map(tuple)
+SHAPES |= st.tuples(st.integers(1, 9), st.integers(90_000, 200_000)) | st.tuples(*[st.integers(0, 40)] * 3)
+RANKS = st.integers(1, 5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=4),
+    RANKS,
+    RANKS,
+    st.sampled_from(["none", "zstd"]),
+)
+def test_there_and_back_gives_the_same_files_for_any_array_and_number_of_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+    kinds: list[tuple[tuple[int, ...], str]],
+    first: int,
+    other: int,
+    codec: str,
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    given_arrays = {
+        f"model/{n}": random_values(dtype, math.prod(shape), n).reshape(shape) for n, (shape, dtype) in enumerate(kinds)
+    }
+    saved = save_arrays(folder / "saved", given_arrays, world_size=first, few_files=True)
+    reshard_command(saved, folder / "other", other, compression=codec)
+    reshard_command(folder / "other", folder / "back", first)
+    assert values(folder / "other") == {name: array.tobytes() for name, array in given_arrays.items()}
+    assert files_of(folder / "back" / saved.name) == files_of(saved)
+    with open_checkpoint(folder / "back") as opened:
+        assert opened.record.training_world_size == first
 
 
 def test_no_stored_chunk_is_read_twice(saved: Path, tmp_path: Path) -> None:

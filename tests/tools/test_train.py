@@ -1,7 +1,5 @@
 """`zstore train`: steps, metrics, saves and resumes, as a user gets them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Runs of `zstore train`: their options, and the rows that they write."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,17 +1,68 @@
-"""The shipped models: sizes, tying, causality, loss, sampling; and transformers models by configuration."""
+"""The sample text and models, and the demo."""
 
 import json
+import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from tests.engine.runs import make_config, start, step
 from zstore.errors import ConfigError
+from zstore.serve.runs import RunTable
+from zstore.serve.settings import Root, Settings
+from zstore.tools import cli
+from zstore.tools.demo import SAVE_EVERY, Demo, next_commands
+from zstore.tools.sample.corpus import Corpus, open_corpus
 from zstore.tools.sample.models import Gpt, GptConfig, build_model, loss_of
+
+
+def make_folder(root: Path, sizes: list[int]) -> tuple[Corpus, bytes]:
+    """Files of random bytes below `root`, and what they are laid end to end."""
+    random = np.random.default_rng(7)
+    contents = [random.bytes(size) for size in sizes]
+    for i, content in enumerate(contents):
+        file = root / f"part{i % 2}" / f"{i:03}.txt"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+    return open_corpus(root), b"".join(contents[0::2] + contents[1::2])
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_range_is_read_across_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any))
+    corpus, whole = make_folder(tmp_path_factory.mktemp("corpus"), sizes)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    count = data.draw(st.integers(0, len(whole) - start))
+    assert corpus.read(start, count) == whole[start : start + count]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        open_corpus(tmp_path / "missing")
+    (tmp_path / ".hidden").write_text("no")
+    with pytest.raises(ConfigError, match=r"no text \(0 files"):
+        open_corpus(tmp_path)
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match=r"no text \(1 files, 0 bytes\)"):
+        open_corpus(tmp_path / "empty")
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match="expected plain text, got a file of rows"):
+        open_corpus(tmp_path / "rows.parquet")
+    (tmp_path / "short").write_bytes(b"abc")
+    with pytest.raises(ConfigError, match="holds 3 bytes, but one sample takes 4"):
+        open_corpus(tmp_path / "short").sample(0, 4, seed=0)
+
 
 SMALL = GptConfig(hidden=32, num_layers=2, num_heads=2, max_positions=24)
 
@@ -115,3 +166,39 @@ def test_without_transformers_the_error_names_the_extra(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"zstore\[hf\]"):
         build_model(str(path), seq_len=32)
+
+
+def test_the_demo_begins_without_what_takes_long_to_load() -> None:
+    code = "import sys, zstore.tools.demo; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "'zstore.tools.demo'" in done.stdout
+    for name in ("torch", "numpy", "rich", "typer", "pydantic", "zstore.checkpoint", "zstore.engine"):
+        assert f"'{name}'" not in done.stdout
+
+
+def test_what_the_demo_says_to_type_next_works(tmp_path: Path) -> None:
+    demo = Demo(tmp_path, "gpt-tiny", 2 * SAVE_EVERY)
+    with start(make_config()) as engine:
+        for tag in (SAVE_EVERY, 2 * SAVE_EVERY):
+            step(engine)
+            engine.save_checkpoint(str(tmp_path / "run"), f"step-{tag:08d}")
+    config = demo._config("zero1-memory", {"stage": 1})
+    first = ["--config", str(config), "--model", "gpt-tiny", "--steps", "1", "--seq-len", "16"]
+    made = CliRunner().invoke(cli.app, ["train", *first, "--save", str(tmp_path / "run-1")])
+    assert made.exit_code == 0, made.output
+    commands = [shlex.split(command) for command, _ in next_commands(str(tmp_path), "gpt-tiny", 2 * SAVE_EVERY)]
+    names = []
+    for program, *words in commands:
+        assert Path(program).name == "zstore"
+        names.append(words[0])
+        if words[0] == "serve":
+            roots = tuple(Root.parse(place) for place in words[1:])
+            assert list(RunTable(Settings(roots=roots)).all()) == ["run", "run-1"]
+            continue
+        if words[0] == "train":
+            assert words[words.index("--steps") + 1] == str(3 * SAVE_EVERY)
+            words[words.index("--steps") + 1] = "2"
+        done = CliRunner().invoke(cli.app, words)
+        assert done.exit_code == (1 if words[0] == "diff" else 0), (words, done.output)
+    assert names == ["serve", "ls", "inspect", "diff", "train", "doctor", "plan"]
+    assert (tmp_path / "run-1/step-00000002").is_dir()
