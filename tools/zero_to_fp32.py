@@ -15,7 +15,7 @@ from torch import nn
 
 from zstore.checkpoint import natural_key
 from zstore.engine.access.access import find_run
-from zstore.engine.access.gather import gather
+from zstore.engine.access.safe_access import gather
 from zstore.errors import CheckpointExistsError, ZstoreError
 from zstore.io import user_path
 from zstore.open.checkpoint import open_checkpoint

@@ -12,7 +12,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from zstore import checkpointing, zero
-    from zstore.engine.access.gather import gather
+    from zstore.engine.access.safe_access import gather
     from zstore.engine.api.initialize import initialize
     from zstore.engine.build.init import Init
     from zstore.engine.build.pretrained import from_pretrained
@@ -51,7 +51,7 @@ _HOMES = {
     "add_config_arguments": "zstore.engine.config.config",
     "checkpointing": "zstore.checkpointing",
     "from_pretrained": "zstore.engine.build.pretrained",
-    "gather": "zstore.engine.access.gather",
+    "gather": "zstore.engine.access.safe_access",
     "init_distributed": "zstore.engine.runtime.process",
     "initialize": "zstore.engine.api.initialize",
     "load_state_dict": "zstore.open.checkpoint",

@@ -35,7 +35,6 @@ from .guard import ParameterGuard
 
 if TYPE_CHECKING:
     from ..training.training import Training
-    from ..zero.unshard import ShardedUnits
 
 T = TypeVar("T")
 
@@ -74,15 +73,11 @@ class Access:
     """Whole tensors of one run. `before_changes` ends work that must not see the state change in place (a save)."""
 
     def __init__(
-        self,
-        roots: dict[str, nn.Module | None],
-        training: Training,
-        units: ShardedUnits | None,
-        before_changes: Callable[[], None],
+        self, roots: dict[str, nn.Module | None], training: Training, before_changes: Callable[[], None]
     ) -> None:
         self.model, self.world = training.model, training.world
         self.state, self.gradients, self.scaler = training.state, training.gradients, training.scaler
-        self.units = units
+        self.units = None if training.hooks is None else training.hooks.units
         """None if parameters are not sharded."""
         self._update = training.update
         self._before_changes = before_changes
@@ -91,7 +86,7 @@ class Access:
         """State that `offload_states` moved away."""
         records = self.state.records
         self._by_name = {name: record for record in records for name in (record.name, *record.aliases)}
-        self.guard = ParameterGuard(roots, training, units)
+        self.guard = ParameterGuard(roots, training)
         """Watches the parameters of the model, and its state dicts."""
         _live.add(self)
 

@@ -46,7 +46,6 @@ from ..params.record import ParameterRecord, Residency
 
 if TYPE_CHECKING:
     from ..training.training import Training
-    from ..zero.unshard import ShardedUnits
 
 _log = logging.getLogger("zstore")
 
@@ -72,10 +71,11 @@ class ParameterGuard:
     """Blocks of `zstore.gather` that are open."""
     _is_suspended = False
 
-    def __init__(self, roots: dict[str, nn.Module | None], training: Training, units: ShardedUnits | None) -> None:
+    def __init__(self, roots: dict[str, nn.Module | None], training: Training) -> None:
         model, records = training.model, training.state.records
         self._roots = roots
-        self._update, self._state, self._units = training.update, training.state, units
+        self._update, self._state = training.update, training.state
+        self._units = None if training.hooks is None else training.hooks.units
         self._model = model
         self.records = {record.parameter: record for record in records}
         """By parameter."""

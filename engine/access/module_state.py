@@ -8,7 +8,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -28,7 +27,7 @@ from ..build.init import Init
 from ..build.model import broadcast_bytes, save_config, stored_buffers
 from ..params.record import ParameterRecord, Residency
 from .access import Access, RankArray
-from .gather import gather
+from .safe_access import gather
 
 _log = logging.getLogger("zstore")
 
@@ -176,23 +175,19 @@ def without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
 # -- weights for other software ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """The arguments of `save_16bit_model`."""
-
-    filename: str | None = None
-    """None: as `from_pretrained` finds it."""
-    dtype: str
-    """One of `DTYPES`."""
-    max_file_bytes: int = MAX_FILE_BYTES
-    without_frozen: bool = False
-    overwrite: bool = False
-    """Whether weights of that name are replaced."""
-
-
-def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[Path]:
-    """Write the weights as safetensors and return the files, the index last; see `save_16bit_model` (all ranks)."""
-    filename, precision = options.filename, options.dtype
+def save_weights(
+    access: Access,
+    folder: Path,
+    given_name: str | None = None,
+    *,
+    precision: str,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    without_frozen: bool = False,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write the weights as safetensors in one of `DTYPES` and return the files, the index last; see `save_16bit_model` (all
+    ranks)."""
+    filename = given_name
     if filename is not None and PurePath(filename).suffix in _PICKLED:
         stem = PurePath(filename).stem
         filename = (STEM if stem == _PICKLED_STEM else stem) + SUFFIX
@@ -207,16 +202,14 @@ def save_weights(access: Access, folder: Path, options: ExportOptions) -> list[P
                 "written"
             )
         if access.world.rank == 0:
-            _check_free(folder, stem, overwrite=options.overwrite)
+            _check_free(folder, stem, overwrite=overwrite)
 
-    which = "without frozen parameters" if options.without_frozen else "all parameters"
+    which = "without frozen parameters" if without_frozen else "all parameters"
     access.finished(f"save_16bit_model({str(folder)!r}, {filename!r}, {precision}, {which})", check)
-    if filename != options.filename and access.world.rank == 0:
-        _log.warning(
-            "save_16bit_model: %s is written in place of %s: weights are safetensors", filename, options.filename
-        )
-    records = [r for r in access.state.records if r.group is not None or not options.without_frozen]
-    layouts = plan_files(_weights(access.model, records, DTYPES[precision]), options.max_file_bytes, stem)
+    if filename != given_name and access.world.rank == 0:
+        _log.warning("save_16bit_model: %s is written in place of %s: weights are safetensors", filename, given_name)
+    records = [r for r in access.state.records if r.group is not None or not without_frozen]
+    layouts = plan_files(_weights(access.model, records, DTYPES[precision]), max_file_bytes, stem)
     sources = {model_array(record.name): access.source(record, "model") for record in records}
     ordered = [sources[w.array] for layout in layouts for w in layout.weights if w.array in sources]
     names = [layout.name for layout in layouts]

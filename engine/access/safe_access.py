@@ -1,21 +1,304 @@
-"""State by parameter: DeepSpeed's names for reading and changing it, as `deepspeed.utils` has them, and `optimizer.state`.
+"""Parameters in a script's own hands: `gather`, whole ones in a `with` block; their state by DeepSpeed's names, as
+`deepspeed.utils` has them; and `optimizer.state`.
 
 All are collectives: every rank calls them for the same parameters, in the same order. For a parameter that is not trained,
 or that no open engine has, getters return None.
+
+[Note: changes in a block]
+With a `modifier_rank`, that rank's values go to all ranks at the end of the block, and into the fp32 masters of every
+parameter of which a bit changed: the master becomes the new value. A parameter that was left alone keeps its master, which
+has more digits than the parameter. Without one the block is for reading. A change that shows in the parameter's version
+counter, or in the rows that this rank keeps of a sharded parameter, is undone and answered with an error; a write through
+`.data` elsewhere is lost without one. An fp32 parameter that is its own master (fp32, whole on every rank, state on the
+device) has no other copy to restore, and keeps the written values, as without an engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from zstore.errors import UsageError
+from zstore.format import model_array
+from zstore.io.tensors import as_torch
+from zstore.ranks.world import World, agree_any
 
-from ..params.record import ParameterRecord
+from ..build.builder import Builder, Built, find_built, is_built
+from ..params.record import ParameterRecord, Residency
 from .access import Access, RankArray, find_run, rows_source
+from .guard import same_bits
+
+Parameters = nn.Parameter | nn.Module | Iterable[nn.Parameter]
+
+
+@contextmanager
+def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[None]:
+    """Give parameters all their values for the length of a `with` block (all ranks, with the same parameters).
+
+    `params` is one parameter, several, or a module. With `modifier_rank`, that rank's values at the end of the block are
+    the parameter's on every rank afterwards, and its fp32 master's. Without, the block is for reading: a change is undone
+    and raises UsageError, as far as it is seen (see [Note: changes in a block]). An error in the block, on any rank, ends
+    it on all ranks, and changes are undone.
+
+    Works at every stage, in nested blocks, and within a forward for reading. Tensors taken from a sharded parameter in
+    the block stay valid after it. Parameters of a model that was built within `zstore.Init`, or loaded by
+    `zstore.from_pretrained`, and not yet given to `initialize` are given their values likewise. Others are left alone.
+
+    Raises UsageError for changes within a forward or backward, and if the ranks gather different parameters.
+    """
+    worlds: list[World] = []
+    with ExitStack() as opened:
+        error: Exception | None = None
+        try:
+            for world, block in _blocks(_listed(params), modifier_rank):
+                with world.calling("gather"):
+                    opened.enter_context(block)
+                worlds.append(world)
+            yield
+        except Exception as raised:  # Ctrl-C, or the end of a closed generator, is this rank's alone, and the script's
+            error = raised
+        with ExitStack() as closing:
+            for world in worlds:
+                closing.enter_context(world.calling("gather"))
+            closing.push(opened.pop_all())
+            for world in worlds:
+                world.raise_together(error)
+            if error is not None:
+                raise error
+
+
+def _listed(params: Parameters) -> list[nn.Parameter]:
+    if isinstance(params, nn.Parameter):
+        params = [params]
+    elif isinstance(params, nn.Module):
+        params = params.parameters()
+    listed = list(dict.fromkeys(params))
+    for item in listed:
+        if not isinstance(item, nn.Parameter):
+            raise UsageError(f"gather() expects parameters, or a module, got {type(item).__name__}")
+    return listed
+
+
+def _blocks(
+    parameters: Sequence[nn.Parameter], modifier_rank: int | None
+) -> list[tuple[World, AbstractContextManager[None]]]:
+    """Return a block for each run and builder that have some of the parameters, and one for others of `zstore.Init`, each with
+    its ranks."""
+    runs: dict[Access, list[ParameterRecord]] = {}
+    builders: dict[Builder, list[Built]] = {}
+    plain = []
+    for parameter in parameters:
+        if (in_run := find_run(parameter)) is not None:
+            runs.setdefault(in_run[0], []).append(in_run[1])
+        elif (built := find_built(parameter)) is not None:
+            builders.setdefault(built[0], []).append(built[1])
+        elif is_built(parameter):
+            plain.append(parameter)
+    blocks: list[tuple[World, AbstractContextManager[None]]]
+    blocks = [(access.world, _of_run(access, records, modifier_rank)) for access, records in runs.items()]
+    blocks += [(builder.world, _of_builder(builder, built, modifier_rank)) for builder, built in builders.items()]
+    if plain and modifier_rank is not None:
+        world = World.current()
+        blocks.append((world, _of_plain(world, plain, modifier_rank)))
+    return blocks
+
+
+def _check_rank(rank: int | None, world: World) -> None:
+    if rank is not None and not 0 <= rank < world.world_size:
+        raise UsageError(f"gather(modifier_rank={rank}): there are ranks 0 to {world.world_size - 1}")
+
+
+# -- parameters of a run ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _of_run(access: Access, records: Sequence[ParameterRecord], rank: int | None) -> Iterator[None]:
+    """Give parameters of a run their values; at the end write changes back, or undo them, and let the parameters go."""
+    names = hashlib.sha256("\n".join(record.name for record in records).encode()).hexdigest()[:16]
+    call = f"gather() of {len(records)} parameters ({names}), modifier_rank={rank}"
+    access.finished(call, lambda: _check_rank(rank, access.world), changes=rank is not None)
+    if access.units is not None:
+        access.units.hold(records, partial(_fill, access))
+    access.guard.open_blocks += 1
+    versions = [record.parameter._version for record in records]
+    try:
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):
+                _restore(access, records)
+            raise
+        if rank is None:
+            _undo(access, records, versions)
+        else:
+            _write_back(access, records, rank)
+    finally:
+        for record in records:
+            _take_over(record, keep=False)
+        access.guard.open_blocks -= 1
+        if access.units is not None:
+            access.units.let_go(records)
+
+
+def _fill(access: Access, records: Sequence[ParameterRecord]) -> None:
+    """All-gather the rows of sharded parameters, in their own type, into `full` of each, which has room (all ranks)."""
+    sources = [
+        rows_source(r, r.owned(), r.dtype) if r.rest is None else access.source(r, r.rest.partition("/")[0])
+        for r in records
+    ]
+    access.read_into({record: record.full for record in records}, sources)
+
+
+def _write_back(access: Access, records: Sequence[ParameterRecord], rank: int) -> None:
+    """Let parameters, and masters that differ from them, have the values of `rank` (all ranks)."""
+    world = access.world
+    with world.agreeing():
+        for record in records:
+            _take_over(record, keep=world.rank == rank)
+    for record in records:
+        world.broadcast(record.full, rank)
+    differ = [False] * len(records)
+    with world.agreeing(), access.state.passing([[model_array(r.name)] for r in records], "read") as tiles:
+        for tile in tiles:
+            record, there = records[tile.group], as_torch(tile.views[0])
+            first = record.owned_range[0]
+            here = record.full[first + tile.first : first + tile.stop]
+            # Bits, in the parameter's type.
+            differ[tile.group] |= not same_bits(here, there.to(here.device, record.dtype))
+    access.write([(r, r.full) for r, any_ in zip(records, agree_any(world, differ), strict=True) if any_])
+    for record in records:
+        record.note_version()
+
+
+def _undo(access: Access, records: Sequence[ParameterRecord], versions: Sequence[int]) -> None:
+    """Raise UsageError on every rank if a parameter was changed on any since it had this version, and give it its values
+    again."""
+    changed = agree_any(access.world, [_is_changed(*pair) for pair in zip(records, versions, strict=True)])
+    found = [record for record, any_ in zip(records, changed, strict=True) if any_]
+    if not found:
+        return
+    _restore(access, found)
+    names = ", ".join(repr(record.name) for record in found[:5])
+    raise UsageError(
+        f"gather() without modifier_rank is read-only, but {names} changed in the block on some rank; the change is "
+        "undone (except for fp32 parameters that are their own masters). Pass modifier_rank=RANK to keep that rank's "
+        "changes"
+    )
+
+
+def _is_changed(record: ParameterRecord, version: int) -> bool:
+    if record.parameter._version not in (version, record.version):
+        return True
+    if record.shard is None or record.residency is not Residency.GATHERED or record.is_rounded:
+        return False
+    first, stop = record.owned_range
+    return not same_bits(record.full[first:stop], record.shard)
+
+
+def _restore(access: Access, records: Sequence[ParameterRecord]) -> None:
+    """Cast masters into all values of parameters that are not released (all ranks)."""
+    sources = [access.source(r, "model") for r in records]
+    access.read_into({r: r.full for r in records if r.residency is not Residency.RELEASED}, sources)
+    for record in records:
+        record.note_version()
+
+
+def _take_over(record: ParameterRecord, *, keep: bool) -> None:
+    """Give a parameter its own memory again if the block replaced it (`p.data = ...`), with the values of the new one if
+    `keep`."""
+    values = record.parameter.data
+    if keep and values.shape != record.shape:
+        raise UsageError(
+            f"parameter {record.name!r} has shape {tuple(values.shape)} at the end of gather(), expected "
+            f"{tuple(record.shape)}: build the model in its final size before initialize()"
+        )
+    if values.data_ptr() != record.full.data_ptr() or not values.is_contiguous():
+        if keep:
+            record.full.copy_(values.reshape(-1))
+        record.parameter.data = record.full.view(record.shape)
+
+
+# -- parameters that are not trained yet --------------------------------------------------------------------------------
+
+
+@contextmanager
+def _of_builder(builder: Builder, built: Sequence[Built], rank: int | None) -> Iterator[None]:
+    """Give sharded parameters of a model that is being built their values; at the end write changes back, or drop them."""
+    _check_rank(rank, builder.world)
+    for one in built:
+        builder.touch(one)
+    pairs = [(one, parameter) for one in built if (parameter := one.ref()) is not None]
+    versions = [parameter._version for _, parameter in pairs]
+    kept = False
+    try:
+        with builder.guard.suspended():
+            yield
+        changed = [p._version != version for (_, p), version in zip(pairs, versions, strict=True)]
+        if rank is None and any(agree_any(builder.world, changed)):
+            raise UsageError(
+                "gather() without modifier_rank is read-only, but parameters changed in the block on some rank; the "
+                "change is undone. Pass modifier_rank=RANK to keep that rank's changes"
+            )
+        kept = rank is not None
+    finally:
+        for one, parameter in () if kept else pairs:
+            builder.set_placeholder(one, parameter)
+    if rank is not None:
+        for _, parameter in pairs:
+            builder.world.broadcast(parameter.data, rank)
+        with builder.world.agreeing():
+            for one, parameter in pairs:
+                builder.release(one, parameter)
+
+
+@contextmanager
+def _of_plain(world: World, parameters: Sequence[nn.Parameter], rank: int) -> Iterator[None]:
+    """At the end give parameters of `zstore.Init` that are whole on every rank the values of the one, or after an error those
+    of before."""
+    _check_rank(rank, world)
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        yield
+    except BaseException:
+        for parameter, values in zip(parameters, before, strict=True):
+            parameter.data = values
+        raise
+    for parameter in parameters:
+        values = parameter.data.to(world.device, copy=True).contiguous()
+        world.broadcast(values, rank)
+        parameter.data.copy_(values)
+
+
+def in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `generate` with transformers' `synced_gpus` on, unless the call says otherwise.
+
+    Gathering is a collective, so a rank whose texts are complete has to go on with forwards until all are, as `synced_gpus`
+    does; the ranks call `generate` equally often. A `generate` without that parameter is returned as it is: it runs equally
+    many forwards on every rank, or has its own way to keep step.
+    """
+    signature = inspect.signature(generate)
+    if "synced_gpus" not in signature.parameters:
+        return generate
+
+    @functools.wraps(generate)
+    def together(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind_partial(*args, **kwargs)
+        if call.arguments.get("synced_gpus") is None:
+            call.arguments["synced_gpus"] = True
+        return generate(*call.args, **call.kwargs)
+
+    return together
+
+
+# -- state by parameter -------------------------------------------------------------------------------------------------
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ import math
 import signal
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
@@ -26,10 +26,8 @@ from zstore.ranks.world import World
 from zstore.weights.files import MAX_FILE_BYTES
 
 from ..access.access import Access
-from ..access.gather import gather, in_step
 from ..access.module_state import (
     CustomLoad,
-    ExportOptions,
     hand_back,
     load_module_state,
     module_state_dict,
@@ -37,7 +35,7 @@ from ..access.module_state import (
     without_prefix,
 )
 from ..access.offloading import OffloadedStates
-from ..access.safe_access import StateByParameter
+from ..access.safe_access import StateByParameter, gather, in_step
 from ..checkpoint.load_plan import LoadOptions, LoadReport
 from ..checkpoint.record import ClientState, ClientValues, check_client_state, present_state
 from ..checkpoint.save import Checkpoints, SaveOptions
@@ -55,15 +53,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_NEEDED_BY = {"forward": ("lp_params",)}
-"""The states that a call needs, of those that `offload_states` moves, if not all."""
-
-
 def _phase(
-    name: str, *, meets: bool = False
+    name: str, *, meets: bool = False, needs: tuple[str, ...] | None = None
 ) -> Callable[[Callable[Concatenate[Engine, P], R]], Callable[Concatenate[Engine, P], R]]:
     """Mark a call as a phase of the run: an error on one rank alone fails the run on every rank. With `meets` it begins
-    once all ranks have called it."""
+    once all ranks have called it. It `needs` these of the states that `offload_states` moves, by default all."""
 
     def mark(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
         meeting = f"engine.{method.__name__}()" if meets else None
@@ -75,7 +69,7 @@ def _phase(
             if self.training_state.accumulation.backwards:
                 self.training_state.notice_cleared()
             if self.training_state.away:
-                self.training_state.require_here(f"engine.{method.__name__}()", *_NEEDED_BY.get(method.__name__, ()))
+                self.training_state.require_here(f"engine.{method.__name__}()", needs)
             with self.training_state.world.calling(name, meeting=meeting):
                 return method(self, *args, **kwargs)
 
@@ -119,8 +113,7 @@ class Engine(nn.Module):
         # Not a method of this object, which would then never be collected.
         self.saves_s = self.journal.saves_s = lambda: {"save called": checkpoints.stall_s}
         """Returns the seconds for which saves held training up, by their kind."""
-        units = None if training.hooks is None else training.hooks.units
-        self.access = Access(self._modules, training, units, self.checkpoints.wait)
+        self.access = Access(self._modules, training, self.checkpoints.wait)
         stepper = training.update.stepper
         if not (training.config.frozen or (stepper is not None and stepper.needs_saved)):
             training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
@@ -132,16 +125,27 @@ class Engine(nn.Module):
         )
         self._offloaded = OffloadedStates(training, self.access)
         self.signals = StopSignals(training.world)
-        pause = CollectorPause() if settings.disable_python_gc else None
-        ends = (pause.end if pause is not None else None, FrozenObjects().end)
-        last = (*ends, self.signals.close, self.journal.close)
-        self._finalizer: weakref.finalize[..., Any] = closing_with(
-            self, _close, training, self.checkpoints, self.report, self.access, last
-        )
+        ends = contextlib.ExitStack()  # from the last to the first
+        if settings.disable_python_gc:
+            ends.callback(CollectorPause().end)
+        for end in (
+            FrozenObjects().end,
+            self.signals.close,
+            self.journal.close,
+            training.world.watch.close,
+            training.close,
+            monitors.close,
+            self.checkpoints.finish,
+            self.access.close,
+            # First of all: others may wait for this rank, and the calls after it may wait for them.
+            training.world.watch.tell_uncaught,
+        ):
+            ends.callback(end)
+        self._finalizer: weakref.finalize[..., Any] = closing_with(self, ends.close)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
 
-    @_phase("forward")
+    @_phase("forward", needs=("lp_params",))
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. With fp16's `auto_cast`, floating tensors go to it in fp16."""
         config = self.training_state.config
@@ -433,14 +437,15 @@ class Engine(nn.Module):
         The files get their names when they are whole and durable; with `overwrite` they replace weights of that name. Raises
         CheckpointExistsError without it if `save_dir` has any, CheckpointError for values that fp16 cannot hold, DiskFullError.
         """
-        options = ExportOptions(
-            filename=filename if save_filename is None else save_filename,
-            dtype=dtype or self.training_state.config.precision,
+        return save_weights(
+            self.access,
+            user_path(save_dir),
+            filename if save_filename is None else save_filename,
+            precision=dtype or self.training_state.config.precision,
             max_file_bytes=max_file_bytes,
             without_frozen=exclude_frozen_parameters,
             overwrite=overwrite,
         )
-        return save_weights(self.access, user_path(save_dir), options)
 
     @_phase("access", meets=True)
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
@@ -484,6 +489,7 @@ class Engine(nn.Module):
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
+    @_phase("access", needs=())
     def offload_states(
         self,
         include: Iterable[Any] | None = None,
@@ -501,10 +507,7 @@ class Engine(nn.Module):
 
         Raises UsageError in the middle of a step, BudgetError and DiskFullError if there is no room: nothing is moved.
         """
-        self._loss_backward.abandon_failed()
-        self.training_state.notice_cleared()
-        with self.world.calling("access"):
-            self._offloaded.offload(include, device)
+        self._offloaded.offload(include, device)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring everything that `offload_states` moved back to its place, with the same bits (all ranks)."""
@@ -838,26 +841,6 @@ class Engine(nn.Module):
                 ) from error
         gathers = self.world_size > 1 and self.training_state.hooks is not None
         return in_step(value) if name == "generate" and gathers else value
-
-
-def _close(
-    training: Training,
-    checkpoints: Checkpoints,
-    report: RunReport,
-    access: Access,
-    last: Sequence[Callable[[], None] | None],
-) -> None:
-    with contextlib.ExitStack() as last_to_first:
-        for end in last:
-            if end is not None:
-                last_to_first.callback(end)
-        last_to_first.callback(training.world.watch.close)
-        last_to_first.callback(training.close)
-        last_to_first.callback(report.monitors.close)
-        last_to_first.callback(checkpoints.finish)
-        last_to_first.callback(access.close)
-        # First of all: others may wait for this rank, and the calls below may wait for them.
-        last_to_first.callback(training.world.watch.tell_uncaught)
 
 
 @contextlib.contextmanager

@@ -21,12 +21,11 @@ from ..access.access import live
 from ..build.init import around_block, leave_to_engine
 from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
 from ..config.config import Config, load_config
-from ..config.resolve import ResolveContext, read_answers
+from ..config.resolve import ResolveContext, precision_note, read_answers
 from ..extras import register_parts
 from ..optim.lr_schedules import LRSchedule, named_schedule
 from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from ..optim.rules import rule_of
-from ..plan.costs import precision_note
 from ..plan.plan import hidden_size
 from ..plan.run import find_native
 from ..report.progress import open_monitors
@@ -121,7 +120,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         _log.setLevel(resolved.settings.log_level.upper())
     if world.rank == 0:
         device = "GPU" if world.device.type == "cuda" else "CPU"
-        if (note := precision_note(loaded, resolved.precision, native, device)) is not None:
+        if (note := precision_note(loaded.settings, resolved.precision, native, device)) is not None:
             _log.log(*note)
         _log_choices(loaded, resolved)
     for _, section in resolved.settings.sections_on():
@@ -136,9 +135,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         loader = None if training_data is None else _loader(resolved, world, training_data, collate_fn)
         monitors = open_monitors(resolved, world)
         try:
-            training = wire(
-                model, resolved, world, facade, schedule=schedule, loader=loader, files=_files, streams=_streams
-            )
+            training = wire(model, resolved, world, facade, files=_files, streams=_streams)
+            training.schedule, training.loader = schedule, loader
             engine = _engine(training, monitors)
             _opened.append(weakref.ref(engine))
             if compiler is not None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,7 +148,7 @@ class Builder:
     """The parameters that `zstore.Init` and `from_pretrained` release, in one store."""
 
     def __init__(
-        self, store: TensorStore, world: World, *, key: Hashable, tier: TierName, threshold_numel: int
+        self, store: TensorStore, world: World, *, key: tuple[Any, ...] | None, tier: TierName, threshold_numel: int
     ) -> None:
         self.store = store
         self.world = world
@@ -440,7 +440,7 @@ _builders: weakref.WeakSet[Builder] = weakref.WeakSet()
 """The builders of all models: a parameter alone must be enough to find its values."""
 
 
-def open_builder(key: Hashable) -> Builder | None:
+def open_builder(key: tuple[Any, ...]) -> Builder | None:
     """Return the builder whose store was opened by `key` and was not handed over."""
     alike = (b for b in _builders if b.key == key and not (b.is_closed or b.is_handed_over or b.failed))
     return next(alike, None)

@@ -1,11 +1,12 @@
-"""The store of a run: that of a model built in shards, whose rows its engine takes over, or a new one."""
+"""The store of a run, that of a model built in shards, whose rows its engine takes over, or a new one; and the records of the
+model's parameters, each with its type, its memory and its state."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,39 +14,36 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
-from zstore.io import Files, map_large_blocks
+from zstore.io import Files, map_large_blocks, return_free_memory
+from zstore.io.tensors import plain_memory
 from zstore.ranks.world import World
 from zstore.store import StoreOptions, TensorStore, TierName
 
-from ..config.config import Config, IoConfig
-from ..params.record import RowsInStore
-from ..plan.plan import Plan, Slots
+from ..config.config import Config
+from ..optim.state import OptimizerState
+from ..params.record import PRECISIONS, ParameterRecord, RowsInStore, make_record
+from ..params.sharding import Sharding
+from ..plan.plan import Plan, Slots, store_options
 from ..plan.run import budget_of_rank, check_drives, plan_run
 from ..runtime.process import warn_once
 from .builder import Builder, Built, find_built, model_deleted_error, open_builder
+from .model import own_memory
 
 _THRESHOLD_NUMEL = 100_000
 """Smallest parameter that is sharded if the config leaves it open."""
+_TRIM_BYTES = 64 * 1024 * 1024
+"""Bytes of parameters laid out between two calls that give freed memory back to the system."""
 _TIERS: dict[str, TierName] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
-@dataclass(frozen=True)
-class StoreKey:
-    """The settings of a store."""
-
-    paths: tuple[tuple[Path, ...], ...]
-    """Folders for the optimizer's state, for parameters, and for activations."""
-    io: IoConfig
-    host_budget_bytes: int | Literal["auto"] | None
-    verify: bool
-    pin_memory: bool
+StoreKey = tuple[StoreOptions, tuple[Path, ...], int | Literal["auto"] | None]
+"""The settings of a store: its options but for the budget, folders of the optimizer's state, and the host budget."""
 
 
 def store_key(config: Config) -> StoreKey:
     """Return the settings of a config's store, whether or not there will be an optimizer."""
     written = replace(config, frozen=False)
-    paths = (written.offload_optimizer.nvme_paths, written.offload_param.nvme_paths, written.activations_paths)
-    return StoreKey(paths, config.io, config.own.host_budget_bytes, config.own.verify_reads, written.pin_memory)
+    return store_options(written, None), written.offload_optimizer.nvme_paths, config.own.host_budget_bytes
 
 
 def open_store(
@@ -54,26 +52,7 @@ def open_store(
     """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget;
     `pins` registers its buffers with CUDA; `files` is its access to disks, `cuda` the runtime that registers them, if not
     torch's."""
-    io = config.io
-    optimizer, parameters = config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths
-    activations = config.activations_paths
-    usual = optimizer or parameters or activations
-    groups = {"parameter": parameters, "activation": activations}
-    options = StoreOptions(
-        run_path=usual[0] if usual else None,
-        other_paths=usual[1:],
-        shares_folders=True,
-        group_paths={group: paths for group, paths in groups.items() if paths},
-        host_budget_bytes=budget_bytes,
-        num_threads=io.num_threads,
-        queue_depth=io.queue_depth,
-        block_bytes=io.block_bytes,
-        most_pool_bytes=io.pool_bytes,
-        verify=config.own.verify_reads,
-        device=str(world.device),
-        pin_buffers=pins,
-        pin_state=config.pin_memory,
-    )
+    options = replace(store_options(config, budget_bytes), device=str(world.device), pin_buffers=pins)
     with ExitStack() as opened:
         with world.agreeing():
             store = opened.enter_context(TensorStore(options, rank=world.rank, files=files, cuda=cuda))
@@ -161,11 +140,11 @@ class BuiltModel:
         Raises UsageError for a store in the same run folder with other settings.
         """
         for builder in self._builders:
-            if builder.is_handed_over or not isinstance(builder.key, StoreKey):
+            if builder.is_handed_over or builder.key is None:
                 continue
             if builder.key == key:
                 return builder
-            shared = _folders(builder.key) & _folders(key)
+            shared = {*builder.key[0].all_paths} & {*key[0].all_paths}
             if shared and not self._copies:
                 raise UsageError(
                     f"zstore.Init() and initialize() got configs that use {min(shared)} in different ways: {builder.key} "
@@ -205,10 +184,6 @@ class BuiltModel:
         """Let the modules be called: every parameter was taken over."""
         for builder in self._builders:
             builder.guard.let_go(self._model)
-
-
-def _folders(key: StoreKey) -> set[Path]:
-    return {path for paths in key.paths for path in paths}
 
 
 def open_run_store(
@@ -255,3 +230,95 @@ def warn_of_fallbacks(store: TensorStore, world: World) -> None:
     for message, which in ranks.items():
         where = "every rank" if len(which) == world.world_size else f"rank {', '.join(map(str, which))}"
         warn_once("%s: %s", where, message)
+
+
+# -- of a run's parameters -------------------------------------------------------------------------------------------
+
+
+class Layout:
+    """Gives each parameter its type, its memory and its state."""
+
+    def __init__(self, config: Config, sharding: Sharding, built: BuiltModel, plan: Plan) -> None:
+        self._plan = plan
+        self._dtype = PRECISIONS[config.precision]
+        self._sharding = sharding
+        self._built = built
+        self._world = built.world
+
+    def lay_out_all(
+        self, parameters: Sequence[tuple[str, tuple[str, ...], nn.Parameter, int | None]], state: OptimizerState
+    ) -> list[ParameterRecord]:
+        """Return the records of all parameters, in order (all ranks). One at a time is whole in memory."""
+        records: list[ParameterRecord] = []
+        error: BaseException | None = None
+        freed_bytes = 0
+        if self._plan.packs_small:
+            state.store.share_files()
+        for name, aliases, parameter, group in parameters:
+            try:
+                # After an error too: the other ranks are in this, one after the other.
+                rows = self._place(name, parameter)
+                if error is None:
+                    records.append(self._lay_out((name, aliases, parameter, group), rows, state))
+            except Exception as raised:
+                error = error or raised
+            freed_bytes += parameter.nbytes
+            if freed_bytes >= _TRIM_BYTES:
+                freed_bytes = 0
+                return_free_memory()
+        self._world.raise_together(error)
+        return records
+
+    def _is_released(self, name: str) -> bool:
+        """Return whether a parameter is gathered only for its uses."""
+        return self._sharding.parameters and name not in self._plan.stay_gathered
+
+    def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | RowsInStore | None:
+        """Move a parameter to its device, with rank 0's values, or return this rank's rows of one that is in shards and stays
+        so (all ranks)."""
+        if self._is_released(name):
+            offloaded = self._plan.placements[name].parameter != "device"
+            rows = self._built.rows(parameter, in_memory=not offloaded)
+            if rows is not None:
+                return rows
+        if not self._built.restore(parameter):
+            parameter.data = plain_memory(parameter.data.to(self._world.device))
+            parameter.grad = None
+            self._world.broadcast(parameter.data)
+        return None
+
+    def _lay_out(
+        self,
+        parameter: tuple[str, tuple[str, ...], nn.Parameter, int | None],
+        rows: torch.Tensor | RowsInStore | None,
+        state: OptimizerState,
+    ) -> ParameterRecord:
+        """Return the record of a parameter; its arrays are in the store, and its values are gathered or released as between
+        steps.
+
+        `rows`: this rank's rows of a parameter that has no values in memory; 1-D tensors if it is not offloaded.
+        """
+        name, aliases, tensor, group = parameter
+        given = tensor.data
+        if rows is None:
+            tensor.data = own_memory(given, self._dtype)
+        else:  # memory that nobody writes to, of the type in which it is trained
+            tensor.grad, dtype = None, self._dtype if tensor.is_floating_point() else tensor.dtype
+            tensor.data = torch.empty(tensor.shape, dtype=dtype, device=self._world.device)
+        record = make_record(name, aliases, tensor, group=group, sharding=self._sharding, rank=self._world.rank)
+        placement = self._plan.placements[name]
+        offloaded = placement.parameter != "device"
+        if not offloaded and self._is_released(name):
+            record.shard_memory(rows if isinstance(rows, torch.Tensor) else None)
+        elif rows is not None:
+            record.release()
+        if rows is None:
+            first, stop = record.owned_range
+            # Of the same type, the parameter's memory may be the given one, which may be released by now.
+            rows = record.owned() if given.dtype == record.dtype else given.reshape(-1)[first:stop]
+        state.add(record, rows, placement)
+        if offloaded:
+            record.release()
+            state.use_in_place(record)
+        self._built.drop(tensor)
+        return record

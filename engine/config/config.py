@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zstore.errors import ConfigError, UsageError
-from zstore.format import round_up
-from zstore.io import PAGE_BYTES, user_path
+from zstore.io import user_path
 
 from .keys import Notice, Status, problem_text
 from .optimizers import OPTIMIZERS, AdamParams, Moments, OptimizerParams, SchedulerSection
@@ -44,19 +43,6 @@ class OffloadConfig:
     device: Literal["none", "cpu", "nvme"]
     nvme_paths: tuple[Path, ...]
     """Absolute, one for each drive; none but with "nvme", which has at least one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class IoConfig:
-    """Settings of the I/O threads and of their transfer buffers."""
-
-    block_bytes: int
-    """Largest request, a multiple of 4096."""
-    queue_depth: int
-    """Requests that may wait for a thread."""
-    num_threads: int
-    pool_bytes: int
-    """Transfer buffers, of which a host budget may leave less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,19 +292,6 @@ class Config:
     def prefetch_numel(self) -> int:
         """Elements gathered ahead of use (stage 3)."""
         return int(self._plain(self.zero.stage3_prefetch_bucket_size))
-
-    @property
-    def io(self) -> IoConfig:
-        """Settings of the I/O threads and of their transfer buffers."""
-        aio, section = self.settings.aio, self.zero.offload_optimizer
-        section = OffloadOptimizerSection(device="none") if section.is_off else section
-        buffer_bytes = round_up(4 * section.buffer_size, PAGE_BYTES)
-        return IoConfig(
-            block_bytes=min(aio.block_size, buffer_bytes),
-            queue_depth=aio.queue_depth,
-            num_threads=aio.thread_count,
-            pool_bytes=section.buffer_count * buffer_bytes,
-        )
 
     @property
     def storage_options(self) -> Mapping[str, Any]:

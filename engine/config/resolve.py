@@ -1,6 +1,7 @@
 """The values of "auto", which the caller of `initialize` or other keys answer, and batch sizes. Pure."""
 
 import difflib
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -141,6 +142,24 @@ def _precision(settings: ConfigSections, context: ResolveContext) -> dict[str, b
     if fp16 == "auto":
         fp16 = "fp16" in context.native and not bf16
     return {"bf16.enabled": bool(bf16), "fp16.enabled": bool(fp16)}
+
+
+def precision_note(
+    settings: ConfigSections, chosen: str, native: Collection[str], device: str
+) -> tuple[int, str] | None:
+    """Return the level and the text of a line about the precision that a config resolved to: the choice of "auto"
+    and why, or a warning of a demanded type that the device ("CPU" or "GPU") has no instructions for."""
+    switches = {"bf16": settings.bf16.enabled, "fp16": settings.fp16.enabled}
+    if True in switches.values():
+        if chosen in native:
+            return None
+        return logging.WARNING, (
+            f"config: {chosen}.enabled: this {device} has no fast {chosen}, so that matrix products are many times slower than "
+            f'in fp32; write "{chosen}": {{"enabled": "auto"}}, which takes it only where it is fast, or false'
+        )
+    asked = " or ".join(name for name, switch in switches.items() if switch == "auto")
+    reason = f"has no fast {asked}" if chosen == "fp32" else f"computes {chosen} natively"
+    return (logging.INFO, f'precision: "auto" takes {chosen}, since this {device} {reason}') if asked else None
 
 
 def stand_ins(settings: ConfigSections) -> dict[str, Any]:

@@ -4,9 +4,8 @@ Pure: the plan is the one that the engine makes; activations and memory in trans
 from __future__ import annotations
 
 import copy
-import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from zstore.errors import BudgetError, ConfigError
 from zstore.sizes import format_bytes
 
 from ..config.config import Config, OptimizerConfig, load_config
-from ..config.resolve import ResolveContext
+from ..config.resolve import ResolveContext, precision_note
 from .placement import HEADROOM_PERCENT, fill_device, make_plan, without_headroom
 from .plan import Held, ParameterShape, Plan, Slots, Width, activations_of, find_needs, itemsize_of, placement_settings
 
@@ -225,7 +224,7 @@ class PlannedRun:
             f"activations and buffers in transit are estimates; {HEADROOM_PERCENT} % of each memory is left free"
         )
         device, precision = "GPU" if self.gpus else "CPU", self.resolved(config).precision
-        note = precision_note(load_config(dict(config)), precision, self.context.native, device)
+        note = precision_note(load_config(dict(config)).settings, precision, self.context.native, device)
         return [estimates] if note is None else [estimates, note[1]]
 
     def _transit_bytes(self, config: Config, plan: Plan) -> int:
@@ -240,22 +239,3 @@ class PlannedRun:
         cast = plan.settings.accumulation_steps > 1 and config.precision != "fp32"
         stay = 0 < waiting.total == waiting.device and not cast and (config.stage < 2 or self.world_size == 1)
         return plan.gathered_bytes + ((0 if stay else unit_numel) + buckets * bucket_numel) * itemsize_of(config)
-
-
-# -- precision ----------------------------------------------------------------------------------------------------------
-
-
-def precision_note(config: Config, chosen: str, native: Collection[str], device: str) -> tuple[int, str] | None:
-    """Return the level and the text of a line about the precision that a config resolved to: the choice of "auto"
-    and why, or a warning of a demanded type that the device ("CPU" or "GPU") has no instructions for."""
-    switches = {"bf16": config.settings.bf16.enabled, "fp16": config.settings.fp16.enabled}
-    if True in switches.values():
-        if chosen in native:
-            return None
-        return logging.WARNING, (
-            f"config: {chosen}.enabled: this {device} has no fast {chosen}, so that matrix products are many times slower than "
-            f'in fp32; write "{chosen}": {{"enabled": "auto"}}, which takes it only where it is fast, or false'
-        )
-    asked = " or ".join(name for name, switch in switches.items() if switch == "auto")
-    reason = f"has no fast {asked}" if chosen == "fp32" else f"computes {chosen} natively"
-    return (logging.INFO, f'precision: "auto" takes {chosen}, since this {device} {reason}') if asked else None

@@ -18,6 +18,7 @@ from zstore.weights.from_checkpoint import DTYPES
 
 from ..config.config import Config
 from ..config.optimizers import Moments
+from ..config.sections import OffloadOptimizerSection
 from ..params.sharding import D, GradientTypes, Sharding
 
 
@@ -324,7 +325,7 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
         budget_bytes=budget_bytes,
         buffer_bytes=buffer_bytes(config, budget_bytes),
         buffers_of=partial(buffer_bytes, config),
-        update_buffer_bytes=_store_options(config, budget_bytes).pool_bytes,
+        update_buffer_bytes=store_options(config, budget_bytes).pool_bytes,
         # Within the backward each gradient is used as it arrives.
         holds_gradients=config.step_overlap != "backward" or steps > 1,
         accumulation_steps=1 if config.frozen else steps,
@@ -336,7 +337,7 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
 def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
     """Return the bytes of one rank's transfer buffers: of the update, of parameters, gradients and activations on their
     way."""
-    options = _store_options(config, budget_bytes)
+    options = store_options(config, budget_bytes)
     state, parameters = config.offload_optimizer.device, config.offload_param.device
     pools = [options.pool_bytes]
     if parameters != "none":
@@ -348,9 +349,26 @@ def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
     return sum(round_up(nbytes, PAGE_BYTES) for nbytes in pools)
 
 
-def _store_options(config: Config, budget_bytes: int | None) -> StoreOptions:
-    io = config.io
-    return StoreOptions(host_budget_bytes=budget_bytes, block_bytes=io.block_bytes, most_pool_bytes=io.pool_bytes)
+def store_options(config: Config, budget_bytes: int | None) -> StoreOptions:
+    """Return the options of a config's store, but for its device; `budget_bytes` is one rank's share of the host budget."""
+    section, aio = config.zero.offload_optimizer, config.settings.aio
+    section = OffloadOptimizerSection(device="none") if section.is_off else section
+    buffer_bytes = round_up(4 * section.buffer_size, PAGE_BYTES)
+    groups = {"parameter": config.offload_param.nvme_paths, "activation": config.activations_paths}
+    usual = next(filter(None, (config.offload_optimizer.nvme_paths, *groups.values())), ())
+    return StoreOptions(
+        run_path=usual[0] if usual else None,
+        other_paths=usual[1:],
+        shares_folders=True,
+        group_paths={group: paths for group, paths in groups.items() if paths},
+        host_budget_bytes=budget_bytes,
+        num_threads=aio.thread_count,
+        queue_depth=aio.queue_depth,
+        block_bytes=min(aio.block_size, buffer_bytes),
+        most_pool_bytes=section.buffer_count * buffer_bytes,
+        verify=config.own.verify_reads,
+        pin_state=config.pin_memory,
+    )
 
 
 def parameter_pool_bytes(config: Config, options: StoreOptions) -> int:

@@ -40,7 +40,6 @@ class Training:
 
     world: World
     config: Config
-    accumulation: Accumulation
     sharding: Sharding
     model: nn.Module
     plan: Plan
@@ -51,13 +50,13 @@ class Training:
     hooks: UnitHooks | None
     """None if parameters are not sharded."""
     optimizer: ZeroOptimizer
-    schedule: LRSchedule
     scaler: LossScaler
-    loader: TrainingLoader | None
     run_id: str
     """Of the whole training run; a resumed one keeps it."""
     activations: ActivationOffload | None = None
     """None if activations stay on the device."""
+    schedule: LRSchedule = field(default_factory=lambda: LRSchedule(None))
+    loader: TrainingLoader | None = None
     compiled: CompiledUnits | None = None
     """None if no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
@@ -71,6 +70,7 @@ class Training:
     """The states that `offload_states` moved away, by its names."""
 
     def __post_init__(self) -> None:
+        self.accumulation = Accumulation(batch=self.config.batch, world_size=self.world.world_size)
         # Of the config once, not in every step.
         self.clip_norm = self.config.gradient_clipping
         self._raw_norm: float | None = None
@@ -115,9 +115,9 @@ class Training:
             self.compiled.remove()
         self.compiled = CompiledUnits(self.model, self.hooks, compiler)
 
-    def require_here(self, call: str, *states: str) -> None:
-        """Raise UsageError for a call that needs `states` (none: all) if one of them was moved away."""
-        away = sorted(self.away.intersection(states) if states else self.away)
+    def require_here(self, call: str, states: tuple[str, ...] | None = None) -> None:
+        """Raise UsageError for a call that needs `states`, by default all, if one of them was moved away."""
+        away = sorted(self.away if states is None else self.away.intersection(states))
         if away:
             raise UsageError(
                 f"{call}: {', '.join(away)} were moved away by offload_states(): call engine.reload_states() first"

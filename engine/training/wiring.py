@@ -12,9 +12,8 @@ from zstore.ranks.world import World, agree_any
 from ..activations.checkpointing import checkpoint_blocks
 from ..activations.offload import ActivationOffload, make_tier
 from ..build.model import check_model, normalize_in_type_of_statistics, place_buffers
-from ..build.store import BuiltModel, check_store, open_run_store, warn_of_fallbacks
+from ..build.store import BuiltModel, Layout, check_store, open_run_store, warn_of_fallbacks
 from ..config.config import Config
-from ..optim.lr_schedules import LRSchedule
 from ..optim.optimizer import LossScaler, ZeroOptimizer, group_of_parameters
 from ..optim.rules import CLIENT, check_client, codec_of, rule_of
 from ..optim.state import OptimizerState
@@ -29,19 +28,15 @@ from ..zero.gradients import Gradients
 from ..zero.hooks import UnitHooks
 from ..zero.spill import GradientSpill
 from ..zero.unshard import make_sharded_units
-from .layout import Layout
-from .loader import Accumulation, TrainingLoader
 from .training import Training
 
 
-def wire(  # noqa: PLR0913 - two of them are seams for tests
+def wire(
     model: nn.Module,
     config: Config,
     world: World,
     optimizer: ZeroOptimizer,
     *,
-    schedule: LRSchedule,
-    loader: TrainingLoader | None,
     files: Files | None = None,
     streams: Streams | None = None,
 ) -> Training:
@@ -105,7 +100,6 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
         return Training(
             world=world,
             config=config,
-            accumulation=Accumulation(batch=config.batch, world_size=world.world_size),
             sharding=sharding,
             model=model,
             plan=plan,
@@ -114,9 +108,7 @@ def wire(  # noqa: PLR0913 - two of them are seams for tests
             gradients=gradients,
             hooks=hooks,
             optimizer=optimizer,
-            schedule=schedule,
             scaler=LossScaler(settings=config.loss_scaling, non_finite=config.non_finite_gradients),
-            loader=loader,
             run_id=world.broadcast_object(uuid.uuid4().hex),
             activations=None
             if tier is None

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from zstore.engine.access.gather import gather
+from zstore.engine.access.safe_access import gather
 from zstore.engine.build.init import Init as PlainInit
 from zstore.engine.config.config import load_config
 from zstore.errors import UsageError

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.checkpoint.retention import Keep
-from zstore.engine.config.config import Config, IoConfig, OptimizerConfig, load_config
+from zstore.engine.config.config import Config, OptimizerConfig, load_config
 from zstore.engine.config.keys import answer_type, known_keys
 from zstore.engine.config.optimizers import WarmupLRParams
 from zstore.engine.config.resolve import BatchSizes, ResolveContext, open_keys, read_answers, solve_batch
 from zstore.engine.config.sections import ConfigSections
+from zstore.engine.plan.plan import store_options
 from zstore.errors import ConfigError, UsageError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
@@ -258,7 +259,9 @@ def test_io_and_settings_of_our_own() -> None:
             "seed": 5,
         }
     )
-    assert config.io == IoConfig(block_bytes=1 << 20, queue_depth=4, num_threads=2, pool_bytes=128 << 20)
+    options = store_options(config, None)
+    assert (options.block_bytes, options.queue_depth, options.num_threads) == (1 << 20, 4, 2)
+    assert (options.most_pool_bytes, options.verify) == (128 << 20, False)
     assert (config.own.host_budget_bytes, config.own.verify_reads, config.settings.seed) == (10**9, False, 5)
     assert config.own.keep == Keep(last=2)
     assert resolved({"zstore": {"host_budget_bytes": "auto"}}).own.host_budget_bytes == "auto"

@@ -18,8 +18,8 @@ import zstore
 from tests.engine.models import make_net
 from tests.engine.runs import make_config, start, step
 from zstore.engine.config.config import load_config
+from zstore.engine.config.resolve import precision_note
 from zstore.engine.plan import run
-from zstore.engine.plan.costs import precision_note
 from zstore.engine.plan.run import find_native, native_types
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
@@ -58,7 +58,7 @@ def test_a_cpu_is_asked_for_its_instructions(flags: str, native: str, monkeypatc
     ],
 )
 def test_the_line_says_what_auto_took_and_why(config: dict[str, object], chosen: str, line: str | None) -> None:
-    note = precision_note(load_config(config), chosen, ("bf16", "fp16"), "CPU")
+    note = precision_note(load_config(config).settings, chosen, ("bf16", "fp16"), "CPU")
     assert note == (None if line is None else (logging.INFO, line))
 
 
