@@ -4,7 +4,7 @@ model's parameters, each with its type, its memory and its state."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +20,9 @@ from zstore.ranks.world import World
 from zstore.store import StoreOptions, TensorStore, TierName
 
 from ..config.config import Config
-from ..optim.state import OptimizerState
 from ..params.record import PRECISIONS, ParameterRecord, RowsInStore, make_record
 from ..params.sharding import Sharding
-from ..plan.plan import Plan, Slots, store_options
+from ..plan.plan import Places, Plan, Slots, store_options
 from ..plan.run import budget_of_rank, check_drives, plan_run
 from ..runtime.process import warn_once
 from .builder import Builder, Built, find_built, model_deleted_error, open_builder
@@ -235,6 +234,11 @@ def warn_of_fallbacks(store: TensorStore, world: World) -> None:
 # -- of a run's parameters -------------------------------------------------------------------------------------------
 
 
+NamedParameter = tuple[str, tuple[str, ...], nn.Parameter, int | None]
+"""Name, aliases, the parameter, and its group; None: it is not trained."""
+Keep = Callable[[ParameterRecord, torch.Tensor | RowsInStore, Places], None]
+
+
 class Layout:
     """Gives each parameter its type, its memory and its state."""
 
@@ -245,21 +249,18 @@ class Layout:
         self._built = built
         self._world = built.world
 
-    def lay_out_all(
-        self, parameters: Sequence[tuple[str, tuple[str, ...], nn.Parameter, int | None]], state: OptimizerState
-    ) -> list[ParameterRecord]:
-        """Return the records of all parameters, in order (all ranks). One at a time is whole in memory."""
+    def lay_out_all(self, parameters: Sequence[NamedParameter], keep: Keep) -> list[ParameterRecord]:
+        """Return the records of all parameters, in order (all ranks). `keep` stores the rows of one, which is whole in memory
+        until then."""
         records: list[ParameterRecord] = []
         error: BaseException | None = None
         freed_bytes = 0
-        if self._plan.packs_small:
-            state.store.share_files()
         for name, aliases, parameter, group in parameters:
             try:
                 # After an error too: the other ranks are in this, one after the other.
                 rows = self._place(name, parameter)
                 if error is None:
-                    records.append(self._lay_out((name, aliases, parameter, group), rows, state))
+                    records.append(self._lay_out((name, aliases, parameter, group), rows, keep))
             except Exception as raised:
                 error = error or raised
             freed_bytes += parameter.nbytes
@@ -288,10 +289,7 @@ class Layout:
         return None
 
     def _lay_out(
-        self,
-        parameter: tuple[str, tuple[str, ...], nn.Parameter, int | None],
-        rows: torch.Tensor | RowsInStore | None,
-        state: OptimizerState,
+        self, parameter: NamedParameter, rows: torch.Tensor | RowsInStore | None, keep: Keep
     ) -> ParameterRecord:
         """Return the record of a parameter; its arrays are in the store, and its values are gathered or released as between
         steps.
@@ -316,9 +314,6 @@ class Layout:
             first, stop = record.owned_range
             # Of the same type, the parameter's memory may be the given one, which may be released by now.
             rows = record.owned() if given.dtype == record.dtype else given.reshape(-1)[first:stop]
-        state.add(record, rows, placement)
-        if offloaded:
-            record.release()
-            state.use_in_place(record)
+        keep(record, rows, placement)
         self._built.drop(tensor)
         return record

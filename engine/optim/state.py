@@ -89,7 +89,7 @@ class OptimizerState:
         """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.
 
         Rows that are in the store become its `model/` array if that belongs on their tier; else they are copied from it.
-        The rows of an offloaded parameter are in `record.rest` from now on.
+        The rows of an offloaded parameter are in `record.rest` from now on, and it is released.
         """
         self.records.append(record)
         offloaded = placement.parameter != "device"
@@ -104,6 +104,9 @@ class OptimizerState:
             record.rest = self._create(record, "model", record.dtype, tier, fill=initial)
         else:
             self._create(record, "model", record.dtype, "device", memory=record.owned())
+        if offloaded:
+            record.release()
+            self.use_in_place(record)
         if record.group is None:
             return
         if own_master:

@@ -80,8 +80,10 @@ def wire(
             host_ranks=world.local_world_size if config.own.host_kernel == "auto" else 0,
         )
         state.codec = codec
+        if plan.packs_small:
+            store.share_files()
         layout = Layout(config, sharding, built, plan)
-        records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state)
+        records = layout.lay_out_all([(*name, groups.get(name[2])) for name in names], state.add)
         built.end()
         warn_of_fallbacks(store, world)
         live_numel = config.zero.stage3_max_live_parameters if sharding.parameters else None
