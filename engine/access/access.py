@@ -81,7 +81,6 @@ class Access:
         """None if parameters are not sharded."""
         self._update = training.update
         self._before_changes = before_changes
-        self._under_way: list[str] = []
         self.away = training.away
         """State that `offload_states` moved away."""
         records = self.state.records
@@ -110,15 +109,6 @@ class Access:
             raise UsageError(f"the model has no parameter {name!r}; {_nearest(name, self._by_name)}")
         return found
 
-    @contextmanager
-    def during(self, what: str) -> Iterator[None]:
-        """Note that a forward or a backward of the engine is under way."""
-        self._under_way.append(what)
-        try:
-            yield
-        finally:
-            self._under_way.pop()
-
     def require_no_block(self, call: str) -> None:
         """Raise UsageError within a block of `zstore.gather`: the values that it gave would be out of date."""
         if self.guard.open_blocks:  # as on the other ranks
@@ -145,8 +135,10 @@ class Access:
             self._update.require_whole()
             if not self.guard.open_blocks:
                 self.guard.check_values()
-            if changes and self._under_way:
-                raise UsageError(f"{call} within a {self._under_way[-1]}: parameters can be changed between steps only")
+            if changes and self.guard.under_way:
+                raise UsageError(
+                    f"{call} within a {self.guard.under_way[-1]}: parameters can be changed between steps only"
+                )
             checked = check()
         if changes:
             self._before_changes()

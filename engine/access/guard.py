@@ -73,6 +73,8 @@ class ParameterGuard:
 
     def __init__(self, roots: dict[str, nn.Module | None], training: Training) -> None:
         model, records = training.model, training.state.records
+        self.under_way: list[str] = []
+        """Forwards and backwards of the engine."""
         self._roots = roots
         self._update, self._state = training.update, training.state
         self._units = None if training.hooks is None else training.hooks.units
@@ -108,6 +110,15 @@ class ParameterGuard:
                 module.register_state_dict_pre_hook(self._before),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
             ]
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Note that a forward or a backward of the engine is under way."""
+        self.under_way.append(what)
+        try:
+            yield
+        finally:
+            self.under_way.pop()
 
     def remove(self) -> None:
         """Stop watching, and take the hooks off the modules; a second call does nothing."""

@@ -39,7 +39,8 @@ from ..access.safe_access import StateByParameter, gather, in_step
 from ..checkpoint.load_plan import LoadOptions, LoadReport
 from ..checkpoint.record import ClientState, ClientValues, check_client_state, present_state
 from ..checkpoint.save import Checkpoints, SaveOptions
-from ..report.progress import Monitors, RunReport
+from ..report.monitors import Monitors
+from ..report.progress import RunReport
 from ..report.statistics import EngineStatistics, PhaseTimes, engine_statistics
 from ..runtime.process import STOP_SIGNALS, STOPPED_EXIT_CODE, CollectorPause, FrozenObjects, StopSignals
 from ..training.compiled import make_compiler
@@ -149,13 +150,13 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. With fp16's `auto_cast`, floating tensors go to it in fp16."""
         config = self.training_state.config
-        if config.precision == "fp16" and config.settings.fp16.auto_cast:
+        if config.settings.fp16.auto_cast and config.precision == "fp16":
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         self.require_parameters()
         trains = self.report.forward_begins()
         timed = self._timed("forward_s") if trains else contextlib.nullcontext()
         counted = self.report.utilisation.counting() if self.report.utilisation.counts else contextlib.nullcontext()
-        with counted, timed, self.access.during("forward"), self._around_forward():
+        with counted, timed, self.access.guard.during("forward"), self._around_forward():
             return self._loss_backward.watch(self.module(*args, **kwargs))
 
     @contextlib.contextmanager
@@ -190,7 +191,7 @@ class Engine(nn.Module):
         self.report.add_loss(loss, is_part=not scale_wrt_gas)
         self._loss_backward.is_engines = True
         try:
-            with self._timed("backward_s"), self.access.during("backward"):
+            with self._timed("backward_s"), self.access.guard.during("backward"):
                 self.training_state.backward(loss, divide=scale_wrt_gas, retain_graph=retain_graph)
         finally:
             self._loss_backward.is_engines = False

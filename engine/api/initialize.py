@@ -28,7 +28,7 @@ from ..optim.optimizer import NoOptimizer, ZeroOptimizer, optimizer_from_config
 from ..optim.rules import rule_of
 from ..plan.plan import hidden_size
 from ..plan.run import find_native
-from ..report.progress import open_monitors
+from ..report.monitors import open_monitors
 from ..runtime.device import Streams
 from ..runtime.process import init_distributed, show_messages, warn_once
 from ..training.compiled import Compiler

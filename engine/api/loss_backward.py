@@ -92,7 +92,7 @@ class LossBackward:
         training.notice_cleared()
         with ExitStack() as ends:
             ends.enter_context(training.world.calling("backward"))
-            ends.enter_context(self._access.during("backward"))
+            ends.enter_context(self._access.guard.during("backward"))
             ends.enter_context(self._timed())
             self._trains = not training.config.frozen and self._brings_gradients()
             if self._trains:

@@ -44,7 +44,7 @@ from zstore.store import PinnedShard, Snapshot
 from ..build.model import companion_files, stored_whole
 from ..optim.rules import STATE_KEY
 from ..params.record import ParameterRecord
-from ..report.journal import RunJournal
+from ..report.progress import RunJournal
 from ..runtime.process import interrupts_wait
 from .load import Restore
 from .load_plan import LoadOptions, LoadReport

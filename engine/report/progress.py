@@ -1,46 +1,53 @@
-"""Progress of a run in training: lines in the log, and monitors, the destinations of its metrics, step by step, on rank 0.
+"""Reports of a run in training: lines in the log, the values of its monitors, and its journal: steps, saves, loads. See
+[Note: the journal] in `zstore.journal`.
 
-[Note: metrics]
-One value per name and optimizer step, against the samples seen so far over all ranks. The names are DeepSpeed's:
-`Train/Samples/` and `train_loss` (mean over the micro-batches of the step, of all ranks), `lr` (of the first group, for the
-next step), `loss_scale` (fp16 alone), `elapsed_time_ms_forward`, `_backward`, `_step`; and `grad_norm`, which it does
-not write. CSV files and TensorBoard's have everything when `write` returns, so that a killed run keeps it; wandb hands
-it to a process of its own, which writes every 15 seconds.
+[Note: the journal's folder]
+It is named by the config, `note_save_folder`, a load that resumes or the first save; until then records wait. The file is
+opened by the first step or save after that, so a process that only loads leaves none. Of a run that saves to a URL it is in the
+local folder that saves go through, and sent along with each of them and at the end; lines go to a service of zstore as they are
+written.
 """
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import json
 import logging
+import os
+import platform
+import socket
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zstore.errors import ConfigError, UsageError
-from zstore.io import most_resident_bytes, user_path
+from zstore._version import __version__
+from zstore.checkpoint import LOOPS_FOLDER, SaveHandle, SaveSummary, tag_folder
+from zstore.io import LinkStatistics, is_url, most_resident_bytes, resident_bytes
+from zstore.journal import JournalFile, JournalWriter, decode_lines, journal_file
+from zstore.remote.bucket import PATIENT, BucketFolder
+from zstore.remote.service import JournalTail, UploadPlace
 from zstore.sizes import format_bytes
 
-from ..config.config import Config
 from ..config.keys import acting
-from ..config.sections import CsvMonitorSection, WandbSection
-from .journal import RunJournal
-from .statistics import PhaseTimes, StepUtilisation, cuda_peak_bytes
+from .monitors import Monitors
+from .statistics import PhaseTimes, StepUtilisation, cuda_peak_bytes, link_statistics, placed_arrays
 
 if TYPE_CHECKING:
-    from zstore.ranks.world import World
-
     from ..training.training import Training
 
 _log = logging.getLogger("zstore")
 
 _METRICS = "Train/Samples/"
-_SAMPLES = "Train/samples"
+_PROBLEM = "the run's journal cannot be written, and lines may be missing; training goes on: %s"
+_SAMPLE_S = 2.0
+"""Links and memory are sampled at most so often."""
 
 Loss = float | None | Callable[[], float]
 """A loss, None if it is not known, or a function that waits for it."""
@@ -185,170 +192,267 @@ def _memory_line(training: Training) -> str:
     return line + (f", of CUDA {format_bytes(nbytes)}" if (nbytes := cuda_peak_bytes(device)) else "")
 
 
-# -- monitors --------------------------------------------------------------------------------------------------------
+# -- the journal ---------------------------------------------------------------------------------------------------------
 
 
-class Monitor(Protocol):
-    """A destination of metrics: `write` once a step, `close` at the end (rank 0). Both may raise anything."""
+class RunJournal:
+    """Writes an engine's journal on rank 0. On others, and if the config wants none, every call does nothing.
 
-    def write(self, values: Mapping[str, float], samples: int) -> None:
-        """Keep the values of one step."""
-
-    def close(self) -> None:
-        """Complete and close everything."""
-
-
-class CsvMonitor:
-    """A CSV file for each metric, `step,<name>` and a row per step; a later run goes on at its end."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def write(self, values: Mapping[str, float], samples: int) -> None:
-        failed: OSError | None = None
-        for name, value in values.items():
-            path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-            try:
-                with path.open("a", newline="", encoding="utf-8") as file:
-                    rows = csv.writer(file)
-                    if file.tell() == 0:
-                        rows.writerow(["step", name.rpartition("/")[2]])
-                    rows.writerow([samples, value])
-            except OSError as error:
-                failed = error
-        if failed is not None:
-            raise failed
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
-
-
-class TensorboardMonitor:
-    """Scalars in an event file."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(log_dir=str(folder))
-
-    def write(self, values: Mapping[str, float], samples: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, samples)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbMonitor:
-    """A run of Weights & Biases: the script's own if it began one, which is left open, else a new one.
-
-    The values are logged against the metric `Train/samples` and not against wandb's own count of steps, which belongs to
-    the script and never goes back, as training does when it loads an earlier checkpoint.
+    It fails as monitors do: the first failure is a warning, and training continues.
     """
 
-    def __init__(self, section: WandbSection, config: Mapping[str, Any]) -> None:
-        import wandb
+    def __init__(self, training: Training, utilisation: StepUtilisation) -> None:
+        chosen = training.config.own.journal
+        self.enabled = training.world.rank == 0 and not training.config.frozen and chosen is not False
+        """Whether anything is written; not after `close`."""
+        self.writer = JournalWriter(partial(_log.warning, _PROBLEM))
+        """Writes its lines."""
+        self.saves_s: Callable[[], Mapping[str, float]] = dict
+        """Returns the seconds for which saves delayed training, by their kind."""
+        self._training, self._utilisation = training, utilisation
+        self._folder = chosen if isinstance(chosen, Path) else None
+        self._remote: UploadPlace | None = None
+        self._is_named = self._folder is not None
+        """Whether the folder is known for good: not by a load alone."""
+        self._run_id: str | None = None
+        """Of the file that is open."""
+        self._tail: JournalTail | None = None
+        self._total_steps: int | None = None
+        self._first_step = self._sampled_step = training.counters.global_steps
+        self._started_at = time.time()
+        self._sampled_s, self._next_sample_s = time.perf_counter(), 0.0
+        self._links: Mapping[str, LinkStatistics] = {}
+        self._reason, self._problem = "done", ""
 
-        self._is_ours = wandb.run is None
-        self._run: Any = wandb.run or wandb.init(
-            project=section.project, group=section.group, entity=section.team, config=dict(config)
+    def _add(self, kind: str, **values: Any) -> None:
+        if self.enabled:
+            self.writer.append({"kind": kind, "at": time.time(), "step": self._step, **values})
+
+    @property
+    def _step(self) -> int:
+        return self._training.counters.global_steps
+
+    # -- from training loops ----------------------------------------------------------------------------------------
+
+    def note(self, *, tokens: int | None = None, total_steps: int | None = None) -> None:
+        """Take facts that the engine cannot know: the tokens of a step over all ranks, from the current one until the next
+        call; the steps that the run is to have."""
+        self._utilisation.tokens = self._utilisation.tokens if tokens is None else tokens
+        self._total_steps = self._total_steps if total_steps is None else total_steps
+
+    def logged(self, values: Mapping[str, Any]) -> None:
+        """Record numbers of the loop's own after the last step; see `Engine.log`."""
+        found = {f"metric/{name}": value for name, given in values.items() if (value := _number(given)) is not None}
+        if found:
+            self._add("metrics", **found)
+
+    # -- from the engine --------------------------------------------------------------------------------------------
+
+    def step_ended(self, loss: float | Callable[[], float] | None, spent: PhaseTimes) -> None:
+        """Record the step that ended now, with the seconds of its phases."""
+        if not self.enabled:
+            return
+        training, tokens, now_s = self._training, self._utilisation.tokens, time.perf_counter()
+        step_s = self._utilisation.step_s or spent.forward_s + spent.backward_s + spent.optimizer_s
+        self._add(
+            "step",
+            loss=loss,
+            lr=float(training.optimizer.param_groups[0]["lr"]),
+            grad_norm=training.norm,
+            samples=training.accumulation.batch.train_batch_size,
+            tokens=tokens,
+            tokens_per_s=tokens / step_s if tokens and step_s else None,
+            skipped=not training.was_applied,
+            step_s=step_s,
+            **vars(spent),
+            mfu=self._utilisation.last,
+            **(self._sample(now_s) if now_s >= self._next_sample_s else {}),
         )
-        self._run.define_metric(_SAMPLES)
-        self._run.define_metric("Train/Samples/*", step_metric=_SAMPLES)
+        self._open()
 
-    def write(self, values: Mapping[str, float], samples: int) -> None:
-        self._run.log({**values, _SAMPLES: samples})
+    def _sample(self, now_s: float) -> dict[str, float]:
+        """Return memory, and of links their rates and the stalls of a step, means since the last sample."""
+        store = self._training.state.store
+        statistics = store.statistics()
+        links = link_statistics(self._training.world, store, statistics, self.saves_s())
+        passed_s, steps = now_s - self._sampled_s, max(1, self._step - self._sampled_step)
+        found, stalls = dict[str, float](), dict[str, float]()
+        for name, link in links.items():
+            moved = link.since(self._links.get(name, LinkStatistics()))
+            if moved.bytes:
+                found[f"rate/{name}"] = moved.bytes / passed_s
+            for cause, seconds in moved.stall_s.items():
+                stalls[f"stall/{cause}"] = stalls.get(f"stall/{cause}", 0.0) + seconds / steps
+        self._links, self._sampled_s, self._sampled_step = links, now_s, self._step
+        self._next_sample_s = now_s + _SAMPLE_S
+        found |= {f"memory/{tier}": getattr(statistics, f"{tier}_bytes") for tier in ("device", "host", "disk")}
+        found |= {"memory/buffers": statistics.pool_bytes, "memory/process": resident_bytes()}
+        found["memory/cuda"] = cuda_peak_bytes(self._training.world.device)
+        return found | stalls | {"stall_s": sum(stalls.values())}
 
-    def close(self) -> None:
-        if self._is_ours:
-            self._run.finish()
+    def save_begins(
+        self, tag: str, folder: Path, remote: UploadPlace | None
+    ) -> Callable[[SaveHandle | SaveSummary | BaseException], None]:
+        """Return a function that is told of a save's handle once it has begun, and of its summary or its error, from any
+        thread."""
+        location = str(folder / tag_folder(tag)) if remote is None else remote.location_of(tag_folder(tag))
+        save, began_s = {"step": self._step, "tag": tag, "location": location}, time.perf_counter()
+        handles: list[SaveHandle] = []
 
+        def stall_s() -> float:
+            """Return for how long training was delayed, so far if it still is: a commit may come earlier."""
+            return (handles[0].stall_s if handles else 0.0) or time.perf_counter() - began_s
 
-class Monitors:
-    """All monitors of a run. One that fails warns once and stops nothing; it is tried again at each step.
+        def tell(told: SaveHandle | SaveSummary | BaseException) -> None:
+            if isinstance(told, SaveHandle):
+                handles.append(told)
+                self.saves_in(folder, remote)
+                self._open()
+            elif isinstance(told, BaseException):
+                self._add("save", **save, state="failed", problem=_text_of(told))
+            else:
+                state = "committed" if told.url is None else "uploaded"
+                moved = {f"{how}_bytes": getattr(told, f"all_{how}_bytes") for how in ("linked", "written", "uploaded")}
+                self._add("save", **save, state=state, stall_s=stall_s, elapsed_s=told.elapsed_s, **moved)
+                self._send()
 
-    A script writes its own values with `write_events`, as to DeepSpeed's `engine.monitor`.
-    """
+        return tell
 
-    def __init__(self, monitors: Sequence[Monitor] = (), *, enabled: bool = False) -> None:
-        self._monitors = list(monitors)
-        self.enabled = enabled
-        """Whether the config switches a monitor on: the same on every rank."""
-        self._failed: set[int] = set()
+    def loaded(self, path: str, tag: str, elapsed_s: float, read_bytes: int, *, resumes: bool) -> None:
+        """Note that a checkpoint was loaded, to resume its run or to begin another with it."""
+        if self._run_id is None and self._utilisation.step_s is None:
+            self._first_step = self._step
+        self._utilisation.begin_anew()
+        if not self.enabled:
+            return
+        self._add("load", tag=tag, location=path, elapsed_s=elapsed_s, read_bytes=read_bytes)
+        self._sample(time.perf_counter())  # the bytes of the load belong to no step
+        self._next_sample_s = 0.0
+        above = os.path.dirname(path)
+        if resumes and not is_url(path) and os.access(above, os.W_OK):
+            self.saves_in(Path(above), None, is_final=False)
 
-    def __bool__(self) -> bool:
-        return bool(self._monitors)
+    def stops(self, error: BaseException) -> None:
+        """Note that the engine is closed next because of an error; of SystemExit, because the run was asked to stop."""
+        self._reason = "stopped" if isinstance(error, SystemExit | KeyboardInterrupt) else "failed"
+        self._problem = "" if isinstance(error, SystemExit) else _text_of(error)
 
-    def write(self, values: Mapping[str, float], samples: int) -> None:
-        """Give the values of one step to each monitor."""
-        for monitor in self._monitors:
-            self._try(monitor, partial(monitor.write, values, samples))
+    # -- the file ---------------------------------------------------------------------------------------------------
 
-    def write_events(self, events: Sequence[tuple[Any, ...]]) -> None:
-        """Write (name, value, sample) triples; those of other ranks than 0 are dropped, and so are items after a triple's
-        third. Raises UsageError for anything else."""
-        for event in events:
-            try:
-                name, value, sample = event[:3]
-                values, at = {str(name): float(value)}, int(sample)
-            except (TypeError, ValueError) as error:
-                raise UsageError(
-                    f"write_events(): expected (name, number, sample) triples, got {event!r:.100}"
-                ) from error
-            self.write(values, at)
+    def saves_in(self, folder: Path, remote: UploadPlace | None, *, is_final: bool = True) -> None:
+        """Take the folder of the run's checkpoints, and the URL that they are uploaded to from there, unless one is known. See
+        [Note: the journal's folder]. Of a loop that makes a folder for each save it is the one above; of Lightning's folders
+        `*.ckpt` nothing, since callers list the folder above them."""
+        if not self.enabled or self._is_named or folder.suffix == ".ckpt":
+            return
+        chosen = folder.parent if LOOPS_FOLDER.fullmatch(folder.name) else folder
+        if chosen != self._folder:
+            self._end("done")
+        self._folder, self._remote, self._is_named = chosen, remote, is_final
 
-    def close(self) -> None:
-        """Close each monitor, once."""
-        monitors, self._monitors = self._monitors, []
-        for monitor in monitors:
-            self._try(monitor, monitor.close)
-
-    def _try(self, monitor: Monitor, call: Callable[[], None]) -> None:
+    def _open(self) -> None:
+        """Open the file of the run, if its folder is known by now."""
+        training = self._training
+        if not self.enabled or self._folder is None or self._run_id == training.run_id:
+            return
+        if self._run_id is not None:  # another run's checkpoint was loaded
+            self._end("stopped")
+            self._first_step = self._step
+        path = self._folder / journal_file(training.run_id)
         try:
-            call()
+            file = JournalFile(path)
+        except OSError as error:
+            self.writer.fail(_text_of(error))
+            return
+        self._run_id = training.run_id
+        before = decode_lines(file.tail)
+        if before and before[-1]["kind"] != "end":
+            _log.warning(
+                "the process that trained this run before wrote no end into its journal: it was killed, unless it still runs. "
+                "If memory ran out, `zstore plan --config` shows what to change"
+            )
+        if self._remote is not None and self._remote.is_service:
+            self._tail = JournalTail(path, self._remote, self._run_id, file.begin_bytes, failed=self.writer.fail)
+        after = () if self._tail is None else (self._tail.send,)
+        self.writer.open(file, [self._start_record(), _memory_record(training)], *after)
+
+    def _start_record(self) -> dict[str, Any]:
+        training = self._training
+        return {
+            "kind": "start",
+            "at": self._started_at,
+            "version": 1,
+            "run": training.run_id,
+            "step": self._first_step,
+            "total_steps": self._total_steps,
+            "config": acting(training.config.settings),
+            "world_size": training.world.world_size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "versions": {"zstore": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        }
+
+    def _send(self) -> None:
+        """Send the file as it is to the URL that the run saves to, if to one that takes files."""
+        remote, file = self._remote, self.writer.file
+        if remote is None or remote.is_service or file is None:
+            return
+        self.writer.flush()
+        try:
+            folder = remote.open(PATIENT)
+            if isinstance(folder, BucketFolder):
+                folder.send(file.path, file.path.name)
         except Exception as error:
-            if id(monitor) not in self._failed:
-                self._failed.add(id(monitor))
-                what = "%s failed, and metrics may be missing from now on; training goes on: %s: %s"
-                _log.warning(what, type(monitor).__name__, type(error).__name__, error)
+            self.writer.fail(f"it was not sent to {remote}: {_text_of(error)}")
+
+    def _end(self, reason: str, problem: str = "") -> None:
+        """Write the end of the file that is open, if any, and close it."""
+        if self._run_id is None:
+            return
+        self._add("end", reason=reason, problem=problem or None)
+        self._send()
+        self.writer.close()
+        if self._tail is not None:
+            self._tail.send(is_end=True)
+        self._run_id = self._tail = None
+
+    def close(self) -> None:
+        """Write the end; a second call does nothing."""
+        # An error that nobody caught, if the interpreter ends because of one.
+        last: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        uncaught = None if self._reason != "done" or threading.main_thread().is_alive() else last
+        self._end("failed" if uncaught else self._reason, _text_of(uncaught) if uncaught else self._problem)
+        self.enabled = False
 
 
-def open_monitors(config: Config, world: World) -> Monitors:
-    """Return the monitors that the config switches on; on other ranks than 0, and of an engine without an optimizer,
-    there are none (all ranks).
+# -- the map of memory --------------------------------------------------------------------------------------------------
 
-    Raises ConfigError, on every rank, for a package that is not installed or a place that cannot be used.
-    """
-    if config.frozen:  # it has nothing to report, and another engine may have these places
-        return Monitors()
-    csv_files, tensorboard, wandb = config.settings.csv_monitor, config.settings.tensorboard, config.settings.wandb
-    makers: dict[str, tuple[bool, Callable[[], Monitor]]] = {
-        "csv_monitor": (csv_files.enabled, lambda: CsvMonitor(_folder(csv_files))),
-        "tensorboard": (tensorboard.enabled, lambda: TensorboardMonitor(_folder(tensorboard))),
-        "wandb": (wandb.enabled, lambda: WandbMonitor(wandb, acting(config.settings))),
+
+def _memory_record(training: Training) -> dict[str, Any]:
+    """Return the record of the bytes that this rank holds between two steps, and of the gradients in one, as planned."""
+    device, plan = training.world.device, training.plan
+    buffer_bytes = training.state.store.statistics().pool_bytes
+    arrays = [*placed_arrays(training), ("transfer buffers", "host", "buffers", buffer_bytes)]
+    arrays += [("gradients", tier, "gradients", nbytes) for tier, nbytes in vars(plan.held["gradients"]).items()]
+    is_cuda = device.type == "cuda"
+    return {
+        "kind": "memory",
+        "at": time.time(),
+        "host_budget_bytes": plan.settings.budget_bytes,
+        "device_bytes": torch.cuda.get_device_properties(device).total_memory if is_cuda else None,
+        "arrays": [one for one in arrays if one[3] > 0],
     }
-    wanted = {key: make for key, (enabled, make) in makers.items() if enabled}
-    opened: list[Monitor] = []
-    try:
-        with world.agreeing():
-            for key, make in wanted.items() if world.rank == 0 else ():
-                try:
-                    opened.append(make())
-                except ImportError as error:
-                    raise ConfigError(
-                        f"{key}.enabled is true, but the package {key} is not installed: pip install 'zstore[{key}]', or set "
-                        "it to false"
-                    ) from error
-                except Exception as error:
-                    kind = type(error).__name__
-                    raise ConfigError(f"{key}: the monitor cannot be opened: {kind}: {error}") from error
-    except BaseException:
-        Monitors(opened).close()
-        raise
-    return Monitors(opened, enabled=bool(wanted))
 
 
-def _folder(section: CsvMonitorSection) -> Path:
-    return user_path(section.output_path) / section.job_name
+# -- texts and numbers --------------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> float | None:
+    """Return a number of a loop's, or of a tensor of one element, as a float; None if it is none."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        return None if isinstance(value, bool | str | bytes) else float(value)
+    return None
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]

@@ -18,7 +18,7 @@ import torch
 from tests import warm
 from tests.engine.models import batch
 from tests.engine.runs import make_config, start, step
-from zstore.engine.report.progress import CsvMonitor, Monitors
+from zstore.engine.report.monitors import CsvMonitor, Monitors
 from zstore.errors import ConfigError, RankError
 from zstore.testing.ranks import run_ranks
 
