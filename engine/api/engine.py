@@ -7,7 +7,6 @@ import functools
 import logging
 import math
 import signal
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -41,7 +40,7 @@ from ..checkpoint.record import ClientState, ClientValues, check_client_state, p
 from ..checkpoint.save import Checkpoints, SaveOptions
 from ..report.monitors import Monitors
 from ..report.progress import RunReport
-from ..report.statistics import EngineStatistics, PhaseTimes, engine_statistics
+from ..report.statistics import EngineStatistics
 from ..runtime.process import STOP_SIGNALS, STOPPED_EXIT_CODE, CollectorPause, FrozenObjects, StopSignals
 from ..training.compiled import make_compiler
 from ..training.loader import TrainingLoader, call_with, evaluating, loss_of, mean_loss, repeat, take_batches
@@ -88,11 +87,9 @@ class Engine(nn.Module):
 
     def __init__(self, training: Training, monitors: Monitors) -> None:
         super().__init__()
-        settings = training.config.settings
         self.module = training.model
         self.training_state = training
-        self.times = PhaseTimes()
-        self.report = RunReport(training, self.times, monitors)
+        self.report = RunReport(training, monitors)
         self.journal = self.report.journal
         """The run's journal, which a loop tells things unknown to the engine, with `note(tokens=..., total_steps=...)`."""
         self.checkpoints = Checkpoints(training, self.journal)
@@ -103,17 +100,12 @@ class Engine(nn.Module):
         self._batches: Iterator[Any] | None = None
         """The micro-batches of the engine's own loader, over and over."""
         self._open_no_syncs = 0
-        waits = settings.wall_clock_breakdown and training.world.device.type == "cuda"
-        wait = functools.partial(torch.cuda.synchronize, training.world.device) if waits else None
-        self._timed = functools.partial(_time_phase, self.times, wait)
-        """Adds a block's seconds to those of a phase."""
         self.monitor = monitors
         """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
         training.optimizer.scaler = training.scaler
         checkpoints = self.checkpoints
         # Not a method of this object, which would then never be collected.
-        self.saves_s = self.journal.saves_s = lambda: {"save called": checkpoints.stall_s}
-        """Returns the seconds for which saves held training up, by their kind."""
+        self.journal.saves_s = lambda: {"save called": checkpoints.stall_s}
         self.access = Access(self._modules, training, self.checkpoints.wait)
         stepper = training.update.stepper
         if not (training.config.frozen or (stepper is not None and stepper.needs_saved)):
@@ -121,13 +113,11 @@ class Engine(nn.Module):
         if training.hooks is not None and training.world.world_size == 1:
             for record in training.state.records:
                 record.gathers = gather  # with more ranks a copy that one of them makes would wait for the others
-        self._loss_backward = LossBackward(
-            training, self.access, self.report, functools.partial(self._timed, "backward_s")
-        )
+        self._loss_backward = LossBackward(training, self.access, self.report)
         self._offloaded = OffloadedStates(training, self.access)
         self.signals = StopSignals(training.world)
         ends = contextlib.ExitStack()  # from the last to the first
-        if settings.disable_python_gc:
+        if training.config.settings.disable_python_gc:
             ends.callback(CollectorPause().end)
         for end in (
             FrozenObjects().end,
@@ -153,10 +143,7 @@ class Engine(nn.Module):
         if config.settings.fp16.auto_cast and config.precision == "fp16":
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         self.require_parameters()
-        trains = self.report.forward_begins()
-        timed = self._timed("forward_s") if trains else contextlib.nullcontext()
-        counted = self.report.utilisation.counting() if self.report.utilisation.counts else contextlib.nullcontext()
-        with counted, timed, self.access.guard.during("forward"), self._around_forward():
+        with self.report.around_forward(), self.access.guard.during("forward"), self._around_forward():
             return self._loss_backward.watch(self.module(*args, **kwargs))
 
     @contextlib.contextmanager
@@ -191,7 +178,7 @@ class Engine(nn.Module):
         self.report.add_loss(loss, is_part=not scale_wrt_gas)
         self._loss_backward.is_engines = True
         try:
-            with self._timed("backward_s"), self.access.guard.during("backward"):
+            with self.report.timed("backward_s"), self.access.guard.during("backward"):
                 self.training_state.backward(loss, divide=scale_wrt_gas, retain_graph=retain_graph)
         finally:
             self._loss_backward.is_engines = False
@@ -227,7 +214,7 @@ class Engine(nn.Module):
             if boundary:
                 if self.world_size > 1:
                     self.report.step_begins()
-                with self._timed("optimizer_s"):
+                with self.report.timed("optimizer_s"):
                     self.access.guard.check_sample()
                     training.step()
                     self.access.guard.note_sample()
@@ -764,7 +751,7 @@ class Engine(nn.Module):
 
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
-        return engine_statistics(self.training_state, self.times, self.saves_s(), self.report.utilisation)
+        return self.report.statistics()
 
     @property
     def global_samples(self) -> int:
@@ -842,18 +829,3 @@ class Engine(nn.Module):
                 ) from error
         gathers = self.world_size > 1 and self.training_state.hooks is not None
         return in_step(value) if name == "generate" and gathers else value
-
-
-@contextlib.contextmanager
-def _time_phase(times: PhaseTimes, wait: Callable[[], object] | None, phase: str) -> Iterator[None]:
-    """Add the block's seconds to those of a phase; `wait` is called at both ends, to wait for the device, at the price of
-    overlap with it."""
-    if wait is not None:
-        wait()
-    start = time.perf_counter()
-    try:
-        yield
-        if wait is not None:
-            wait()
-    finally:
-        setattr(times, phase, getattr(times, phase) + time.perf_counter() - start)

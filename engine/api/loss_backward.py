@@ -21,8 +21,8 @@ that the one under way is over, and abandons it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import MutableMapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -36,15 +36,12 @@ from ..training.training import Training
 
 
 class LossBackward:
-    """Backwards that the script starts. See [Note: a backward of the script's own]. `timed` times one."""
+    """Backwards that the script starts. See [Note: a backward of the script's own]."""
 
-    def __init__(
-        self, training: Training, access: Access, report: RunReport, timed: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, training: Training, access: Access, report: RunReport) -> None:
         self._training = training
         self._access = access
         self._report = report
-        self._timed = timed
         self.task: int | None = None
         """Autograd's number of the backward under way."""
         self._trains = False
@@ -93,7 +90,7 @@ class LossBackward:
         with ExitStack() as ends:
             ends.enter_context(training.world.calling("backward"))
             ends.enter_context(self._access.guard.during("backward"))
-            ends.enter_context(self._timed())
+            ends.enter_context(self._report.timed("backward_s"))
             self._trains = not training.config.frozen and self._brings_gradients()
             if self._trains:
                 self.require_no_block("loss.backward()")

@@ -208,15 +208,11 @@ class _Filling:
 
     def fill(self, model: nn.Module, found: Mapping[str, StoredWeight]) -> None:
         """Give every parameter and stored buffer its values."""
-        names = {parameter: name for name, _, parameter in named_parameters(model)}
-        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    places.setdefault(parameter, []).append((module, attribute))
         moved_bytes = 0
-        for parameter, spots in places.items():
-            filled = self._parameter(parameter, found[names[parameter]], spots[0])
+        for name, aliases, parameter in list(named_parameters(model)):
+            paths = (one.rpartition(".") for one in (name, *aliases))
+            spots = [(model.get_submodule(path), attribute) for path, _, attribute in paths]
+            filled = self._parameter(parameter, found[name], spots[0])
             for module, attribute in spots:
                 setattr(module, attribute, filled)
             moved_bytes += filled.nbytes

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,15 @@ from zstore.sizes import format_bytes
 
 from ..config.keys import acting
 from .monitors import Monitors
-from .statistics import PhaseTimes, StepUtilisation, cuda_peak_bytes, link_statistics, placed_arrays
+from .statistics import (
+    EngineStatistics,
+    PhaseTimes,
+    StepUtilisation,
+    cuda_peak_bytes,
+    engine_statistics,
+    link_statistics,
+    placed_arrays,
+)
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -76,10 +84,13 @@ class RunReport:
     The value of the loss is copied from the device once in a step that is reported, else never.
     """
 
-    def __init__(self, training: Training, times: PhaseTimes, monitors: Monitors) -> None:
+    def __init__(self, training: Training, monitors: Monitors) -> None:
         settings, world = training.config.settings, training.world
         self._training = training
-        self._times = times
+        self.times = PhaseTimes()
+        waits = settings.wall_clock_breakdown and world.device.type == "cuda"
+        self.wait: Callable[[], object] = partial(torch.cuda.synchronize, world.device) if waits else lambda: None
+        """Called at both ends of a phase: waits for the device, at the price of overlap with it."""
         self.monitors = monitors
         self._writes = bool(monitors)
         self.utilisation = StepUtilisation(training)
@@ -100,12 +111,30 @@ class RunReport:
             config = json.dumps(acting(settings), indent=2)
             _log.info("state at the start:\n%s\n%s", config, _memory_line(training))
 
-    def forward_begins(self) -> bool:
-        """Return whether a forward is one of training, by its model's mode or its gradients: the time of evaluations is no
-        step's."""
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the block's seconds to those of a phase."""
+        self.wait()
+        start = time.perf_counter()
+        try:
+            yield
+            self.wait()
+        finally:
+            setattr(self.times, phase, getattr(self.times, phase) + time.perf_counter() - start)
+
+    @contextlib.contextmanager
+    def around_forward(self) -> Iterator[None]:
+        """Time a forward of training, and count its operations once. The time of an evaluation, by its model's mode and its
+        gradients, is no step's."""
         trains = self._training.model.training or torch.is_grad_enabled()
         self.utilisation.forward_begins(trains=trains)
-        return trains
+        counted = self.utilisation.counting() if self.utilisation.counts else contextlib.nullcontext()
+        with counted, self.timed("forward_s") if trains else contextlib.nullcontext():
+            yield
+
+    def statistics(self) -> EngineStatistics:
+        """Return the counters of this rank."""
+        return engine_statistics(self._training, self.times, self.journal.saves_s(), self.utilisation)
 
     def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:
         """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
@@ -135,7 +164,7 @@ class RunReport:
         # The next step's may not be known.
         taken, losses = self._take_loss(), self._training.world.received.get("loss", [])
         loss = sum(losses) / len(losses) if losses else _value_of(taken)
-        times = replace(self._times)
+        times = replace(self.times)
         spent, self._last_step = times - self._last_step, times
         if self._writes or prints:
             loss = number = loss() if callable(loss) else loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import json
 import logging
@@ -124,18 +123,18 @@ def test_wall_clock_breakdown(caplog: pytest.LogCaptureFixture) -> None:
 def test_phases_wait_for_the_device_at_both_ends_where_they_are_to_be_printed() -> None:
     calls: list[str] = []
     with start(make_config(gradient_accumulation_steps=1)) as engine:
-        engine._timed = functools.partial(engine._timed.func, engine.times, lambda: calls.append("wait"))
+        engine.report.wait = lambda: calls.append("wait")
         engine.module.register_forward_pre_hook(lambda *_: calls.append("forward"))
         loss = engine(*batch(0, 0, 0))
         assert calls == ["wait", "forward", "wait"]
-        assert engine.times.forward_s > 0
-        assert engine.times.backward_s == engine.times.optimizer_s == 0
+        assert engine.report.times.forward_s > 0
+        assert engine.report.times.backward_s == engine.report.times.optimizer_s == 0
         calls.clear()
         engine.backward(loss)
         engine.step()
         assert calls == ["wait"] * 4
-        assert engine.times.backward_s > 0
-        assert engine.times.optimizer_s > 0
+        assert engine.report.times.backward_s > 0
+        assert engine.report.times.optimizer_s > 0
 
 
 def test_memory_breakdown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
