@@ -81,8 +81,7 @@ class Access:
         """None if parameters are not sharded."""
         self._update = training.update
         self._before_changes = before_changes
-        self.away = training.away
-        """State that `offload_states` moved away."""
+        self._require_here = training.require_here
         records = self.state.records
         self._by_name = {name: record for record in records for name in (record.name, *record.aliases)}
         self.guard = ParameterGuard(roots, training)
@@ -122,10 +121,8 @@ class Access:
         that was moved away can only be moved further (`moves`).
         """
         with self.world.agreeing(call=call):
-            if self.away and not moves:
-                raise UsageError(
-                    f"{call}: states were moved away by offload_states(): call engine.reload_states() first"
-                )
+            if not moves:
+                self._require_here(call)
             if self._update.is_in_backward:
                 raise UsageError(
                     f'{call} between backward() and step(): with "step_overlap": "backward" the '

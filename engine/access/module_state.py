@@ -101,6 +101,8 @@ def load_module_state(
     its own way, with all parameters gathered.
     """
     world, model = access.world, access.model
+    if state and all(name.startswith(_ENGINES) for name in state):
+        state = {name.removeprefix(_ENGINES): value for name, value in state.items()}
     if custom is not None:
         with gather(model, modifier_rank=0):
             if world.rank == 0:
@@ -163,13 +165,6 @@ def _check(entries: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool
     if faults:
         lines = shortened(faults, _MOST_LISTED)
         raise UsageError("the state dict does not fit the model:" + "".join(f"\n  {line}" for line in lines))
-
-
-def without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict with the model's own names, if all of its keys have the prefix of `engine.state_dict()`."""
-    if state and all(name.startswith(_ENGINES) for name in state):
-        return {name.removeprefix(_ENGINES): value for name, value in state.items()}
-    return state
 
 
 # -- weights for other software ---------------------------------------------------------------------------------------

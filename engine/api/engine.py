@@ -31,7 +31,6 @@ from ..access.module_state import (
     load_module_state,
     module_state_dict,
     save_weights,
-    without_prefix,
 )
 from ..access.offloading import OffloadedStates
 from ..access.safe_access import StateByParameter, gather, in_step
@@ -460,7 +459,7 @@ class Engine(nn.Module):
         Raises UsageError, before anything is changed, that lists the mismatches.
         """
         self.access.require_no_block("engine.load_module_state_dict()")
-        load_module_state(self.access, without_prefix(state_dict), strict=strict, custom=custom_load_fn)
+        load_module_state(self.access, state_dict, strict=strict, custom=custom_load_fn)
 
     @_phase("access", meets=True)
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -473,7 +472,7 @@ class Engine(nn.Module):
                 "engine.load_state_dict(assign=True) would give parameters memory that no step changes: leave it out"
             )
         self.access.require_no_block("engine.load_state_dict()")
-        return load_module_state(self.access, without_prefix(state_dict), strict=strict)
+        return load_module_state(self.access, state_dict, strict=strict)
 
     # -- memory -----------------------------------------------------------------------------------------------------
 

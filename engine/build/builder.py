@@ -22,7 +22,7 @@ import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,16 +49,14 @@ _TRIM_BYTES = 32 * 1024 * 1024
 """Bytes released between two calls that give freed memory back to the system."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BuildStatistics:
-    """Counters of the building so far."""
+    """Bytes of large parameters now."""
 
     live_bytes: int = 0
-    """Bytes of large parameters in memory now."""
-    live_peak_bytes: int = 0
-    """Peak of these."""
+    """In memory."""
     resting_bytes: int = 0
-    """Bytes of rows in the store now."""
+    """Rows in the store."""
 
 
 @dataclass(eq=False)
@@ -162,7 +160,7 @@ class Builder:
         self._dead: deque[Built] = deque()
         self._count = 0
         self._freed_bytes = 0
-        self._statistics = BuildStatistics()
+        self._live_bytes = 0
         self.failed = False
         """The ranks build different models, or one failed: they no longer agree on anything."""
         self.from_rank_0 = False
@@ -203,16 +201,14 @@ class Builder:
         self._fill(self._note(parameter, owner, label), parameter, fill)
 
     def _note_live(self, built: Built, parameter: nn.Parameter) -> None:
-        counts = self._statistics
-        counts.live_bytes += parameter.nbytes - built.live_bytes
-        counts.live_peak_bytes = max(counts.live_peak_bytes, counts.live_bytes)
+        self._live_bytes += parameter.nbytes - built.live_bytes
         built.live_bytes = parameter.nbytes
         self._live[built.number] = built
         self._live.move_to_end(built.number)
 
     def _note_not_live(self, built: Built) -> None:
         self._live.pop(built.number, None)
-        self._statistics.live_bytes -= built.live_bytes
+        self._live_bytes -= built.live_bytes
         built.live_bytes = 0
 
     def _sweep(self) -> None:
@@ -244,7 +240,7 @@ class Builder:
         """Release parameters, the least recently used first, until the live ones take at most `live_bytes`."""
         self._sweep()
         for built in list(self._live.values()):
-            if self._statistics.live_bytes <= live_bytes:
+            if self._live_bytes <= live_bytes:
                 return
             parameter = built.ref()
             if parameter is not None and built.number not in (keep or ()) and _is_sole_owner(parameter):
@@ -293,7 +289,6 @@ class Builder:
             self.store.create(spec, grid=grid, shard=self.world.rank, tier=self._tier)
             rows = built.rows = self.store.local(spec.name)
             built.device = parameter.device
-            self._statistics.resting_bytes += rows.nbytes
         with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:
             for tile in tiles:
                 fill(rows.base + tile.first, as_torch(tile.views[0]))
@@ -303,7 +298,6 @@ class Builder:
         rows, built.rows = built.rows, None
         if rows is not None:
             self.store.remove(rows.spec.name)
-            self._statistics.resting_bytes -= rows.nbytes
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -379,8 +373,7 @@ class Builder:
 
     def give(self, built: Built, *, keep_rows: bool = False) -> None:
         """Forget a parameter that somebody else has taken over; its array too, unless that was taken over with it."""
-        if keep_rows and built.rows is not None:
-            self._statistics.resting_bytes -= built.rows.nbytes
+        if keep_rows:
             built.rows = None
         parameter = built.ref()
         if parameter is not None:
@@ -395,9 +388,10 @@ class Builder:
         return self.store
 
     def statistics(self) -> BuildStatistics:
-        """Return counters since the start."""
+        """Return the bytes of parameters that exist."""
         self._sweep()
-        return replace(self._statistics)
+        resting = (built.rows.nbytes for built in self._by_id.values() if built.rows is not None)
+        return BuildStatistics(live_bytes=self._live_bytes, resting_bytes=sum(resting))
 
     def close(self) -> None:
         """Close the store, unless it was handed over; values in it are gone. A second call does nothing."""
@@ -405,18 +399,8 @@ class Builder:
         self._finalizer()
 
 
-_with_init: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that a block of `zstore.Init` saw, of which every rank has the same values."""
-
-
-def note_built(parameter: nn.Parameter) -> None:
-    """Register a parameter that is built within `zstore.Init`, in shards or not."""
-    _with_init[parameter] = None
-
-
-def is_built(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter was built within `zstore.Init`."""
-    return parameter in _with_init
+with_init: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that a block of `zstore.Init` saw, in shards or not: every rank has the same values of them."""
 
 
 def model_deleted_error() -> UsageError:

@@ -34,7 +34,7 @@ from zstore.ranks.world import World
 
 from ..config.config import Config, load_config
 from ..runtime.process import CollectorPause, init_distributed, show_messages
-from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, note_built
+from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, with_init
 from .store import builder_for
 
 
@@ -191,7 +191,7 @@ class Init(AbstractContextManager["Init"]):
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if self._builder is None and parameter is not None:
-            note_built(parameter)
+            with_init[parameter] = None
         elif parameter is not None and not self._busy and threading.get_ident() == self._thread:
             with self._alone() as builder:
                 self._enter(builder, module, name, parameter)
@@ -221,7 +221,7 @@ class Init(AbstractContextManager["Init"]):
     def _enter(self, builder: Builder, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if parameter in _trained:
             return
-        note_built(parameter)
+        with_init[parameter] = None
         if parameter.is_meta:
             self._meta.append((weakref.ref(module), name))
         elif parameter.numel() >= builder.threshold_numel and _can_rest(parameter):
@@ -259,7 +259,7 @@ class Init(AbstractContextManager["Init"]):
                 builder.touch(built, overwritten=overwrites)
 
     def statistics(self) -> BuildStatistics:
-        """Return the counters of the building so far."""
+        """Return the bytes of large parameters that were built and not given to `initialize`."""
         return BuildStatistics() if self._builder is None else self._builder.statistics()
 
     def close(self) -> None:
