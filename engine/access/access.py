@@ -86,7 +86,7 @@ class Access:
         self._by_name = {name: record for record in records for name in (record.name, *record.aliases)}
         self.guard = ParameterGuard(roots, training)
         """Watches the parameters of the model, and its state dicts."""
-        _live.add(self)
+        live_runs.add(self)
 
     # -- which, and when --------------------------------------------------------------------------------------------
 
@@ -99,10 +99,7 @@ class Access:
         return self._by_name.get(name) or self._by_name.get(name.removeprefix("module."))
 
     def record(self, name: str) -> ParameterRecord:
-        """Return the record of a parameter by its name.
-
-        Raises UsageError with the nearest names.
-        """
+        """Return the record of a parameter by its name. Raises UsageError with the nearest names."""
         found = self.find(name)
         if found is None:
             raise UsageError(f"the model has no parameter {name!r}; {_nearest(name, self._by_name)}")
@@ -228,7 +225,7 @@ class Access:
 
         Raises on every rank the error of `take` or of a read on any. See [Note: pieces].
         """
-        _WholeArrays(self.world, sources, sharded=self.state.is_sharded).each(take, rank0_only=rank0_only)
+        _WholeArrays(self.world, sources, sharded=self.state.is_sharded, rank0_only=rank0_only).each(take)
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
@@ -236,8 +233,7 @@ class Access:
         """Replace a parameter and its master by rank 0's `values`."""
 
         def check() -> ParameterRecord:
-            record = self.record(name)
-            self.check_values(record, values)
+            self.check_values(record := self.record(name), values)
             return record
 
         self.set_from_rank0(self.finished(f"set_full_parameter({name!r})", check, changes=True), values)
@@ -323,7 +319,7 @@ class Access:
 
     def close(self) -> None:
         """Let `zstore.gather` forget this run, and stop watching the model."""
-        _live.discard(self)
+        live_runs.discard(self)
         self.guard.remove()
 
 
@@ -336,18 +332,13 @@ def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype)
     return RankArray(record=record, name=f"rows/{record.name}", dtype=dtype, begin=begin)
 
 
-_live: weakref.WeakSet[Access] = weakref.WeakSet()
+live_runs: weakref.WeakSet[Access] = weakref.WeakSet()
 """The runs of all open engines: a parameter alone must be enough to find its run."""
-
-
-def live() -> list[Access]:
-    """Return the runs whose engines are open."""
-    return list(_live)
 
 
 def find_run(parameter: nn.Parameter) -> tuple[Access, ParameterRecord] | None:
     """Return the run of an open engine that has the parameter, and its record; None if none has it."""
-    found = ((access, access.record_of(parameter)) for access in live())
+    found = ((access, access.record_of(parameter)) for access in list(live_runs))
     return next(((access, record) for access, record in found if record is not None), None)
 
 
@@ -373,24 +364,25 @@ class _ArrayPiece:
 class _WholeArrays:
     """Gathers `sources`; `sharded` says whether each rank has its own rows alone. See [Note: pieces]."""
 
-    def __init__(self, world: World, sources: Sequence[RankArray], *, sharded: bool) -> None:
+    def __init__(self, world: World, sources: Sequence[RankArray], *, sharded: bool, rank0_only: bool) -> None:
         self._world = world
         self._sources = sources
         self._sharded = sharded and world.world_size > 1
+        self._rank0_only = rank0_only
         self._error: Exception | None = None
 
-    def each(self, take: Take, *, rank0_only: bool) -> None:
+    def each(self, take: Take) -> None:
         """As `Access.each` says."""
 
         def hand_over(piece: _ArrayPiece, values: torch.Tensor) -> None:
             take(piece.source, piece.start + piece.first, values.cpu())
 
-        mine = (piece for piece in self._pieces() if self._has(piece, rank0_only))
+        mine = filter(self._has, self._pieces())
         ahead: deque[Read | None] = deque()
         since_numel = 0
         for piece in self._pieces():
             values: torch.Tensor | None = None
-            if self._has(piece, rank0_only):
+            if self._has(piece):
                 while len(ahead) <= _PIECES_AHEAD and (coming := next(mine, None)) is not None:
                     ahead.append(self._keeping_error(coming.source.begin, coming.first, coming.stop))
                 read = ahead.popleft()
@@ -398,7 +390,7 @@ class _WholeArrays:
                 if values is None:
                     values = torch.zeros(piece.stop - piece.first, dtype=piece.source.dtype)
             if self._sharded:
-                values = self._move(piece, values, rank0_only)
+                values = self._move(piece, values)
             if values is not None and self._error is None:
                 self._keeping_error(hand_over, piece, values)
             since_numel += piece.stop - piece.first
@@ -416,10 +408,8 @@ class _WholeArrays:
                 for first in range(0, valid, step):
                     yield _ArrayPiece(source, shard, shard * grid.shard_numel, first, min(valid, first + step))
 
-    def _has(self, piece: _ArrayPiece, rank0_only: bool) -> bool:
-        if self._sharded:
-            return piece.shard == self._world.rank
-        return self._world.rank == 0 or not rank0_only
+    def _has(self, piece: _ArrayPiece) -> bool:
+        return self._world.rank == piece.shard if self._sharded else self._world.rank == 0 or not self._rank0_only
 
     def _keeping_error(self, call: Callable[..., T], *args: Any) -> T | None:
         """Return the result of a call; None if it fails: the first error is raised when the ranks agree."""
@@ -429,16 +419,80 @@ class _WholeArrays:
             self._error = self._error or error
             return None
 
-    def _move(self, piece: _ArrayPiece, values: torch.Tensor | None, rank0_only: bool) -> torch.Tensor | None:
+    def _move(self, piece: _ArrayPiece, values: torch.Tensor | None) -> torch.Tensor | None:
         """Return the piece on the ranks that want it, None on others."""
         world = self._world
-        if rank0_only and world.rank not in (0, piece.shard):
+        if self._rank0_only and world.rank not in (0, piece.shard):
             return None
         if values is None:
             values = torch.empty(piece.stop - piece.first, dtype=piece.source.dtype, device=world.device)
         values = values.to(world.device)
-        if rank0_only:
+        if self._rank0_only:
             world.transfer(values, piece.shard, 0)
             return values if world.rank == 0 else None
         world.broadcast(values, piece.shard)
         return values
+
+
+# -- `optimizer.state` --------------------------------------------------------------------------------------------------
+
+
+class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
+    """The state of each parameter that was updated, by the parameter. Reading an entry fetches nothing yet: see
+    `StateOfParameter`."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    def __getitem__(self, parameter: Any) -> Mapping[str, torch.Tensor]:
+        record = self._access.record_of(parameter)
+        if record is None or not self._is_updated(record):
+            return {}  # as the defaultdict that it replaces
+        return StateOfParameter(self._access, record)
+
+    def _is_updated(self, record: ParameterRecord) -> bool:
+        return any(self._access.state.scalars.get(record, {}).values())
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in set(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([record.parameter for record in self._access.state.scalars if self._is_updated(record)])
+
+    def __len__(self) -> int:
+        return sum(map(self._is_updated, self._access.state.scalars))
+
+
+class StateOfParameter(Mapping[str, torch.Tensor]):
+    """The optimizer's slots of one parameter: a copy on the CPU, whole and in fp32, each time that a slot is read (all
+    ranks). `engine.set_optimizer_state` changes it."""
+
+    def __init__(self, access: Access, record: ParameterRecord) -> None:
+        self._access = access
+        self._record = record
+
+    def __getitem__(self, slot: str) -> Any:
+        if slot not in self._slots():
+            raise KeyError(slot)
+        with self._access.world.calling("access"):
+            return self._access.optimizer_state(self._record.name, slot)
+
+    def _slots(self) -> list[str]:
+        state, record = self._access.state, self._record
+        scalars = [name for name in state.scalars[record] if name != "updates"]  # the engine's own
+        return [*scalars, *(slot.name for slot in state.kernel_slots(record))]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots())
+
+    def __len__(self) -> int:
+        return len(self._slots())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are dictionaries of tensors. Raises UsageError on more ranks than one."""
+        if self._access.world.world_size > 1:
+            raise UsageError(
+                "the optimizer's state cannot be copied or pickled, since it is shared out over ranks: save all of it with "
+                "engine.save_checkpoint() or accelerator.save_state(), or read single slots, on all ranks"
+            )
+        return dict, (dict(self),)

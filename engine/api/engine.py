@@ -24,7 +24,7 @@ from zstore.io.tensors import cast_floating
 from zstore.ranks.world import World
 from zstore.weights.files import MAX_FILE_BYTES
 
-from ..access.access import Access
+from ..access.access import Access, StateByParameter
 from ..access.module_state import (
     CustomLoad,
     hand_back,
@@ -33,7 +33,7 @@ from ..access.module_state import (
     save_weights,
 )
 from ..access.offloading import OffloadedStates
-from ..access.safe_access import StateByParameter, gather, in_step
+from ..access.safe_access import gather, in_step
 from ..checkpoint.load_plan import LoadOptions, LoadReport
 from ..checkpoint.record import ClientState, ClientValues, check_client_state, present_state
 from ..checkpoint.save import Checkpoints, SaveOptions
@@ -113,7 +113,6 @@ class Engine(nn.Module):
             for record in training.state.records:
                 record.gathers = gather  # with more ranks a copy that one of them makes would wait for the others
         self._loss_backward = LossBackward(training, self.access, self.report)
-        self._offloaded = OffloadedStates(training, self.access)
         self.signals = StopSignals(training.world)
         ends = contextlib.ExitStack()  # from the last to the first
         if training.config.settings.disable_python_gc:
@@ -475,6 +474,10 @@ class Engine(nn.Module):
         return load_module_state(self.access, state_dict, strict=strict)
 
     # -- memory -----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _offloaded(self) -> OffloadedStates:
+        return OffloadedStates(self.training_state, self.access)
 
     @_phase("access", needs=())
     def offload_states(

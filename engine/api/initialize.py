@@ -17,7 +17,7 @@ from zstore.errors import ConfigError, UsageError
 from zstore.io import Files
 from zstore.ranks.world import World
 
-from ..access.access import live
+from ..access.access import live_runs
 from ..build.init import around_block, leave_to_engine
 from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
 from ..config.config import Config, load_config
@@ -150,7 +150,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
 def _take_back(model: nn.Module, config: Config) -> None:
     """Take the model's parameters out of the engines that hold them, whose hooks would meet those of the next (all ranks)."""
-    engines = [engine for reference in _opened if (engine := reference()) is not None and engine.access in live()]
+    engines = [engine for reference in _opened if (engine := reference()) is not None and engine.access in live_runs]
     _opened[:] = map(weakref.ref, engines)
     for engine in engines:
         if any(engine.access.record_of(parameter) is not None for parameter in model.parameters()):
