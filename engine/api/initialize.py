@@ -109,7 +109,6 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
             hidden_size=hidden_size(model),
             native=native,
             client_optimizer=optimizer is not None,
-            whole_tensors=whole,
             optimizer_name=type(optimizer).__name__ if whole else "",
             client_scheduler=lr_scheduler is not None,
             frozen=frozen,

@@ -107,7 +107,7 @@ class Config:
             self,
             settings=settings,
             resolved=True,
-            whole_tensors=rule.whole_tensors or context.whole_tensors,
+            whole_tensors=rule.whole_tensors or bool(context.optimizer_name),
             keeps_whole=rule.keeps_whole,
         )
         return replace(resolved, notices=(*notices, *resolved._otherwise(context.world_size)))

@@ -31,10 +31,8 @@ class ResolveContext:
     """The 16-bit types, "bf16" and "fp16", that the device computes natively, for "auto"."""
     client_optimizer: bool = False
     """Whether an optimizer was passed: then the config's section is not read."""
-    whole_tensors: bool = False
-    """Whether that optimizer's steps need whole tensors, which ranks exchange."""
     optimizer_name: str = ""
-    """Name of its class, if the config could name it."""
+    """Name of its class, if its steps need whole tensors, which ranks exchange."""
     client_scheduler: bool = False
     """Whether a scheduler was passed: then the config's section is not read."""
     frozen: bool = False
