@@ -15,7 +15,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 32, "iteration": 39, "save": 40, "load": 51, "reshard": 32, "consolidate": 29, "initialize": 78}
+JOURNEYS = {"step": 31, "iteration": 36, "save": 39, "load": 50, "reshard": 32, "consolidate": 29, "initialize": 74}
 
 
 @cache
@@ -48,9 +48,9 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        55_950,
+        55_802,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_960),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_812),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 24_259),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_474),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
@@ -59,14 +59,14 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_995),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        20_403,
+        20_255,
     ),
     "files of the core": (lambda: len(_layout().core), 28),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 7_540),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 7_537),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
-    "widest hub": (lambda: max(map(len, _layout().imports.values())), 25),
+    "widest hub": (lambda: max(map(len, _layout().imports.values())), 22),
     "rooms inside engine": (lambda: _rooms("engine")[0], 16),
-    "arrows inside engine": (lambda: _rooms("engine")[1], 68),
+    "arrows inside engine": (lambda: _rooms("engine")[1], 67),
     "floors inside engine": (lambda: _rooms("engine")[2], 9),
     "rooms inside zstore": (lambda: _rooms("zstore")[0], 25),
     "arrows inside zstore": (lambda: _rooms("zstore")[1], 65),

@@ -133,8 +133,7 @@ def test_phases_wait_for_the_device_at_both_ends_where_they_are_to_be_printed() 
         engine.backward(loss)
         engine.step()
         assert calls == ["wait"] * 4
-        assert engine.report.times.backward_s > 0
-        assert engine.report.times.optimizer_s > 0
+        assert min(engine.report.times.backward_s, engine.report.times.optimizer_s) > 0
 
 
 def test_memory_breakdown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -259,11 +259,10 @@ def test_io_and_settings_of_our_own() -> None:
             "seed": 5,
         }
     )
-    options = store_options(config, None)
-    assert (options.block_bytes, options.queue_depth, options.num_threads) == (1 << 20, 4, 2)
-    assert (options.most_pool_bytes, options.verify) == (128 << 20, False)
-    assert (config.own.host_budget_bytes, config.own.verify_reads, config.settings.seed) == (10**9, False, 5)
-    assert config.own.keep == Keep(last=2)
+    found = store_options(config, None)
+    assert (found.block_bytes, found.queue_depth, found.num_threads) == (1 << 20, 4, 2)
+    assert (config.own.host_budget_bytes, found.most_pool_bytes, config.settings.seed) == (10**9, 128 << 20, 5)
+    assert (config.own.keep, found.verify) == (Keep(last=2), False)
     assert resolved({"zstore": {"host_budget_bytes": "auto"}}).own.host_budget_bytes == "auto"
 
 
