@@ -186,6 +186,10 @@ def arrays_of_kinds() -> dict[str, Array]:
     }
 
 
+def as_bytes(arrays: Mapping[str, Array]) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
 def values(folder: Path, tag: str | None = None) -> dict[str, bytes]:
     """The bytes of every array of a checkpoint that has no fault."""
     with open_checkpoint(folder, tag) as opened:

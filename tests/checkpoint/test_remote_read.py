@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests.checkpoint.checkpoints import save_arrays
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
+from tests.tools.commands import done
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, refused, tags
 from zstore.checkpoint.reader import tags as list_tags
 from zstore.checkpoint.verify import verify_checkpoint
@@ -23,7 +23,6 @@ from zstore.open.sources import folder_of, open_source
 from zstore.remote.bucket import PART_BYTES, Retries
 from zstore.remote.service import open_folder
 from zstore.remote.target import NUM_THREADS
-from zstore.tools.cli import app
 from zstore.tools.options import parse_options
 
 Array = npt.NDArray[Any]
@@ -219,8 +218,7 @@ def test_the_examples_run(memory: Any, tmp_path: Path) -> None:
     assert names["weights"]["0.weight"].dtype == torch.bfloat16
     assert not list((tmp_path / "cache/zstore-uploads").glob("*/step-*"))
     for line in blocks("bash")[0].splitlines():
-        result = CliRunner().invoke(app, line.split()[1:])
-        assert result.exit_code == 0, result.output
+        done(line)
     assert (tmp_path / "weights/model.safetensors").exists()
     with open_checkpoint(open_folder("memory://bucket/four")) as reader:
         assert reader.record.world_size == 4
@@ -229,6 +227,5 @@ def test_the_examples_run(memory: Any, tmp_path: Path) -> None:
     assert names["engine"].global_steps == 8
     assert (PART_BYTES, NUM_THREADS) == (8 * 2**20, 4)  # as the text says
     # A local folder is uploaded as the docs say.
-    result = CliRunner().invoke(app, ["reshard", "memory://bucket/four", "here", "--world-size", "2"])
-    assert result.exit_code == 0, result.output
+    done("zstore reshard memory://bucket/four here --world-size 2")
     assert names["upload_all"](tmp_path / "here", "memory://bucket/again") == ["memory://bucket/again/step-00000004"]

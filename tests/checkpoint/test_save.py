@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.checkpoint.checkpoints import World, leavings, open_world, save_arrays, values, wait_all
+from tests.checkpoint.checkpoints import World, as_bytes, leavings, open_world, save_arrays, values, wait_all
 from tests.waiting import until
 from zstore.checkpoint.commit import Committer, SaveLock, owner_is_dead
 from zstore.checkpoint.format import Record
@@ -56,10 +56,6 @@ def folder(tmp_path: Path) -> Path:
 def on_disk(request: pytest.FixtureRequest, run_path: Path) -> Iterator[World]:
     with open_world(make_arrays(), world_size=request.param, tier="disk", run_path=run_path) as world:
         yield world
-
-
-def as_bytes(arrays: dict[str, Array]) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in arrays.items()}
 
 
 # -- disk tier ------------------------------------------------------------------------------------------------------

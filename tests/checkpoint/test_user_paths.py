@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 import zstore.dcp
 from tests.checkpoint.checkpoints import save_arrays
 from tests.engine.runs import make_config, start, step
+from tests.tools.commands import here
 from zstore import open_checkpoint, open_store
 from zstore.engine.adapters.torch_optim import Offloaded
 from zstore.errors import UsageError
 from zstore.io import user_location, user_path
-from zstore.tools import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -202,13 +202,8 @@ def by_command(*words: str) -> Writer:
         source = Path.cwd().parent / "source"
         if not source.exists():
             save_zstore(source, 1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.argv", ["zstore", *(word.format(source=source, path=path) for word in words)])
-            try:
-                cli.main()
-            except SystemExit as end:
-                if end.code:
-                    raise AssertionError(f"exit code {end.code}") from end
+        code, _, err = here(*(word.format(source=source, path=path) for word in words))
+        assert code == 0, err
         then()
 
     return write

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zstore.dcp
+from tests.tools.commands import here
 from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
@@ -29,7 +30,6 @@ from zstore.io.flush import Flush
 from zstore.open.sources import open_source
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
-from zstore.tools.cli import app
 
 TIMEOUT_S = 120
 
@@ -227,12 +227,6 @@ def test_two_ranks_load_what_four_saved(saved: tuple[Path, Any]) -> None:
             assert found == states[kind]
 
 
-def run(*args: object) -> None:
-    with pytest.raises(SystemExit) as ended:
-        app([str(arg) for arg in args])
-    assert ended.value.code in (0, None)
-
-
 def test_a_rank_that_fails_leaves_no_checkpoint_and_nothing_else(saved: tuple[Path, Any]) -> None:
     folder = saved[0] / "failed"
     assert sorted(entry.name for entry in folder.iterdir()) == ["b", "latest"]
@@ -244,7 +238,7 @@ def test_a_rank_that_fails_leaves_no_checkpoint_and_nothing_else(saved: tuple[Pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_dcp_itself_wrote_is_converted(kind: str, saved: tuple[Path, Any], tmp_path: Path) -> None:
     theirs, state = saved[0] / "theirs" / kind, saved[1][kind]
-    run("convert", theirs, tmp_path / "ours", "--world-size", "3")
+    assert here("convert", theirs, tmp_path / "ours", "--world-size", "3")[0] == 0
     with (
         open_source(theirs) as source,
         open_checkpoint(tmp_path / "ours") as reader,
@@ -262,10 +256,14 @@ def test_what_dcp_itself_wrote_is_converted(kind: str, saved: tuple[Path, Any], 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_the_commands_work_on_what_dcp_wrote(saved: tuple[Path, Any], tmp_path: Path) -> None:
     folder = saved[0] / "sharded"
-    run("inspect", folder)
-    run("verify", folder)
-    run("consolidate", folder, tmp_path / "out", "--dtype", "fp32")
-    run("reshard", folder, tmp_path / "three", "--world-size", "3")
+    out, three = tmp_path / "out", tmp_path / "three"
+    commands = (
+        f"inspect {folder}",
+        f"verify {folder}",
+        f"consolidate {folder} {out} --dtype fp32",
+        f"reshard {folder} {three} --world-size 3",
+    )
+    assert [here(*line.split())[0] for line in commands] == [0] * 4
     assert not (saved[0] / "refused").exists()
     weight = torch.arange(21.0).reshape(7, 3)
     weights = load_file(tmp_path / "out/model.safetensors")

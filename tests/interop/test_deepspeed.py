@@ -25,7 +25,7 @@ CLIENT = {"client/tensor", "client/numpy.state"}
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_value_is_the_one_that_deepspeed_gives(case: str) -> None:
-    wanted, about = expected(case), facts(case)["case"]
+    wanted, about, random = expected(case), facts(case)["case"], np.random.default_rng(0)
     with open_source(root_of(case)) as source:
         names = set(wanted)
         if about.get("zero", {}).get("round_robin_gradients"):  # see the script: nothing says what the moments are
@@ -39,6 +39,15 @@ def test_every_value_is_the_one_that_deepspeed_gives(case: str) -> None:
             assert torch.equal(found.to(value.dtype), value), name
             if name.startswith("optimizer/") or (name.startswith("model/") and "frozen" not in name):
                 assert found.dtype == torch.float32
+        for name, array in source.arrays.items():  # parts of the whole, of any range
+            whole = source.read_array(name).reshape(-1)
+            first, stop = sorted(random.integers(0, array.spec.numel + 1, 2).tolist())
+            part = np.empty(stop - first, whole.dtype)
+            source.read(name, first, stop, part)
+            assert part.tobytes() == whole[first:stop].tobytes()
+        for stop, out in ((array.spec.numel + 1, part), (1, np.empty(2, np.float64))):
+            with pytest.raises(UsageError):
+                source.read(name, 0, stop, out)
         assert source.arrays["model/embed.weight"].spec.aliases == ("head.weight",)
         assert source.record.step == 3
         assert source.record.training_world_size == about["world_size"]
@@ -50,22 +59,6 @@ def test_every_value_is_the_one_that_deepspeed_gives(case: str) -> None:
         began = about["stage"] == 0 and about.get("precision", "fp32") != "fp32"
         assert engine["scalars"]["embed.weight"]["step"] == 3 + began
         assert len(engine["groups"]) == (2 if about.get("groups") else 1)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ranges_are_parts_of_the_whole(case: str) -> None:
-    random = np.random.default_rng(0)
-    with open_source(root_of(case)) as source:
-        for name, array in source.arrays.items():
-            whole = source.read_array(name).reshape(-1)
-            first, stop = sorted(random.integers(0, array.spec.numel + 1, 2).tolist())
-            part = np.empty(stop - first, whole.dtype)
-            source.read(name, first, stop, part)
-            assert part.tobytes() == whole[first:stop].tobytes()
-        with pytest.raises(UsageError):
-            source.read(name, 0, array.spec.numel + 1, part)
-        with pytest.raises(UsageError):
-            source.read(name, 0, 1, np.empty(2, np.float64))
 
 
 def test_inspect_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,52 +234,45 @@ def test_without_any_optimizer_states_the_weights_are_read(tmp_path: Path) -> No
         assert source.arrays["model/w"].spec.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"param_shapes": [{"w": torch.Size([4, 6]), "b": torch.Size([3])}]},
-        {"param_shapes": [{"w": torch.Size([4]), "b": torch.Size([3])}]},
-        {"param_shapes": [{"w": torch.Size([2**30, 2**30]), "b": torch.Size([3])}]},
-        {"param_shapes": [{"w": torch.Size([4, 5]), "b": torch.Size([3])}, {"c": torch.Size([1])}]},
-        {"param_shapes": [{"w": [4, 5]}]},
-        {"param_shapes": {"w": torch.Size([4, 5])}},
-        {"param_shapes": [{7: torch.Size([23])}]},
-        {"module": [1]},
-        {"global_steps": -1},
-        {"global_steps": "many"},
-    ],
-)
-def test_model_states_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
-    write(tmp_path, model=changed)
-    with pytest.raises(CorruptionError):
-        open_source(tmp_path)
+MODELS_THAT_DO_NOT_FIT: list[dict[str, Any]] = [
+    {"param_shapes": [{"w": torch.Size([4, 6]), "b": torch.Size([3])}]},
+    {"param_shapes": [{"w": torch.Size([4]), "b": torch.Size([3])}]},
+    {"param_shapes": [{"w": torch.Size([2**30, 2**30]), "b": torch.Size([3])}]},
+    {"param_shapes": [{"w": torch.Size([4, 5]), "b": torch.Size([3])}, {"c": torch.Size([1])}]},
+    {"param_shapes": [{"w": [4, 5]}]},
+    {"param_shapes": {"w": torch.Size([4, 5])}},
+    {"param_shapes": [{7: torch.Size([23])}]},
+    {"module": [1]},
+    {"global_steps": -1},
+    {"global_steps": "many"},
+]
+RANKS_THAT_DO_NOT_FIT: list[dict[str, Any]] = [
+    {"single_partition_of_fp32_groups": []},
+    {"single_partition_of_fp32_groups": [torch.zeros(5)]},
+    {"single_partition_of_fp32_groups": [torch.zeros(12).double()]},
+    {"single_partition_of_fp32_groups": ["text"]},
+    {"base_optimizer_state": None},
+    {"base_optimizer_state": {"state": {}, "param_groups": []}},
+]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"single_partition_of_fp32_groups": []},
-        {"single_partition_of_fp32_groups": [torch.zeros(5)]},
-        {"single_partition_of_fp32_groups": [torch.zeros(12).double()]},
-        {"single_partition_of_fp32_groups": ["text"]},
-        {"base_optimizer_state": None},
-        {"base_optimizer_state": {"state": {}, "param_groups": []}},
-    ],
-)
-def test_optimizer_states_that_do_not_fit_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
-    write(tmp_path, ranks=[states(0), states(1) | changed])
-    with pytest.raises(CorruptionError):
-        open_source(tmp_path)
-
-
-def read_all(path: Path) -> None:
-    with open_source(path) as source:
-        for name in source.arrays:
-            source.read_array(name)
+def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for number, changed in enumerate(MODELS_THAT_DO_NOT_FIT):
+        write(tmp_path / f"model-{number}", model=changed)
+    for number, changed in enumerate(RANKS_THAT_DO_NOT_FIT):
+        write(tmp_path / f"ranks-{number}", ranks=[states(0), states(1) | changed])
+    for folder in tmp_path.iterdir():
+        with pytest.raises(CorruptionError):
+            open_source(folder)
 
 
 @pytest.mark.parametrize("case", ["stage2-fp32-3", "stage3-nvme-groups-2", "universal-stage1-2"])
 def test_every_file_that_is_missing_or_cut_is_noticed(case: str, tmp_path: Path) -> None:
+    def read_all() -> None:
+        with open_source(copy) as source:
+            for name in source.arrays:
+                source.read_array(name)
+
     # What a universal folder has of parameters that are not trained is in the model states too, and read there.
     unused = {"shift", "numbers", "head.weight", "frozen.weight", "frozen.bias"}
     files = [p for p in root_of(case).rglob("*") if p.suffix in (".pt", ".swp") and p.parent.name not in unused]
@@ -296,11 +282,11 @@ def test_every_file_that_is_missing_or_cut_is_noticed(case: str, tmp_path: Path)
         victim = copy / file.relative_to(root_of(case))
         os.truncate(victim, victim.stat().st_size // 2 if file.suffix == ".pt" else 8)  # the others are mostly padding
         with pytest.raises(ZstoreError, match="global_step3"):
-            read_all(copy)
+            read_all()
         victim.unlink()
         if file.name not in ("optimizer_state.pt", "exp_avg.pt", "exp_avg_sq.pt", "step.pt"):
             with pytest.raises(ZstoreError):
-                read_all(copy)
+                read_all()
         shutil.rmtree(copy)
 
 

@@ -12,6 +12,7 @@ import tensorstore as ts
 import zarr
 
 from zstore.format.zarr_dtypes import BFloat16
+from zstore.testing.oracle import read_with_tensorstore, read_with_zarr, same_bits
 
 SPECIAL = [0.0, -0.0, 1.5, np.inf, -np.inf, np.nan, 2.0**-133]
 
@@ -37,37 +38,19 @@ def write(path: Path, data: np.ndarray, *, fill_value: object = "NaN", sharded: 
     array[...] = data
 
 
-def bits(data: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(data).view(np.uint16)
-
-
-def open_tensorstore(path: Path) -> np.ndarray:
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
-    return np.asarray(ts.open(spec, open=True).result().read().result())
-
-
 @pytest.mark.parametrize("sharded", [False, True])
-def test_written_by_zarr_read_by_zarr_and_tensorstore(tmp_path: Path, sharded: bool) -> None:
+def test_zarr_and_tensorstore_read_each_others_arrays(tmp_path: Path, sharded: bool) -> None:
     data = values()
     write(tmp_path / "a", data, sharded=sharded)
     metadata = json.loads((tmp_path / "a" / "zarr.json").read_text())
-    assert metadata["data_type"] == "bfloat16"
-    assert metadata["fill_value"] == "NaN"
-    again = zarr.open_array(tmp_path / "a", mode="r")
-    assert again.dtype == data.dtype
-    assert (bits(again[...]) == bits(data)).all()
-    assert (bits(open_tensorstore(tmp_path / "a")) == bits(data)).all()
-
-
-def test_written_by_tensorstore_read_by_zarr(tmp_path: Path) -> None:
-    data = values()
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{tmp_path}/a/"},
-        "metadata": {"shape": data.shape, "data_type": "bfloat16", "fill_value": "NaN"},
-    }
-    ts.open(spec, create=True).result().write(data).result()
-    assert (bits(zarr.open_array(tmp_path / "a", mode="r")[...]) == bits(data)).all()
+    assert (metadata["data_type"], metadata["fill_value"]) == ("bfloat16", "NaN")
+    kvstore = {"driver": "file", "path": f"{tmp_path}/b/"}
+    facts = {"shape": data.shape, "data_type": "bfloat16", "fill_value": "NaN"}
+    ts.open({"driver": "zarr3", "kvstore": kvstore, "metadata": facts}, create=True).result().write(data).result()
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        assert zarr.open_array(folder, mode="r").dtype == data.dtype
+        assert same_bits(read_with_zarr(folder), data)
+        assert same_bits(read_with_tensorstore(folder), data)
 
 
 @pytest.mark.parametrize(
@@ -89,35 +72,23 @@ def test_a_fresh_process_opens_it(tmp_path: Path, code: str) -> None:
     assert done.stdout.strip() == data.tobytes().hex()
 
 
-@pytest.mark.parametrize(
-    ("fill_value", "expected_bits"),
-    [
-        ("NaN", 0x7FC0),
-        ("Infinity", 0x7F80),
-        ("-Infinity", 0xFF80),
-        (0.0, 0),
-        (1.5, 0x3FC0),
-        ("0x7fc1", 0x7FC1),
-        ("1.5", 0x3FC0),
-    ],
-)
-def test_a_fill_value_is_read_to_its_bits_and_written_as_json(fill_value: str | float, expected_bits: int) -> None:
-    scalar = BFloat16().from_json_scalar(fill_value, zarr_format=3)
-    assert int(np.asarray(scalar).view(np.uint16)) == expected_bits
-    written = BFloat16().to_json_scalar(scalar, zarr_format=3)
-    assert written == ("NaN" if (expected_bits & 0x7FFF) > 0x7F80 else written)
-    json.dumps(written, allow_nan=False)
+def test_a_fill_value_is_read_to_its_bits_and_written_as_json() -> None:
+    for value, bits in (("NaN", 0x7FC0), ("Infinity", 0x7F80), ("-Infinity", 0xFF80), (0.0, 0), (1.5, 0x3FC0),
+                        ("0x7fc1", 0x7FC1), ("1.5", 0x3FC0)):  # fmt: skip
+        scalar = BFloat16().from_json_scalar(value, zarr_format=3)
+        assert int(np.asarray(scalar).view(np.uint16)) == bits
+        written = BFloat16().to_json_scalar(scalar, zarr_format=3)
+        assert written == ("NaN" if (bits & 0x7FFF) > 0x7F80 else written)
+        json.dumps(written, allow_nan=False)
 
 
 @pytest.mark.parametrize("missing", ["NaN", 3.0])
 def test_missing_chunks_read_as_the_fill_value(tmp_path: Path, missing: str | float) -> None:
     write(tmp_path / "a", values(), fill_value=missing)
-    for chunk in (tmp_path / "a").rglob("0"):
-        if chunk.is_file():
-            chunk.unlink()
+    for chunk in (path for path in (tmp_path / "a").rglob("0") if path.is_file()):
+        chunk.unlink()
     read = zarr.open_array(tmp_path / "a", mode="r")[0:2].astype(np.float32)
-    expected = np.full_like(read, float(missing))
-    np.testing.assert_array_equal(read, expected)
+    np.testing.assert_array_equal(read, np.full_like(read, float(missing)))
 
 
 def test_what_it_refuses(tmp_path: Path) -> None:

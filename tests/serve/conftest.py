@@ -12,18 +12,28 @@ from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 
 Serve = Callable[..., str]
+TOKEN = "secret-of-the-tests"
+OPTIONS = {"token": TOKEN}
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def serving_of(*places: Path | str, **settings: Any) -> contextlib.AbstractContextManager[str]:
+    """A service over these folders for the length of a `with` block, which gets its base URL."""
+    return serving(Settings(roots=tuple(Root.parse(str(place)) for place in places), port=0, **settings))
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """`serve(folder, ..., token="...")` returns the base URL of a service over these folders."""
     with contextlib.ExitStack() as running:
+        yield lambda *places, **settings: running.enter_context(serving_of(*places, **settings))
 
-        def start(*places: Path | str, **settings: Any) -> str:
-            roots = tuple(Root.parse(str(place)) for place in places)
-            return running.enter_context(serving(Settings(roots=roots, port=0, **settings)))
 
-        yield start
+@pytest.fixture
+def url(tmp_path: Path, serve: Serve) -> str:
+    """A service over the empty folder `runs`, which takes what has the token."""
+    (tmp_path / "runs").mkdir()
+    return serve(tmp_path / "runs", token=TOKEN)
 
 
 @pytest.fixture

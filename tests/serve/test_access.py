@@ -20,12 +20,11 @@ import zarr
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.browser import needs_chromium, open_browser, watch
-from tests.serve.conftest import Serve
+from tests.serve.conftest import BEARER, TOKEN, Serve, serving_of
 from tests.serve.proxy import reverse_proxy
 from zstore.errors import UsageError
 from zstore.remote.upload import upload_checkpoint
 from zstore.serve.app import ASSETS, make_app
-from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 from zstore.tools.serve import serve_command
 
@@ -58,7 +57,7 @@ def writes(method: str, path: str) -> bool:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     runs = tmp_path_factory.mktemp("runs")
     save_arrays(runs / "one", {"model/a": np.arange(8.0)}, run_id="abc")
-    with serving(Settings(roots=(Root.parse(str(runs)),), port=0, token=WRITE, read_token=READ)) as base:
+    with serving_of(runs, token=WRITE, read_token=READ) as base:
         yield base
 
 
@@ -143,14 +142,13 @@ def test_links_that_lead_out_and_names_that_no_url_has_are_no_runs(
     (runs / "out").symlink_to(runs.parent / "outside/secret")
     (runs / "newest").symlink_to("one")
     (runs / "empty").symlink_to(runs.parent / "outside")
-    base = serve(runs, token="secret-of-the-tests")
-    token = {"Authorization": "Bearer secret-of-the-tests"}
-    listed = http.request("GET", f"{base}/api/runs", headers=token).json()["runs"]
+    base = serve(runs, token=TOKEN)
+    listed = http.request("GET", f"{base}/api/runs", headers=BEARER).json()["runs"]
     assert [run["name"] for run in listed] == ["newest", "one"]
     for path in ("zarr/out/", "zarr/out/latest/zarr.json", "weights/out/latest/", "api/runs/out/checkpoints"):
-        assert http.request("GET", f"{base}/{path}", headers=token).status == 404, path
+        assert http.request("GET", f"{base}/{path}", headers=BEARER).status == 404, path
     for name in ("out", "empty"):
-        answer = http.request("GET", f"{base}/api/uploads?run={name}", headers=token)
+        answer = http.request("GET", f"{base}/api/uploads?run={name}", headers=BEARER)
         assert (answer.status, "a link in the folder of runs" in answer.json()["error"]) == (400, True)
 
 
@@ -261,7 +259,6 @@ def test_html_and_styles_load_only_files_of_the_page() -> None:
 
 
 ABOVE = "/tools/store"
-TOKEN = "0123456789abcdef"
 
 
 @pytest.fixture
@@ -274,18 +271,17 @@ def below(tmp_path: Path, serve: Serve) -> Iterator[str]:
 
 
 def test_the_page_finds_all_that_it_loads(below: str, http: urllib3.PoolManager) -> None:
-    shown = {"Authorization": f"Bearer {TOKEN}"}
-    shell = http.request("GET", f"{below}/", headers=shown).data.decode()
+    shell = http.request("GET", f"{below}/", headers=BEARER).data.decode()
     loaded = re.findall(r'(?:src|href)="([^"#]+)"', shell)
     assert len(loaded) > 3
     for name in loaded:
-        assert http.request("GET", urljoin(f"{below}/", name), headers=shown).status == 200, name
-    answer = http.request("GET", f"{below}/one", headers=shown, redirect=False)
+        assert http.request("GET", urljoin(f"{below}/", name), headers=BEARER).status == 200, name
+    answer = http.request("GET", f"{below}/one", headers=BEARER, redirect=False)
     assert urljoin(f"{below}/one", answer.headers["location"]).partition("#")[0] == f"{below}/"
 
 
 def test_zarr_reads_what_is_there(below: str) -> None:
-    options = {"client_kwargs": {"headers": {"Authorization": f"Bearer {TOKEN}"}}}
+    options = {"client_kwargs": {"headers": BEARER}}
     group = zarr.open_group(f"{below}/zarr/one/latest", mode="r", storage_options=options)
     np.testing.assert_array_equal(group["model/a"][:], np.arange(1000.0))
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import zstore
 from tests.checkpoint.checkpoints import open_world, save_arrays
-from tests.serve.conftest import Serve
+from tests.serve.conftest import OPTIONS, TOKEN, Serve, serving_of
+from tests.tools.commands import here
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError, UsageError
@@ -26,11 +26,8 @@ from zstore.remote.bucket import BucketFolder, Retries
 from zstore.remote.service import ServiceConnection, ServiceFolder, UploadPlace, open_folder
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
-from zstore.tools.cli import app
 
 RNG = np.random.default_rng(3)
-TOKEN = "open-sesame-open"
-OPTIONS = {"token": TOKEN}
 ARRAYS = {
     "model/h.0.weight": RNG.standard_normal((600, 300)).astype(np.float32),
     "model/odd name/ü%": RNG.standard_normal(77).astype(np.float32),
@@ -53,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(run: Path) -> Iterator[str]:
-    with serving(Settings(roots=(Root.parse(str(run.parent)),), port=0, token=TOKEN)) as url:
+    with serving_of(run.parent, token=TOKEN) as url:
         yield url
 
 
@@ -63,9 +60,9 @@ def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def command(*words: str, exit_code: int = 0) -> dict[str, Any]:
-    result = CliRunner().invoke(app, [*words, "--json"])
-    assert result.exit_code == exit_code, result.output + result.stderr
-    return json.loads(result.stdout)
+    code, out, err = here(*words, "--json")
+    assert code == exit_code, err
+    return json.loads(out)
 
 
 def test_the_commands_say_what_they_say_of_the_folder(

@@ -18,11 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoints import open_world, save_arrays
-from tests.serve.conftest import Serve
+from tests.serve.conftest import Serve, serving_of
 from zstore.checkpoint.names import new_save_id
 from zstore.serve.files import choose
-from zstore.serve.server import serving
-from zstore.serve.settings import Root, Settings
 
 VALUES = np.random.default_rng(5).random((300, 700)).astype(np.float32)
 ODD = np.arange(50.0)
@@ -57,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(run: Path) -> Iterator[str]:
-    with serving(Settings(roots=(Root.parse(str(run.parent)),), port=0)) as url:
+    with serving_of(run.parent) as url:
         yield f"{url}/zarr/one"
 
 
@@ -220,7 +218,7 @@ def test_a_file_behind_a_url_is_served_like_a_local_one(run: Path, http: urllib3
     for path in run.rglob("*"):
         if path.is_file() and not path.is_symlink() and "tmp" not in str(path.relative_to(run)):
             memory.pipe_file(f"/b-files/one/{path.relative_to(run)}", path.read_bytes())
-    with serving(Settings(roots=(Root.parse("memory://b-files"),), port=0)) as url:
+    with serving_of("memory://b-files") as url:
         where = f"{url}/zarr/one"
         assert np.array_equal(zarr.open_group(f"{where}/latest", mode="r")["model/a.b"], VALUES)
         shard = (run / "step-00000003" / "model" / "a.b" / "c.1.0").read_bytes()

@@ -16,13 +16,11 @@ import httpx
 import pytest
 import zarr
 
-from tests.serve.conftest import Serve
+from tests.serve.conftest import Serve, serving_of
 from tests.serve.sample import HOSTILE_RUN, RUN, RUN_ID, arrays_of, make_sample
 from tests.waiting import until
 from zstore import journal
 from zstore.journal import encode, read, steps
-from zstore.serve.server import serving
-from zstore.serve.settings import Root, Settings
 from zstore.tools.ls import ls_command
 from zstore.tools.opening import Common
 
@@ -37,7 +35,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(sample: Path) -> Iterator[httpx.Client]:
-    with serving(Settings(roots=(Root.parse(str(sample)),), port=0)) as base, httpx.Client(base_url=base) as client:
+    with serving_of(sample) as base, httpx.Client(base_url=base) as client:
         yield client
 
 
@@ -156,7 +154,7 @@ def test_a_run_in_a_bucket_is_shown_too(sample: Path) -> None:
     memory.put(str(sample / RUN), "/bucket/far", recursive=True)
     try:
         with (
-            serving(Settings(roots=(Root.parse("memory://bucket/far"),), port=0)) as base,
+            serving_of("memory://bucket/far") as base,
             httpx.Client(base_url=base) as client,
         ):
             (run,) = get(client, "/api/runs")["runs"]

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 from tests.checkpoint.checkpoints import save_arrays
 from tests.serve.conftest import Serve
 from tests.serve.sample import RUN_ID, JournalWriter
+from tests.tools.commands import done, here
 from zstore.journal import read
-from zstore.tools.cli import app
 
 _DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (_DOCS / "service.md").read_text()
@@ -42,8 +41,7 @@ def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.Monk
             if program == "curl":
                 subprocess.run([program, *words], check=True, timeout=200)
             elif words[0] != "serve":
-                done = CliRunner().invoke(app, words)
-                assert done.exit_code == 0, done.output
+                assert here(*words)[0] == 0
     assert ran == ["zstore serve", "curl", "zstore verify", "zstore consolidate"]
     for values in (names["weight"], names["same"], load_file("weights/model.safetensors")["0.weight"]):
         np.testing.assert_array_equal(values, weight)
@@ -69,14 +67,13 @@ def test_the_examples_of_reading_from_a_service_run(
             exec(code, names)
             continue
         for line in code.splitlines():
-            done = CliRunner().invoke(app, shlex.split(line)[1:])
-            assert done.exit_code == 0, done.output
+            done(line)
     assert np.array_equal(names["rows"], values[10:20])
     assert np.array_equal(names["first"], values[0])
 
 
-def test_every_option_of_the_command_is_described() -> None:
-    done = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
-    options = set(re.findall(r"--[a-z-]+", done.output)) - {"--help"}
+def test_every_option_of_the_command_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    options = set(re.findall(r"--[a-z-]+", here("serve", "--help")[1])) - {"--help"}
     table = TEXT[TEXT.index("| option |") : TEXT.index("## Authentication")]
     assert {option for option in options if f"`{option}" not in table} == set()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.checkpoints import save_arrays
+from tests.serve.conftest import OPTIONS, TOKEN
 from tests.serve.proxy import proxy_to
 from tests.waiting import until
 from zstore.checkpoint.catalog import scan
@@ -24,8 +25,6 @@ from zstore.remote.upload import upload_checkpoint
 from zstore.testing.faults import DeadlyFiles, FaultyFiles
 from zstore.testing.ranks import loaded_context
 
-TOKEN = "secret-of-the-tests"
-OPTIONS = {"token": TOKEN}
 RUN = "run"
 _PORT_FILE = "operations"
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,10 @@ import pytest
 import urllib3
 
 from tests.checkpoint.checkpoints import save_arrays
+from tests.serve.conftest import BEARER, TOKEN, Serve
 from zstore.checkpoint.catalog import read_record
 from zstore.checkpoint.format import Manifest, sha256
-from zstore.serve.server import serving
-from zstore.serve.settings import Root, Settings
 
-TOKEN = {"Authorization": "Bearer secret-of-the-tests"}
 NAMES = {"model/a": np.arange(5000.0).reshape(50, 100), "optimizer/exp_avg/a": np.arange(70000, dtype=np.float32)}
 A, MOMENTS = "model/a/c.0.0", "optimizer/exp_avg/a/c.0"
 Document = dict[str, Any]
@@ -42,7 +40,7 @@ class Client:
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        answer = self.pool.request(method, f"{self.base}/api/uploads{path}", body=data, headers={**TOKEN, **headers})
+        answer = self.pool.request(method, f"{self.base}/api/uploads{path}", body=data, headers={**BEARER, **headers})
         return answer.status, answer.json() if answer.data else None
 
     def begin(self, **fields: Any) -> str:
@@ -62,19 +60,15 @@ class Client:
         return self.ask("POST", f"{upload}/plan")
 
     def nothing_is_visible(self) -> None:
-        assert self.pool.request("GET", f"{self.base}/api/runs", headers=TOKEN).json()["runs"] == []
+        assert self.pool.request("GET", f"{self.base}/api/runs", headers=BEARER).json()["runs"] == []
         assert {path.name for path in self.runs.iterdir()} <= {"one"}
         if (self.runs / "one").exists():
             assert [path.name for path in (self.runs / "one").iterdir()] == [".uploads"]
 
 
 @pytest.fixture
-def client(tmp_path: Path, http: urllib3.PoolManager) -> Iterator[Client]:
-    (tmp_path / "runs").mkdir()
-    checkpoint = save_arrays(tmp_path / "a", NAMES, run_id="run")
-    settings = Settings(roots=(Root.parse(str(tmp_path / "runs")),), port=0, token="secret-of-the-tests")
-    with serving(settings) as base:
-        yield Client(base, tmp_path / "runs", checkpoint, http)
+def client(tmp_path: Path, url: str, http: urllib3.PoolManager) -> Client:
+    return Client(url, tmp_path / "runs", save_arrays(tmp_path / "a", NAMES, run_id="run"), http)
 
 
 def _record(**fields: Any) -> Change:
@@ -279,15 +273,14 @@ def test_a_run_that_is_removed_under_way_leaves_room_for_others(client: Client) 
 
 
 def test_a_service_without_a_folder_for_runs_takes_uploads_under_its_run_s_name(
-    tmp_path: Path, http: urllib3.PoolManager
+    tmp_path: Path, serve: Serve, http: urllib3.PoolManager
 ) -> None:
     checkpoint = save_arrays(tmp_path / "a", NAMES, run_id="run")
     save_arrays(tmp_path / "mine", NAMES, run_id="run", step=2)
-    roots = (Root.parse("memory://bucket/far"), Root.parse(str(tmp_path / "mine")))
-    with serving(Settings(roots=roots, port=0, token="secret-of-the-tests")) as base:
-        client = Client(base, tmp_path, checkpoint, http)
-        status, answer = client.ask("POST", "", client.offer(run="other"))
-        assert (status, "save under the name of one that it serves (mine)" in answer["error"]) == (400, True)
-        client.plan(client.begin(run="mine"))
-        listed = http.request("GET", f"{base}/api/runs/mine/checkpoints", headers=TOKEN).json()
-        assert [one["tag"] for one in listed["checkpoints"]] == ["step-00000002"]
+    base = serve("memory://bucket/far", tmp_path / "mine", token=TOKEN)
+    client = Client(base, tmp_path, checkpoint, http)
+    status, answer = client.ask("POST", "", client.offer(run="other"))
+    assert (status, "save under the name of one that it serves (mine)" in answer["error"]) == (400, True)
+    client.plan(client.begin(run="mine"))
+    listed = http.request("GET", f"{base}/api/runs/mine/checkpoints", headers=BEARER).json()
+    assert [one["tag"] for one in listed["checkpoints"]] == ["step-00000002"]

@@ -13,16 +13,15 @@ import numpy.typing as npt
 import pytest
 import urllib3
 
-from tests.checkpoint.checkpoints import World, begin_upload, open_world, save_arrays, wait_all
-from tests.engine.runs import ADAM, make_config, start, state_of, step
-from tests.serve.conftest import Serve
+from tests.checkpoint.checkpoints import World, as_bytes, begin_upload, open_world, save_arrays, values, wait_all
+from tests.engine.runs import ADAM, make_config, start, state_of, step, whole
+from tests.serve.conftest import BEARER, OPTIONS, TOKEN, Serve
 from tests.serve.proxy import proxy_to
 from tests.serve.test_upload_kills import digests
 from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.retention import Keep
-from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -44,8 +43,6 @@ from zstore.tools.train.config import TrainOptions
 
 Array = npt.NDArray[Any]
 RNG = np.random.default_rng(5)
-TOKEN = "secret-of-the-tests"
-OPTIONS = {"token": TOKEN}
 QUICK = Retries(attempts=3, first_pause_s=0.0)
 
 
@@ -57,29 +54,8 @@ def make_arrays() -> dict[str, Array]:
     }
 
 
-@pytest.fixture
-def url(tmp_path: Path, serve: Serve) -> str:
-    """A service over the empty folder `runs`."""
-    (tmp_path / "runs").mkdir()
-    return serve(tmp_path / "runs", token=TOKEN)
-
-
 def save(world: World, local: Path, url: str, **fields: Any) -> list[Any]:
     return wait_all(begin_upload(world, local, url, OPTIONS, **fields))
-
-
-def assert_same(folder: Path, world: World) -> None:
-    with open_checkpoint(folder) as reader:
-        for name, array in world.arrays.items():
-            assert reader.read_array(name).tobytes() == array.tobytes(), name
-
-
-def whole(folder: Path) -> list[str]:
-    found = [info.tag for info in tags(folder)]
-    for tag in found:
-        with open_checkpoint(folder, tag) as opened:
-            assert verify_checkpoint(opened) == []
-    return found
 
 
 @pytest.fixture
@@ -92,7 +68,7 @@ def test_only_what_changed_is_sent_again(tmp_path: Path, url: str, world: World)
     local, arrived = tmp_path / "local", tmp_path / "runs" / "one"
     first = save(world, local, f"{url}/one")
     assert first[0].url == f"{url}/one/step-00000001"
-    assert_same(arrived, world)
+    assert values(arrived) == as_bytes({**world.arrays, **world.small})
     assert {path.name for path in arrived.iterdir()} == {"latest", "step-00000001"}
     shards = {path: path.stat().st_size for path in arrived.rglob("c.*")}
     assert sum(one.uploaded_bytes for one in first) == sum(shards.values())
@@ -101,7 +77,7 @@ def test_only_what_changed_is_sent_again(tmp_path: Path, url: str, world: World)
     second = save(world, local, f"{url}/one", step=2)
     changed = sum(size for path, size in shards.items() if path.parent == arrived / "step-00000001/model/h.0.weight")
     assert sum(one.uploaded_bytes for one in second) == changed
-    assert_same(arrived, world)
+    assert values(arrived) == as_bytes({**world.arrays, **world.small})
     assert whole(arrived) == ["step-00000001", "step-00000002"]
     frozen = "model/frozen/c.0.0"
     assert (arrived / "step-00000001" / frozen).samefile(arrived / "step-00000002" / frozen)
@@ -119,8 +95,7 @@ def test_a_file_with_the_same_checksums_and_other_bytes_is_sent(tmp_path: Path, 
     stored.write_bytes(data)
     path = save_arrays(tmp_path / "a", arrays, run_id="run", step=2)
     upload_checkpoint(path, f"{url}/one", OPTIONS)
-    with open_checkpoint(tmp_path / "runs/one", "step-00000002") as opened:
-        assert verify_checkpoint(opened) == []
+    assert values(tmp_path / "runs/one", "step-00000002") == as_bytes(arrays)
     assert digests(tmp_path / "runs/one/step-00000002") == digests(path)
 
 
@@ -152,14 +127,13 @@ def test_a_client_that_ended_is_not_seen_and_its_successor_goes_on(
                 target.send(workers, reader.path, files_here(reader), lambda _: None)
     runs = tmp_path / "runs"
     assert [one.name for one in (runs / "one").iterdir()] == [".uploads"]
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    assert http.request("GET", f"{url}/api/runs", headers=headers).json()["runs"] == []
+    assert http.request("GET", f"{url}/api/runs", headers=BEARER).json()["runs"] == []
     with pytest.raises(CheckpointNotFoundError):
         open_checkpoint(runs / "one")
 
     def received() -> int:
-        (state,) = http.request("GET", f"{url}/api/uploads", headers=headers).json()["uploads"]
-        upload = http.request("GET", f"{url}/api/uploads/{state['id']}", headers=headers).json()
+        (state,) = http.request("GET", f"{url}/api/uploads", headers=BEARER).json()["uploads"]
+        upload = http.request("GET", f"{url}/api/uploads/{state['id']}", headers=BEARER).json()
         return sum(int(file["received"]) for file in upload["files"])
 
     until(lambda: received() > 4_000_000)  # the service may still take in what came before the end
@@ -203,7 +177,7 @@ def test_a_tag_is_replaced_by_its_own_run_and_else_only_where_that_is_asked_for(
     with open_world(make_arrays()) as world:
         (summary,) = save(world, tmp_path / "b", f"{url}/one")
         assert any("was replaced" in message for message in summary.messages)
-        assert_same(runs / "one/step-00000001", world)
+        assert values(runs / "one/step-00000001") == as_bytes(world.arrays)
     again = save_arrays(tmp_path / "c", make_arrays(), run_id="run")
     with pytest.raises(CheckpointExistsError, match="pass overwrite=True"):
         upload_checkpoint(again, f"{url}/one", OPTIONS)
@@ -278,9 +252,8 @@ def test_a_drive_that_fills_up_ends_an_upload_which_resumes(
 
 
 @pytest.fixture
-def url_engine(tmp_path: Path, serve: Serve) -> str:
-    (tmp_path / "runs").mkdir()
-    return serve(tmp_path / "runs", token=TOKEN) + "/run"
+def run_url(url: str) -> str:
+    return f"{url}/run"
 
 
 def make(tmp_path: Path, stage: int = 1, token: str = TOKEN, **own: Any) -> dict[str, Any]:
@@ -288,26 +261,26 @@ def make(tmp_path: Path, stage: int = 1, token: str = TOKEN, **own: Any) -> dict
     return make_config(stage, zstore=own)
 
 
-def _train(rank: int, tmp_path: Path, url_engine: str) -> int:
+def _train(rank: int, tmp_path: Path, run_url: str) -> int:
     with start(make(tmp_path, 3, keep=2)) as engine:
         for number in range(3):
             step(engine)
-            engine.save_checkpoint(url_engine, wait=number == 2)
+            engine.save_checkpoint(run_url, wait=number == 2)
         return int(engine.global_steps)
 
 
-def test_two_ranks_save_to_a_service_and_one_goes_on(tmp_path: Path, url_engine: str) -> None:
-    assert run_ranks(_train, 2, tmp_path, url_engine) == [3, 3]
+def test_two_ranks_save_to_a_service_and_one_goes_on(tmp_path: Path, run_url: str) -> None:
+    assert run_ranks(_train, 2, tmp_path, run_url) == [3, 3]
     assert whole(tmp_path / "runs/run") == ["step-00000002", "step-00000003"]
     assert not list((tmp_path / "local").glob("*/step-*"))
     with start(make(tmp_path)) as engine:
-        path, _ = engine.load_checkpoint(url_engine)
-        assert path == f"{url_engine}/step-00000003"
+        path, _ = engine.load_checkpoint(run_url)
+        assert path == f"{run_url}/step-00000003"
         step(engine)
         expected = state_of(engine)
-        engine.save_checkpoint(url_engine, tag="again")
+        engine.save_checkpoint(run_url, tag="again")
     with start(make(tmp_path, 2)) as engine:
-        engine.load_checkpoint(url_engine, tag="again")
+        engine.load_checkpoint(run_url, tag="again")
         assert {**state_of(engine), "counters": ()} == {**expected, "counters": ()}
     (journal,) = (tmp_path / "runs/run").glob("journal-*.jsonl")
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
@@ -323,21 +296,21 @@ def test_two_ranks_save_to_a_service_and_one_goes_on(tmp_path: Path, url_engine:
     assert whole(tmp_path / "runs/run") == ["step-00000002", "step-00000003", "again"]
 
 
-def test_what_is_wrong_surfaces(tmp_path: Path, url_engine: str) -> None:
+def test_what_is_wrong_surfaces(tmp_path: Path, run_url: str) -> None:
     with start(make(tmp_path, token="other")) as engine:
         step(engine)
-        ticket = engine.save_checkpoint(url_engine, wait=False)
+        ticket = engine.save_checkpoint(run_url, wait=False)
         with pytest.raises(UsageError, match="does not accept the token"):
             ticket.wait()
         with pytest.raises(UsageError, match="does not accept the token"):
             engine.wait_for_checkpoint()
         with pytest.raises(UsageError, match=r"a run of a service: name it as http://.*/one"):
-            engine.save_checkpoint(f"{url_engine[:-3]}one/inside")
+            engine.save_checkpoint(f"{run_url[:-3]}one/inside")
     assert not list((tmp_path / "local").glob("*/*.tmp-*"))
 
 
 def test_the_command_trains_to_a_service_and_goes_on_from_it(
-    tmp_path: Path, url_engine: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, config = tmp_path / "text.txt", tmp_path / "ds.json"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
@@ -345,7 +318,7 @@ def test_the_command_trains_to_a_service_and_goes_on_from_it(
     config.write_text(json.dumps({"train_batch_size": 4, "optimizer": ADAM, "zstore": own}))
     model = tmp_path / "config.json"
     model.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 300}))
-    options: dict[str, Any] = {"model": str(model), "data": text, "config": config, "save": url_engine}
+    options: dict[str, Any] = {"model": str(model), "data": text, "config": config, "save": run_url}
     with pytest.raises(UsageError, match="needs a token"):
         train_command(TrainOptions(**options, steps=2, save_every=1, seq_len=16))
     monkeypatch.setenv("ZSTORE_TOKEN", TOKEN)
@@ -354,28 +327,16 @@ def test_the_command_trains_to_a_service_and_goes_on_from_it(
     assert whole(tmp_path / "runs/run") == ["step-00000003"]
 
 
-TOKEN_JOURNAL = {"Authorization": "Bearer secret-of-the-tests"}
-OPTIONS_JOURNAL = {"token": "secret-of-the-tests"}
-
-
 def _lines(*numbers: int) -> bytes:
-    return b"".join(
-        json.dumps({"kind": "step", "step": number}, separators=(",", ":")).encode() + b"\n" for number in numbers
-    )
+    return b"".join(b'{"kind":"step","step":%d}\n' % number for number in numbers)
 
 
-@pytest.fixture
-def base(tmp_path: Path, serve: Serve) -> str:
-    (tmp_path / "runs").mkdir()
-    return serve(tmp_path / "runs", token="secret-of-the-tests")
-
-
-def test_lines_are_appended_once_at_their_place(tmp_path: Path, base: str, http: urllib3.PoolManager) -> None:
+def test_lines_are_appended_once_at_their_place(tmp_path: Path, url: str, http: urllib3.PoolManager) -> None:
     stored = tmp_path / "runs/one" / journal_file("abc")
 
     def post(lines: bytes, offset: Any, run: str = "one", run_id: str = "abc") -> tuple[int, Any]:
-        url = f"{base}/api/runs/{run}/journals/{run_id}?offset={offset}"
-        answer = http.request("POST", url, body=lines, headers=TOKEN_JOURNAL)
+        place = f"{url}/api/runs/{run}/journals/{run_id}?offset={offset}"
+        answer = http.request("POST", place, body=lines, headers=BEARER)
         return answer.status, answer.json()
 
     first, second = _lines(1, 2), _lines(3)
@@ -404,26 +365,26 @@ def test_lines_are_appended_once_at_their_place(tmp_path: Path, base: str, http:
     assert stored.read_bytes() == _lines(1, 2, 3, 4, 5)
     save_arrays(tmp_path / "runs/other", {"model/a": np.zeros(3)}, run_id="other")
     assert post(first, 0, run="other")[0] == 409
-    assert http.request("POST", f"{base}/api/runs/one/journals/abc?offset=0", body=first).status == 401
+    assert http.request("POST", f"{url}/api/runs/one/journals/abc?offset=0", body=first).status == 401
 
 
-def test_lines_of_deep_json_are_passed_over(tmp_path: Path, base: str, http: urllib3.PoolManager) -> None:
+def test_lines_of_deep_json_are_passed_over(tmp_path: Path, url: str, http: urllib3.PoolManager) -> None:
     deep = b'{"kind":"start","config":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
-    url = f"{base}/api/runs/one/journals/abc?offset=0"
-    assert http.request("POST", url, body=deep + _lines(7), headers=TOKEN_JOURNAL).status == 200
-    runs = http.request("GET", f"{base}/api/runs", headers=TOKEN_JOURNAL)
+    place = f"{url}/api/runs/one/journals/abc?offset=0"
+    assert http.request("POST", place, body=deep + _lines(7), headers=BEARER).status == 200
+    runs = http.request("GET", f"{url}/api/runs", headers=BEARER)
     assert (runs.status, runs.json()["runs"][0]["step"]) == (200, 7)
 
 
-def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(tmp_path: Path, base: str) -> None:
+def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(tmp_path: Path, url: str) -> None:
     stored = tmp_path / "runs/one" / journal_file("abc")
     problems: list[str] = []
 
-    def tail(path: Path, url: str, options: dict[str, str] = OPTIONS_JOURNAL) -> JournalTail:
+    def tail(path: Path, place: str, options: dict[str, str] = OPTIONS) -> JournalTail:
         start = path.stat().st_size if path.exists() else 0
-        return JournalTail(path, UploadPlace(url, options), "abc", start, failed=problems.append)
+        return JournalTail(path, UploadPlace(place, options), "abc", start, failed=problems.append)
 
-    with proxy_to(int(base.rpartition(":")[2])) as proxy:
+    with proxy_to(int(url.rpartition(":")[2])) as proxy:
         first = tail(tmp_path / "first.jsonl", f"http://127.0.0.1:{proxy.port}/one")
         proxy.after(1500, proxy.cut)
         for number in range(1, 40):
@@ -431,19 +392,19 @@ def test_a_journal_is_sent_as_it_grows_and_goes_on_elsewhere(tmp_path: Path, bas
                 file.write(_lines(number))
             first.send()
     assert problems == []
-    again = tail(tmp_path / "second.jsonl", f"{base}/one")  # on another machine, whose folder has nothing of it
+    again = tail(tmp_path / "second.jsonl", f"{url}/one")  # on another machine, whose folder has nothing of it
     (tmp_path / "second.jsonl").write_bytes(_lines(40) + b'{"kind": "st')
     again.send(is_end=True)
     assert stored.read_bytes() == _lines(*range(1, 41))
     # As many whole lines at a time as the service takes; one that is longer than that is refused for good.
     long = tmp_path / "long.jsonl"
-    at_most = tail(long, f"{base}/two")
+    at_most = tail(long, f"{url}/two")
     long.write_bytes(b"".join(b'{"a":"%s"}\n' % (b"x" * size) for size in (400_000, 900_000, 1_100_000)))
     for _ in range(2):
         at_most.send()
     assert (tmp_path / "runs/two" / journal_file("abc")).stat().st_size == 1_300_000 + 2 * 9
     assert "may have" in problems.pop()
-    refused = tail(tmp_path / "third.jsonl", f"{base}/one", {"token": "x"})
+    refused = tail(tmp_path / "third.jsonl", f"{url}/one", {"token": "x"})
     for _ in range(2):
         refused.send()
     (problem,) = problems

@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from tests.checkpoint.checkpoints import Array, open_world, save_arrays
-from tests.serve.conftest import Serve
+from tests.serve.conftest import Serve, serving_of
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.serve.server import serving
-from zstore.serve.settings import Root, Settings
 from zstore.tools.consolidate import consolidate_command
 from zstore.weights.files import plan_files
 from zstore.weights.from_checkpoint import DTYPES, list_weights
@@ -54,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(run: Path) -> Iterator[str]:
-    with serving(Settings(roots=(Root.parse(str(run.parent)),), port=0)) as url:
+    with serving_of(run.parent) as url:
         yield f"{url}/weights/one"
 
 

@@ -5,7 +5,9 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +92,60 @@ def test_a_store_that_cannot_be_made_holds_nothing(tmp_path: Path) -> None:
 # -- misuse ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_created(store: TensorStore) -> None:
+Call = Callable[[], object]
+
+
+def wrong_calls(store: TensorStore) -> list[tuple[Call, str]]:
+    """Calls that make no sense, with a part of what they are told: of `model/w` [600, 1000], half of `model/ten` [10],
+    `model/a`, `model/b` [10] and `model/c` [11].
+    """
+    spec, numel = ArraySpec(name="model/x", shape=(10, 3), dtype="float32"), store.local("model/ten").valid_numel
+    zeros, locked = partial(np.zeros, dtype=np.float32), np.zeros(numel, np.float32)
+    locked.flags.writeable = False
+
+    def create_x(rows: tuple[int, ...] = (10, 3), shard: int = 0, tier: Any = "host") -> Call:
+        return lambda: store.create(spec, grid=make_grid(rows, 2), shard=shard, tier=tier)
+
+    found: list[tuple[Call, str]] = [
+        (lambda: create(store, "host"), "'model/w' exists already"),
+        (create_x(tier="nvme"), "expected one of device, host, pinned, disk as tier, got 'nvme'"),
+        (create_x(shard=-1), "10 rows of 3 elements, got shard -1"),
+        (create_x(rows=(30,)), "of a grid of 30 rows of 1"),
+    ]
+    outside = f"are not in a shard of {numel}"
+    data = [np.zeros(5), zeros((5, 1)), zeros(10)[::2], torch.zeros(5, dtype=torch.bfloat16), torch.zeros(5, 1)]
+    data += [torch.zeros(10)[::2], torch.zeros(5, device="meta")]
+    found += [(partial(store.write, "model/w", each), "'model/w': expected 1-D contiguous") for each in data]
+    writes = [(-1, 2), (numel, 1), (0, numel + 1)]
+    found += [(partial(store.write, "model/ten", zeros(size), first), outside) for first, size in writes]
+    reads = [(-1, 2), (3, 2), (0, numel + 1)]
+    found += [(partial(store.read, "model/ten", *each), outside) for each in reads]
+    targets, words = (
+        (np.zeros(numel), zeros(numel + 1), zeros((numel, 1)), locked),
+        "contiguous, writable elements of float32",
+    )
+    found += [(partial(store.read, "model/ten", out=out), f"expected {numel} {words}") for out in targets]
+    named: list[Callable[[str], object]] = [store.read, store.spec, store.tier_of, store.local]
+    named += [lambda x: store.write(x, zeros(1)), lambda x: store.stream([[x]]), lambda x: store.snapshot([x])]
+    found += [(partial(each, "model/x"), "no array 'model/x'") for each in named]
+    groups = [[[]], [["model/a", "model/a"]], [["model/a"], ["model/a"]]]
+    found += [(partial(store.stream, each), "visits each array once") for each in groups]
+    return [*found, (partial(store.stream, [["model/a", "model/c"]]), "share one layout")]
+
+
+def test_what_makes_no_sense_is_refused_and_changes_nothing(store: TensorStore) -> None:
     create(store, "host")
-    spec, grid = ArraySpec(name="model/x", shape=(10, 3), dtype="float32"), make_grid((10, 3), 2)
-    with pytest.raises(UsageError, match="'model/w' exists already"):
-        create(store, "host")
-    with pytest.raises(UsageError, match="expected one of device, host, pinned, disk as tier, got 'nvme'"):
-        store.create(spec, grid=grid, shard=0, tier="nvme")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="10 rows of 3 elements, got shard -1"):
-        store.create(spec, grid=grid, shard=-1, tier="host")
-    with pytest.raises(UsageError, match="of a grid of 30 rows of 1"):
-        store.create(spec, grid=make_grid((30,), 2), shard=0, tier="host")
-    assert store.names() == ["model/w"]
+    create(store, "disk", (10,), name="model/ten", world_size=2, shard=0)
+    for name, shape in (("model/a", (10,)), ("model/b", (10,)), ("model/c", (11,))):
+        create(store, "host", shape, name=name)
+    before = store.names()
+    for call, words in wrong_calls(store):
+        with pytest.raises(UsageError, match=words):
+            call()
+    with pytest.raises(ValueError, match="rewrite"):
+        store.stream([["model/a"]], "rewrite")  # type: ignore[arg-type]
+    assert list(store.stream([])) == []
+    assert store.names() == before
 
 
 def test_a_store_without_a_run_path_has_no_disk() -> None:
@@ -111,68 +155,6 @@ def test_a_store_without_a_run_path_has_no_disk() -> None:
         values = create(store, "host")
         store.write("model/w", values).wait()
         assert same_bits(store.read("model/w").wait(), values)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        np.zeros(5, np.float64),
-        np.zeros((5, 1), np.float32),
-        np.zeros(10, np.float32)[::2],
-        torch.zeros(5, dtype=torch.bfloat16),
-        torch.zeros(5, 1),
-        torch.zeros(10)[::2],
-        torch.zeros(5, device="meta"),
-    ],
-    ids=["dtype", "shape", "strides", "tensor dtype", "tensor shape", "tensor strides", "device"],
-)
-def test_what_cannot_be_written(store: TensorStore, data: Any) -> None:
-    create(store, "host")
-    with pytest.raises(UsageError, match="'model/w': expected 1-D contiguous"):
-        store.write("model/w", data)
-
-
-def test_places_outside_the_shard_and_wrong_targets_are_refused(store: TensorStore) -> None:
-    create(store, "disk", (10,), world_size=2, shard=0)
-    numel = store.local("model/w").valid_numel
-    for first, size in ((-1, 2), (numel, 1), (0, numel + 1)):
-        with pytest.raises(UsageError, match=f"are not in a shard of {numel}"):
-            store.write("model/w", np.zeros(size, np.float32), first)
-    for first, stop in ((-1, 2), (3, 2), (0, numel + 1)):
-        with pytest.raises(UsageError, match=f"are not in a shard of {numel}"):
-            store.read("model/w", first, stop)
-    locked = np.zeros(numel, np.float32)
-    locked.flags.writeable = False
-    for out in (np.zeros(numel), np.zeros(numel + 1, np.float32), np.zeros((numel, 1), np.float32), locked):
-        with pytest.raises(UsageError, match=f"expected {numel} contiguous, writable elements of float32"):
-            store.read("model/w", out=out)
-
-
-def test_an_unknown_name_is_refused_by_every_call(store: TensorStore) -> None:
-    for act in (
-        lambda: store.write("model/x", np.zeros(1, np.float32)),
-        lambda: store.read("model/x"),
-        lambda: store.stream([["model/x"]]),
-        lambda: store.spec("model/x"),
-        lambda: store.tier_of("model/x"),
-        lambda: store.local("model/x").valid_numel,
-        lambda: store.snapshot(["model/x"]),
-    ):
-        with pytest.raises(UsageError, match="no array 'model/x'"):
-            act()
-
-
-def test_groups_that_make_no_pass(store: TensorStore) -> None:
-    for name, shape in (("model/a", (10,)), ("model/b", (10,)), ("model/c", (11,))):
-        create(store, "host", shape, name=name)
-    for groups in ([[]], [["model/a", "model/a"]], [["model/a"], ["model/a"]]):
-        with pytest.raises(UsageError, match="visits each array once"):
-            store.stream(groups)
-    with pytest.raises(UsageError, match="share one layout"):
-        store.stream([["model/a", "model/c"]])
-    with pytest.raises(ValueError, match="rewrite"):
-        store.stream([["model/a"]], "rewrite")  # type: ignore[arg-type]
-    assert list(store.stream([])) == []
 
 
 def test_a_closed_store_refuses_calls(tmp_path: Path) -> None:

@@ -4,11 +4,9 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +14,11 @@ import pytest
 
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
+from tests.tools.commands import here
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.retention import Keep
 from zstore.errors import UsageError
 from zstore.open.sources import split_location
-from zstore.tools import cli
 from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
@@ -300,7 +298,6 @@ COMMANDS = {
     "reshard": ["reshard", "{run}", "{out}", "--world-size", "3"],
     "convert": ["convert", "{run}", "{out}"],
 }
-Run = Callable[..., tuple[int, dict[str, Any], str]]
 
 
 @pytest.fixture
@@ -312,21 +309,10 @@ def folder_tags(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.fixture
-def run(memory: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command with `--json`; returns its exit code, what it printed as JSON, and stderr."""
-
-    def run(*words: object) -> tuple[int, dict[str, Any], str]:
-        monkeypatch.setattr("sys.argv", ["zstore", *map(str, words), "--json"])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        printed = capsys.readouterr()
-        return code, json.loads(printed.out) if printed.out else {}, printed.err
-
-    return run
+def run(*words: object) -> tuple[int, dict[str, Any], str]:
+    """Run a command with `--json`; return its exit code, what it printed as JSON, and stderr."""
+    code, out, err = here(*words, "--json")
+    return code, json.loads(out) if out else {}, err
 
 
 def meant(command: str, told: dict[str, Any], out: Path, stderr: str) -> str:
@@ -362,11 +348,11 @@ OTHERS = [command for command in COMMANDS if command != "inspect"]
     [*(("inspect", *form) for form in FORMS), *((command, "{run}@TAG", TAGS[1]) for command in OTHERS)],
 )
 def test_a_tag_may_be_named_in_three_ways(
-    command: str, form: str, tag: str, folder_tags: Path, tmp_path: Path, run: Run
+    command: str, form: str, tag: str, folder_tags: Path, tmp_path: Path, memory: Any
 ) -> None:
     place: Path | str = folder_tags
     if form.startswith("url"):
-        fsspec.filesystem("memory").put(str(folder_tags), "/bucket/run", recursive=True)
+        memory.put(str(folder_tags), "/bucket/run", recursive=True)
         place = URL
     ckpt = f"{place}@{tag}" if form.endswith("@TAG") else f"{place}/{tag}" if form.endswith("/TAG") else place
     out = tmp_path / "out"
@@ -384,7 +370,7 @@ def test_a_tag_may_be_named_in_three_ways(
     ],
 )
 def test_a_tag_that_is_not_there_is_answered_with_those_that_are(
-    command: str, form: str, folder_tags: Path, tmp_path: Path, run: Run
+    command: str, form: str, folder_tags: Path, tmp_path: Path
 ) -> None:
     ckpt = folder_tags if form == "--tag" else f"{folder_tags}{form[0]}stp-1"
     words = COMMANDS.get(command, ["diff", "{run}", str(folder_tags)])
@@ -397,7 +383,7 @@ def test_a_tag_that_is_not_there_is_answered_with_those_that_are(
     assert not (tmp_path / "out").exists()
 
 
-def test_two_tags_are_one_too_many(folder_tags: Path, run: Run) -> None:
+def test_two_tags_are_one_too_many(folder_tags: Path) -> None:
     code, _, stderr = run("inspect", f"{folder_tags}@{TAGS[0]}", "--tag", "newest")
     assert code == 2
     assert f"names the tag {TAGS[0]!r}, and 'newest' is named beside it: name one of them" in stderr
@@ -418,9 +404,9 @@ def test_a_folder_that_is_there_is_meant_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", [f"{URL}@v2", f"{URL}@v2/best@3"])
-def test_an_at_sign_in_a_url_is_taken_literally_if_that_is_there(url: str, tmp_path: Path, run: Run) -> None:
+def test_an_at_sign_in_a_url_is_taken_literally_if_that_is_there(url: str, tmp_path: Path, memory: Any) -> None:
     save_arrays(tmp_path, {"model/w": np.ones((4, 3), np.float32)}, tag="best@3")
-    fsspec.filesystem("memory").put(str(tmp_path), "/bucket/run@v2", recursive=True)
+    memory.put(str(tmp_path), "/bucket/run@v2", recursive=True)
     with zstore.open_checkpoint(url) as checkpoint, pickle.loads(pickle.dumps(checkpoint)) as again:
         assert again.location == checkpoint.location
     assert [run(command, url)[0] for command in ("inspect", "verify")] == [0, 0]
