@@ -23,12 +23,17 @@ DOCS = ROOT / "docs"
 PAGES = sorted(
     [
         ROOT / "README.md",
+        ROOT / "README.ko.md",
+        ROOT / "SECURITY.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "CHANGELOG.md",
         *DOCS.rglob("*.md"),
         *ROOT.glob("bench/results/*.md"),
     ]
 )
+
+
+FENCE = re.MULTILINE | re.DOTALL
 
 
 def prose(page: Path) -> str:
@@ -89,12 +94,27 @@ def test_the_tree_of_the_page_is_there() -> None:
 
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 120
     code = text.partition("```python\n")[2].partition("```")[0]
     assert len([line for line in code.splitlines() if line]) <= 12
     assert {"make demo", "make test"} <= set(re.findall(r"^make \w+", text, re.MULTILINE))
     for picture in DOCS.glob("pictures/*"):
         assert picture.stat().st_size < 200_000, picture
+
+
+def test_the_korean_readme_has_the_same_code_commands_links_and_figures() -> None:
+    english, korean = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md"))
+
+    def facts(text: str) -> dict[str, list[str]]:
+        commands = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, FENCE))
+        return {
+            "code": re.findall(r"^```python\n(.*?)^```", text, FENCE),
+            "commands": [line.partition("  #")[0].strip() for line in commands.splitlines()],
+            "links": sorted(link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "README" not in link),
+            "figures": re.findall(r"\d+\.\d+", text.partition("|---|---|---|")[2].partition("![")[0]),
+        }
+
+    assert facts(korean) == facts(english)
 
 
 def test_the_charts_are_those_of_the_results() -> None:
@@ -107,7 +127,6 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     assert [name for name in named if not any(ROOT.glob(name.rstrip("/")))] == []
 
 
-FENCE = re.MULTILINE | re.DOTALL
 MOST_IN_10_000_WORDS = {
     r"\bwhere\b": 15,
     r"\bwhat (is|are|was|were|has|it|they|the)\b": 10,
