@@ -3,7 +3,6 @@ model's parameters, each with its type, its memory and its state."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -115,18 +114,18 @@ class BuiltModel:
         self._copies = copies
         self._model = model
         found = {p: built for p in model.parameters() if (built := find_built(p)) is not None}
-        self._found: dict[nn.Parameter, tuple[Builder, Built]] = found
+        self.found: dict[nn.Parameter, tuple[Builder, Built]] = found
+        """The parameters in shards, until they are taken over."""
         self._builders = list(dict.fromkeys(builder for builder, _ in found.values()))
         self.taken_over: Builder | None = None
         """The builder whose store is that of the run."""
-        self._in_store: dict[nn.Parameter, RowsInStore] = {}
         world.raise_together(self._changed())
 
     def _changed(self) -> UsageError | None:
         if any(builder.is_closed for builder in self._builders):
             return model_deleted_error()
         for name, parameter in self._model.named_parameters():
-            if parameter in self._found and not self._found[parameter][1].is_intact(parameter):
+            if parameter in self.found and not self.found[parameter][1].is_intact(parameter):
                 return UsageError(
                     f"parameter {name!r} was built within zstore.Init and changed after the block, where it had no values: "
                     "do it within the block. Leave casts and moves (.half(), .to(), .cuda()) to initialize()"
@@ -150,34 +149,6 @@ class BuiltModel:
                     f"and {key}. Give both the same config"
                 )
         return None
-
-    def rows(self, parameter: nn.Parameter, *, in_memory: bool) -> torch.Tensor | RowsInStore | None:
-        """Return this rank's rows of a parameter in shards: `in_memory` or from another store 1-D on the CPU, else a
-        reference to them; None if they are not those it needs."""
-        builder, built = self._found.get(parameter, (None, None))
-        if builder is None or built is None or builder.world.world_size != self.world.world_size:
-            return None
-        if in_memory or builder is not self.taken_over or built.rows is None:
-            return builder.own_rows(built)
-        rows = self._in_store[parameter] = RowsInStore(built.rows.spec.name)
-        return rows
-
-    def restore(self, parameter: nn.Parameter) -> bool:
-        """Give a parameter in shards all its values on its device; false if it is not, or not of these ranks (all
-        ranks)."""
-        builder, built = self._found.get(parameter, (None, None))
-        if builder is None or built is None:
-            return False
-        parameter.data = builder.whole(built).to(self.world.device)
-        parameter.grad = None
-        return builder.world.world_size == self.world.world_size
-
-    def drop(self, parameter: nn.Parameter) -> None:
-        """Forget the rows of a parameter: they have been taken over."""
-        builder, built = self._found.pop(parameter, (None, None))
-        if builder is not None and built is not None:
-            rows = self._in_store.pop(parameter, None)
-            builder.give(built, keep_rows=rows is not None and rows.is_taken)
 
     def end(self) -> None:
         """Let the modules be called: every parameter was taken over."""
@@ -206,18 +177,15 @@ def open_run_store(
         built.taken_over, store = former, former.hand_over_store()
     else:
         store = open_store(config, world, budget_bytes, pins=not device_is_host, files=files, cuda=cuda)
+    try:
+        check_drives(plan, store, world)
+    except BaseException:
+        store.close()
+        raise
     store.expect(plan.shared_bytes)
-    if config.offload_optimizer.nvme_paths or config.offload_param.nvme_paths or config.activations_paths:
+    if store.options.all_paths:
         map_large_blocks()
     return plan, store
-
-
-def check_store(store: TensorStore, plan: Plan, config: Config, world: World) -> None:
-    """Raise DiskFullError, on every rank, if a drive has no room for the plan's files (all ranks)."""
-    present: Counter[Path] = Counter()
-    for name, folder in store.disk_folders().items():
-        present[folder] += store.local(name).nbytes
-    check_drives(plan, config, world, present)
 
 
 def warn_of_fallbacks(store: TensorStore, world: World) -> None:
@@ -277,14 +245,19 @@ class Layout:
     def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | RowsInStore | None:
         """Move a parameter to its device, with rank 0's values, or return this rank's rows of one that is in shards and stays
         so (all ranks)."""
-        if self._is_released(name):
-            offloaded = self._plan.placements[name].parameter != "device"
-            rows = self._built.rows(parameter, in_memory=not offloaded)
-            if rows is not None:
-                return rows
-        if not self._built.restore(parameter):
-            parameter.data = plain_memory(parameter.data.to(self._world.device))
-            parameter.grad = None
+        is_same = False  # on every rank
+        if (found := self._built.found.get(parameter)) is not None:
+            builder, built = found
+            is_same = builder.world.world_size == self._world.world_size
+            if is_same and self._is_released(name):
+                in_memory = self._plan.placements[name].parameter == "device"
+                if in_memory or builder is not self._built.taken_over or built.rows is None:
+                    return builder.own_rows(built)
+                return RowsInStore(built.rows.spec.name)
+            parameter.data = builder.whole(built)
+        parameter.data = plain_memory(parameter.data.to(self._world.device))
+        parameter.grad = None
+        if not is_same:
             self._world.broadcast(parameter.data)
         return None
 
@@ -315,5 +288,7 @@ class Layout:
             # Of the same type, the parameter's memory may be the given one, which may be released by now.
             rows = record.owned() if given.dtype == record.dtype else given.reshape(-1)[first:stop]
         keep(record, rows, placement)
-        self._built.drop(tensor)
+        if (found := self._built.found.pop(tensor, None)) is not None:
+            builder, built = found
+            builder.give(built, keep_rows=isinstance(rows, RowsInStore) and rows.is_taken)
         return record

@@ -16,7 +16,7 @@ from zstore.io import HostMemory, read_host_memory
 from zstore.io.tensors import dtype_name
 from zstore.ranks.world import World
 from zstore.sizes import format_bytes
-from zstore.store import Drives
+from zstore.store import Drives, TensorStore
 
 from ..config.config import Config
 from ..params.record import named_parameters
@@ -141,19 +141,19 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
                 )
 
 
-def check_drives(plan: Plan, config: Config, world: World, present: Mapping[Path, int]) -> None:
-    """Raise DiskFullError, on every rank, if a drive has no room for the plan's files (all ranks).
-
-    `present` has the bytes of this rank's files that are there already, by folder or by a folder in it.
-    """
-    usual, parameters = config.offload_optimizer.nvme_paths, config.offload_param.nvme_paths
-    drives = Drives(usual or parameters, {"parameter": parameters} if parameters else {})
+def check_drives(plan: Plan, store: TensorStore, world: World) -> None:
+    """Raise DiskFullError, on every rank, if a drive has no room for those of the plan's files that the store does not have
+    yet (all ranks)."""
+    options = store.options
+    usual = () if options.run_path is None else (options.run_path, *options.other_paths)
+    drives = Drives(usual, options.group_paths)
+    present = [(folder, store.local(name).nbytes) for name, folder in store.disk_folders().items()]
     for group, nbytes in plan.files:
         drives.choose(group, nbytes)
     with world.agreeing():
         for drive in {_drive_of(folder) for folder in drives.given_bytes}:
             found = [folder for folder in drives.given_bytes if _drive_of(folder) == drive]
-            there = sum(nbytes for folder, nbytes in present.items() if _drive_of(folder) == drive)
+            there = sum(nbytes for folder, nbytes in present if _drive_of(folder) == drive)
             needed = (sum(drives.given_bytes[folder] for folder in found) - there) * world.local_world_size
             free = shutil.disk_usage(found[0]).free
             if needed > free:

@@ -12,7 +12,7 @@ from zstore.ranks.world import World, agree_any
 from ..activations.checkpointing import checkpoint_blocks
 from ..activations.offload import ActivationOffload, make_tier
 from ..build.model import check_model, normalize_in_type_of_statistics, place_buffers
-from ..build.store import BuiltModel, Layout, check_store, open_run_store, warn_of_fallbacks
+from ..build.store import BuiltModel, Layout, open_run_store, warn_of_fallbacks
 from ..config.config import Config
 from ..optim.optimizer import LossScaler, ZeroOptimizer, group_of_parameters
 from ..optim.rules import CLIENT, check_client, codec_of, rule_of
@@ -67,7 +67,6 @@ def wire(
         model.requires_grad_(False)
     transfers = Transfers(streams, store.links, store.rooms)
     try:
-        check_store(store, plan, config, world)
         buffer_type = config.settings.data_types.buffer_dtype
         place_buffers(model, world, None if buffer_type is None else PRECISIONS[buffer_type])
         normalize_in_type_of_statistics(model)
