@@ -18,8 +18,7 @@ from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay,
 from .sections import (
     ConfigSections,
     Fp16Section,
-    OffloadOptimizerSection,
-    OffloadParamSection,
+    OffloadSection,
     ZeroSection,
     ZstoreSection,
 )
@@ -307,7 +306,7 @@ _OF_TRAINING = (
 """Prefixes of the keys that have no effect on an engine without an optimizer."""
 
 
-def _offload(section: OffloadOptimizerSection | OffloadParamSection, *, unused: bool) -> OffloadConfig:
+def _offload(section: OffloadSection, *, unused: bool) -> OffloadConfig:
     device = "none" if unused else section.device
     return OffloadConfig(device=device, nvme_paths=section.nvme_path or () if device == "nvme" else ())
 

@@ -185,19 +185,24 @@ Stage = Annotated[Literal[0, 1, 2, 3], OneOf()]
 Device = Annotated[Literal["none", "cpu", "nvme"], OneOf()]
 
 
-class OffloadOptimizerSection(Section):
-    """Where the optimizer state (fp32 master weights and the optimizer's tensors) is stored and updated."""
+class OffloadSection(Section):
+    """Where state is stored."""
 
     switch = "device"
 
     device: Device
-    """Tier of the state: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`). Stages 1 to 3."""
+    """Tier: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`)."""
     nvme_path: Drives | None = built(None)
-    """Folder on the drive for the state's files, created if missing; needed with "nvme". A list spreads them over several
-    drives. Each run locks its folders; processes of two runs cannot share one."""
+    """Folder on the drive for the files, created if missing; needed with "nvme". A list spreads them over several drives.
+    Optimizer state and parameters may have the same. Each run locks its folders; processes of two runs cannot share one."""
     pin_memory: Bool = built(False)
     """Register parameters in host memory with CUDA, so that copies overlap with computation; transfer buffers always are.
-    If registration fails: pageable memory, and one warning."""
+    If registration fails: pageable memory, and one warning. One of offload_optimizer and offload_param is enough."""
+
+
+class OffloadOptimizerSection(OffloadSection):
+    """Where the optimizer state (fp32 master weights and the optimizer's tensors) is stored and updated, at stages 1 to 3."""
+
     buffer_count: Positive = built(8)
     """Buffers for state in transit: the pool has room for this many of `buffer_size`, and uses at most half of the host
     budget, by default an eighth or 64 MiB. All arrays of an update share the pool, so that few buffers mean small
@@ -211,18 +216,10 @@ class OffloadOptimizerSection(Section):
     GPU round differently: bits depend on the share, which the log and the checkpoint record."""
 
 
-class OffloadParamSection(Section):
+class OffloadParamSection(OffloadSection):
     """Where parameters are stored between uses, at stage 3. At lower stages parameters stay on the device, and the section is
     reported."""
 
-    switch = "device"
-
-    device: Device
-    """Tier of the parameters: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`)."""
-    nvme_path: Drives | None = built(None)
-    """Folder on the drive, or a list of folders on several; needed with "nvme". It may equal that of the optimizer state."""
-    pin_memory: Bool = built(False)
-    """The same as offload_optimizer.pin_memory: one of the two is enough."""
     buffer_count: Positive = built(5)
     """Buffers for parameters in transit from host memory or disk. Larger parameters are split; without a free
     buffer a transfer waits."""
