@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cache
 from itertools import pairwise
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Union, get_args
+from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -156,34 +156,26 @@ class Section(BaseModel):
         return self.switch is not None and getattr(self, self.switch) in (None, False, "none")
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """A key that a config sets."""
 
     key: str
     """Dotted path, in the schema's spelling."""
     section: Section
     name: str
-
-    @property
-    def value(self) -> Any:
-        """The value in the section."""
-        return getattr(self.section, self.name)
-
-    @property
-    def field(self) -> FieldInfo:
-        """The field of the section."""
-        return type(self.section).model_fields[self.name]
+    value: Any
+    field: FieldInfo
 
 
 def settings_in(section: Section, prefix: str = "") -> Iterator[Setting]:
     """Yield the keys that are set in `section` and in the sections in it, in the order of the schema."""
-    for name in (name for name in type(section).model_fields if name in section.model_fields_set):
-        one = Setting(f"{prefix}{name}", section, name)
-        if isinstance(one.value, Section):
-            yield from settings_in(one.value, f"{one.key}.")
-        else:
-            yield one
+    for name, field in type(section).model_fields.items():
+        if name in section.model_fields_set:
+            one = Setting(f"{prefix}{name}", section, name, getattr(section, name), field)
+            if isinstance(one.value, Section):
+                yield from settings_in(one.value, f"{one.key}.")
+            else:
+                yield one
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
