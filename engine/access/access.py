@@ -90,10 +90,6 @@ class Access:
 
     # -- which, and when --------------------------------------------------------------------------------------------
 
-    def record_of(self, parameter: nn.Parameter) -> ParameterRecord | None:
-        """Return the record of a parameter of this run, None for any other."""
-        return self.guard.records.get(parameter)
-
     def find(self, name: str) -> ParameterRecord | None:
         """Return the record of a parameter by its name in the model; a leading `module.` is the engine's own."""
         return self._by_name.get(name) or self._by_name.get(name.removeprefix("module."))
@@ -338,7 +334,7 @@ live_runs: weakref.WeakSet[Access] = weakref.WeakSet()
 
 def find_run(parameter: nn.Parameter) -> tuple[Access, ParameterRecord] | None:
     """Return the run of an open engine that has the parameter, and its record; None if none has it."""
-    found = ((access, access.record_of(parameter)) for access in list(live_runs))
+    found = ((access, access.guard.records.get(parameter)) for access in list(live_runs))
     return next(((access, record) for access, record in found if record is not None), None)
 
 
@@ -445,7 +441,7 @@ class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
         self._access = access
 
     def __getitem__(self, parameter: Any) -> Mapping[str, torch.Tensor]:
-        record = self._access.record_of(parameter)
+        record = self._access.guard.records.get(parameter)
         if record is None or not self._is_updated(record):
             return {}  # as the defaultdict that it replaces
         return StateOfParameter(self._access, record)

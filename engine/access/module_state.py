@@ -125,7 +125,7 @@ def load_module_state(
         if not isinstance(target, torch.Tensor) or target in loaded:
             continue
         loaded[target] = None
-        record = access.record_of(target) if isinstance(target, nn.Parameter) else None
+        record = access.guard.records.get(target) if isinstance(target, nn.Parameter) else None
         if record is not None:
             access.set_from_rank0(record, given.get(name))
         elif world.rank == 0:

@@ -458,9 +458,8 @@ def make_tier(config: Config, store: TensorStore, transfers: Transfers, pool_byt
     device, as those in host memory do if the CPU computes."""
     if config.activations == "disk":
         return DiskPieces(store, transfers, pool_bytes)
-    return (
-        HostPieces(store, transfers) if config.activations == "host" and not transfers.streams.device_is_host else None
-    )
+    on_host = config.activations == "host" and not transfers.streams.device_is_host
+    return HostPieces(store, transfers) if on_host else None
 
 
 active_offload: ContextVar[ActivationOffload | None] = ContextVar("active_offload", default=None)

@@ -39,7 +39,7 @@ from ..checkpoint.record import ClientState, ClientValues, check_client_state, p
 from ..checkpoint.save import Checkpoints, SaveOptions
 from ..report.monitors import Monitors
 from ..report.progress import RunReport
-from ..report.statistics import EngineStatistics
+from ..report.statistics import EngineStatistics, engine_statistics
 from ..runtime.process import STOP_SIGNALS, STOPPED_EXIT_CODE, CollectorPause, FrozenObjects, StopSignals
 from ..training.compiled import make_compiler
 from ..training.loader import TrainingLoader, call_with, evaluating, loss_of, mean_loss, repeat, take_batches
@@ -753,7 +753,8 @@ class Engine(nn.Module):
 
     def statistics(self) -> EngineStatistics:
         """Return the counters of this rank."""
-        return self.report.statistics()
+        report = self.report
+        return engine_statistics(self.training_state, report.times, self.journal.saves_s(), report.utilisation)
 
     @property
     def global_samples(self) -> int:

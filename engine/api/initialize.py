@@ -152,7 +152,7 @@ def _take_back(model: nn.Module, config: Config) -> None:
     engines = [engine for reference in _opened if (engine := reference()) is not None and engine.access in live_runs]
     _opened[:] = map(weakref.ref, engines)
     for engine in engines:
-        if any(engine.access.record_of(parameter) is not None for parameter in model.parameters()):
+        if any(parameter in engine.access.guard.records for parameter in model.parameters()):
             _log.warning("the model is in another engine, which is closed: its optimizer state is dropped")
             engine.hand_back(config)
 

@@ -37,15 +37,7 @@ from zstore.sizes import format_bytes
 
 from ..config.keys import acting
 from .monitors import Monitors
-from .statistics import (
-    EngineStatistics,
-    PhaseTimes,
-    StepUtilisation,
-    cuda_peak_bytes,
-    engine_statistics,
-    link_statistics,
-    placed_arrays,
-)
+from .statistics import PhaseTimes, StepUtilisation, cuda_peak_bytes, link_statistics, placed_arrays
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -131,10 +123,6 @@ class RunReport:
         counted = self.utilisation.counting() if self.utilisation.counts else contextlib.nullcontext()
         with counted, self.timed("forward_s") if trains else contextlib.nullcontext():
             yield
-
-    def statistics(self) -> EngineStatistics:
-        """Return the counters of this rank."""
-        return engine_statistics(self._training, self.times, self.journal.saves_s(), self.utilisation)
 
     def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:
         """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
