@@ -55,7 +55,7 @@ class BuildStatistics:
 
     live_bytes: int = 0
     """In memory."""
-    resting_bytes: int = 0
+    stored_bytes: int = 0
     """Rows in the store."""
 
 
@@ -390,8 +390,8 @@ class Builder:
     def statistics(self) -> BuildStatistics:
         """Return the bytes of parameters that exist."""
         self._sweep()
-        resting = (built.rows.nbytes for built in self._by_id.values() if built.rows is not None)
-        return BuildStatistics(live_bytes=self._live_bytes, resting_bytes=sum(resting))
+        stored = (built.rows.nbytes for built in self._by_id.values() if built.rows is not None)
+        return BuildStatistics(live_bytes=self._live_bytes, stored_bytes=sum(stored))
 
     def close(self) -> None:
         """Close the store, unless it was handed over; values in it are gone. A second call does nothing."""

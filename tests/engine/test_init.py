@@ -135,7 +135,7 @@ def test_masters_stay_in_the_files_that_they_were_built_in(precision: str, tmp_p
     on_disk = sum(p.numel() for p in model.parameters() if p.nbytes >= 64 * 1024)
     assert files_in(tmp_path)[0].startswith("building")
     with zstore.initialize(model=model, config=config)[0] as engine:
-        assert init.statistics().resting_bytes == 0
+        assert init.statistics().stored_bytes == 0
         # Once as it was built, in fp32, and the halves; in whole blocks, so a little more.
         expected = on_disk * (6 if precision == "bf16" else 4)
         assert expected <= engine.statistics().store.disk_write_bytes < 1.1 * expected
@@ -331,7 +331,7 @@ def test_a_model_that_is_gone_leaves_no_files(tmp_path: Path) -> None:
     assert len(files_in(tmp_path)) == 32  # biases stay in memory
     del again
     gc.collect()
-    assert init.statistics().resting_bytes == sum(p.nbytes for p in model.parameters())
+    assert init.statistics().stored_bytes == sum(p.nbytes for p in model.parameters())
     assert len(files_in(tmp_path)) == 16
     del init, model
     gc.collect()
