@@ -36,15 +36,6 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadConfig:
-    """Where state is kept."""
-
-    device: Literal["none", "cpu", "nvme"]
-    nvme_paths: tuple[Path, ...]
-    """Absolute, one for each drive; none but with "nvme", which has at least one."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config:
     """A sound config, made by `load_config`. Its properties are there once `resolve` has filled in "auto"."""
 
@@ -220,9 +211,9 @@ class Config:
         return 0 if self.keeps_whole and self.zero.stage == 1 else self.zero.stage
 
     @property
-    def offload_optimizer(self) -> OffloadConfig:
+    def offload_optimizer(self) -> OffloadSection:
         """Where the optimizer state is kept."""
-        return _offload(self.zero.offload_optimizer, unused=self.frozen)
+        return _ON_DEVICE if self.frozen else self.zero.offload_optimizer
 
     @property
     def fills_device(self) -> bool:
@@ -230,9 +221,9 @@ class Config:
         return self.offload_optimizer.device != "none" and self.zero.offload_optimizer.ratio == "auto"
 
     @property
-    def offload_param(self) -> OffloadConfig:
+    def offload_param(self) -> OffloadSection:
         """Where parameters are kept between their uses: below stage 3 on the device, whatever the section says."""
-        return _offload(self.zero.offload_param, unused=self.stage < 3)
+        return _ON_DEVICE if self.stage < 3 else self.zero.offload_param
 
     @property
     def activations(self) -> Literal["device", "host", "disk"]:
@@ -264,8 +255,7 @@ class Config:
     @property
     def pin_memory(self) -> bool:
         """Whether parameters in host memory are registered with the device's driver."""
-        pairs = (self.offload_optimizer, self.zero.offload_optimizer), (self.offload_param, self.zero.offload_param)
-        return any(used.device != "none" and section.pin_memory for used, section in pairs)
+        return any(each.device != "none" and each.pin_memory for each in (self.offload_optimizer, self.offload_param))
 
     @property
     def secondary_size(self) -> int | None:
@@ -298,17 +288,13 @@ class Config:
         return self.own.storage_options or {}
 
 
+_ON_DEVICE = OffloadSection.model_construct(device="none")
 _OF_TRAINING = (
     "optimizer", "scheduler", "gradient_", "prescale_gradients", "fp16.", "steps_per_print", "wall_clock_breakdown",
     "memory_breakdown", "zero_optimization.offload_optimizer", "zero_optimization.reduce_",
     "zstore.step_overlap", "zstore.moments", "bf16.bf16_optimizer_states",
 )  # fmt: skip
 """Prefixes of the keys that have no effect on an engine without an optimizer."""
-
-
-def _offload(section: OffloadSection, *, unused: bool) -> OffloadConfig:
-    device = "none" if unused else section.device
-    return OffloadConfig(device=device, nvme_paths=section.nvme_path or () if device == "nvme" else ())
 
 
 def _alone(zero: ZeroSection, known: Container[str]) -> Iterator[Notice]:

@@ -6,6 +6,7 @@ DeepSpeed has them.
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -198,6 +199,11 @@ class OffloadSection(Section):
     pin_memory: Bool = built(False)
     """Register parameters in host memory with CUDA, so that copies overlap with computation; transfer buffers always are.
     If registration fails: pageable memory, and one warning. One of offload_optimizer and offload_param is enough."""
+
+    @property
+    def nvme_paths(self) -> tuple[Path, ...]:
+        """Folders of the drives, absolute; none but with "nvme", which has at least one."""
+        return self.nvme_path or () if self.device == "nvme" else ()
 
 
 class OffloadOptimizerSection(OffloadSection):
