@@ -12,17 +12,20 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma")))
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define BLOCK 256        /* elements whose gradient is cast at a time: they, and their state, are in the first cache */
+#define BLOCK 512        /* elements whose weights are in the first cache, until they are stored */
+#define LINE 32          /* elements of weights in a line of the cache */
 #define TILE (32 * 1024) /* elements that a thread takes at a time */
 #define MOST_THREADS 64
 
 enum { FP32, BF16, FP16 }; /* types of gradients and weights */
-enum { LERP = 1, SQUARE_GRADIENT = 2, SQUARE_MOMENT = 4, DECAY = 8, RATE = 16, LARGEST = 32, LAST = 64 }; /* bits of a form */
+enum { LERP = 1, SQUARE_GRADIENT = 2, SQUARE_MOMENT = 4, DECAY = 8, RATE = 16 }; /* bits of a form */
 
 typedef struct {
     float *master, *average, *square, *largest; /* `largest`: of amsgrad, or NULL */
@@ -39,27 +42,37 @@ typedef struct {
 } Settings;
 
 typedef struct {
-    float factor, decay, weight_decay, coefficient, of_last, beta2, of_square, root, eps, rate;
-    int from_average;
+    float factor, decay, weight_decay, coefficient, beta2, of_square, root, eps, rate;
+    /* Masks of all bits or none: the bits of a form, and what follows from the settings. */
+    uint32_t lerp, square_gradient, square_moment, decays_in_one, decays_gradient, from_average, is_tail;
+    enum { OTHER, ADAMW, ADAM } kind; /* in the form of torch's builds for x86, ADAM with a decay of gradients */
 } Numbers;
 
-static Numbers numbers_of(const Settings *s) {
+static uint32_t mask(int is) { return is ? ~0u : 0; }
+
+static Numbers numbers_of(const Settings *s, int form, int is_tail) {
     const double step = (float)s->step;
     const double decay = s->body & RATE ? fma(-s->lr, s->weight_decay, 1) : 1 - s->lr * s->weight_decay;
-    const float weight = (float)(1 - s->beta1);
-    const int is_small = fabsf(weight) < 0.5f;
+    const float weight = (float)(1 - s->beta1), rest = is_tail ? -(1 - weight) : weight - 1; /* another zero */
+    const int is_small = fabsf(weight) < 0.5f, decays_gradient = !s->decoupled && s->weight_decay != 0;
     return (Numbers){
         .factor = (float)s->factor,
         .decay = s->decoupled ? (float)decay : 1,
-        .weight_decay = s->decoupled ? 0 : (float)s->weight_decay,
-        .coefficient = is_small ? weight : weight - 1,
-        .of_last = is_small ? weight : -(1 - weight), /* another zero */
+        .weight_decay = (float)s->weight_decay,
+        .coefficient = is_small ? weight : rest,
         .beta2 = (float)s->beta2,
         .of_square = (float)(1 - s->beta2),
         .root = (float)sqrt(1 - pow(s->beta2, step)),
         .eps = (float)s->eps,
         .rate = (float)-(s->lr / (1 - pow(s->beta1, step))),
-        .from_average = is_small,
+        .lerp = mask(form & LERP),
+        .square_gradient = mask(form & SQUARE_GRADIENT),
+        .square_moment = mask(form & SQUARE_MOMENT),
+        .decays_in_one = mask(form & DECAY),
+        .decays_gradient = mask(decays_gradient),
+        .from_average = mask(is_small),
+        .is_tail = mask(is_tail),
+        .kind = (form | RATE) != (LERP | SQUARE_GRADIENT | DECAY | RATE) ? OTHER : decays_gradient ? ADAM : ADAMW,
     };
 }
 
@@ -75,6 +88,11 @@ INLINE uint32_t to_bits(float f) {
     uint32_t bits;
     memcpy(&bits, &f, 4);
     return bits;
+}
+
+/* Bits in place of a condition, which keeps compilers from vectorizing. */
+INLINE float choose(uint32_t mask, float yes, float no) {
+    return to_float((to_bits(yes) & mask) | (to_bits(no) & ~mask));
 }
 
 INLINE float of_fp16(uint16_t h) {
@@ -98,96 +116,140 @@ INLINE uint16_t to_fp16(float f) {
     return (uint16_t)((magnitude < 143u << 23 ? finite : endless) | (bits >> 16 & 0x8000));
 }
 
-INLINE void load(float *restrict to, const void *from, int64_t first, int64_t n, int type, float factor) {
-    const float *f = (const float *)from + first;
-    const uint16_t *h = (const uint16_t *)from + first;
-    if (type == FP32)
-        for (int64_t i = 0; i < n; i++) to[i] = f[i] * factor;
-    else if (type == BF16)
-        for (int64_t i = 0; i < n; i++) to[i] = to_float((uint32_t)h[i] << 16) * factor;
-    else
-        for (int64_t i = 0; i < n; i++) to[i] = of_fp16(h[i]) * factor;
+INLINE float load(const void *from, int64_t i, int type) {
+    if (type == FP32) return ((const float *)from)[i];
+    const uint16_t half = ((const uint16_t *)from)[i];
+    return type == BF16 ? to_float((uint32_t)half << 16) : of_fp16(half);
 }
 
-/* Past the caches: nobody reads it soon, and what it replaces need not be read. */
-INLINE void store(uint16_t *restrict to, const float *restrict from, int64_t n, int type) {
-    uint16_t kept[BLOCK] __attribute__((aligned(64)));
-    if (type == BF16)
-        for (int64_t i = 0; i < n; i++) kept[i] = to_bf16(from[i]);
-    else
-        for (int64_t i = 0; i < n; i++) kept[i] = to_fp16(from[i]);
-    int64_t done = 0;
-#ifdef __SSE2__
-    if (((uintptr_t)to & 15) == 0)
-        for (; done + 8 <= n; done += 8)
-            _mm_stream_si128((__m128i *)(to + done), _mm_load_si128((const __m128i *)(kept + done)));
+/* -- stores past the caches: nobody reads a weight soon, and what it replaces need not be read ---------------------- */
+
+typedef void Store(uint16_t *to, const uint16_t *from, int64_t n);
+
+#ifdef __x86_64__
+/* In whole lines of the cache, each in as few stores as there are: in parts of 16 bytes they take a tenth of the step. */
+#define STORE(name, target, Vector, load, stream)                                             \
+    target static void name(uint16_t *to, const uint16_t *from, int64_t n) {                  \
+        const int64_t lanes = sizeof(Vector) / 2, before = -((uintptr_t)to / 2) & (LINE - 1); \
+        int64_t done = before < n ? before : n;                                               \
+        memcpy(to, from, (size_t)done * 2);                                                   \
+        for (; done + LINE <= n; done += LINE)                                                \
+            for (int64_t i = done; i < done + LINE; i += lanes)                               \
+                stream((void *)(to + i), load((const void *)(from + i)));                     \
+        memcpy(to + done, from + done, (size_t)(n - done) * 2);                               \
+    }
+STORE(store_avx2, AVX2, __m256i, _mm256_loadu_si256, _mm256_stream_si256)
+STORE(store_avx512, AVX512, __m512i, _mm512_loadu_si512, _mm512_stream_si512)
+#else
+static void store_plain(uint16_t *to, const uint16_t *from, int64_t n) { memcpy(to, from, (size_t)n * 2); }
 #endif
-    memcpy(to + done, kept + done, (size_t)(n - done) * 2);
-}
 
 /* -- the step ------------------------------------------------------------------------------------------------------ */
 
-INLINE void change(const Job *job, int64_t at, int64_t n, const float *restrict g, const Numbers *of, int form) {
-    float *restrict p = job->master + at, *restrict m = job->average + at, *restrict v = job->square + at;
-    float *restrict x = form & LARGEST ? job->largest + at : 0;
-    const float coefficient = form & LAST ? of->of_last : of->coefficient, beta2 = of->beta2, c = of->of_square;
-    const float decay = of->decay, root = of->root, eps = of->eps, rate = of->rate;
-    const int from_average = of->from_average;
-    for (int64_t i = 0; i < n; i++) {
-        const float away = g[i] - m[i], base = from_average ? m[i] : g[i];
-        const float a = form & LERP ? fmaf(coefficient, away, base) : coefficient * away + base;
-        float s;
-        if (form & SQUARE_GRADIENT) s = fmaf(c * g[i], g[i], v[i] * beta2);
-        else if (form & SQUARE_MOMENT) s = fmaf(v[i], beta2, c * g[i] * g[i]);
-        else s = v[i] * beta2 + c * g[i] * g[i];
+typedef struct {
+    float *master, *average, *square, *largest;
+    const void *gradient;
+    int64_t n;
+} Part;
+
+/* A root and two divisions an element take the time; casts, and the choices of a form, are done beside them. Constants of a
+ * loop of its own are the kind, whether there is a `largest`, the gradient's type and whether weights in bf16 are `kept`. */
+INLINE void change(Part at, const Numbers *of, int kind, int largest, int gradient, uint16_t *restrict kept) {
+    float *p = at.master, *m = at.average, *v = at.square, *x = at.largest;
+    const float factor = of->factor, weight_decay = of->weight_decay, decay = of->decay, coefficient = of->coefficient;
+    const float beta2 = of->beta2, c = of->of_square, root = of->root, eps = of->eps, rate = of->rate;
+    const uint32_t lerp = kind ? ~0u : of->lerp, square_gradient = kind ? ~0u : of->square_gradient;
+    const uint32_t square_moment = kind ? 0 : of->square_moment, decays_in_one = kind ? ~0u : of->decays_in_one;
+    const uint32_t decays_gradient = kind ? mask(kind == ADAM) : of->decays_gradient;
+    const uint32_t from_average = of->from_average, is_tail = of->is_tail;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < at.n; i++) {
+        const float alone = load(at.gradient, i, gradient) * factor;
+        const float decayed = choose(decays_in_one, fmaf(p[i], weight_decay, alone), alone + p[i] * weight_decay);
+        const float g = choose(decays_gradient, decayed, alone), away = g - m[i], base = choose(from_average, m[i], g);
+        const float a = choose(lerp, fmaf(coefficient, away, base), coefficient * away + base);
+        const float plain = v[i] * beta2 + c * g * g, by_moment = fmaf(v[i], beta2, c * g * g);
+        const float by_gradient = fmaf(c * g, g, v[i] * beta2);
+        const float s = choose(square_gradient, by_gradient, choose(square_moment, by_moment, plain));
+        float most = s;
+        if (largest) { /* whatever NaN is */
+            const float body = (x[i] > s) | (x[i] != x[i]) ? x[i] : s, tail = x[i] < s ? s : x[i];
+            x[i] = most = choose(is_tail, tail, body);
+        }
+        const float changed = p[i] * decay + rate * a / (sqrtf(most) / root + eps);
         m[i] = a;
         v[i] = s;
-        if (form & LARGEST && form & LAST) x[i] = s = x[i] < s ? s : x[i]; /* whatever NaN is */
-        else if (form & LARGEST) x[i] = s = x[i] > s || x[i] != x[i] ? x[i] : s;
-        p[i] = p[i] * decay + rate * a / (sqrtf(s) / root + eps);
+        p[i] = changed;
+        if (kept) kept[i] = to_bf16(changed);
     }
 }
 
-INLINE void range(const Job *job, const Settings *s, const Numbers *of, int form, int64_t at, int64_t stop) {
+INLINE void cast(float *to, const void *from, int64_t n, int type) {
+    for (int64_t i = 0; i < n; i++) to[i] = load(from, i, type);
+}
+
+INLINE void cast_to(uint16_t *restrict to, const float *restrict from, int64_t n, int type) {
+    if (type == BF16)
+        for (int64_t i = 0; i < n; i++) to[i] = to_bf16(from[i]);
+    else
+        for (int64_t i = 0; i < n; i++) to[i] = to_fp16(from[i]);
+}
+
+INLINE void change_from(Part at, const Numbers *of, int gradient, uint16_t *kept) {
+    if (kept) change(at, of, ADAMW, 0, gradient, kept);
+    else change(at, of, ADAMW, 0, gradient, 0);
+}
+
+INLINE void range(
+    const Job *job, const Settings *s, const Numbers *of, int64_t first, int64_t stop, Store *store, int in_one
+) {
+    uint16_t kept[BLOCK] __attribute__((aligned(64)));
     float g[BLOCK] __attribute__((aligned(64)));
-    const int moments = form & (LERP | SQUARE_GRADIENT | SQUARE_MOMENT | LAST);
-    for (; at < stop; at += BLOCK) {
-        const int64_t n = stop - at < BLOCK ? stop - at : BLOCK;
-        const float *p = job->master + at;
-        load(g, job->gradient, at, n, s->gradient, of->factor);
-        if (of->weight_decay != 0 && form & DECAY)
-            for (int64_t i = 0; i < n; i++) g[i] = fmaf(p[i], of->weight_decay, g[i]);
-        else if (of->weight_decay != 0)
-            for (int64_t i = 0; i < n; i++) g[i] = g[i] + p[i] * of->weight_decay;
-        /* A loop of its own for each of the usual cases. */
-        if (job->largest) change(job, at, n, g, of, moments | LARGEST);
-        else if (moments == (LERP | SQUARE_GRADIENT)) change(job, at, n, g, of, LERP | SQUARE_GRADIENT);
-        else if (moments == 0) change(job, at, n, g, of, 0);
-        else change(job, at, n, g, of, moments);
-        if (job->weight) store((uint16_t *)job->weight + at, p, n, s->weight);
+    const int type = s->gradient, weight = job->weight ? s->weight : FP32; /* in fp32 it is the master */
+    for (int64_t i = first; i < stop; i += BLOCK) {
+        Part at = {job->master + i, job->average + i, job->square + i, job->largest ? job->largest + i : 0, 0, 0};
+        at.gradient = (const char *)job->gradient + i * (type == FP32 ? 4 : 2);
+        at.n = stop - i < BLOCK ? stop - i : BLOCK;
+        uint16_t *beside = in_one && weight == BF16 && of->kind == ADAMW && !job->largest ? kept : 0;
+        if (of->kind == ADAMW && !job->largest) {
+            if (type == BF16) change_from(at, of, BF16, beside);
+            else if (type == FP16) change_from(at, of, FP16, beside);
+            else change_from(at, of, FP32, beside);
+        } else { /* seldom: fewer loops for the compiler */
+            if (type == BF16) cast(g, at.gradient, at.n, BF16);
+            else if (type == FP16) cast(g, at.gradient, at.n, FP16);
+            if (type != FP32) at.gradient = g;
+            if (job->largest) change(at, of, OTHER, 1, FP32, 0);
+            else if (of->kind == ADAM) change(at, of, ADAM, 0, FP32, 0);
+            else change(at, of, OTHER, 0, FP32, 0);
+        }
+        if (weight && !beside) cast_to(kept, at.master, at.n, weight);
+        if (weight) store((uint16_t *)job->weight + i, kept, at.n);
     }
 }
 
-typedef void Work(const Job *, const Settings *, const Numbers *, int, int64_t, int64_t);
-#define VERSION(name, target)                                                                                         \
-    target static void name(const Job *j, const Settings *s, const Numbers *of, int form, int64_t at, int64_t stop) { \
-        range(j, s, of, form, at, stop);                                                                              \
+typedef void Work(const Job *, const Settings *, const Numbers *, int64_t, int64_t);
+#define VERSION(name, target, in_one)                                                                      \
+    target static void name(const Job *j, const Settings *s, const Numbers *of, int64_t at, int64_t stop) { \
+        range(j, s, of, at, stop, store_##name, in_one);                                                   \
     }
 
-VERSION(plain, )
 #ifdef __x86_64__
-VERSION(avx2, __attribute__((target("avx2,fma"))))
-VERSION(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx2,fma"))))
+VERSION(avx2, AVX2, 0) /* has too few registers to cast in the same loop */
+VERSION(avx512, AVX512, 1)
+#else
+VERSION(plain, , 0)
 #endif
 
-static Work *version(void) {
+static Work *version(void) { /* or NULL: every loop has FMAs, which are calls of a function on older processors */
 #ifdef __x86_64__
     const int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const int has_words = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
     if (has_avx2 && has_words && __builtin_cpu_supports("avx512f")) return avx512;
-    if (has_avx2) return avx2;
-#endif
+    return has_avx2 ? avx2 : 0;
+#else
     return plain;
+#endif
 }
 
 /* -- threads: each takes the next tile when it is free; the caller waits once, at the end --------------------------- */
@@ -196,7 +258,7 @@ typedef struct {
     const Job *jobs;
     int64_t num_jobs;
     const Settings *settings;
-    Numbers numbers;
+    Numbers body, tail;
     Work *work;
     fenv_t environment; /* of the caller, as whether it flushes subnormal numbers to zero */
     _Atomic int64_t next;
@@ -211,12 +273,12 @@ static void take_tiles(Plan *plan) {
         for (; mine < seen + tiles; mine = atomic_fetch_add(&plan->next, 1)) {
             const int64_t first = (mine - seen) * TILE, end = first + TILE < job->numel ? first + TILE : job->numel;
             const int64_t middle = end < whole ? end : whole; /* a tile is a multiple of `width` */
-            if (first < middle) plan->work(job, s, &plan->numbers, s->body, first, middle);
-            if (middle < end) plan->work(job, s, &plan->numbers, s->tail | LAST, middle, end);
+            if (first < middle) plan->work(job, s, &plan->body, first, middle);
+            if (middle < end) plan->work(job, s, &plan->tail, middle, end);
         }
         seen += tiles;
     }
-#ifdef __SSE2__
+#ifdef __x86_64__
     _mm_sfence();
 #endif
 }
@@ -265,9 +327,13 @@ static void start(int wanted) { /* fewer if no more can be started */
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-/* Carry out the jobs with at most `num_threads` threads, the caller's among them. Its number is that of the structs. */
+/* Carry out the jobs with at most `num_threads` threads, the caller's among them; change nothing if there is no version for
+ * this processor. Its number is that of the structs. */
 void zstore_adam_1(const Job *jobs, int64_t num_jobs, const Settings *settings, int32_t num_threads) {
-    Plan plan = {jobs, num_jobs, settings, .numbers = numbers_of(settings), .work = version()};
+    Plan plan = {jobs, num_jobs, settings, .work = version()};
+    plan.body = numbers_of(settings, settings->body, 0);
+    plan.tail = numbers_of(settings, settings->tail, 1);
+    if (!plan.work) return;
     const int others = (num_threads < MOST_THREADS ? num_threads : MOST_THREADS) - 1;
     if (others < 1 || pthread_mutex_trylock(&used)) {
         take_tiles(&plan);
