@@ -18,15 +18,14 @@ import numpy as np
 
 import zstore
 from bench.limits import disk_limit, limit_name
-from zstore import Store
 from zstore.format import Array, ArraySpec, make_grid
-from zstore.store import StoreOptions, TensorStore
+from zstore.store import Store, StoreOptions
 
 
-def store_rate(store: TensorStore, groups: list[list[str]], pattern: str) -> float:
+def store_rate(store: Store, groups: list[list[str]], pattern: str) -> float:
     """Return bytes per second of one pass; "mixed" reads and writes every byte and counts both."""
     mode = {"read": "read", "write": "fill", "mixed": "update"}[pattern]
-    return _rate(store, lambda: deque(store.stream(groups, mode), 0))  # type: ignore[arg-type]
+    return _rate(store, lambda: deque(store.tiles(groups, mode), 0))  # type: ignore[arg-type]
 
 
 def front_rate(store: Store, value: Array, count: int, pattern: str) -> float:
@@ -36,7 +35,7 @@ def front_rate(store: Store, value: Array, count: int, pattern: str) -> float:
     return _rate(store, lambda: deque(store.stream(mode="read" if pattern == "read" else "update"), 0))
 
 
-def _rate(store: TensorStore | Store, work: Callable[[], object]) -> float:
+def _rate(store: Store, work: Callable[[], object]) -> float:
     before = store.statistics()
     started = time.perf_counter()
     work()
@@ -61,7 +60,7 @@ def main() -> None:
         store_options = StoreOptions(
             run_path=folder, num_threads=options.threads, block_bytes=int(options.block_mib * 2**20)
         )
-        with TensorStore(store_options) as store:
+        with Store(store_options) as store:
             groups = _make_arrays(store, nbytes)
             with zstore.open_store(folder / "front", num_threads=options.threads) as front:
                 figures = _measure(store, groups, front, folder, nbytes, options.rounds)
@@ -76,7 +75,7 @@ def main() -> None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def _make_arrays(store: TensorStore, nbytes: int) -> list[list[str]]:
+def _make_arrays(store: Store, nbytes: int) -> list[list[str]]:
     """Make matrices of 2048 columns, three to a group as Adam's state is; returns the groups."""
     rows = max(16, min(8192, nbytes // (3 * 4 * 2048)))
     count = max(1, nbytes // (3 * 4 * 2048 * rows))
@@ -91,7 +90,7 @@ def _make_arrays(store: TensorStore, nbytes: int) -> list[list[str]]:
 
 
 def _measure(
-    store: TensorStore, groups: list[list[str]], front: Store, folder: Path, nbytes: int, rounds: int
+    store: Store, groups: list[list[str]], front: Store, folder: Path, nbytes: int, rounds: int
 ) -> dict[str, dict[str, float]]:
     local = store.local(groups[0][0])
     value, count = np.ones((local.valid_numel // 2048, 2048), np.float32), 3 * len(groups)

@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
     from .errors import ZstoreError
     from .open.checkpoint import load_state_dict, open_checkpoint, open_checkpoint_async
-    from .open.store import Store, open_store
-    from .store import TensorStore
+    from .open.store import open_store
+    from .store import Store
 
 __all__ = [
     "Init",
     "Store",
-    "TensorStore",
     "ZstoreError",
     "__version__",
     "add_config_arguments",
@@ -45,8 +44,7 @@ __all__ = [
 
 _HOMES = {
     "Init": "zstore.engine.build.init",
-    "Store": "zstore.open.store",
-    "TensorStore": "zstore.store",
+    "Store": "zstore.store",
     "ZstoreError": "zstore.errors",
     "add_config_arguments": "zstore.engine.config.config",
     "checkpointing": "zstore.checkpointing",

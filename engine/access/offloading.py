@@ -111,9 +111,9 @@ class OffloadedStates:
 
     def _move_array(self, name: str, tier: TierName, *, fetched: bool = False) -> None:
         store = self._training.state.store
-        former = store.tier_of(name)
+        former = store.tier(name).name
         if _LOWER[former] < _LOWER[tier]:
-            store.move(name, tier, self._copy)
+            store.relocate(name, tier, self._copy)
             self._former.setdefault(name, "pinned" if fetched and former == "host" else former)
 
     def _copy(self, target: Any, source: Any) -> None:
@@ -168,7 +168,7 @@ class OffloadedStates:
             for record in list(self._copied):
                 self._bring_back(record)
             for name, tier in list(self._former.items()):
-                store.move(name, tier, self._copy)
+                store.relocate(name, tier, self._copy)
                 del self._former[name]
             for record in self._training.state.records:
                 self._training.state.use_in_place(record)

@@ -40,7 +40,7 @@ from zstore.errors import UsageError
 from zstore.format import ArraySpec, make_grid
 from zstore.io import Ticket, Workers
 from zstore.io.tensors import as_torch
-from zstore.store import TensorStore
+from zstore.store import Store
 
 from ..config.config import Config
 from ..runtime.device import Event, StreamContext, Transfers
@@ -83,7 +83,7 @@ class HostPieces:
 
     name = "host"
 
-    def __init__(self, store: TensorStore, transfers: Transfers) -> None:
+    def __init__(self, store: Store, transfers: Transfers) -> None:
         self._budget = store.budget
         self._transfers = transfers
 
@@ -110,7 +110,7 @@ class DiskPieces:
 
     name = "disk"
 
-    def __init__(self, store: TensorStore, transfers: Transfers, pool_bytes: int) -> None:
+    def __init__(self, store: Store, transfers: Transfers, pool_bytes: int) -> None:
         self._store = store
         self._transfers = transfers
         # Each its own: a read must not wait for the writes behind the forward.
@@ -130,13 +130,13 @@ class DiskPieces:
         return spec.name
 
     def write(self, place: str, source: torch.Tensor, after: Event) -> None:
-        with closing(self._store.stream([[place]], "fill", pool=self._writing)) as tiles:
+        with closing(self._store.tiles([[place]], "fill", pool=self._writing)) as tiles:
             for tile in tiles:
                 part = source[tile.first * _WORD_BYTES : tile.stop * _WORD_BYTES]
                 self._copy(as_torch(tile.views[0]).view(torch.uint8)[: part.numel()], part, after)
 
     def read(self, place: str, target: torch.Tensor, after: Event) -> None:
-        with closing(self._store.stream([[place]], "read", pool=self._reading, ahead=True)) as tiles:
+        with closing(self._store.tiles([[place]], "read", pool=self._reading, ahead=True)) as tiles:
             for tile in tiles:
                 part = target[tile.first * _WORD_BYTES : tile.stop * _WORD_BYTES]
                 self._copy(part, as_torch(tile.views[0]).view(torch.uint8)[: part.numel()], after)
@@ -453,7 +453,7 @@ class ActivationOffload:
         self._reader.close()
 
 
-def make_tier(config: Config, store: TensorStore, transfers: Transfers, pool_bytes: int) -> ActivationTier | None:
+def make_tier(config: Config, store: Store, transfers: Transfers, pool_bytes: int) -> ActivationTier | None:
     """Return the tier of activations that the config names, with buffers of `pool_bytes` to the disk; None if they stay on the
     device, as those in host memory do if the CPU computes."""
     if config.activations == "disk":

@@ -37,7 +37,7 @@ from zstore.io import return_free_memory
 from zstore.io.closing import closing_with
 from zstore.io.tensors import as_bytes, as_torch, dtype_name, plain_memory, torch_dtype
 from zstore.ranks.world import World
-from zstore.store import LocalShard, TensorStore, TierName
+from zstore.store import LocalShard, Store, TierName
 
 from ..params.record import view_of_one_nan
 
@@ -146,7 +146,7 @@ class Builder:
     """The parameters that `zstore.Init` and `from_pretrained` release, in one store."""
 
     def __init__(
-        self, store: TensorStore, world: World, *, key: tuple[Any, ...] | None, tier: TierName, threshold_numel: int
+        self, store: Store, world: World, *, key: tuple[Any, ...] | None, tier: TierName, threshold_numel: int
     ) -> None:
         self.store = store
         self.world = world
@@ -289,7 +289,7 @@ class Builder:
             self.store.create(spec, grid=grid, shard=self.world.rank, tier=self._tier)
             rows = built.rows = self.store.local(spec.name)
             built.device = parameter.device
-        with closing(self.store.stream([[rows.spec.name]], "fill")) as tiles:
+        with closing(self.store.tiles([[rows.spec.name]], "fill")) as tiles:
             for tile in tiles:
                 fill(rows.base + tile.first, as_torch(tile.views[0]))
         self.set_placeholder(built, parameter)
@@ -312,7 +312,7 @@ class Builder:
         if self.is_closed:
             raise model_deleted_error()
         # Not `read`: its ticket would go on using the memory for an unknown time.
-        with closing(self.store.stream([[rows.spec.name]], "read")) as tiles:
+        with closing(self.store.tiles([[rows.spec.name]], "read")) as tiles:
             for tile in tiles:
                 out[tile.first : tile.stop].copy_(as_torch(tile.views[0]))
 
@@ -381,7 +381,7 @@ class Builder:
         self._note_not_live(built)
         self._drop_rows(built)
 
-    def hand_over_store(self) -> TensorStore:
+    def hand_over_store(self) -> Store:
         """Return the store, which is the caller's to close from now on; arrays of parameters stay until `give`."""
         self._finalizer.detach()
         self.is_handed_over = True

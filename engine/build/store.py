@@ -16,7 +16,7 @@ from zstore.errors import UsageError
 from zstore.io import Files, map_large_blocks, return_free_memory
 from zstore.io.tensors import plain_memory
 from zstore.ranks.world import World
-from zstore.store import StoreOptions, TensorStore, TierName
+from zstore.store import Store, StoreOptions, TierName
 
 from ..config.config import Config
 from ..params.record import PRECISIONS, ParameterRecord, RowsInStore, make_record
@@ -46,14 +46,14 @@ def store_key(config: Config) -> StoreKey:
 
 def open_store(
     config: Config, world: World, budget_bytes: int | None, *, pins: bool, files: Files | None = None, cuda: Any = None
-) -> TensorStore:
+) -> Store:
     """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget;
     `pins` registers its buffers with CUDA; `files` is its access to disks, `cuda` the runtime that registers them, if not
     torch's."""
     options = replace(store_options(config, budget_bytes), device=str(world.device), pin_buffers=pins)
     with ExitStack() as opened:
         with world.agreeing():
-            store = opened.enter_context(TensorStore(options, rank=world.rank, files=files, cuda=cuda))
+            store = opened.enter_context(Store(options, rank=world.rank, files=files, cuda=cuda))
         opened.pop_all()
     return store
 
@@ -70,7 +70,7 @@ def builder_for(config: Config | None, world: World) -> tuple[Builder | None, bo
     if config is None:
         if world.world_size == 1:
             return None, True
-        store = TensorStore(StoreOptions(), rank=world.rank)
+        store = Store(StoreOptions(), rank=world.rank)
         return Builder(store, world, key=None, tier="host", threshold_numel=_THRESHOLD_NUMEL), True
     tier = _tier(config, world)
     if tier is None:
@@ -165,7 +165,7 @@ def open_run_store(
     device_is_host: bool,
     files: Files | None,
     cuda: Any,
-) -> tuple[Plan, TensorStore]:
+) -> tuple[Plan, Store]:
     """Return the placement of everything, and the store that holds it: the one in which the model was built, or a new one
     (all ranks). `files` and `cuda` as in `open_store`."""
     world, key = built.world, store_key(config)
@@ -188,7 +188,7 @@ def open_run_store(
     return plan, store
 
 
-def warn_of_fallbacks(store: TensorStore, world: World) -> None:
+def warn_of_fallbacks(store: Store, world: World) -> None:
     """Log once the requests that the system refused, and on which ranks (all ranks)."""
     ranks: dict[str, list[int]] = {}
     for rank, messages in enumerate(world.all_gather_object(store.fallbacks)):

@@ -174,7 +174,7 @@ class Restore:
         """Link the file of an array into the run folder if it has the run's layout. See [Note: loading by links]."""
         name, store = one[0], self._training.state.store
         local = store.local(name)
-        if not local.valid_numel or store.tier_of(name) != "disk":
+        if not local.valid_numel or store.tier(name).name != "disk":
             return False
         found = _file_of(reader, name, local)
         if found is None or not store.adopt(name, *found):
@@ -188,7 +188,7 @@ class Restore:
         others: list[Range] = []
         store = self._training.state.store
         for one in arrays:
-            name, tier = one[0], store.tier_of(one[0])
+            name, tier = one[0], store.tier(one[0]).name
             on_host = tier == "host" or (tier == "device" and store.options.device == "cpu")
             # The stored elements are those of the array in the host's memory.
             is_straight = on_host and reader.array(name).spec.dtype == store.spec(name).dtype
@@ -239,7 +239,7 @@ class Restore:
             grid = state.grid_in_files(frozen[name], name)
             shard = LocalShard(state.store.spec(name), grid, world.rank)
             found = _file_of(reader, name, shard) if shard.valid_numel else None
-            version = state.store.version(name)
+            version = state.store.tier(name).version(name)
             known = None if found is None else KnownFile.of(found[0], version=version, crcs=tuple(found[1]))
             self.known |= {} if known is None else {name: known}
 

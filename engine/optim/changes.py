@@ -402,7 +402,7 @@ class Changes:
         if begun is not None and begun.go_on(admitted, on_end):
             tiles = begun.tiles()
         else:
-            tiles = self.state.store.stream(groups, "update", modes=modes, admit=admitted, on_end=on_end)
+            tiles = self.state.store.tiles(groups, "update", modes=modes, admit=admitted, on_end=on_end)
         with labelled("update"), one_thread(from_disk), closing(tiles):
             # Other threads would have tiles of a disk after the next one was asked for, when they are written already.
             alone = done is not None or from_disk or not self.state.transfers.streams.device_is_host

@@ -16,7 +16,7 @@ import torch
 
 from zstore.format import Grid, grid_in_checkpoint, make_grid, model_array, optimizer_array, stored_shape
 from zstore.io.tensors import as_torch
-from zstore.store import ModeName, TensorStore, TierName, Tile
+from zstore.store import ModeName, Store, TierName, Tile
 
 from ..params.record import ParameterRecord, RowsInStore
 from ..params.sharding import GradientTypes
@@ -46,7 +46,7 @@ class OptimizerState:
 
     def __init__(
         self,
-        store: TensorStore,
+        store: Store,
         kernels: Sequence[Kernel],
         transfers: Transfers,
         *,
@@ -126,7 +126,7 @@ class OptimizerState:
         """Let a released parameter be used in place, if this rank has all its rows in memory that the device computes
         in."""
         alone = record.world_size == 1 and self.transfers.streams.device_is_host
-        if alone and record.rest is not None and self.store.tier_of(record.rest) == "host":
+        if alone and record.rest is not None and self.store.tier(record.rest).name == "host":
             record.use_in_place(as_torch(self.store.memory(record.rest)))
 
     def _create(
@@ -221,13 +221,13 @@ class OptimizerState:
         Tiles of a disk are worked on by one thread: it outruns the disk, while torch's threads, which spin as they
         wait for each other, would take the processors from the I/O threads.
         """
-        tiles = self.store.stream(groups, mode, modes=modes)
+        tiles = self.store.tiles(groups, mode, modes=modes)
         with one_thread(self.any_on_disk(groups)), closing(tiles):
             yield tiles
 
     def any_on_disk(self, groups: Iterable[Sequence[str]]) -> bool:
         """Return whether a pass over the groups reads or writes the disk."""
-        return any(self.store.tier_of(name) == "disk" for names in groups for name in names)
+        return any(self.store.tier(name).name == "disk" for names in groups for name in names)
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:
         """Return the arrays of a trained parameter if its kernel takes several parameters at once, as they are in one memory:
@@ -245,7 +245,7 @@ class OptimizerState:
         takes_lists = isinstance(kernel, FusedAdam | TorchKernel)
         if not takes_lists or not self.codec.is_plain:
             return None
-        if record in self.spilled or any(self.store.tier_of(name) == "disk" for name in names):
+        if record in self.spilled or any(self.store.tier(name).name == "disk" for name in names):
             return None
         arrays = [as_torch(self.store.memory(name)) for name in names]
         if any(self.transfers.link(one, arrays[0]) for one in arrays):
@@ -258,7 +258,7 @@ class OptimizerState:
     def shares_files(self, record: ParameterRecord) -> bool:
         """Return whether arrays of a parameter are in files that small ones share."""
         if record not in self._sharing:
-            self._sharing[record] = any(map(self.store.shares_file, self.all_arrays(record)))
+            self._sharing[record] = any(self.store.tier(name).is_packed(name) for name in self.all_arrays(record))
         return self._sharing[record]
 
     def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:

@@ -30,7 +30,7 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.format import Bytes, Grid
 from zstore.io import IoResources, Priority, ShardSummary
-from zstore.store import PinnedShard, TensorStore
+from zstore.store import PinnedShard, Store
 
 from ..params.record import ParameterRecord
 from ..runtime.device import Event
@@ -252,16 +252,16 @@ class ReadGuard:
 class LatePin:
     """A pin of the version that an update under way will make. See `PinnedShard`."""
 
-    def __init__(self, store: TensorStore, name: str) -> None:
+    def __init__(self, store: Store, name: str) -> None:
         self._name = name
         self.local = store.local(name)
-        self.tier = store.tier_of(name)
-        self.has_file = self.tier == "disk" and not store.shares_file(name)
+        self.tier = store.tier(name).name
+        self.has_file = self.tier == "disk" and not store.tier(name).is_packed(name)
         self.version: int | None = None
         self._found: Future[PinnedShard] = Future()
         self._lock = threading.Lock()
 
-    def resolve(self, store: TensorStore, error: BaseException | None) -> None:
+    def resolve(self, store: Store, error: BaseException | None) -> None:
         """Pin the present version, or carry the error that kept it from being made (the update's call)."""
         with self._lock:
             if self._found.done():  # released before

@@ -172,9 +172,9 @@ class Plan:
     gathered_bytes: int
     """Most bytes of parameters gathered at a time: a unit in use and the next one. Beside the budget."""
     packs_small: bool = False
-    """Whether small shards on disk share files (`TensorStore.share_files`)."""
+    """Whether small shards on disk share files (`Store.share_files`)."""
     shared_bytes: int = 0
-    """Bytes in host memory of small parameters, as `TensorStore.expect` takes them."""
+    """Bytes in host memory of small parameters, as `Store.expect` takes them."""
     update_bytes: int = 0
     """Most bytes of tensors that are brought together for an update of the whole. Beside the budget."""
 

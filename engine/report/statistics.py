@@ -5,7 +5,7 @@
 waits there. `within_group` and `between_groups` count every collective but `control` a second time, if ranks are in groups.
 `disk_prefetch`, `optimizer_read` and `optimizer_write` are parts of `disk_read` and `disk_write`; with parameters on disk
 that are their masters these count as the optimizer's, whatever they are read for. Links that are counted with `World.links`
-or `TensorStore.links` under other names are there too. A link that was never used is missing. Busy time is summed over
+or `Store.links` under other names are there too. A link that was never used is missing. Busy time is summed over
 operations under way at once, so it may exceed the time that passed.
 
 [Note: utilisation]
@@ -44,7 +44,7 @@ from ..zero.unshard import UnitStatistics
 
 if TYPE_CHECKING:
     from zstore.ranks.world import World
-    from zstore.store import TensorStore
+    from zstore.store import Store
 
     from ..training.training import Training
 
@@ -156,7 +156,7 @@ def cuda_peak_bytes(device: torch.device) -> int:
 
 
 def link_statistics(
-    world: World, tensors: TensorStore, store: StoreStatistics, saves_s: Mapping[str, float]
+    world: World, tensors: Store, store: StoreStatistics, saves_s: Mapping[str, float]
 ) -> dict[str, LinkStatistics]:
     """Return the traffic of each link; `store` are the present statistics of `tensors`. See [Note: links]."""
 
@@ -216,11 +216,11 @@ def placed_arrays(training: Training) -> Iterator[tuple[str, str, str, int]]:
         kinds = {master: "parameters" if own else "master weights"} | dict.fromkeys(slots, "optimizer state")
         if record.rest is not None:
             kinds[record.rest] = "parameters"
-        if own and store.tier_of(master) == "device":
+        if own and store.tier(master).name == "device":
             resident -= store.local(master).nbytes  # the array is these rows of it
         yield f"parameter/{record.name}", "device", "parameters", resident
         for name, kind in kinds.items():
-            yield name, store.tier_of(name), kind, store.local(name).nbytes
+            yield name, store.tier(name).name, kind, store.local(name).nbytes
 
 
 # -- utilisation -----------------------------------------------------------------------------------------------------

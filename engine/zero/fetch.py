@@ -32,7 +32,7 @@ from zstore.errors import RankError, UsageError
 from zstore.io import Pool, Ticket, Workers
 from zstore.io.tensors import as_torch
 from zstore.ranks.world import Work, World
-from zstore.store import TensorStore
+from zstore.store import Store
 
 from ..params.record import ParameterRecord
 from ..runtime.device import Copy, Event, Transfers
@@ -67,7 +67,7 @@ class RowRead:
 class RowReader:
     """One thread that reads the rows of records in `store`, in the order of the requests."""
 
-    def __init__(self, store: TensorStore, pool: Pool, transfers: Transfers) -> None:
+    def __init__(self, store: Store, pool: Pool, transfers: Transfers) -> None:
         self._store = store
         self._pool = pool
         self._transfers = transfers
@@ -104,7 +104,7 @@ class RowReader:
     def _read_rows(self, rows: list[tuple[str, torch.Tensor]], reading: RowRead) -> None:
         crossing, others = [], []
         for name, memory in rows:
-            held = as_torch(self._store.memory(name)) if self._store.tier_of(name) == "host" else memory
+            held = as_torch(self._store.memory(name)) if self._store.tier(name).name == "host" else memory
             if self._transfers.link(held, memory) is None:
                 others.append((name, memory))
             else:
@@ -115,7 +115,7 @@ class RowReader:
         under_way: list[Copy] = []
         began = 0.0
         groups = [[name] for name, _ in others]
-        with contextlib.closing(self._store.stream(groups, "read", pool=self._pool, ahead=reading.ahead)) as tiles:
+        with contextlib.closing(self._store.tiles(groups, "read", pool=self._pool, ahead=reading.ahead)) as tiles:
             try:
                 for tile in tiles:
                     target = others[tile.group][1][tile.first : tile.stop]

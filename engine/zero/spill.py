@@ -15,7 +15,7 @@ import torch
 
 from zstore.io import Ticket, Workers
 from zstore.io.tensors import as_torch, dtype_name
-from zstore.store import TensorStore
+from zstore.store import Store
 
 from ..params.record import ParameterRecord
 from ..params.sharding import is_narrower
@@ -30,7 +30,7 @@ class GradientSpill:
     """Rows of the records in `arrays`, each in its array of the store; a wider array is entered there. Used from one
     thread."""
 
-    def __init__(self, store: TensorStore, arrays: MutableMapping[ParameterRecord, str], transfers: Transfers) -> None:
+    def __init__(self, store: Store, arrays: MutableMapping[ParameterRecord, str], transfers: Transfers) -> None:
         self._store = store
         self._transfers = transfers
         self._arrays = arrays
@@ -89,7 +89,7 @@ class GradientSpill:
         return rows
 
     def _write(self, name: str, rows: torch.Tensor) -> None:
-        with closing(self._store.stream([[name]], "fill", pool=self._pool)) as tiles:
+        with closing(self._store.tiles([[name]], "fill", pool=self._pool)) as tiles:
             for tile in tiles:
                 self._transfers.copy_into(as_torch(tile.views[0]), rows[tile.first : tile.stop])
 
@@ -101,7 +101,7 @@ class GradientSpill:
             rows = self._transfers.empty_host(record.owned_numel, dtype)
         else:
             rows = torch.empty(record.owned_numel, dtype=dtype, device=record.full.device)
-        with closing(self._store.stream([[name]], "read", pool=self._pool)) as tiles:
+        with closing(self._store.tiles([[name]], "read", pool=self._pool)) as tiles:
             for tile in tiles:
                 self._transfers.copy_into(rows[tile.first : tile.stop], as_torch(tile.views[0]))
         return rows

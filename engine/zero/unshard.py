@@ -18,7 +18,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 from zstore.ranks.world import World
-from zstore.store import TensorStore
+from zstore.store import Store
 
 from ..config.config import Config
 from ..params.record import ParameterRecord, Residency
@@ -419,7 +419,7 @@ class ShardedUnits:
 def make_sharded_units(
     units: Sequence[Unit],
     config: Config,
-    store: TensorStore,
+    store: Store,
     transfers: Transfers,
     *,
     world: World,

@@ -25,7 +25,7 @@ from zstore.ranks.board import Board
 from zstore.remote.bucket import PATIENT, Retries
 from zstore.remote.service import UploadPlace
 from zstore.remote.upload import save_to_url
-from zstore.store import StoreOptions, TensorStore, TierName
+from zstore.store import Store, StoreOptions, TierName
 
 Array = npt.NDArray[Any]
 
@@ -41,7 +41,7 @@ class World:
     """Arrays that rank 0 stores whole."""
     specs: Mapping[str, ArraySpec]
     grids: Mapping[str, Grid]
-    stores: Sequence[TensorStore]
+    stores: Sequence[Store]
 
     def fill(self) -> None:
         """Write the present values of `arrays` into the stores."""
@@ -150,7 +150,7 @@ def open_world(
     options = StoreOptions(run_path=run_path, host_budget_bytes=budget, num_threads=2)
     with contextlib.ExitStack() as stack:
         stores = [
-            stack.enter_context(TensorStore(options, rank=rank, files=files[rank] if files else None))
+            stack.enter_context(Store(options, rank=rank, files=files[rank] if files else None))
             for rank in range(world_size)
         ]
         for rank, store in enumerate(stores):

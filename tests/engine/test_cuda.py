@@ -199,7 +199,7 @@ def test_buffers_and_state_are_pinned(nvme: Path) -> None:
         found = engine.statistics().store
         assert found.host_bytes + found.pool_bytes > found.pinned_bytes > found.pool_bytes
         assert found.fallbacks == ()
-        tiles = store.stream([["parameter/blocks.0.up.weight"]], "read")  # which crosses, as the master does not
+        tiles = store.tiles([["parameter/blocks.0.up.weight"]], "read")  # which crosses, as the master does not
         with contextlib.closing(tiles):
             assert all(as_torch(tile.views[0]).is_pinned() for tile in tiles)
 

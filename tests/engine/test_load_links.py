@@ -42,7 +42,7 @@ def arrays_on_disk(engine: Engine) -> dict[str, int]:
     return {
         name: store.local(name).nbytes
         for name in store.names()
-        if store.tier_of(name) == "disk" and name.startswith(("model/", "optimizer/"))
+        if store.tier(name).name == "disk" and name.startswith(("model/", "optimizer/"))
     }
 
 

@@ -32,7 +32,7 @@ class Named(Enum):
 
 def tiers(engine: Engine) -> dict[str, str]:
     store = engine.training_state.state.store
-    return {name: store.tier_of(name) for name in store.names()}
+    return {name: store.tier(name).name for name in store.names()}
 
 
 def parameter_bytes(engine: Engine) -> int:

@@ -185,7 +185,7 @@ def stepped(rank: int, name: str, precision: str, mode: str, clip: float, accumu
             rows = {record.name: record.owned_range for record in state.records}
             # The scalar is the first rank's: the other takes its step without any rows.
             assert (rows["blocks.0.gain"] == (0, 1)) == (rank == 0)
-            assert any(state.store.tier_of(array) == "disk" for array in state.store.names())
+            assert any(state.store.tier(array).name == "disk" for array in state.store.names())
             for number in range(3):
                 batches = [[batch(number, micro, r) for r in range(2)] for micro in range(accumulation)]
                 reference.step(batches)

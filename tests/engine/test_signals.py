@@ -33,7 +33,7 @@ SCRIPT = """
 import errno, functools, os, select, sys, torch, zstore
 from tests.engine.runs import make_config, step
 from tests.engine.models import make_net
-from zstore.store import TensorStore
+from zstore.store import Store
 from zstore.testing.faults import Fault, FaultyFiles
 folder, stage, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 keys, factor, files = {}, 1.0, None

@@ -17,7 +17,7 @@ def on_disk_bytes(engine: Engine) -> int:
     store = engine.training_state.state.store
     total = 0
     for name in store.names():
-        if store.tier_of(name) == "disk":
+        if store.tier(name).name == "disk":
             local = store.local(name)
             payload = local.grid.chunk_numel * local.spec.itemsize
             slot = -(-(payload + 4) // 4096) * 4096

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import zstore
-from zstore.open.store import Store
+from zstore.store import Store
 
 PAGE = Path(__file__).parents[2] / "docs" / "store.md"
 LARGE = (300, 100, 2)
@@ -24,7 +24,8 @@ def values(shape: tuple[int, ...], dtype: Any = np.float32, seed: int = 0) -> np
 def table() -> str:
     """Return a row for each public call: how it is called, and the first paragraph of its docstring."""
     opening = {name: getattr(zstore, name) for name in ("open_store", "open_checkpoint_async")}
-    calls = opening | {name: call for name, call in vars(Store).items() if not name.startswith("_")}
+    methods = {name: call for name, call in vars(Store).items() if not name.startswith("_")}
+    calls = opening | methods | {"statistics": Store.statistics}
     rows = ["| call | effect |", "|---|---|"]
     for name, call in calls.items():
         signature = inspect.signature(call)

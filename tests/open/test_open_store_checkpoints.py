@@ -19,8 +19,7 @@ from tests.open.api import LARGE, values
 from zstore.checkpoint.reader import tags
 from zstore.errors import CheckpointNotFoundError, CorruptionError, DiskFullError, StorageError, UsageError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
-from zstore.open.store import Store
-from zstore.store import StoreOptions, TensorStore
+from zstore.store import Store, StoreOptions
 from zstore.testing.faults import Fault, FaultyFiles
 
 
@@ -85,7 +84,7 @@ def test_a_load_links_what_is_cut_alike_and_never_writes_it(tmp_path: Path) -> N
 def test_an_error_comes_by_its_ticket_and_by_flush_once(tmp_path: Path) -> None:
     files = FaultyFiles()
     tmp_path.joinpath("run").mkdir()
-    store = Store(TensorStore(StoreOptions(run_path=tmp_path / "run"), files=files))
+    store = Store(StoreOptions(run_path=tmp_path / "run"), files=files)
     with store:
         store.put("a/w", values(LARGE)).wait()
         store.put("b/w", values(LARGE)).wait()
@@ -171,15 +170,14 @@ def test_a_killed_program_leaves_whole_checkpoints(tmp_path: Path) -> None:
 DEADLY = """
 import sys
 import numpy as np
-from zstore.open.store import Store
-from zstore.store import StoreOptions, TensorStore
+from zstore.store import Store, StoreOptions
 from zstore.testing.faults import DeadlyFiles
 from pathlib import Path
 folder, tag, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 files = DeadlyFiles()
 files.armed = False
 folder.joinpath("run").mkdir(parents=True)
-store = Store(TensorStore(StoreOptions(run_path=folder / "run"), files=files))
+store = Store(StoreOptions(run_path=folder / "run"), files=files)
 for turn, place in enumerate(["old", tag]):
     for i in range(3):
         store.put(f"b.{i}/w", np.full((300, 100 // (1 + 9 * i)), turn, np.float32)).wait()  # on disk and in memory

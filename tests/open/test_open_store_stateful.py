@@ -25,8 +25,7 @@ from zstore.checkpoint.reader import tags
 from zstore.errors import BudgetError, CheckpointExistsError, StorageError, UsageError, ZstoreError
 from zstore.io import Ticket
 from zstore.io.tensors import as_numpy, as_torch
-from zstore.open.store import Store
-from zstore.store import StoreOptions, TensorStore
+from zstore.store import Store, StoreOptions
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import random_values, same_bits
 
@@ -91,7 +90,7 @@ class OpenStoreMachine(RuleBasedStateMachine):
     def open_anew(self) -> None:
         self.files = LostFiles(error_number=errno.EIO)
         options = StoreOptions(run_path=self.folder / "run", host_budget_bytes=BUDGET_BYTES, num_threads=2)
-        self.store = Store(TensorStore(options, files=self.files))
+        self.store = Store(options, files=self.files)
         self.values: dict[str, np.ndarray] = {}
         self.tiers: dict[str, str] = {}
 

@@ -24,8 +24,7 @@ from tests.open.api import LARGE, PAGE, shown, table, values
 from zstore.errors import BudgetError, CheckpointExistsError, UsageError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
 from zstore.io import run_in_thread
-from zstore.open.store import Store
-from zstore.store import StoreOptions, TensorStore
+from zstore.store import Store, StoreOptions
 from zstore.store.order import ArrayOrder
 from zstore.testing.faults import GatedFiles
 
@@ -168,9 +167,9 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
             store.put("large/w", values((2000, 1000)), tier="host").wait()
         for _, value in store.stream(prefetch=9):
             np.add(value, 1, out=value)
-            assert store._shards.budget.used_bytes <= 4e6
+            assert store.budget.used_bytes <= 4e6
         assert store.statistics().pool_bytes == pool_bytes
-        assert store._shards.budget.used_bytes == pool_bytes
+        assert store.budget.used_bytes == pool_bytes
         assert (store.get("b.3/w").wait() == values((1000, 400), seed=3) + 1).all()
     with pytest.raises(UsageError, match=r"open_store\(host_budget_bytes=0\): expected a number of at least 1"):
         zstore.open_store(host_budget_bytes=0)
@@ -227,7 +226,7 @@ def test_a_loop_that_is_left_stores_its_value_first(tmp_path: Path) -> None:
 
 def test_a_change_that_takes_an_array_away_waits_for_earlier_checkpoints_alone(tmp_path: Path) -> None:
     async def main(files: GatedFiles) -> None:
-        async with Store(TensorStore(StoreOptions(run_path=tmp_path / "run"), files=files)) as store:
+        async with Store(StoreOptions(run_path=tmp_path / "run"), files=files) as store:
             store.put("a/w", np.zeros((300, 100), np.float32), tier="host")
             store.put("a/x", np.zeros((300, 100), np.float32), tier="host")
             store.put("b/w", np.zeros((300, 100), np.float32))

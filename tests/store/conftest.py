@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zstore.store import StoreOptions, TensorStore
+from zstore.store import Store, StoreOptions
 from zstore.testing.faults import FaultyFiles
 
 
@@ -16,8 +16,8 @@ def files() -> FaultyFiles:
 
 
 @pytest.fixture
-def store(tmp_path: Path, files: FaultyFiles) -> Iterator[TensorStore]:
+def store(tmp_path: Path, files: FaultyFiles) -> Iterator[Store]:
     """A store with a disk tier, whose files may fail until the test is over."""
-    with TensorStore(StoreOptions(run_path=tmp_path, num_threads=2), files=files) as store:
+    with Store(StoreOptions(run_path=tmp_path, num_threads=2), files=files) as store:
         yield store
         files.heal()

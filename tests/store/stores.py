@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zstore.format import ArraySpec, make_grid
-from zstore.store import TensorStore, TierName, Tile
+from zstore.store import Store, TierName, Tile
 from zstore.testing.oracle import random_values
 
 Array = npt.NDArray[Any]
@@ -17,7 +17,7 @@ LARGE = (600, 1000)
 
 
 def create(
-    store: TensorStore,
+    store: Store,
     tier: str,
     shape: tuple[int, ...] = LARGE,
     dtype: str = "float32",

@@ -20,7 +20,7 @@ from zstore.errors import BudgetError, UsageError
 from zstore.format import Bytes
 from zstore.io import PinnedSlabs
 from zstore.io.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Budget, Buffer, Pool, make_slab
-from zstore.store import StoreOptions, TensorStore
+from zstore.store import Store, StoreOptions
 from zstore.testing.ranks import run_ranks
 
 KIB = 1024
@@ -331,7 +331,7 @@ def test_a_store_pins_what_it_is_told(tmp_path: Path) -> None:
     for pin_buffers, pin_state in [(True, False), (False, True), (True, True)]:
         runtime = Runtime()
         options = StoreOptions(run_path=tmp_path, pin_buffers=pin_buffers, pin_state=pin_state)
-        with TensorStore(options, cuda=runtime) as store:
+        with Store(options, cuda=runtime) as store:
             store.make_pool(MIB)
             assert (store.statistics().pinned_bytes > 0) == pin_buffers
             assert store.fallbacks == ()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import zstore.dcp
 from tests.checkpoint.checkpoints import save_arrays
-from zstore import Store, TensorStore, open_checkpoint, open_store
+from zstore import Store, open_checkpoint, open_store
 from zstore.errors import CheckpointError, UsageError
 from zstore.format import ArraySpec, make_grid
 from zstore.store import StoreOptions
@@ -219,7 +219,7 @@ def test_a_child_forked_while_others_work_does_not_hang(tmp_path: Path) -> None:
 
 def test_a_tensor_store_in_a_forked_child_says_so(tmp_path: Path) -> None:
     spec = ArraySpec(name="w", shape=(ROWS, WIDTH), dtype="float32")
-    with TensorStore(StoreOptions(run_path=tmp_path)) as store:
+    with Store(StoreOptions(run_path=tmp_path)) as store:
         store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="disk")
         store.write("w", VALUES.reshape(-1)).wait()
         for operation in (lambda: store.read("w").wait(), lambda: store.write("w", VALUES.reshape(-1)), store.snapshot):

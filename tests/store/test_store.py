@@ -1,4 +1,4 @@
-"""TensorStore: what is written is read, on every tier, at any size, with await and without."""
+"""Store: what is written is read, on every tier, at any size, with await and without."""
 
 import errno
 import sys
@@ -15,7 +15,7 @@ from tests.store.stores import LARGE, create, other_than
 from tests.waiting import until
 from zstore.errors import BudgetError, DiskFullError, UsageError
 from zstore.format import ArraySpec, make_grid
-from zstore.store import SMALL_SHARD_BYTES, StoreOptions, TensorStore, TierName
+from zstore.store import SMALL_SHARD_BYTES, Store, StoreOptions, TierName
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.oracle import same_bits
 
@@ -26,7 +26,7 @@ MIB = 1024 * 1024
 # -- reading and writing --------------------------------------------------------------------------------------------
 
 
-def test_tensors_are_taken_as_they_are(store: TensorStore) -> None:
+def test_tensors_are_taken_as_they_are(store: Store) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool):
         name = f"model/{dtype}"
         tensor = (torch.randn(300_000) * 3).to(dtype)
@@ -36,7 +36,7 @@ def test_tensors_are_taken_as_they_are(store: TensorStore) -> None:
         assert torch.equal(found, tensor.detach())
 
 
-def test_a_part_is_read_without_the_rest(store: TensorStore) -> None:
+def test_a_part_is_read_without_the_rest(store: Store) -> None:
     values = create(store, "disk", (4_000_000,))
     store.write("model/w", values).wait()
     before = store.statistics().disk_read_bytes
@@ -48,7 +48,7 @@ def test_a_part_is_read_without_the_rest(store: TensorStore) -> None:
     assert same_bits(out, values[99_500:100_500])
 
 
-def test_what_was_read_is_its_readers_alone(store: TensorStore) -> None:
+def test_what_was_read_is_its_readers_alone(store: Store) -> None:
     create(store, "disk")
     found = weakref.ref(store.read("model/w").wait())
     until(lambda: found() is None)  # the thread that read may be about to let go
@@ -59,12 +59,12 @@ def test_transfers_may_finish_in_any_order(tmp_path: Path) -> None:
     """Several reads, then several writes, stand at a gate and go through it last come, first served."""
     files = GatedFiles("read", "write", pattern="*.shard")
     files.open_gate()
-    with TensorStore(StoreOptions(run_path=tmp_path, num_threads=4, block_bytes=256 * 1024), files=files) as store:
+    with Store(StoreOptions(run_path=tmp_path, num_threads=4, block_bytes=256 * 1024), files=files) as store:
         values = create(store, "disk", (1000, 1000), "int32")
         store.write("model/w", values).wait()
 
         def update() -> None:
-            for tile in store.stream([["model/w"]]):
+            for tile in store.tiles([["model/w"]]):
                 tile.views[0][:] += 1
 
         with files.backwards(4):
@@ -74,21 +74,21 @@ def test_transfers_may_finish_in_any_order(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_other_arrays_are_read_in_the_middle_of_a_pass(tmp_path: Path) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=4 * MIB)) as store:
+    with Store(StoreOptions(run_path=tmp_path, host_budget_bytes=4 * MIB)) as store:
         a, b = create(store, "disk", (2_000_000,), name="model/a"), create(store, "disk", (2_000_000,), name="model/b")
         store.write("model/a", a)
         store.write("model/b", b).wait()
-        for tile in store.stream([["model/a"]]):
+        for tile in store.tiles([["model/a"]]):
             other = store.read("model/b", tile.first, tile.stop).wait(200)
             assert same_bits(other, b[tile.first : tile.stop])
             tile.views[0][:] = other
         assert same_bits(store.read("model/a").wait(), b)
 
 
-def test_small_shards_rest_in_memory_even_where_the_disk_was_asked_for(store: TensorStore) -> None:
+def test_small_shards_rest_in_memory_even_where_the_disk_was_asked_for(store: Store) -> None:
     create(store, "disk", (SMALL_SHARD_BYTES // 4 - 1,), name="model/small")
     create(store, "disk", (SMALL_SHARD_BYTES // 4,), name="model/large")
-    assert (store.tier_of("model/small"), store.tier_of("model/large")) == ("host", "disk")
+    assert (store.tier("model/small").name, store.tier("model/large").name) == ("host", "disk")
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------
@@ -100,11 +100,11 @@ def test_tensors_larger_than_any_buffer(tmp_path: Path, budget: int) -> None:
     """The pool is half the budget: of any size, it moves a tensor that is many times as large."""
     options = StoreOptions(run_path=tmp_path, host_budget_bytes=budget + 2 * MIB, num_threads=2)
     names = [f"model/{i}" for i in range(3)]
-    with TensorStore(options) as store:
+    with Store(options) as store:
         values = [create(store, "disk", (3_000_000,), name=name) for name in names]
         for name, array in zip(names, values, strict=True):
             store.write(name, array).wait()
-        for tile in store.stream([names]):
+        for tile in store.tiles([names]):
             for view in tile.views:
                 view[:] = view[::-1].copy()
         for name, array in zip(names, values, strict=True):
@@ -128,13 +128,13 @@ def test_tensors_larger_than_any_buffer(tmp_path: Path, budget: int) -> None:
 def test_the_pool_is_half_of_a_small_budget_and_an_eighth_of_a_larger_one(
     tmp_path: Path, budget: int, pool: int
 ) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=budget)) as store:
+    with Store(StoreOptions(run_path=tmp_path, host_budget_bytes=budget)) as store:
         assert store.statistics().pool_bytes == pool
     assert StoreOptions(host_budget_bytes=budget, most_pool_bytes=96 * MIB).pool_bytes == min(budget // 2, 96 * MIB)
 
 
 def test_state_and_buffers_stay_within_the_budget_together(tmp_path: Path) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=8 * MIB)) as store:
+    with Store(StoreOptions(run_path=tmp_path, host_budget_bytes=8 * MIB)) as store:
         create(store, "host", (MIB // 4 * 3,), name="model/a")
         with pytest.raises(BudgetError, match="host_budget_bytes"):
             create(store, "host", (MIB // 4 * 2,), name="model/b")
@@ -153,42 +153,49 @@ def test_state_and_buffers_stay_within_the_budget_together(tmp_path: Path) -> No
 # -- versions -------------------------------------------------------------------------------------------------------
 
 
-def test_a_snapshot_that_fails_releases_what_it_pinned(store: TensorStore) -> None:
+def test_a_snapshot_that_fails_releases_what_it_pinned(store: Store) -> None:
     values = create(store, "host")
     with pytest.raises(UsageError, match="no array 'model/nowhere'"):
         store.snapshot(["model/w", "model/nowhere"])
     store.write("model/w", values).wait(200)
 
 
-def test_a_failed_write_whose_ticket_was_dropped_fails_the_commit_once(store: TensorStore, files: FaultyFiles) -> None:
+def test_a_failed_write_whose_ticket_was_dropped_fails_the_commit_once(store: Store, files: FaultyFiles) -> None:
     values = create(store, "disk")
     store.write("model/w", values).wait()
     snapshot = store.snapshot()
-    for act in (store.commit, store.snapshot):
+    for act in (lambda: store.flush().wait(), store.snapshot):
         files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
         store.write("model/w", other_than(values))
         store.read("model/w")
         with pytest.raises(DiskFullError):
             act()
         assert same_bits(store.read("model/w").wait(), values)
-        store.commit()
+        store.flush().wait()
     files.inject(Fault(kind="allocate", error_number=errno.ENOSPC))
     assert isinstance(store.write("model/w", other_than(values)).error(), DiskFullError)
     store.write("model/w", values[::-1].copy()).wait()
-    store.commit()
+    store.flush().wait()
     snapshot.release()
+
+
+def test_values_are_of_whole_arrays(store: Store) -> None:
+    create(store, "host", world_size=2, shard=1)
+    for act in (store.get, lambda name: store.update(name, 0), lambda name: store.stream([name]), store.checkpoint):
+        with pytest.raises(UsageError, match="is one of 2 shards: use `read`, `write` and `tiles`"):
+            act("model/w")
 
 
 # -- arrays that go, or get another name ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_an_array_in_use_stays(store: TensorStore, tier: str) -> None:
+def test_an_array_in_use_stays(store: Store, tier: str) -> None:
     values = create(store, tier)
     store.write("model/w", values).wait()
     with store.snapshot(), pytest.raises(UsageError):
         store.remove("model/w")
-    passing = store.stream([["model/w"]])
+    passing = store.tiles([["model/w"]])
     next(passing)
     with pytest.raises(UsageError, match="being changed"):
         store.remove("model/w")
@@ -197,7 +204,7 @@ def test_an_array_in_use_stays(store: TensorStore, tier: str) -> None:
 
 
 def test_the_budget_has_the_room_again(tmp_path: Path) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=6 * MIB)) as store:
+    with Store(StoreOptions(run_path=tmp_path, host_budget_bytes=6 * MIB)) as store:
         create(store, "host")
         with pytest.raises(BudgetError):
             create(store, "host", name="model/more")
@@ -205,25 +212,14 @@ def test_the_budget_has_the_room_again(tmp_path: Path) -> None:
         create(store, "host", name="model/more")
 
 
-def test_a_closed_store_has_nothing_to_remove(tmp_path: Path) -> None:
-    store = TensorStore(StoreOptions(run_path=tmp_path))
-    create(store, "disk")
-    store.close()
-    left = sorted(tmp_path.rglob("*"))
-    store.remove("model/w")
-    store.remove("model/never")
-    assert sorted(tmp_path.rglob("*")) == left
-    assert store.names() == ["model/w"]
-
-
-def test_an_array_that_would_rest_otherwise_is_not_renamed(store: TensorStore) -> None:
+def test_an_array_that_would_rest_otherwise_is_not_renamed(store: Store) -> None:
     create(store, "host")
     for dtype, tier in (("bfloat16", "host"), ("float32", "disk")):
         spec = ArraySpec(name="other/v", shape=LARGE, dtype=dtype)
         assert not store.rename("model/w", spec, tier=cast("TierName", tier))
     with pytest.raises(UsageError, match="exists already"):
         store.rename("model/w", ArraySpec(name="model/w", shape=LARGE, dtype="float32"), tier="host")
-    passing = store.stream([["model/w"]])
+    passing = store.tiles([["model/w"]])
     next(passing)
     with pytest.raises(UsageError, match="being changed"):
         store.rename("model/w", ArraySpec(name="other/v", shape=LARGE, dtype="float32"), tier="host")
@@ -238,7 +234,7 @@ def test_an_array_that_would_rest_otherwise_is_not_renamed(store: TensorStore) -
 def test_threads_work_on_different_arrays_at_once(tmp_path: Path, packs: bool) -> None:
     interval = sys.getswitchinterval()
     errors: list[BaseException] = []
-    with TensorStore(StoreOptions(run_path=tmp_path, most_pool_bytes=8 * 2**20)) as store:
+    with Store(StoreOptions(run_path=tmp_path, most_pool_bytes=8 * 2**20)) as store:
         if packs:
             store.share_files()
 
@@ -250,8 +246,8 @@ def test_threads_work_on_different_arrays_at_once(tmp_path: Path, packs: bool) -
                     tier = ("disk", "host")[turn % 2]
                     store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier=tier)  # type: ignore[arg-type]
                     values = np.full(numel, 100 * number + turn, np.float32)
-                    store.writing(name, values, 0)()
-                    assert (store.reading(name, 0, None, None)() == values).all()
+                    store._write(name, values, 0)
+                    assert (store._read(name, 0, numel, None) == values).all()
                     assert name in store
                     store.statistics()
                     if turn % 3:
@@ -276,8 +272,8 @@ def test_threads_work_on_different_arrays_at_once(tmp_path: Path, packs: bool) -
         for name in held:
             number, _, turn = name.removeprefix("model/").partition(".")
             assert (store.read(name).wait() == 100 * int(number) + int(turn)).all()
-        assert store._disk is not None
+        disk = store.tier("model/0.0")
         for name in held:
             store.remove(name)
-        assert sum(store._disk._drives.given_bytes.values()) == 0
+        assert sum(disk._drives.given_bytes.values()) == 0
         assert store.budget.used_bytes == 8 * 2**20

@@ -14,7 +14,7 @@ from zstore.errors import BudgetError, CorruptionError, StorageError, UsageError
 from zstore.format import Bytes
 from zstore.io import Priority, ShardReader
 from zstore.io.files import OpenFile, ScatteredMemory
-from zstore.store import Snapshot, StoreOptions, TensorStore
+from zstore.store import Snapshot, Store, StoreOptions
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
@@ -23,7 +23,7 @@ TIERS = ("device", "host", "disk")
 NAMES = [f"model/{i}" for i in range(3)]
 
 
-def filled(store: TensorStore, tier: str = "disk", names: list[str] = NAMES) -> list[Array]:
+def filled(store: Store, tier: str = "disk", names: list[str] = NAMES) -> list[Array]:
     values = [create(store, tier, name=name) for name in names]
     for name, array in zip(names, values, strict=True):
         store.write(name, array).wait()
@@ -31,14 +31,14 @@ def filled(store: TensorStore, tier: str = "disk", names: list[str] = NAMES) -> 
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_one_pass_reads_updates_and_fills(store: TensorStore, tier: str) -> None:
+def test_one_pass_reads_updates_and_fills(store: Store, tier: str) -> None:
     master = create(store, tier, name="model/w")
     gradient = create(store, tier, dtype="bfloat16", name="gradient/w")
     create(store, tier, dtype="bfloat16", name="parameter/w")
     store.write("model/w", master).wait()
     store.write("gradient/w", gradient).wait()
     before = store.statistics()
-    for tile in store.stream(
+    for tile in store.tiles(
         [["model/w", "gradient/w", "parameter/w"]], modes={"gradient/w": "read", "parameter/w": "fill"}
     ):
         w, g, p = (as_array(v, d) for v, d in zip(tile.views, ("float32", "bfloat16", "bfloat16"), strict=True))
@@ -56,7 +56,7 @@ def test_one_pass_reads_updates_and_fills(store: TensorStore, tier: str) -> None
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_views_that_are_read_last_as_long_as_their_buffer(store: TensorStore, small: bool) -> None:
+def test_views_that_are_read_last_as_long_as_their_buffer(store: Store, small: bool) -> None:
     names, held, ends = [f"model/{number}" for number in range(6)], [], 0
     shape = (30, 1000) if small else LARGE
     if small:
@@ -64,7 +64,7 @@ def test_views_that_are_read_last_as_long_as_their_buffer(store: TensorStore, sm
     values = {name: create(store, "disk", shape, name=name) for name in names}
     for name in names:
         store.write(name, values[name]).wait()
-    for tile in store.stream([[name] for name in names], "read"):
+    for tile in store.tiles([[name] for name in names], "read"):
         held.append((values[names[tile.group]].ravel()[tile.first : tile.stop], tile.views[0]))
         if tile.ends_buffer:
             assert all(same_bits(np.asarray(view), wanted) for wanted, view in held)
@@ -74,7 +74,7 @@ def test_views_that_are_read_last_as_long_as_their_buffer(store: TensorStore, sm
     assert 0 < ends < (len(names) if small else 2 * len(names) + 1)
 
 
-def test_each_group_ends_by_itself_and_can_be_read_at_once(store: TensorStore) -> None:
+def test_each_group_ends_by_itself_and_can_be_read_at_once(store: Store) -> None:
     names = [f"model/{i}" for i in range(4)]
     filled(store, names=names)
     seen: list[int] = []
@@ -83,17 +83,17 @@ def test_each_group_ends_by_itself_and_can_be_read_at_once(store: TensorStore) -
         seen.append(group)
         assert (store.read(names[group]).wait() == group + 10).all()
 
-    for tile in store.stream([[name] for name in names], on_end=ended):
+    for tile in store.tiles([[name] for name in names], on_end=ended):
         tile.views[0][:] = tile.group + 10
     assert seen == [0, 1, 2, 3]
 
 
-def test_a_failed_pass_keeps_the_groups_that_ended(store: TensorStore, files: FaultyFiles) -> None:
+def test_a_failed_pass_keeps_the_groups_that_ended(store: Store, files: FaultyFiles) -> None:
     names = [f"model/{i}" for i in range(3)]
     filled(store, names=names)
     files.inject(Fault(kind="write", pattern="*model%2F2*", times=None, error_number=errno.EIO))
     ended: list[int] = []
-    tiles = store.stream([[name] for name in names], on_end=ended.append)
+    tiles = store.tiles([[name] for name in names], on_end=ended.append)
 
     def change() -> None:
         for tile in tiles:
@@ -106,12 +106,12 @@ def test_a_failed_pass_keeps_the_groups_that_ended(store: TensorStore, files: Fa
     assert all((store.read(names[group]).wait() == 7).all() for group in ended)
 
 
-def test_a_pass_with_a_pool_of_its_own_does_not_wait_for_the_other(store: TensorStore) -> None:
+def test_a_pass_with_a_pool_of_its_own_does_not_wait_for_the_other(store: Store) -> None:
     values = create(store, "disk", name="model/w")
     store.write("model/w", values).wait()
     pool = store.make_pool(1024 * 1024)
     with store.resources.pool.acquire(store.resources.pool.nbytes):
-        total = sum(tile.views[0].size for tile in store.stream([["model/w"]], "read", pool=pool, ahead=True))
+        total = sum(tile.views[0].size for tile in store.tiles([["model/w"]], "read", pool=pool, ahead=True))
     assert total == values.size
     assert store.statistics().pool_bytes == store.resources.pool.nbytes + pool.nbytes
     assert store.statistics().queue.operations["prefetch"] > 0
@@ -119,7 +119,7 @@ def test_a_pass_with_a_pool_of_its_own_does_not_wait_for_the_other(store: Tensor
 
 def test_pools_count_against_the_budget(tmp_path: Path) -> None:
     budget = 8 * 1024 * 1024
-    with TensorStore(StoreOptions(run_path=tmp_path, host_budget_bytes=budget)) as store:
+    with Store(StoreOptions(run_path=tmp_path, host_budget_bytes=budget)) as store:
         store.make_pool(budget // 4)
         with pytest.raises(BudgetError, match="raise the budget"):
             store.make_pool(budget // 2)
@@ -127,7 +127,7 @@ def test_pools_count_against_the_budget(tmp_path: Path) -> None:
             create(store, "host", (1100, 1000))
 
 
-def test_groups_are_begun_when_they_are_admitted_and_left_out_otherwise(store: TensorStore) -> None:
+def test_groups_are_begun_when_they_are_admitted_and_left_out_otherwise(store: Store) -> None:
     names = [f"model/{i}" for i in range(4)]
     filled(store, names=names)
     asked: list[tuple[int, bool]] = []
@@ -137,7 +137,7 @@ def test_groups_are_begun_when_they_are_admitted_and_left_out_otherwise(store: T
         return group == 1 or (wait and group != 2)
 
     seen = {}
-    for tile in store.stream([[name] for name in names], admit=admit):
+    for tile in store.tiles([[name] for name in names], admit=admit):
         tile.views[0][:] = seen.setdefault(tile.group, tile.group)
     assert list(seen) == [0, 1, 3]
     assert (0, True) in asked
@@ -148,9 +148,9 @@ def test_groups_are_begun_when_they_are_admitted_and_left_out_otherwise(store: T
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_memory_is_changed_in_place(store: TensorStore, tier: str) -> None:
+def test_memory_is_changed_in_place(store: Store, tier: str) -> None:
     values = create(store, tier, name="model/w")
-    version = store.version("model/w")
+    version = store.tier("model/w").version("model/w")
     with store.changing(["model/w"]):
         memory = store.memory("model/w")
         assert len(memory) == store.local("model/w").valid_numel
@@ -158,34 +158,36 @@ def test_memory_is_changed_in_place(store: TensorStore, tier: str) -> None:
             store.snapshot()
         as_array(memory, "float32")[:] = values
     assert same_bits(store.read("model/w").wait(), values)
-    assert store.version("model/w") != version
+    assert store.tier("model/w").version("model/w") != version
     store.snapshot().release()
 
 
-def test_what_is_on_disk_cannot_be_changed_in_memory(store: TensorStore) -> None:
+def test_what_is_on_disk_cannot_be_changed_in_memory(store: Store) -> None:
     create(store, "disk", name="model/w")
     with pytest.raises(UsageError, match="array 'model/w' is on tier 'disk'"), store.changing(["model/w"]):
         pass
 
 
-def test_arrays_are_changed_together_or_not_at_all(store: TensorStore) -> None:
+def test_arrays_are_changed_together_or_not_at_all(store: Store) -> None:
     """One that somebody changes already leaves the others as they were; what is pinned is copied out or waited for."""
     for name in ("model/v", "model/w"):
         create(store, "host", name=name)
-    versions = [store.version(name) for name in ("model/v", "model/w")]
+    versions = [store.tier(name).version(name) for name in ("model/v", "model/w")]
     with store.changing(["model/w"]):
         with pytest.raises(UsageError, match="being changed"), store.changing(["model/v", "model/w"]):
             pass
         with store.changing(["model/v"]):
             pass
-    assert all(store.version(name) != before for name, before in zip(("model/v", "model/w"), versions, strict=True))
+    assert all(
+        store.tier(name).version(name) != before for name, before in zip(("model/v", "model/w"), versions, strict=True)
+    )
 
 
 # -- spans that are read before it is known whether the pass over them will be ----------------------------------------
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_what_was_read_ahead_serves_the_pass_and_is_read_once(store: TensorStore, tier: str) -> None:
+def test_what_was_read_ahead_serves_the_pass_and_is_read_once(store: Store, tier: str) -> None:
     values = filled(store, tier)
     before = store.statistics().disk_read_bytes
     begun = store.read_ahead([[name] for name in NAMES])
@@ -201,12 +203,12 @@ def test_what_was_read_ahead_serves_the_pass_and_is_read_once(store: TensorStore
     assert store.resources.pool.held_bytes == 0
 
 
-def test_what_is_dropped_leaves_no_trace(store: TensorStore) -> None:
+def test_what_is_dropped_leaves_no_trace(store: Store) -> None:
     values = filled(store)
-    versions = [store.version(name) for name in NAMES]
+    versions = [store.tier(name).version(name) for name in NAMES]
     begun = store.read_ahead([[name] for name in NAMES])
     begun.drop()
-    assert [store.version(name) for name in NAMES] == versions
+    assert [store.tier(name).version(name) for name in NAMES] == versions
     store.snapshot().release()  # nothing is being changed
     for name, array in zip(NAMES, values, strict=True):
         assert same_bits(store.read(name).wait(), array)
@@ -214,13 +216,13 @@ def test_what_is_dropped_leaves_no_trace(store: TensorStore) -> None:
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_shard_that_changed_meanwhile_is_read_anew(store: TensorStore, *, pinned: bool) -> None:
+def test_a_shard_that_changed_meanwhile_is_read_anew(store: Store, *, pinned: bool) -> None:
     values = filled(store)
     snapshot = store.snapshot() if pinned else None
     begun = store.read_ahead([[name] for name in NAMES])
     store.write(NAMES[1], other_than(values[1])).wait()
     assert not begun.go_on()
-    flip(store.stream([[name] for name in NAMES]))
+    flip(store.tiles([[name] for name in NAMES]))
     assert same_bits(store.read(NAMES[1]).wait(), values[1])
     assert same_bits(store.read(NAMES[0]).wait(), other_than(values[0]))
     if snapshot is not None:
@@ -228,7 +230,7 @@ def test_a_shard_that_changed_meanwhile_is_read_anew(store: TensorStore, *, pinn
 
 
 def test_a_pin_of_memory_that_comes_after_it_is_waited_for_with_no_buffer_held(tmp_path: Path) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path, num_threads=2)) as store:
+    with Store(StoreOptions(run_path=tmp_path, num_threads=2)) as store:
         disk = filled(store, "disk", ["model/a"])[0]
         host = filled(store, "host", ["model/b"])[0]
         begun = store.read_ahead([["model/a", "model/b"]])
@@ -243,12 +245,12 @@ def test_a_pin_of_memory_that_comes_after_it_is_waited_for_with_no_buffer_held(t
         assert same_bits(store.read("model/b").wait(), other_than(host))
 
 
-def _release_once_all_is_free(store: TensorStore, snapshot: Snapshot) -> None:
+def _release_once_all_is_free(store: Store, snapshot: Snapshot) -> None:
     with store.resources.pool.acquire(store.resources.pool.nbytes):
         snapshot.release()
 
 
-def test_an_error_of_a_read_ahead_is_the_passes(store: TensorStore, files: FaultyFiles) -> None:
+def test_an_error_of_a_read_ahead_is_the_passes(store: Store, files: FaultyFiles) -> None:
     filled(store)
     files.inject(Fault(kind="read", times=1, error_number=errno.EIO))
     begun = store.read_ahead([[name] for name in NAMES])
@@ -258,13 +260,13 @@ def test_an_error_of_a_read_ahead_is_the_passes(store: TensorStore, files: Fault
     assert store.resources.pool.held_bytes == 0
 
 
-def test_what_was_read_of_a_former_version_is_right_once_there_is_another(store: TensorStore) -> None:
+def test_what_was_read_of_a_former_version_is_right_once_there_is_another(store: Store) -> None:
     values = filled(store)
     kept = store.snapshot(NAMES)
-    reading = store.stream([[name] for name in NAMES], "read")
+    reading = store.tiles([[name] for name in NAMES], "read")
     first = next(reading)  # the others are on their way
     found = [np.array(first.views[0])]
-    flip(store.stream([[name] for name in NAMES], "update"))
+    flip(store.tiles([[name] for name in NAMES], "update"))
     groups = [first.group]
     for tile in reading:
         groups.append(tile.group)
@@ -304,7 +306,7 @@ def names_of(number: int) -> list[str]:
     return [f"model/{number}", f"optimizer/exp_avg/{number}", f"optimizer/exp_avg_sq/{number}"]
 
 
-def make(store: TensorStore, count: int, shape: tuple[int, ...] = SMALL) -> dict[str, Array]:
+def make(store: Store, count: int, shape: tuple[int, ...] = SMALL) -> dict[str, Array]:
     store.share_files()
     values = {name: create(store, "disk", shape, name=name) for n in range(count) for name in names_of(n)}
     for name, array in values.items():
@@ -312,14 +314,14 @@ def make(store: TensorStore, count: int, shape: tuple[int, ...] = SMALL) -> dict
     return values
 
 
-def flip_all(store: TensorStore, numbers: list[int]) -> None:
-    flip(store.stream([names_of(number) for number in numbers]))
+def flip_all(store: Store, numbers: list[int]) -> None:
+    flip(store.tiles([names_of(number) for number in numbers]))
 
 
 @pytest.mark.parametrize("count", [2, 100])
 def test_no_request_of_a_pass_is_under_256_kib_where_there_is_more(count: int, tmp_path: Path) -> None:
     files = CountedFiles()
-    with TensorStore(StoreOptions(run_path=tmp_path), files=files) as store:
+    with Store(StoreOptions(run_path=tmp_path), files=files) as store:
         values = make(store, count)
         operations = store.statistics().queue.operations
         for pinned in (False, True, False):
@@ -338,7 +340,7 @@ def test_no_request_of_a_pass_is_under_256_kib_where_there_is_more(count: int, t
 
 
 def test_a_pinned_version_is_published_as_it_was_while_others_are_made(tmp_path: Path) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path)) as store:
+    with Store(StoreOptions(run_path=tmp_path)) as store:
         values = make(store, 5)
         first = store.snapshot()
         flip_all(store, list(range(5)))
@@ -367,7 +369,7 @@ def test_a_pinned_version_is_published_as_it_was_while_others_are_made(tmp_path:
 
 
 def test_two_generations_serve_any_number_of_snapshots(tmp_path: Path) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path)) as store:
+    with Store(StoreOptions(run_path=tmp_path)) as store:
         make(store, 3)
         needed = store.require_room(store.names())
         for _ in range(4):
@@ -381,7 +383,7 @@ def test_two_generations_serve_any_number_of_snapshots(tmp_path: Path) -> None:
 
 
 def test_the_room_of_a_removed_shard_is_used_again(tmp_path: Path) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path)) as store:
+    with Store(StoreOptions(run_path=tmp_path)) as store:
         values = make(store, 3)
         before = sum(path.stat().st_size for path in tmp_path.rglob("*.shard"))
         store.remove("model/1")
@@ -396,7 +398,7 @@ def test_the_room_of_a_removed_shard_is_used_again(tmp_path: Path) -> None:
 
 
 def test_damage_names_file_and_offset(tmp_path: Path) -> None:
-    with TensorStore(StoreOptions(run_path=tmp_path)) as store:
+    with Store(StoreOptions(run_path=tmp_path)) as store:
         make(store, 3)
         [path] = tmp_path.rglob("model-pack.0.shard")
         data = bytearray(path.read_bytes())

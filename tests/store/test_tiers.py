@@ -15,7 +15,8 @@ from zstore.errors import BudgetError, CorruptionError, UsageError
 from zstore.format import ArraySpec, layout_of, make_grid
 from zstore.io import IoResources, Priority
 from zstore.io.buffers import Budget
-from zstore.store.tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, Mode, Tier
+from zstore.store import LocalShard
+from zstore.store.tiers import DeviceTier, DiskTier, Drives, HostTier, Mode, Tier
 from zstore.testing.contract import TierBench, TierContract
 from zstore.testing.faults import Fault
 from zstore.testing.oracle import read_with_tensorstore, read_with_zarr, same_bits, shard_name, write_zarr_json

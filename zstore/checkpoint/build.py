@@ -27,7 +27,7 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from crc32c import crc32c
@@ -41,10 +41,7 @@ from ..io.shards import FillRuns, ShardSummary, write_shard
 from .format import COMPLETE, Manifest, Record, read_json, sha256
 from .metadata import encode_documents
 from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file, tag_folder
-from .plan import CheckpointPlan, KnownFile, SaveRequest
-
-if TYPE_CHECKING:
-    from ..store.tiers import PinnedShard
+from .plan import CheckpointPlan, KnownFile, PinnedShard, SaveRequest
 
 
 class CheckpointBuilder:

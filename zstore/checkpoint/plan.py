@@ -15,22 +15,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
 
 from ..errors import StorageError, UsageError
-from ..format.arrays import ArraySpec, Grid, make_grid, numpy_dtype
+from ..format.arrays import ArraySpec, Bytes, Grid, LocalShard, make_grid, numpy_dtype
 from ..format.codecs import Codec
 from ..format.shardfile import layout_of
 from ..io.files import Files
-from ..io.shards import IoResources
+from ..io.queue import Priority
+from ..io.shards import IoResources, ShardSummary
 from .format import sha256
 from .names import METADATA_FILE, array_path, check_save_id, shard_file, tag_text
 from .retention import Keep
 
 if TYPE_CHECKING:
-    from ..store.tiers import PinnedShard
     from .reader import CheckpointReader
 
 
@@ -152,6 +152,40 @@ def _identity(path: str | Path) -> tuple[int, str] | None:
         return None
     # One object, which the collector does not count: see [Note: objects of a save].
     return found.st_dev, f"{found.st_ino} {found.st_size} {found.st_mtime_ns}"
+
+
+class PinnedShard(Protocol):
+    """A shard's version that nobody changes until `release()`; usable from any thread but an I/O thread."""
+
+    @property
+    def local(self) -> LocalShard:
+        """Which shard of which array."""
+
+    @property
+    def tier(self) -> str:
+        """The tier of the pinned bytes: device, host or disk."""
+
+    @property
+    def has_file(self) -> bool:
+        """Whether they are a file of the run folder, so that `publish` may link it."""
+
+    @property
+    def version(self) -> int | None:
+        """None if it is not known yet, because an update is to make it."""
+
+    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
+        """Copy the elements of shard number `shard` on `grid`, without padding, into `out`. Raises UsageError if the pinned
+        shard is on disk."""
+
+    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
+        """Return the crc32c of each chunk that a shard file of shard number `shard` on `grid` has."""
+
+    def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
+        """Make the shard file `path` of shard number `shard` on `grid`: a hard link if the disk tier has that very file
+        on the same file system, else a copy; durable when this returns, if `res.sync`."""
+
+    def release(self) -> None:
+        """Allow changes again; a second call does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

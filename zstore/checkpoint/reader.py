@@ -30,7 +30,7 @@ from .catalog import Refusal, TagInfo, list_tags, read_record, resolve, scan
 from .folder import Folder, FolderLike, folder_at
 from .format import COMPLETE, MAX_JSON_VALUES, Manifest, Record, parse_json, sha256
 from .metadata import parse_root
-from .names import METADATA_FILE, RECORD_FILE, manifest_file, shard_file, tag_text
+from .names import METADATA_FILE, RECORD_FILE, manifest_file, natural_key, shard_file, tag_text
 
 NUM_THREADS = 4
 """I/O threads of a source without resources of its own."""
@@ -173,6 +173,17 @@ class ArraySource(Closing):
         """Return the array called `name`; raises CheckpointMismatchError if there is none."""
         if name not in self.arrays:
             raise CheckpointMismatchError(f"checkpoint {self.location} has no array {name!r}")
+        return self.arrays[name]
+
+    def names(self) -> list[str]:
+        """Return the names of all arrays, those with numbers in the order of the numbers."""
+        return sorted(self.arrays, key=natural_key)
+
+    def known(self, name: str) -> StoredArray:
+        """Return the array that a program named; raises KeyError, with other names, if there is none."""
+        if name not in self.arrays:
+            names = self.names()
+            raise KeyError(f"{self.location} has no array {name!r}; it has {len(names)}, for example {names[:3]}")
         return self.arrays[name]
 
     def read_array(self, name: str) -> npt.NDArray[Any]:

@@ -35,7 +35,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import BudgetError
+from ..errors import BudgetError, UsageError
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -303,6 +303,43 @@ class ChunkRange:
     stop: int
     first_chunk: int
     stop_chunk: int
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """The shard of an array that this rank holds."""
+
+    spec: ArraySpec
+    grid: Grid
+    shard: int
+
+    def __post_init__(self) -> None:
+        spec, grid = self.spec, self.grid
+        if (grid.rows, grid.row_numel) != (spec.rows, spec.row_numel) or self.shard < 0:
+            raise UsageError(
+                f"array {spec.name!r} has {spec.rows} rows of {spec.row_numel} elements, got shard {self.shard} of a grid "
+                f"of {grid.rows} rows of {grid.row_numel}"
+            )
+
+    @property
+    def base(self) -> int:
+        """Global flat element where the shard begins."""
+        return self.shard * self.grid.shard_numel
+
+    @cached_property
+    def valid_numel(self) -> int:
+        """Elements that are not padding."""
+        return self.grid.shard_valid_numel(self.shard)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements that are not padding."""
+        return self.valid_numel * self.spec.itemsize
+
+    def chunk_range(self, chunk: int, num_chunks: int = 1) -> tuple[int, int]:
+        """Return the local flat elements `[first, stop)` of `num_chunks` from chunk number `chunk` on, padding left out."""
+        first, numel = chunk * self.grid.chunk_numel, num_chunks * self.grid.chunk_numel
+        return min(first, self.valid_numel), min(first + numel, self.valid_numel)
 
 
 @lru_cache(maxsize=8192)

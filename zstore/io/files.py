@@ -204,61 +204,46 @@ class Files:
 
     def read_into(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> None:
         """Fill `out` from `offset` on; short reads are resumed. A file that ends before is a StorageError."""
-        try:
-            self._read(file, out, offset)
-        except StorageError as error:
-            if not isinstance(out, ScatteredMemory) or not self._refuses_parts(file, error):
-                raise
-            whole = make_slab(out.size)
-            self._read(file, whole, offset)
-            out.fill(whole)
-
-    def _refuses_parts(self, file: OpenFile, error: StorageError) -> bool:
-        """Return whether `error` means that a drive requires memory in larger units than `ScatteredMemory` have."""
-        refused = file.direct and error.errno == errno.EINVAL
-        if refused:
-            self.takes_parts = False
-        return refused
-
-    def _read(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> None:
-        done = 0
-        while done < out.size:
-            try:
-                count = self._preadv(file, out[done:], offset + done)
-            except OSError as error:
-                raise storage_error(
-                    error, "cannot read", path=file.path, offset=offset + done, nbytes=out.size - done
-                ) from error
-            if count == 0:
-                raise StorageError(
-                    f"the file ends after {offset + done} bytes, expected at least {offset + out.size}",
-                    path=file.path,
-                    offset=offset,
-                    nbytes=out.size,
-                )
-            done = _resume_at(done, count, out.size, file.direct)
+        self._transfer(file, out, offset, write=False)
 
     def write_from(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> None:
         """Write all of `data` at `offset`; short writes are resumed."""
-        try:
-            self._write(file, data, offset)
-        except StorageError as error:
-            if not isinstance(data, ScatteredMemory) or not self._refuses_parts(file, error):
-                raise
-            data.copy_into(whole := make_slab(data.size))
-            self._write(file, whole, offset)
+        self._transfer(file, data, offset, write=True)
 
-    def _write(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int) -> None:
-        done = 0
+    def _transfer(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int, *, write: bool) -> None:
+        try:
+            self._move(file, data, offset, write=write)
+        except StorageError as error:
+            refuses_parts = file.direct and error.errno == errno.EINVAL  # it requires memory in larger units
+            if not isinstance(data, ScatteredMemory) or not refuses_parts:
+                raise
+            self.takes_parts = False
+            whole = make_slab(data.size)
+            if write:
+                data.copy_into(whole)
+            self._move(file, whole, offset, write=write)
+            if not write:
+                data.fill(whole)
+
+    def _move(self, file: OpenFile, data: Bytes | ScatteredMemory, offset: int, *, write: bool) -> None:
+        move, done = self._pwritev if write else self._preadv, 0
         while done < data.size:
             try:
-                count = self._pwritev(file, data[done:], offset + done)
-                if count == 0:
+                count = move(file, data[done:], offset + done)
+                if write and count == 0:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
             except OSError as error:
+                problem = "cannot write" if write else "cannot read"
                 raise storage_error(
-                    error, "cannot write", path=file.path, offset=offset + done, nbytes=data.size - done
+                    error, problem, path=file.path, offset=offset + done, nbytes=data.size - done
                 ) from error
+            if count == 0:
+                raise StorageError(
+                    f"the file ends after {offset + done} bytes, expected at least {offset + data.size}",
+                    path=file.path,
+                    offset=offset,
+                    nbytes=data.size,
+                )
             done = _resume_at(done, count, data.size, file.direct)
 
     def allocate(self, file: OpenFile, nbytes: int) -> None:

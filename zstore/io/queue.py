@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -145,18 +145,28 @@ def wait_all(tickets: list[Ticket[T]]) -> list[T]:
 def joined(tickets: list[Ticket[T]], change: Callable[[list[T]], U]) -> Ticket[U]:
     """Return a ticket for `change` of the results of all `tickets`, which is done once they are; its error is that of
     `wait_all`. An I/O thread calls `change`, so it must be short."""
-    own, left = [*tickets], itertools.count(len(tickets), -1)
+    own = [*tickets]
     ticket, carry_out = promise(lambda: change(wait_all(own)))
 
     def ended() -> None:
+        carry_out()
+        own.clear()  # they refer to this function, which refers to them
+
+    when_all_done(tickets, ended)
+    return ticket
+
+
+def when_all_done(tickets: Sequence[Ticket[T]], callback: Callable[[], None]) -> None:
+    """Call `callback` once all operations ended, well or badly; from an I/O thread, so it must be short."""
+    left = itertools.count(len(tickets), -1)
+
+    def ended() -> None:
         if next(left) == 0:
-            carry_out()
-            own.clear()  # they refer to this function, which refers to them
+            callback()
 
     for each in tickets:
         each.when_done(ended)
     ended()  # there may be none
-    return ticket
 
 
 def in_order(tickets: Iterator[Ticket[T]], depth: int) -> Generator[T, None, None]:

@@ -84,7 +84,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
     def __init__(self, source: ArraySource, storage_options: Mapping[str, Any]) -> None:
         self._source = source
         self._storage_options = dict(storage_options)
-        self._names = sorted(source.arrays, key=natural_key)
+        self._names = source.names()
         self._closed = False
 
     @property
@@ -124,13 +124,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
         return self.source.record.state
 
     def __getitem__(self, name: str) -> LazyArray:
-        try:
-            stored = self.source.arrays[name]
-        except KeyError:
-            raise KeyError(
-                f"{self.location} has no array {name!r}; it has {len(self._names)}, for example {self._names[:3]}"
-            ) from None
-        return LazyArray(stored.spec, partial(self._read, name))
+        return LazyArray(self.source.known(name).spec, partial(self._read, name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

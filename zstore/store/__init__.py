@@ -3,16 +3,19 @@
 The names below are public, for code built on it.
 """
 
+from ..checkpoint.plan import PinnedShard
+from ..format.arrays import LocalShard
 from .options import StoreOptions, StoreStatistics
 from .runfolder import RUN_FOLDER
-from .store import SMALL_SHARD_BYTES, ModeName, TensorStore
+from .shards import SMALL_SHARD_BYTES, ModeName
+from .store import Store
 from .stream import Stream
-from .tiers import Drives, LocalShard, PinnedShard, Snapshot, TierName, Tile
+from .tiers import Drives, Snapshot, TierName, Tile
 from .tiers.memory import MEMORY_TILE_NUMEL, shared_bytes
 from .tiers.packs import MANY_SMALL, is_packed, run_file_bytes
 
 __all__ = [
     "MANY_SMALL", "MEMORY_TILE_NUMEL", "RUN_FOLDER", "SMALL_SHARD_BYTES", "Drives", "LocalShard", "ModeName",
-    "PinnedShard", "Snapshot", "StoreOptions", "StoreStatistics", "Stream", "TensorStore", "TierName", "Tile",
+    "PinnedShard", "Snapshot", "Store", "StoreOptions", "StoreStatistics", "Stream", "TierName", "Tile",
     "is_packed", "run_file_bytes", "shared_bytes",
 ]  # fmt: skip

@@ -68,7 +68,7 @@ class ArrayOrder:
                 try:
                     return operation()
                 finally:
-                    self._here.names = ()
+                    self._here.names = None
 
             number, ticket = next(self._numbers), self._workers.submit(run)
             self._pending.update(dict.fromkeys(names, (number, ticket)))
@@ -82,6 +82,11 @@ class ArrayOrder:
                 if name in self._pending and self._pending[name][0] == number:
                     del self._pending[name]
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread carries out an operation."""
+        return getattr(self._here, "names", None) is not None
+
     def names(self) -> list[str]:
         """Return the arrays with an operation under way, or one that failed and was not reported."""
         with self._lock:
@@ -90,7 +95,7 @@ class ArrayOrder:
     def wait(self, names: Iterable[str]) -> None:
         """Wait for all operations on `names`, but for those on the arrays of the operation that this thread carries out; errors
         stay with their tickets."""
-        own = getattr(self._here, "names", ())
+        own = getattr(self._here, "names", None) or ()
         with self._lock:
             others = [name for name in names if name not in own]
             # They stay pending: operations that are queued meanwhile wait for them too.

@@ -5,8 +5,7 @@
     <nvme_path>/zstore-run/rank-00000-2/        the same for a second store of that process, if stores may share
 
 The lock ends with the process, so a killed run leaves none. Nobody needs its files (an update may have been interrupted),
-and the next owner removes them: checkpoints, and the snapshots that the engine takes of steps in
-`<nvme_path>/zstore-run/steps`, have links of their own.
+and the next owner removes them: checkpoints have links of their own.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from .tiers import ChunkSpan, DiskTier, LocalShard, MemoryTier, Tier
+from ..format.arrays import LocalShard
+from .tiers import ChunkSpan, DiskTier, MemoryTier, Tier
 
 _LEAST_SPANS_IN_POOL = 3
 _BATCH_BYTES = 4 * 1024 * 1024

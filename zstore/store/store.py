@@ -1,473 +1,416 @@
-"""TensorStore: this rank's shards of named global tensors, on the device, in host memory or on disk."""
+"""The store: named tensors that are put, read, changed in passes, and saved, in tiers of memory and disk.
+
+[Note: two ways to an array]
+A program has whole values: `put`, `get` and their like run behind the caller, who gets a ticket to await or wait for.
+So there is one set of methods for programs with and without asyncio, usable from several tasks and threads, and no
+call of a coroutine blocks its loop. The engine has this rank's shards, in passes in its own threads: `Shards`, the base.
+Operations on one array are carried out in the order of the calls, those on several concurrently, by threads of this
+store; a pass waits for those of its arrays.
+
+[Note: who waits for whom]
+A checkpoint has the arrays' values when it was asked for: its pins are queued among the operations on each array. An
+operation that takes away an array that is pinned waits for checkpoints that were asked for before it, until it is not, and
+for no later one, whose pins wait for it in their turn.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import numpy as np
+
+from ..checkpoint.catalog import check_tag_is_free
+from ..checkpoint.format import decode_state, encode_state
+from ..checkpoint.names import new_save_id
+from ..checkpoint.plan import KnownFile, SaveRequest, SaveSummary
+from ..checkpoint.reader import ArraySource, open_checkpoint
+from ..checkpoint.retention import Keep
+from ..checkpoint.save import save_checkpoint
 from ..errors import UsageError
-from ..format.arrays import Array, ArraySpec, Grid, numpy_dtype
-from ..io.buffers import Budget, Pool, Rooms, make_slab
-from ..io.closing import OF_THE_PARENT, Closing, tell_of_fork
-from ..io.files import Files
-from ..io.pinning import PinnedSlabs
-from ..io.queue import IoQueue, LinkCounters, Priority, Ticket
-from ..io.shards import IoResources
-from .options import StoreOptions, StoreStatistics
-from .order import ArrayOrder
-from .runfolder import RunFolders
-from .spans import Batch
-from .stream import Pass, Stream, StreamCounters
-from .tiers import DeviceTier, DiskTier, Drives, HostTier, LocalShard, MemoryTier, Mode, Tier, Tile
-from .tiers.base import Snapshot, TierName, View, as_numpy, copy_into, copy_out
+from ..format.arrays import ArraySpec, numpy_dtype
+from ..io.closing import OF_THE_PARENT, closing_with, tell_of_fork
+from ..io.files import Files, UserPath, user_location, user_path
+from ..io.pool import AsyncClosing, run_in_thread
+from ..io.queue import Ticket, wait_all
+from .arrays import StoreArray, Value, copy_view, flat_target, flatten, is_tensor, shaped, spec_of
+from .options import StoreOptions
+from .shards import Shards
+from .tiers import MemoryTier, Snapshot, TierName
+from .tiers.base import copy_into
+from .values import Mode, Unreported, Values
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-ModeName = Literal["read", "update", "fill"]
-SMALL_SHARD_BYTES = 64 * 1024
-"""Smaller shards are kept in host memory even if the disk was asked for: a request to the disk would cost more."""
+T = TypeVar("T")
+
+_CLOSED = "the store is closed: what was put is gone, but for what `checkpoint` kept"
 
 
-class TensorStore(Closing):
-    """This rank's shards of named arrays. Close it, or use it in a `with` block.
+class Store(Shards, AsyncClosing):
+    """Named tensors in tiers: "disk", "host" and "device". Use it in a `with` or `async with` block; see `open_store`.
 
-    `write` and `read` return tickets and run behind the caller, in order for each array; `stream` is a pass in the caller's
-    thread. Several threads may work on different arrays; no two passes may change one at once.
+    An operation behind the caller gives a `Ticket`: `await ticket` or `ticket.wait()` gives its result or raises its error. A
+    change whose ticket is dropped is not lost: `flush` waits for it and raises its error.
 
-    Over 300 lines: it has all operations on a rank's shards, each a few lines over tiers and streams.
+    Over 300 lines: it is the public surface, and half of it is docstrings.
     """
 
-    def __init__(self, options: StoreOptions, *, rank: int = 0, files: Files | None = None, cuda: Any = None) -> None:
-        self.options, self.rank, files = options, rank, files or Files()
-        self._slabs = PinnedSlabs(cuda) if options.pin_buffers or options.pin_state else None
-        self._make_buffers = self._slabs.make if self._slabs is not None and options.pin_buffers else make_slab
-        self.budget = Budget(options.host_budget_bytes)
-        """This rank's host memory for buffers and host-tier state."""
-        pool = Pool(options.pool_bytes, budget=self.budget, make=self._make_buffers)
-        queue = IoQueue(options.num_threads, options.queue_depth)
-        try:
-            self._folders = RunFolders(options.all_paths, rank, files, shares=options.shares_folders)
-        except BaseException:
-            queue.close()
-            raise
-        self.resources = IoResources(
-            files=files, queue=queue, pool=pool, block_bytes=options.span_bytes, verify=options.verify
-        )
-        self._host = HostTier(self.budget)
-        self._pinned = HostTier(self.budget, self._slabs.make) if self._slabs and options.pin_state else self._host
-        self.expect = self._pinned.expect
-        self._device = DeviceTier(options.device)
-        groups = {group: self._folders.paths(paths) for group, paths in options.group_paths.items()}
-        usual = [path for path in (options.run_path, *options.other_paths) if path is not None]
-        drives = Drives(self._folders.paths(usual or options.all_paths), groups)
-        self._disk = DiskTier(drives, self.resources, reserves=options.reserves) if options.all_paths else None
-        self._shards: dict[str, LocalShard] = {}
-        self._tiers: dict[str, Tier] = {}
-        self.arrangement = 0
-        """Grows whenever an array is created, renamed, moved or removed: memory that `memory` gave may be another's then."""
-        self._planned: dict[Any, Sequence[Batch]] = {}
-        """Plans of former passes over whole arrays; cleared when arrays are created, removed or moved."""
-        self.order = ArrayOrder()
-        """Of operations on arrays, for callers that queue their own, too."""
-        self._pools, self._counters = [pool], StreamCounters()
-        self.links, self.rooms = LinkCounters(), Rooms(self._make_buffers)
-        """For callers that move the store's contents over a link of their own, as to a device; `rooms` has memory like that of
-        transfer buffers, which is not counted against the budget."""
-        self._closed = ""
+    def __init__(
+        self,
+        options: StoreOptions,
+        *,
+        rank: int = 0,
+        files: Files | None = None,
+        cuda: Any = None,
+        open_source: Callable[[str, str | float | None], ArraySource] = open_checkpoint,
+    ) -> None:
+        super().__init__(options, rank=rank, files=files, cuda=cuda)
+        self._open_source = open_source
+        """Opens what `load` names: the package of this class knows local checkpoints of our format alone."""
+        self._loads, self._saves = Unreported(), Unreported()
+        self._run = uuid.uuid4().hex
+        self._known: Mapping[str, KnownFile] = {}
+        """Shard files of earlier checkpoints, by array."""
+        closing_with(self, self._parts.close)
         tell_of_fork(self)
 
-    # -- arrays -----------------------------------------------------------------------------------------------------
+    def _forked(self) -> None:
+        """Belong to the parent, in a forked child: its threads and its folder are not the child's."""
+        self._lock, self._closed = threading.RLock(), f"the store {OF_THE_PARENT}"
 
-    def create(
-        self, spec: ArraySpec, *, grid: Grid, shard: int, tier: TierName, memory: torch.Tensor | None = None
-    ) -> None:
-        """Register this rank's shard number `shard` of `grid`, all zeros. `memory` (device tier only) holds the shard instead:
-        1-D, contiguous, the unpadded elements; it stays the caller's, who sees every change. A shard under 64 KiB asked for on
-        disk is kept in host memory."""
-        self._check_new(spec)
-        local = LocalShard(spec, grid, shard)
-        chosen = self._choose(local, tier)
-        chosen.create(local, memory)
-        self._tiers[spec.name] = chosen
-        self._shards[spec.name] = local
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a store belongs to the process that opened it and cannot be pickled: open one in the other process"
+        )
 
-    def rename(self, name: str, spec: ArraySpec, *, tier: TierName) -> bool:
-        """Let an array become that of `spec` and keep its values; false if its shape or data type differs, or `create`
-        would put it elsewhere. Raises UsageError while it is pinned, or a pass changes it."""
-        self._check_new(spec)
-        former = self.local(name)
-        local = LocalShard(spec, former.grid, former.shard)
-        alike = (former.spec.shape, former.spec.dtype) == (spec.shape, spec.dtype)
-        if not alike or self._choose(local, tier) is not self._tiers[name]:
-            return False
-        self._at_rest(name).rename(name, local)
-        self._tiers[spec.name], self._shards[spec.name] = self._tiers.pop(name), local
-        del self._shards[name]
-        return True
+    # -- values -----------------------------------------------------------------------------------------------------
 
-    def move(self, name: str, tier: TierName, copy: Callable[[View, View], None]) -> None:
-        """Move an array with its values to another tier, as `create` would choose it; its version changes.
+    def put(self, name: str, value: Value, *, tier: TierName | None = None, dims: Sequence[str] = ()) -> Ticket[None]:
+        """Store `value` under `name`, `group/name` or a name alone, in place of any former value.
 
-        `copy(target, source)` copies between views of the two tiers; see `Tile`. Raises UsageError as `rename` does, and
-        BudgetError or DiskFullError if there is no room: then the array is where it was.
+        Any shape and any of the format's data types; not to be changed until the ticket is done. The array is kept on its
+        present tier, or on disk, or in host memory for a store without a path, unless `tier` says otherwise; under 64 KiB
+        always in host memory. `dims` are names of its extents, which checkpoints keep.
+
+        Raises UsageError for a value that cannot be stored; the ticket BudgetError or DiskFullError if there is no room.
         """
-        former, local = self._at_rest(name), self.local(name)
-        chosen = self._choose(local, tier)
-        if chosen is former:
-            return
-        moving = replace(local.spec, name=f"{name}.moving")
-        self.create(moving, grid=local.grid, shard=local.shard, tier=tier)
-        try:
-            with contextlib.closing(self.stream([[name, moving.name]], "fill", modes={name: "read"})) as tiles:
-                for tile in tiles:
-                    copy(tile.views[1], tile.views[0])
-            former.remove(name)
-        except BaseException:
-            self.remove(moving.name)
-            raise
-        chosen.rename(moving.name, local)
-        self._tiers[name] = chosen
-        del self._shards[moving.name], self._tiers[moving.name]
+        data = flatten(name, value)
+        spec = spec_of(name, np.shape(value), data.dtype.name, tuple(dims))
+        return self._put(StoreArray.whole(spec, is_tensor(value)), lambda _: self._write(name, data, 0), tier)
 
-    def change_memory(self, name: str, memory: torch.Tensor | None) -> None:
-        """Keep an array on the device tier in other memory of the caller's, as `create` takes it, which holds its values;
-        None: in none, and nobody may use it until it has memory again. Raises UsageError as `rename` does."""
-        tier = self._at_rest(name)
-        if not isinstance(tier, DeviceTier):
-            raise UsageError(f"array {name!r} is on tier {tier.name!r}, which makes its own memory")
-        tier.change_memory(name, memory)
+    def _put(self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None) -> Ticket[None]:
+        """Queue to let `fill` set all values of an array."""
+        with self._lock:
+            self._check_open()
+            former = self._arrays.get(array.spec.name)
+            if former is not None and not array.spec.dims and former.spec.shape == array.spec.shape:
+                array = replace(array, spec=replace(array.spec, dims=former.spec.dims))
+            return self._replace(array.spec.name, array, partial(self._make, array, fill, tier, self._saves.all()))
 
-    def remove(self, name: str) -> None:
-        """Forget an array and free its space; nothing if the store is closed. Raises UsageError as `rename` does."""
-        if not self._closed:
-            self._at_rest(name).remove(name)
-            del self._shards[name], self._tiers[name]
-
-    def _at_rest(self, name: str) -> Tier:
-        """Return the tier of an array once nothing is under way for it, for a call that moves or changes it."""
-        self.local(name)
-        self._rearrange()
-        self.order.wait([name])
-        self.order.forget(name)
-        return self._tiers[name]
-
-    def _rearrange(self) -> None:
-        self._planned.clear()
-        self.arrangement += 1
-
-    def _check_new(self, spec: ArraySpec) -> None:
-        self._check_open()
-        self._rearrange()
-        if spec.name in self._shards:
-            raise UsageError(f"array {spec.name!r} exists already")
-
-    def _choose(self, local: LocalShard, tier: TierName) -> Tier:
-        tiers = dict[str, Tier | None](device=self._device, host=self._host, pinned=self._pinned, disk=self._disk)
-        if tier not in tiers:
-            raise UsageError(f"array {local.spec.name!r}: expected one of {', '.join(tiers)} as tier, got {tier!r}")
-        if (chosen := tiers[tier]) is None:
-            raise UsageError(f"array {local.spec.name!r}: the store has no disk tier; open it with a `run_path`")
-        return self._pinned if tier == "disk" and local.nbytes < SMALL_SHARD_BYTES else chosen
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._shards
-
-    def names(self) -> list[str]:
-        """Return the names of all arrays, in the order they were created."""
-        return list(self._shards)
-
-    def local(self, name: str) -> LocalShard:
-        """Return which shard of which array this rank holds under `name`."""
-        if name not in self._shards:
-            raise UsageError(f"there is no array {name!r} in this store")
-        return self._shards[name]
-
-    def spec(self, name: str) -> ArraySpec:
-        """Return name, shape and data type of the array."""
-        return self.local(name).spec
-
-    def tier_of(self, name: str) -> TierName:
-        """Return the shard's tier: device, host or disk."""
-        self.local(name)
-        return self._tiers[name].name
-
-    def share_files(self) -> None:
-        """Let shards on disk of less than 256 KiB that are created from now on share files: a pass brings many in one request,
-        and a checkpoint copies them instead of linking their files."""
-        if self._disk is not None:
-            self._disk.packs_small = True
-
-    def shares_file(self, name: str) -> bool:
-        """Return whether the shard is on disk and small, so that it shares a file with others."""
-        return self._tiers[name].is_packed(name)
-
-    def _disk_of(self, name: str) -> DiskTier | None:
-        """Return the disk tier, if the shard has a file of its own there."""
-        tier = self._tiers[name]
-        return tier if isinstance(tier, DiskTier) and not tier.is_packed(name) else None
-
-    def version(self, name: str) -> int:
-        """Return the number of the shard's version: while it is the same, no pass changed the shard."""
-        self.local(name)
-        return self._tiers[name].version(name)
-
-    def adopt(self, name: str, path: Path, crcs: Sequence[int]) -> bool:
-        """Take a shard file of a checkpoint, laid out as this array's, as the array's contents, without reading it.
-
-        False, and nothing changed, if the array is not on disk, or `path` cannot be linked there. `crcs` are
-        its chunks' checksums: each chunk is verified when it is read. Nobody may ever write the file again.
-        """
-        tier = self._at_rest(name)
-        return isinstance(tier, DiskTier) and tier.adopt(name, path, crcs)
-
-    def disk_folders(self) -> dict[str, Path]:
-        """Return by array the folder of its files, for those on disk."""
-        return {} if self._disk is None else self._disk.folders()
-
-    # -- transfers --------------------------------------------------------------------------------------------------
-
-    def write(self, name: str, data: Array | torch.Tensor, first: int = 0) -> Ticket[None]:
-        """Replace local flat elements `[first, first + len(data))` by `data`: 1-D, contiguous, in host memory, of the array's
-        data type, and not to be touched by the caller until it is done."""
-        return self.order.submit(name, self.writing(name, data, first), changes=True)
-
-    def writing(self, name: str, data: Array | torch.Tensor, first: int) -> Callable[[], None]:
-        """Return the operation that `write` queues, for a caller that orders an array's operations itself."""
-        self._check_open()
-        source = as_numpy(data, self.spec(name))
-        stop = first + source.size
-        mode = Mode.FILL if self._require_in_shard(name, first, stop).valid_numel == source.size else Mode.UPDATE
+    def _replace(self, name: str, array: StoreArray | None, operation: Callable[[], None]) -> Ticket[None]:
+        """Queue a replacement of an array, or with None its removal; if it fails, the former is back, unless that is gone."""
+        former = self._arrays.get(name)
+        self._arrays.set(name, array)
 
         def run() -> None:
-            if mode is Mode.FILL and source.size and (disk := self._disk_of(name)):
-                disk.replace(name, source)
-                return
-            for view, part in self._views(self._pass_over(name, mode), first, stop):
-                copy_into(view, source[part])
+            try:
+                operation()
+            except BaseException:
+                with self._lock:
+                    if self._arrays.get(name) is array:
+                        self._arrays.set(name, former if self._has(former) else None)
+                raise
 
-        return run
+        return self.order.submit(name, run, changes=True)
 
-    def read(self, name: str, first: int = 0, stop: int | None = None, out: Array | None = None) -> Ticket[Array]:
-        """Read local flat elements `[first, stop)`, all by default, into `out`, which the ticket gives: 1-D, contiguous, of the
-        array's data type, and the caller's; None: a new array."""
-        return self.order.submit(name, self.reading(name, first, stop, out), changes=False)
+    def _make(
+        self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None, saves: Sequence[Ticket[Any]]
+    ) -> None:
+        """Let `fill` set all values of an array, made unless an equal one exists. A failure leaves no new one."""
+        name = array.spec.name
+        former = self._tiers[name].name if name in self._tiers else None
+        is_new = not self._has(array) or tier not in (None, former)
+        if is_new:
+            self._remove(name, saves)
+            usual: TierName = "disk" if self.options.all_paths else "host"
+            self._add(array, tier or former or usual)
+        try:
+            fill(array)
+        except BaseException:
+            if is_new:
+                self._remove(name, ())
+            raise
 
-    def reading(self, name: str, first: int, stop: int | None, out: Array | None) -> Callable[[], Array]:
-        """Return the operation that `read` queues; see `writing`."""
-        self._check_open()
-        last = self.local(name).valid_numel if stop is None else stop
-        local = self._require_in_shard(name, first, last)
-        dtype, numel = numpy_dtype(local.spec.dtype), local.grid.chunk_numel
-        target = make_slab((last - first) * dtype.itemsize, zeroed=False).view(dtype) if out is None else out
-        usable = target.flags.c_contiguous and target.flags.writeable
-        if target.shape != (last - first,) or target.dtype != dtype or not usable:
-            raise UsageError(
-                f"array {name!r}: expected {last - first} contiguous, writable elements of {dtype} to read into, "
-                f"got {target.shape} of {target.dtype}"
-            )
+    def _remove(self, name: str, saves: Sequence[Ticket[Any]]) -> None:
+        if name in self._shards:
+            _unpinned(partial(self._drop, name), saves)
 
-        def run() -> Array:
-            if first < last and (disk := self._disk_of(name)) and disk.read(name, first, last, target):
-                return target
-            what = self._pass_over(name, Mode.READ, (first // numel, -(-last // numel)))
-            for view, part in self._views(what, first, last):
-                copy_out(view, target[part])
-            return target
+    def get(self, name: str, *, rows: slice | None = None, out: Value | None = None) -> Ticket[Any]:
+        """Read an array, or `rows` of its first extent (a slice without a step), in the kind of value that was put.
 
-        return run
-
-    def _require_in_shard(self, name: str, first: int, stop: int) -> LocalShard:
-        local = self.local(name)
-        if not 0 <= first <= stop <= local.valid_numel:
-            raise UsageError(f"array {name!r}: elements [{first}, {stop}) are not in a shard of {local.valid_numel}")
-        return local
-
-    def _views(self, what: Pass, first: int, stop: int) -> Iterator[tuple[View, slice]]:
-        """Yield views of an array's elements `[first, stop)`, and the place of each among them."""
-        for tile in self._stream(what).tiles():
-            low, high = max(tile.first, first), min(tile.stop, stop)
-            if low < high:
-                yield tile.views[0][low - tile.first : high - tile.first], slice(low - first, high - first)
-
-    def stream(
-        self,
-        groups: Sequence[Sequence[str]],
-        mode: ModeName = "update",
-        *,
-        modes: Mapping[str, ModeName] | None = None,
-        pool: Pool | None = None,
-        ahead: bool = False,
-        admit: Callable[[int, bool], bool] | None = None,
-        on_end: Callable[[int], None] | None = None,
-    ) -> Generator[Tile, None, None]:
-        """Yield tiles of whole chunks over each group of arrays, in order; see `zstore.store.stream`.
-
-        The arrays of a group share one layout, or have a bit for each element of the first, or a value for each block of
-        them (`Grid.packed`). "update": change the views in place, they go back when the next tile is asked for. "fill": set
-        every element; nothing is read. "read": changes are lost. `modes` has other modes for single arrays. Buffers come from
-        `pool` (of `make_pool`), for a pass that must not wait for others'; `ahead` marks reads that nothing waits for yet.
-        `admit(group, wait)` is asked before a group is begun; if it says no after waiting, the group is left out. New versions
-        become the present ones when the pass is done, or, with `on_end`, each group's before that is called. Exhaust the pass
-        or close it.
+        Into `out`, if it is given: of the rows' shape and the array's data type, contiguous, in host memory; else into new
+        memory, which is the caller's. Raises KeyError for a name that is not there, UsageError for anything but rows.
         """
-        what = self._pass(groups, mode, modes)
-        what = replace(what, pool=pool or what.pool, admit=admit, on_end=on_end)
-        return self._stream(replace(what, priority=Priority.PREFETCH) if ahead else what).tiles()
+        with self._lock:
+            array = self._whole(name)
+            first, stop, shape = array.flat_rows(rows)
+            target = None if out is None else flat_target(array.spec, out, shape)
 
-    def read_ahead(
-        self, groups: Sequence[Sequence[str]], mode: ModeName = "update", *, modes: Mapping[str, ModeName] | None = None
-    ) -> Stream:
-        """Return a pass as `stream` has, and begin to read its first spans: then call `Stream.go_on`, or `Stream.drop`. Until
-        then nothing is changed, and buffers are held, up to three quarters of the pool."""
-        begun = self._stream(self._pass(groups, mode, modes))
-        begun.read_ahead()
-        return begun
+            def read() -> Any:
+                data = self._read(name, first, stop, target)
+                return shaped(data, shape, array.is_torch) if out is None else out
 
-    def _pass(self, groups: Sequence[Sequence[str]], mode: ModeName, modes: Mapping[str, ModeName] | None) -> Pass:
-        self._check_open()
-        chosen = {name: Mode(other) for name, other in (modes or {}).items()}
-        what = Pass(groups=groups, mode=Mode(mode), pool=self.resources.pool, modes=chosen)
-        self.order.wait(what.names)
-        return what
+            return self._queue(array, read, changes=False)
 
-    def memory(self, name: str) -> Any:
-        """Return the memory of a shard on the host or the device tier, 1-D, without padding, until it is moved or removed.
-        Whoever writes to it does so within `changing`, or ensures that nobody else has it."""
-        return self._memory_tier(name).view(name, 0, self.local(name).valid_numel)
+    def update(self, name: str, value: Value, *, rows: slice | None = None) -> Ticket[None]:
+        """Replace an array's values, or those of `rows` of its first extent, by `value`, of their shape and data type.
 
-    def _memory_tier(self, name: str) -> MemoryTier:
-        tier = self._tiers[self.local(name).spec.name]
-        if not isinstance(tier, MemoryTier):
-            raise UsageError(f"array {name!r} is on tier {tier.name!r}, not in memory: use `stream` or `write`")
-        return tier
+        `value` must not be changed until the ticket is done. Raises UsageError if it does not fit, KeyError for a name that
+        is not there.
+        """
+        with self._lock:
+            array = self._whole(name)
+            first, _, shape = array.flat_rows(rows)
+            data = flatten(name, value)
+            if tuple(np.shape(value)) != shape or data.dtype.name != array.spec.dtype:
+                raise UsageError(
+                    f"array {name!r}: expected {array.spec.dtype} of shape {shape}, got {data.dtype.name} of {np.shape(value)}"
+                )
+            return self.write(name, data, first)
 
-    @contextlib.contextmanager
-    def changing(self, names: Sequence[str]) -> Iterator[None]:
-        """Let the caller alone change the `memory` of shards for the length of a `with` block, in as many threads as it likes.
-        What is pinned is copied first, or waited for. After a failure, elements that were set stay so."""
-        self._check_open()
-        self.order.wait(names)
-        with contextlib.ExitStack() as last_to_first:
-            by_tier: dict[Any, list[str]] = {}
-            for name in names:
-                by_tier.setdefault(self._tiers.get(name), []).append(name)
-            for some in by_tier.values():  # a tier's names have one answer
-                last_to_first.enter_context(self._memory_tier(some[0]).changing(some))
-            yield
+    def _whole(self, name: str) -> StoreArray:
+        array = self._array(name)
+        if array.grid.num_shards > 1:
+            raise UsageError(
+                f"array {name!r} is one of {array.grid.num_shards} shards: use `read`, `write` and `tiles`"
+            )
+        return array
 
-    def _pass_over(self, name: str, mode: Mode, chunks: tuple[int, int] | None = None) -> Pass:
-        return Pass(groups=[[name]], mode=mode, pool=self.resources.pool, chunks=chunks)
+    def delete(self, name: str) -> Ticket[None]:
+        """Remove an array and free its space, once checkpoints of it that are being written are done.
 
-    def _stream(self, what: Pass) -> Stream:
-        for name in what.names:
-            self.local(name)
-        key = tuple(tuple(group) for group in what.groups), what.chunks, what.pool.nbytes
-        planned = self._planned.get(key)
-        stream = Stream(what, tiers=self._tiers, shards=self._shards, counters=self._counters, batches=planned)
-        if what.chunks is None and len(what.groups) > 1:
-            self._planned[key] = stream.batches
-        return stream
+        Raises KeyError for a name that is not there.
+        """
+        with self._lock:
+            self._array(name)
+            return self._replace(name, None, partial(self._remove, name, self._saves.all()))
 
-    def make_pool(self, nbytes: int) -> Pool:
-        """Return separate buffers for passes that must not wait for others; counted against the host budget. Raises BudgetError
-        if that has no room for them."""
-        self.budget.require(nbytes, "a pool of buffers")
-        pool = Pool(nbytes, budget=self.budget, make=self._make_buffers)
-        self._pools.append(pool)
-        return pool
+    def move(self, name: str, *, tier: TierName) -> Ticket[None]:
+        """Move an array with its values to another tier. The ticket raises BudgetError or DiskFullError if there is no room:
+        then the array stays on its tier."""
+        with self._lock:
+            array, saves = self._array(name), self._saves.all()
+        move = partial(_unpinned, partial(self.relocate, name, tier, copy_view), saves)
+        return self._queue(array, move, changes=True)
 
-    def drop_pool(self, pool: Pool) -> None:
-        """Count the memory of a pool of `make_pool`, of which nothing is lent out, as free."""
-        self._pools.remove(pool)
-        self.budget.release(pool.nbytes)
+    def stream(self, names: Iterable[str] | None = None, *, prefetch: int = 2, mode: Mode = "update") -> Values:
+        """Return (name, value) of arrays one after the other, all of them by default: `for` and `async for` alike.
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError(self._closed)
+        `prefetch` arrays are read ahead, within the budget. With "update" a value is changed in place and stored behind the
+        loop, that at hand too when the loop is left; with "read" changes are lost. A value is valid until the next one.
+        Raises KeyError for a name that is not there, BudgetError if the budget has no room for the largest array.
+        """
+        with self._lock:
+            self._check_open()
+            arrays = [self._whole(name) for name in (self._arrays if names is None else names)]
+        if prefetch < 0:
+            raise UsageError(f"prefetch={prefetch}: expected a number of arrays")
+        return Values(arrays, self.get, self.update, self, self._workers, prefetch, mode)
+
+    # -- inventory --------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Return the names of all arrays, in the order in which they were put."""
+        with self._lock:
+            return list(self._arrays)
+
+    def spec(self, name: str) -> ArraySpec:
+        """Return name, shape and data type of an array. Raises KeyError for a name that is not there."""
+        with self._lock:
+            return self._array(name).spec
+
+    def tier_of(self, name: str) -> Ticket[TierName]:
+        """Return an array's tier once operations under way for it are done: "disk", "host" or "device"."""
+        with self._lock:
+            self._array(name)
+            return self.order.submit(name, lambda: self.tier(name).name, changes=False)
+
+    def __contains__(self, name: object) -> bool:
+        with self._lock:
+            return name in self._arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        return f"<Store of {len(self)} arrays in {self.options.run_path or 'memory'}>"
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
-    def commit(self, names: Sequence[str] | None = None) -> None:
-        """Wait for everything under way for `names`, all arrays by default. Raises, once, the error of a write that failed and
-        that no later write of its array made good."""
-        self._check_open()
-        chosen = list(self._shards) if names is None else names
-        self.order.wait(chosen)
-        self.order.raise_failed(chosen)
+    def flush(self) -> Ticket[None]:
+        """Wait for all changes so far; the ticket raises, once, the error of one that failed, unless a later one succeeded."""
+        with self._lock:
+            self._check_open()
+            return self._workers.submit(partial(self._settle, self.order.names(), self._loads.all()))
 
-    def require_room(self, names: Sequence[str], *, num_stores: int = 1) -> int:
-        """Return the bytes that the next change of `names` needs on the first drive after a snapshot of them.
+    def _settle(self, names: Sequence[str], loads: Sequence[Ticket[Any]]) -> None:
+        self.order.wait(names)
+        for load in loads:
+            load.wait()
+        self.order.raise_failed(names)
 
-        Pinned files stay as they are, and a change makes new ones beside them. `num_stores` share the drive, each of
-        about this size. Raises DiskFullError if there is less.
+    def checkpoint(
+        self,
+        path: UserPath,
+        *,
+        names: Iterable[str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        step: int = 0,
+        keep: int | None = None,
+        overwrite: bool = False,
+    ) -> Ticket[SaveSummary]:
+        """Save the present values of arrays as the checkpoint `path`, whose last part is the tag.
+
+        Files on the same drive are linked, not copied; other data is written behind the caller, and a change of an array in
+        memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
+        `zstore.open_checkpoint` and zarr read it. `extra` is JSON to keep beside the arrays, with
+        numpy's numbers and paths, `step` a number to know it by.
+        With `keep` only so many of this store's checkpoints stay in the folder.
+
+        Raises KeyError for a name that is not there, UsageError for `extra` that is not JSON; the ticket
+        CheckpointExistsError unless `overwrite`, StorageError, DiskFullError.
         """
-        if self._disk is None:
-            return 0
-        on_disk = self._disk.next_bytes(name for name in names if self._tiers[name] is self._disk)
-        return self._folders.require_room(on_disk, num_stores)
+        place = user_path(path)
+        kept = decode_state(encode_state(extra or {}, "extra"))  # a copy, and an error now if it is not JSON
+        request = partial(
+            SaveRequest,
+            resources=self.resources,
+            folder=place.parent,
+            tag=place.name,
+            rank=0,
+            world_size=1,
+            run_id=self._run,
+            record={"extra": kept},
+            step=step,
+            keep=None if keep is None else Keep(last=keep),
+            overwrite=overwrite,
+        )
+        with self._lock:
+            self._check_open()
+            specs = {name: self._whole(name).spec for name in (self._arrays if names is None else names)}
+            pinning = self.order.submit_on([*specs], partial(self.snapshot, [*specs]))
+            save = partial(self._save, pinning, partial(request, specs=specs))
+            return self._saves.add(run_in_thread(save, "zstore-checkpoint"))
 
-    def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
-        """Pin the present version of `names` (all arrays by default) without moving a byte; raises as `commit` does."""
-        chosen = list(self._shards) if names is None else list(names)
-        self.commit(chosen)
-        snapshot = Snapshot({})
+    def _save(self, pinning: Ticket[Snapshot], request: Callable[..., SaveRequest]) -> SaveSummary:
+        """Save the snapshot that was asked for; release it in any case."""
+        snapshot = pinning.wait()
         try:
-            for name in chosen:
-                self.local(name)
-                snapshot.pins[name] = self._tiers[name].pin(name)
+            made = request(
+                save_id=new_save_id(),
+                grids={name: pin.local.grid for name, pin in snapshot.pins.items()},
+                pins=snapshot.pins,
+                known=self._known,
+                disk_folders=self.disk_folders(),
+            )
+            check_tag_is_free(made.folder, made.tag, overwrite=made.overwrite)
         except BaseException:
             snapshot.release()
             raise
-        return snapshot
+        summary = save_checkpoint(made).ticket.wait()
+        with self._lock:
+            self._known = {**self._known, **summary.known}
+        return summary
 
-    @property
-    def fallbacks(self) -> tuple[str, ...]:
-        """Requested features that were not available, so that something slower is used."""
-        return (*self.resources.files.fallbacks, *([] if self._slabs is None else self._slabs.messages))
+    def load(
+        self,
+        path: UserPath,
+        tag: str | float | None = None,
+        *,
+        names: Iterable[str] | None = None,
+        tier: TierName | None = None,
+    ) -> Ticket[dict[str, Any]]:
+        """Put the arrays of a checkpoint, all of them by default, in place of those of the same names; the ticket gives its
+        `extra`. See `zstore.open_checkpoint` for the forms of `path` and `tag`, and the errors raised.
 
-    def statistics(self) -> StoreStatistics:
-        """Return counters since the store was opened."""
-        queue = self.resources.queue.statistics()
-        held = dict.fromkeys(("device", "host", "disk"), 0)
-        for name, tier in self._tiers.copy().items():
-            held[tier.name] += local.nbytes if (local := self._shards.get(name)) else 0
-        return StoreStatistics(
-            disk_read_bytes=queue.bytes["read"] + queue.bytes["prefetch"],
-            disk_write_bytes=queue.bytes["write_back"],
-            device_bytes=held["device"],
-            host_bytes=held["host"],
-            disk_bytes=held["disk"],
-            pool_bytes=sum(pool.nbytes for pool in self._pools),
-            pool_peak_bytes=sum(pool.peak_bytes for pool in self._pools),
-            **asdict(self._counters),
-            queue=queue,
-            pinned_bytes=0 if self._slabs is None else self._slabs.pinned_bytes,
-            fallbacks=self.fallbacks,
-        )
+        Files on the same drive that are cut as this store has them are linked, whatever number of ranks saved them.
+        """
+        self._check_open()
+        opened = partial(self._open_source, user_location(path), tag)
+        return self._loads.add(self._workers.submit(partial(self._load, opened, names, tier)))
 
-    def _forked(self) -> None:
-        """Belong to the parent, in a forked child: files and threads are its."""
-        self._closed = f"the store {OF_THE_PARENT}"
+    def _load(
+        self, opened: Callable[[], ArraySource], names: Iterable[str] | None, tier: TierName | None
+    ) -> dict[str, Any]:
+        with opened() as source:
+            specs = [source.known(name).spec for name in (source.names() if names is None else names)]
+            fill = partial(self._fill_from, source)
+            puts = [self._put(self._loaded_as(spec), fill, tier) for spec in specs]
+            try:
+                wait_all([*puts])
+            finally:
+                for put in puts:
+                    put.hear()  # its error is the load's
+            return dict(source.record.state.get("extra", {}))
+
+    def _loaded_as(self, stored: ArraySpec) -> StoreArray:
+        """Return the array that a checkpoint's is loaded as: the one of its name, if that is alike."""
+        with self._lock:
+            former = self._arrays.get(stored.name)
+        alike = former is not None and (former.spec.shape, former.spec.dtype) == (stored.shape, stored.dtype)
+        if former is not None and alike and former.grid.num_shards == 1:
+            return former
+        dims = stored.dims if len(stored.dims) == len(stored.shape) else ()
+        return StoreArray.whole(spec_of(stored.name, stored.shape, stored.dtype, dims), "torch" in sys.modules)
+
+    def _fill_from(self, source: ArraySource, array: StoreArray) -> None:
+        """Replace all values by those of a checkpoint: link its file, if the array on disk is laid out alike, else read."""
+        name, stored = array.spec.name, source.array(array.spec.name)
+        if self.tier(name).name == "disk" and (stored.grid, stored.spec.dtype) == (array.grid, array.spec.dtype):
+            path, crcs = source.file_of(name, 0), source.shard_crcs(name, 0)
+            if path is not None and crcs is not None and self.adopt(name, path, crcs):
+                return
+        with contextlib.closing(self.tiles([[name]], "fill")) as tiles:
+            for tile in tiles:
+                values = np.empty(tile.stop - tile.first, numpy_dtype(stored.spec.dtype))
+                source.read(name, tile.first, tile.stop, values)
+                copy_into(tile.views[0], values)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish the work under way, then give memory, files and the run folder back; a second call does nothing. A write that
-        waits for a snapshot to be released fails instead."""
-        if self._closed:
-            return
-        for waiting in (self._host, self._pinned, self._device):
-            waiting.stop_waiting()
-        self.order.wait(list(self._shards))
-        self._closed = "the store is closed"
+        """Finish the work under way, checkpoints too, then release memory, files and the folder; a second call does nothing.
+
+        Raises afterwards the error of a change or a checkpoint that was not reported.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = _CLOSED
         with contextlib.ExitStack() as last_to_first:
-            last_to_first.callback(self._folders.close)
-            if self._slabs is not None:
-                last_to_first.callback(self._slabs.close)
-            for tier in (self._device, self._host, self._pinned, self._disk):
-                if tier is not None:
-                    last_to_first.callback(tier.close)
-            last_to_first.callback(self.resources.queue.close)
-            last_to_first.callback(self.order.close)
+            last_to_first.callback(self._parts.close)
+            last_to_first.callback(self._settle, self.order.names(), self._loads.all())
+            for tier in self._homes.values():
+                if isinstance(tier, MemoryTier):
+                    last_to_first.callback(tier.stop_waiting)
+            for save in self._saves.all():
+                last_to_first.callback(save.wait)
+
+
+def _unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> None:
+    """Take an array away, after as many of the checkpoints that were asked for before as it takes until none pins it."""
+    for save in saves:
+        if not save.done():
+            try:
+                return operation()
+            except UsageError:  # it is pinned
+                save.wait_for_end()
+    return operation()

@@ -20,7 +20,6 @@ without the pipeline, whose bookkeeping costs more than the work on a small arra
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -28,13 +27,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..format.arrays import Bytes
+from ..format.arrays import Bytes, LocalShard
 from ..io.buffers import Buffer, Pool
-from ..io.queue import Priority, Ticket
+from ..io.queue import Priority, Ticket, when_all_done
 from .spans import Batch, SpanPlan, plan_batches
-from .tiers import DiskTier, LocalShard, MemoryTier, Mode, Tier, Tile
+from .tiers import DiskTier, MemoryTier, Mode, Tier, Tile
 from .tiers.base import Piece, View
-from .tiers.disk import load_packed, save_packed
 
 _MOST_LOADED_SPANS = 64
 _MOST_LOADS_AHEAD = 32
@@ -126,17 +124,12 @@ class _Loaded:
     def load(self, buffer: Buffer | None) -> None:
         """Begin to load the arrays into `buffer`. After an error nothing is read into it any more."""
         self.buffer = buffer
-        moved = [piece for piece in self._pieces if self._pass.mode_of(piece.name) is not Mode.FILL]
         try:
-            for piece in moved:
-                tier, mode = self._tiers[piece.name], self._pass.mode_of(piece.name)
-                if isinstance(tier, DiskTier):
+            for tier, moved in self._moved(without=Mode.FILL):
+                for piece in moved:
+                    mode = self._pass.mode_of(piece.name)
                     self._on_disk[piece.name] = tier.views(piece.name, piece.span, piece.of(self._memory), mode)
-                if not tier.is_packed(piece.name):
-                    ticket = tier.load(piece.name, piece.span, piece.of(self._memory), mode, self._pass.priority)
-                    self.loads += [] if ticket is None else [ticket]
-            for tier, packed in self._packed(moved):
-                self.loads += load_packed(tier, packed, self._memory, self._pass.priority)
+                tier.load(moved, self._memory, self._pass.priority, self.loads)
         except BaseException:
             for under_way in self.loads:
                 under_way.error()
@@ -167,21 +160,15 @@ class _Loaded:
 
     def save(self, saves: list[Ticket[None]]) -> None:
         """Begin to save the changes; each save is added to `saves` as it begins."""
-        changed = [piece for piece in self._pieces if self._pass.mode_of(piece.name) is not Mode.READ]
-        for piece in changed:
-            tier = self._tiers[piece.name]
-            if not tier.is_packed(piece.name):
-                ticket = tier.save(piece.name, piece.span, piece.of(self._memory))
-                saves += [] if ticket is None else [ticket]
-        for tier, packed in self._packed(changed):
-            saves += save_packed(tier, packed, self._memory)
+        for tier, changed in self._moved(without=Mode.READ):
+            tier.save(changed, self._memory, saves)
 
-    def _packed(self, pieces: Sequence[Piece]) -> Iterator[tuple[DiskTier, list[Piece]]]:
-        """Yield the pieces of shards that share files, with their tier."""
+    def _moved(self, *, without: Mode) -> Iterator[tuple[DiskTier, list[Piece]]]:
+        """Yield the pieces on disk that are not in this mode, with their tier."""
         found: dict[DiskTier, list[Piece]] = {}
-        for piece in pieces:
+        for piece in self._pieces:
             tier = self._tiers[piece.name]
-            if isinstance(tier, DiskTier) and tier.is_packed(piece.name):
+            if isinstance(tier, DiskTier) and self._pass.mode_of(piece.name) is not without:
                 found.setdefault(tier, []).append(piece)
         yield from found.items()
 
@@ -268,7 +255,7 @@ class Stream:
         while self._loaded:
             loaded = self._loaded.pop()
             if loaded.buffer is not None:
-                _release_after(loaded.buffer, loaded.loads)
+                when_all_done(loaded.loads, loaded.buffer.release)
 
     def _begin_ahead(self) -> None:
         """Begin the groups that were read ahead; if one cannot be begun without waiting, start over."""
@@ -404,7 +391,7 @@ class Stream:
             loaded.save(saves)
         finally:
             if loaded.buffer is not None:
-                _release_after(loaded.buffer, saves)
+                when_all_done(saves, loaded.buffer.release)
             self._saves.extend(saves)
         while self._saves and self._saves[0].done():
             self._saves.popleft().wait()
@@ -455,16 +442,3 @@ def _wait_all(tickets: Iterable[Ticket[None]]) -> float:
     for ticket in tickets:
         ticket.wait()
     return time.perf_counter() - started
-
-
-def _release_after(buffer: Buffer, tickets: Sequence[Ticket[None]]) -> None:
-    """Give `buffer` back when all `tickets` are done."""
-    left = itertools.count(len(tickets), -1)
-
-    def ended() -> None:
-        if next(left) == 0:
-            buffer.release()
-
-    for ticket in tickets:
-        ticket.when_done(ended)
-    ended()  # there may be none

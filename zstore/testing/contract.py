@@ -23,12 +23,13 @@ import numpy as np
 import pytest
 
 from ..errors import StorageError, UsageError
-from ..format.arrays import Array, ArraySpec, make_grid, numpy_dtype
+from ..format.arrays import Array, ArraySpec, LocalShard, make_grid, numpy_dtype
 from ..format.shardfile import layout_of, slot_views
 from ..io.queue import Priority
 from ..io.shards import IoResources, ShardReader, ShardSummary, open_resources
+from ..store import PinnedShard
 from ..store.stream import Pass, Stream, StreamCounters
-from ..store.tiers import LocalShard, Mode, PinnedShard, Tier, Tile
+from ..store.tiers import Mode, Tier, Tile
 from .faults import Fault, FaultyFiles
 from .oracle import random_values, read_with_zarr, same_bits, shard_name, write_zarr_json
 

@@ -21,7 +21,7 @@ from zstore.engine.runtime.device import Streams, Transfers, streams_for
 from zstore.errors import UsageError
 from zstore.io import map_large_blocks, user_path
 from zstore.io.closing import Closing, closing_with
-from zstore.store import StoreOptions, StoreStatistics, TensorStore
+from zstore.store import Store, StoreOptions, StoreStatistics
 
 from .local_state import LocalState, OffloadedKernel, StateView
 from .stored_tensor import LocalRecord, rows_of
@@ -75,7 +75,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
         ending = ExitStack()  # without the optimizer, whose end closes it
         self._end = closing_with(self, ending.close)
         try:
-            store = TensorStore(options, rank=rank, cuda=streams.cuda_runtime)
+            store = Store(options, rank=rank, cuda=streams.cuda_runtime)
             ending.callback(store.close)
             transfers = Transfers(streams, store.links, store.rooms)
             arrays = OptimizerState(store, [], transfers, host_ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
@@ -104,7 +104,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
             raise UsageError("optimizer.state: expected an entry to be set, or load_state_dict(), got another mapping")
 
     @property
-    def store(self) -> TensorStore:
+    def store(self) -> Store:
         """The store that holds the state."""
         return self._local.arrays.store
 

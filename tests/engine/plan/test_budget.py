@@ -126,12 +126,12 @@ def test_what_is_spilled_is_counted(tmp_path: Path) -> None:
     with engine:
         moved = []
         for step in range(3):
-            engine.training_state.state.store.commit()  # a write of the step before is not counted here
+            engine.training_state.state.store.flush().wait()  # a write of the step before is not counted here
             before = engine.statistics().store
             ids = batch(step, 0, 0)[0] % 256
             engine.backward(engine(ids, labels=ids))
             engine.step()
-            engine.training_state.state.store.commit()
+            engine.training_state.state.store.flush().wait()
             after = engine.statistics().store
             moved.append(
                 (after.disk_read_bytes - before.disk_read_bytes, after.disk_write_bytes - before.disk_write_bytes)

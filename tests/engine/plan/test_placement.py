@@ -16,7 +16,7 @@ from zstore.engine.plan.run import check_device
 from zstore.errors import BudgetError
 from zstore.format.arrays import ArraySpec, make_grid
 from zstore.sizes import format_bytes
-from zstore.store import SMALL_SHARD_BYTES, StoreOptions, TensorStore
+from zstore.store import SMALL_SHARD_BYTES, Store, StoreOptions
 
 MB = 2**20
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -314,7 +314,7 @@ def test_bytes_held_and_moved_are_those_that_a_store_counts(
     )
     plan = make_plan(needs, keys)
     groups = []
-    with TensorStore(options, rank=rank) as store:
+    with Store(options, rank=rank) as store:
         for parameter, one in needs.items():
             rows, cols = one.grid.rows, one.grid.row_numel
             groups.append([f"{kind}/{parameter}" for kind in ("model", *SLOTS)])
@@ -327,11 +327,11 @@ def test_bytes_held_and_moved_are_those_that_a_store_counts(
         assert (held.disk_bytes, held.pool_bytes) == (plan.held_total.disk, plan.held["buffers"].host)
         files = [path.stat().st_size for path in nvme.rglob("*.shard")]
         assert sum(files) == plan.file_bytes
-        for tile in store.stream(groups, "fill"):
+        for tile in store.tiles(groups, "fill"):
             for view in tile.views:
                 view[:] = 1
         before = store.statistics()
-        for tile in store.stream(groups, "update"):
+        for tile in store.tiles(groups, "update"):
             for view in tile.views:
                 view[:] += 1
         after = store.statistics()

@@ -1,10 +1,10 @@
 """The tiers of a shard: device, host, disk, behind one contract."""
 
-from .base import ChunkSpan, LocalShard, Mode, PinnedShard, Snapshot, Tier, TierName, Tile
+from .base import ChunkSpan, Mode, Snapshot, Tier, TierName, Tile
 from .disk import DiskTier, Drives
 from .memory import DeviceTier, HostTier, MemoryTier
 
 __all__ = [
-    "ChunkSpan", "DeviceTier", "DiskTier", "Drives", "HostTier", "LocalShard", "MemoryTier", "Mode", "PinnedShard",
-    "Snapshot", "Tier", "TierName", "Tile",
+    "ChunkSpan", "DeviceTier", "DiskTier", "Drives", "HostTier", "MemoryTier", "Mode", "Snapshot", "Tier", "TierName",
+    "Tile",
 ]  # fmt: skip

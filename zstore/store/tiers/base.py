@@ -4,10 +4,10 @@
 All bulk access is a pass over whole chunks, driven by `zstore.store.stream` from one thread per shard:
 
     begin(name, mode)                      once; may wait for a pin of memory to be released
-      load(name, span, buffer)             for each span, ahead of its use; the buffer was sized by `span_bytes`
+      DiskTier.load(pieces, ...)           of spans, ahead of their use, into a buffer sized by `span_bytes`
       views(name, span, buffer, mode)      when the load's ticket is done: one view a chunk, asked for one by one; each is
                                            checked as it is given, and sealed when the next one is asked for: in cache
-      save(name, span, buffer)             after the consumer changed all views (not in mode READ)
+      DiskTier.save(pieces, ...)           after the consumer changed all views (not in mode READ)
     end(name, ok)                          once (not in mode READ), when every ticket is done; only now a new version
                                            is the present one
 
@@ -21,18 +21,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from itertools import count
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ...checkpoint.plan import PinnedShard
 from ...errors import UsageError
-from ...format.arrays import Array, ArraySpec, Bytes, Grid, numpy_dtype
+from ...format.arrays import Array, Bytes, LocalShard
 from ...io.closing import Closing
-from ...io.queue import Priority, Ticket
-from ...io.shards import IoResources, ShardSummary
 
 if TYPE_CHECKING:
     import torch
@@ -50,43 +47,6 @@ class Mode(Enum):
     """Load it and save the changes."""
     FILL = "fill"
     """Do not load it; the consumer sets every element."""
-
-
-@dataclass(frozen=True)
-class LocalShard:
-    """The shard of an array that this rank holds."""
-
-    spec: ArraySpec
-    grid: Grid
-    shard: int
-
-    def __post_init__(self) -> None:
-        spec, grid = self.spec, self.grid
-        if (grid.rows, grid.row_numel) != (spec.rows, spec.row_numel) or self.shard < 0:
-            raise UsageError(
-                f"array {spec.name!r} has {spec.rows} rows of {spec.row_numel} elements, got shard {self.shard} of a grid "
-                f"of {grid.rows} rows of {grid.row_numel}"
-            )
-
-    @property
-    def base(self) -> int:
-        """Global flat element where the shard begins."""
-        return self.shard * self.grid.shard_numel
-
-    @cached_property
-    def valid_numel(self) -> int:
-        """Elements that are not padding."""
-        return self.grid.shard_valid_numel(self.shard)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements that are not padding."""
-        return self.valid_numel * self.spec.itemsize
-
-    def chunk_range(self, chunk: int, num_chunks: int = 1) -> tuple[int, int]:
-        """Return the local flat elements `[first, stop)` of `num_chunks` from chunk number `chunk` on, padding left out."""
-        first, numel = chunk * self.grid.chunk_numel, num_chunks * self.grid.chunk_numel
-        return min(first, self.valid_numel), min(first + numel, self.valid_numel)
 
 
 @dataclass(frozen=True)
@@ -137,40 +97,6 @@ class Tile:
     views: tuple[View, ...]
     ends_buffer: bool = True
     """Whether the memory of the views is used again when the next tile is asked for."""
-
-
-class PinnedShard(Protocol):
-    """A shard's version that nobody changes until `release()`; usable from any thread but an I/O thread."""
-
-    @property
-    def local(self) -> LocalShard:
-        """Which shard of which array."""
-
-    @property
-    def tier(self) -> str:
-        """The tier of the pinned bytes: device, host or disk."""
-
-    @property
-    def has_file(self) -> bool:
-        """Whether they are a file of the run folder, so that `publish` may link it."""
-
-    @property
-    def version(self) -> int | None:
-        """None if it is not known yet, because an update is to make it."""
-
-    def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
-        """Copy the elements of shard number `shard` on `grid`, without padding, into `out`. Raises UsageError if the pinned
-        shard is on disk."""
-
-    def checksums(self, res: IoResources, grid: Grid, shard: int) -> tuple[int, ...]:
-        """Return the crc32c of each chunk that a shard file of shard number `shard` on `grid` has."""
-
-    def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
-        """Make the shard file `path` of shard number `shard` on `grid`: a hard link if the disk tier has that very file
-        on the same file system, else a copy; durable when this returns, if `res.sync`."""
-
-    def release(self) -> None:
-        """Allow changes again; a second call does nothing."""
 
 
 @dataclass(eq=False)
@@ -234,20 +160,10 @@ class Tier(ABC):
         """Return the buffer bytes that a span of so many chunks needs; 0 if views lie in the tier's own memory."""
         return 0
 
-    def load(
-        self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
-    ) -> Ticket[None] | None:
-        """Start loading the span into `buffer`; None if nothing has to be copied."""
-        return None
-
     @abstractmethod
     def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
         """Yield a view of each chunk's elements, without padding, that is right when it is yielded; changes to it are recorded
         when the next one is asked for. Raises CorruptionError."""
-
-    def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
-        """Start saving the span; None if nothing has to be copied."""
-        return None
 
     @abstractmethod
     def end(self, name: str, ok: bool) -> None:
@@ -273,30 +189,6 @@ def new_version() -> int:
 def being_changed(name: str) -> UsageError:
     """Return the error of a pass or a pin during a change."""
     return UsageError(f"array {name!r} is being changed by a pass: exhaust that or close it first")
-
-
-def as_numpy(data: Array | torch.Tensor, spec: ArraySpec) -> Array:
-    """Return `data` as a 1-D numpy array of the spec's data type, without copying unless torch has its values to negate.
-
-    Raises UsageError if that cannot be.
-    """
-    dtype = numpy_dtype(spec.dtype)
-    if not isinstance(data, np.ndarray):
-        import torch
-
-        found = str(data.dtype).removeprefix("torch.")
-        if data.device.type != "cpu" or data.dim() != 1 or not data.is_contiguous() or found != spec.dtype:
-            raise UsageError(
-                f"array {spec.name!r}: expected 1-D contiguous {spec.dtype} on the CPU, got {tuple(data.shape)} of "
-                f"{found} on {data.device}"
-            )
-        from ...io.tensors import host_values
-
-        flat = host_values(data)
-        return flat.view(torch.uint8).numpy().view(dtype) if flat.numel() else np.empty(0, dtype)
-    if data.ndim != 1 or not data.flags.c_contiguous or data.dtype != dtype:
-        raise UsageError(f"array {spec.name!r}: expected 1-D contiguous {dtype}, got {data.shape} of {data.dtype}")
-    return data
 
 
 def copy_into(view: View, source: Array) -> None:

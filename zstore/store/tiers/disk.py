@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from ...errors import StorageError, UsageError
-from ...format.arrays import Array, Bytes, Grid
+from ...format.arrays import Array, Bytes, Grid, LocalShard
 from ...format.shardfile import finish_slots, layout_of
 from ...io.queue import Priority, Ticket, wait_all
 from ...io.shards import IoResources, ShardSummary, make_shard_file
-from .base import ChunkSpan, LocalShard, Mode, Piece, Tier, View, being_changed, new_version
+from .base import ChunkSpan, Mode, Piece, Tier, View, being_changed, new_version
 from .diskfiles import (
     DiskFile,
     DiskShard,
@@ -41,9 +41,7 @@ from .diskfiles import (
     fill_file,
     read_elements,
     read_slots,
-    read_span,
     write_slots,
-    write_span,
 )
 from .packs import Pack, PackRun, is_packed, run_file_bytes, runs_of
 
@@ -66,6 +64,10 @@ class Drives:
         chosen = min(folders, key=lambda folder: self.given_bytes[folder])
         self.given_bytes[chosen] += nbytes
         return chosen
+
+
+_Part = tuple[DiskShard, DiskFile, Piece]
+_Move = Callable[[IoResources, Sequence[_Part], Bytes], None]
 
 
 class DiskTier(Tier):
@@ -232,27 +234,38 @@ class DiskTier(Tier):
         """Return how many chunks of the shard make one request."""
         return self._shards[name].layout.chunks_in(self._request_bytes)
 
-    def load(
-        self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode, priority: Priority = Priority.READ
-    ) -> Ticket[None] | None:
-        if mode is Mode.FILL:
-            return None
-        shard = self._shards[name]
-        file = shard.current
-        if all(file.crcs[chunk] is None for chunk in span.chunks):
-            buffer[:] = 0
-            return None
-        task = partial(read_span, self._res, shard, file, span, buffer)
-        return self._res.queue.submit(task, priority, buffer.size, subject=name.partition("/")[0])
+    def load(self, pieces: Sequence[Piece], memory: Bytes, priority: Priority, tickets: list[Ticket[None]]) -> None:
+        """Begin to read pieces into `memory`; each operation's ticket is added to `tickets` as it begins."""
+        parts: list[_Part] = []
+        for piece in pieces:
+            shard = self._shards[piece.name]
+            if all(shard.current.crcs[chunk] is None for chunk in piece.span.chunks):
+                piece.of(memory)[:] = 0
+            else:
+                parts.append((shard, shard.current, piece))
+        self._submit(_read, parts, memory, priority, tickets)
 
     def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
         shard = self._shards[name]
         return checked_views(self._res, shard, shard.current, span, buffer, mode)
 
-    def save(self, name: str, span: ChunkSpan, buffer: Bytes) -> Ticket[None] | None:
-        shard = self._shards[name]
-        task = partial(write_span, self._res, shard, self._touch(shard), span, buffer)
-        return self._res.queue.submit(task, Priority.WRITE_BACK, buffer.size, subject=name.partition("/")[0])
+    def save(self, pieces: Sequence[Piece], memory: Bytes, tickets: list[Ticket[None]]) -> None:
+        """Begin to write pieces from `memory`; see `load`."""
+        shards = [self._shards[piece.name] for piece in pieces]
+        parts = [(shard, self._touch(shard), piece) for shard, piece in zip(shards, pieces, strict=True)]
+        self._submit(_write, parts, memory, Priority.WRITE_BACK, tickets)
+
+    def _submit(
+        self, move: _Move, parts: Sequence[_Part], memory: Bytes, priority: Priority, tickets: list[Ticket[None]]
+    ) -> None:
+        """Queue an operation for each piece, those of a kind that share files in one."""
+        together: dict[object, list[_Part]] = {}
+        for part in parts:
+            shard, _, piece = part
+            together.setdefault(shard if shard.pack is None else piece.kind, []).append(part)
+        for some in together.values():
+            task, nbytes = partial(move, self._res, some, memory), sum(piece.nbytes for _, _, piece in some)
+            tickets.append(self._res.queue.submit(task, priority, nbytes, subject=some[0][2].kind))
 
     def replace(self, name: str, data: Array) -> None:
         """Set all values of a shard that has a file of its own, from `data` itself: a pass without a consumer."""
@@ -283,13 +296,7 @@ class DiskTier(Tier):
         return ("", 0) if shard.pack is None else (str(shard.current.path), shard.current.base)
 
     def is_packed(self, name: str) -> bool:
-        """Then `load_packed` and `save_packed` transfer it."""
         return self._shards[name].pack is not None
-
-    def part(self, name: str, *, write: bool) -> tuple[DiskShard, DiskFile]:
-        """Return a shard, and the file that a pass under way reads or is to write."""
-        shard = self._shards[name]
-        return shard, self._touch(shard) if write else shard.current
 
     def end(self, name: str, ok: bool) -> None:
         shard = self._shards[name]
@@ -358,38 +365,6 @@ class DiskTier(Tier):
                 self._res.files.unlink(file.path)
         self._shards.clear()
         self._packs.clear()
-
-
-_Part = tuple[DiskShard, DiskFile, Piece]
-_Move = Callable[[IoResources, Sequence[_Part], Bytes], None]
-
-
-def load_packed(tier: DiskTier, pieces: Sequence[Piece], memory: Bytes, priority: Priority) -> list[Ticket[None]]:
-    """Start to read pieces of small shards into `memory`: those of a kind in one operation."""
-    kinds: dict[str, list[_Part]] = {}
-    for piece in pieces:
-        shard, file = tier.part(piece.name, write=False)
-        if all(file.crcs[chunk] is None for chunk in piece.span.chunks):
-            piece.of(memory)[:] = 0
-        else:
-            kinds.setdefault(piece.kind, []).append((shard, file, piece))
-    return [_submit(tier._res, kind, _read, parts, memory, priority) for kind, parts in kinds.items()]
-
-
-def save_packed(tier: DiskTier, pieces: Sequence[Piece], memory: Bytes) -> list[Ticket[None]]:
-    """Start taking pieces of small shards back; see `load_packed`."""
-    kinds: dict[str, list[_Part]] = {}
-    for piece in pieces:
-        shard, file = tier.part(piece.name, write=True)
-        kinds.setdefault(piece.kind, []).append((shard, file, piece))
-    return [_submit(tier._res, kind, _write, parts, memory, Priority.WRITE_BACK) for kind, parts in kinds.items()]
-
-
-def _submit(
-    res: IoResources, kind: str, move: _Move, parts: list[_Part], memory: Bytes, priority: Priority
-) -> Ticket[None]:
-    nbytes = sum(piece.nbytes for _, _, piece in parts)
-    return res.queue.submit(partial(move, res, parts, memory), priority, nbytes, subject=kind)
 
 
 def _runs(parts: Sequence[_Part]) -> list[PackRun]:
@@ -476,12 +451,12 @@ class DiskPin:
             span = ChunkSpan(first, min(step, layout.num_present - first))
             buffer = res.pool.acquire(span.num_chunks * layout.slot_bytes)
 
-            def copy(span: ChunkSpan = span, data: Bytes = buffer.bytes) -> list[int]:
-                read_span(res, shard, file, span, data)
+            def copy(first: int = first, span: ChunkSpan = span, data: Bytes = buffer.bytes) -> list[int]:
+                read_slots(res, file.path, shard.offset(file, first), data)
                 for _ in checked_views(res, shard, file, span, data, Mode.UPDATE):
                     """Data that was read is verified and sealed."""
                 crcs = finish_slots(data, layout)
-                write_slots(res, path, layout.slot_offset(span.first_chunk), data)
+                write_slots(res, path, layout.slot_offset(first), data)
                 return crcs
 
             ticket = res.queue.submit(copy, priority, buffer.bytes.size)

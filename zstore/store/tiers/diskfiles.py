@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import CorruptionError
-from ...format.arrays import Array, Bytes, numpy_dtype
-from ...format.shardfile import ShardLayout, checksum, finish_slots, slot_views, stored_crcs, verify_slots
+from ...format.arrays import Array, Bytes, LocalShard, numpy_dtype
+from ...format.shardfile import ShardLayout, checksum, slot_views, stored_crcs, verify_slots
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardReader, ShardWriter, write_shard
-from .base import ChunkSpan, LocalShard, Mode, View, new_version
+from .base import ChunkSpan, Mode, View, new_version
 from .packs import Pack
 
 
@@ -89,11 +89,6 @@ def read_elements(res: IoResources, shard: DiskShard, file: DiskFile, first: int
     return False
 
 
-def read_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
-    """Read a span into `buffer`, unverified."""
-    read_slots(res, file.path, shard.offset(file, span.first_chunk), buffer)
-
-
 def checked_views(
     res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes, mode: Mode
 ) -> Iterator[View]:
@@ -134,13 +129,6 @@ def _damage(shard: DiskShard, file: DiskFile, chunk: int, slot: Bytes) -> Corrup
     return CorruptionError(
         f"array {name!r}: chunk {chunk} of {where} (offset {shard.offset(file, chunk)}) is whole, but not {problem}"
     )
-
-
-def write_span(res: IoResources, shard: DiskShard, file: DiskFile, span: ChunkSpan, buffer: Bytes) -> None:
-    """Write a span from `buffer`, and note its checksums."""
-    crcs = finish_slots(buffer, shard.layout)
-    write_slots(res, file.path, shard.offset(file, span.first_chunk), buffer)
-    file.crcs[span.first_chunk : span.first_chunk + span.num_chunks] = crcs
 
 
 def read_slots(res: IoResources, path: str | Path, offset: int, slots: Bytes) -> None:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import UsageError
-from ...format.arrays import Bytes, Grid, numpy_dtype, round_up
+from ...format.arrays import Bytes, Grid, LocalShard, numpy_dtype, round_up
 from ...io.buffers import HUGE_PAGE_BYTES, Budget, make_slab
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
-from .base import ChunkSpan, LocalShard, Mode, Tier, View, being_changed, copy_out, new_version
+from .base import ChunkSpan, Mode, Tier, View, being_changed, copy_out, new_version
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from ..format.arrays import numpy_dtype, round_up
 from ..io.buffers import PAGE_BYTES, Buffer, Pool
 from ..io.pool import Workers
 from ..io.queue import Ticket
-from ..store import TensorStore
 from .arrays import StoreArray, Value, shaped
+from .shards import Shards
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Values:
         arrays: Sequence[StoreArray],
         read: Callable[..., Ticket[Any]],
         write: Callable[[str, Value], Ticket[None]],
-        shards: TensorStore,
+        shards: Shards,
         workers: Workers,
         prefetch: int,
         mode: Mode,

@@ -5,7 +5,6 @@ Values are tensors of torch, arrays of numpy and numbers; torch is imported only
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from dataclasses import dataclass
@@ -14,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..checkpoint.names import array_path, groups_of
-from ..checkpoint.reader import ArraySource
 from ..errors import UsageError
-from ..format.arrays import Array, ArraySpec, Grid, make_grid, numpy_dtype
-from ..store import TensorStore
-from ..store.tiers.base import View, copy_into, copy_out
+from ..format.arrays import Array, ArraySpec, LocalShard, make_grid, numpy_dtype
+from .tiers.base import View, copy_into, copy_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,17 +25,16 @@ Value = Any
 
 
 @dataclass(frozen=True)
-class StoreArray:
+class StoreArray(LocalShard):
     """An array of a store: the facts that are known at once, whatever is still under way for it."""
 
-    spec: ArraySpec
-    is_torch: bool
+    is_torch: bool = False
     """Whether it was put as a tensor of torch."""
 
-    @property
-    def grid(self) -> Grid:
-        """The array as one shard."""
-        return make_grid(self.spec.stored_shape, 1)
+    @classmethod
+    def whole(cls, spec: ArraySpec, is_torch: bool) -> StoreArray:
+        """Return an array as one shard."""
+        return cls(spec, make_grid(spec.stored_shape, 1), 0, is_torch)
 
     def flat_rows(self, rows: slice | None) -> tuple[int, int, tuple[int, ...]]:
         """Return (first, stop, shape) of the flat elements of `rows`, of all by default."""
@@ -65,6 +61,13 @@ class ArraysByName(dict[str, StoreArray]):
         """By folder in a checkpoint."""
         self._groups: set[str] = set()
         """Folders that are or were groups."""
+
+    def set(self, name: str, array: StoreArray | None) -> None:
+        """Add, replace or, with None, remove an array."""
+        if array is not None:
+            self[name] = array
+        elif name in self:
+            del self[name]
 
     def __setitem__(self, name: str, array: StoreArray) -> None:
         """Add or replace an array. Raises UsageError for a name that no checkpoint can have beside those that are there."""
@@ -144,20 +147,6 @@ def shaped(data: Array, shape: tuple[int, ...], is_torch: bool) -> Array | Tenso
     from ..io.tensors import as_torch
 
     return as_torch(values)
-
-
-def load_array(shards: TensorStore, source: ArraySource, array: StoreArray) -> None:
-    """Replace all values by those of a checkpoint: link its file, if the array on disk is laid out alike, else read."""
-    name, stored = array.spec.name, source.array(array.spec.name)
-    if shards.tier_of(name) == "disk" and (stored.grid, stored.spec.dtype) == (array.grid, array.spec.dtype):
-        path, crcs = source.file_of(name, 0), source.shard_crcs(name, 0)
-        if path is not None and crcs is not None and shards.adopt(name, path, crcs):
-            return
-    with contextlib.closing(shards.stream([[name]], "fill")) as tiles:
-        for tile in tiles:
-            values = np.empty(tile.stop - tile.first, numpy_dtype(stored.spec.dtype))
-            source.read(name, tile.first, tile.stop, values)
-            copy_into(tile.views[0], values)
 
 
 def copy_view(target: View, source: View) -> None:
