@@ -48,14 +48,14 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        55_740,
+        55_645,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 24_750),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_259),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_164),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_474),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_098),
-    "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_918),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 48_096),
+    "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_917),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_983),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),

@@ -16,7 +16,7 @@ from zstore.io import HostMemory, read_host_memory
 from zstore.io.tensors import dtype_name
 from zstore.ranks.world import World
 from zstore.sizes import format_bytes
-from zstore.store import Drives, TensorStore
+from zstore.store import Drives, Store
 
 from ..config.config import Config
 from ..params.record import named_parameters
@@ -141,7 +141,7 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
                 )
 
 
-def check_drives(plan: Plan, store: TensorStore, world: World) -> None:
+def check_drives(plan: Plan, store: Store, world: World) -> None:
     """Raise DiskFullError, on every rank, if a drive has no room for those of the plan's files that the store does not have
     yet (all ranks)."""
     options = store.options
