@@ -90,6 +90,7 @@ class OffloadedStates:
     def _move(self, names: set[str], tier: TierName) -> None:
         training, state = self._training, self._training.state
         self._away |= names
+        state.plans.clear()  # they keep memory
         for record in state.records:
             if "lp_params" in names and record.is_in_place:
                 record.use_in_place(None)

@@ -339,7 +339,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     access, record = _required(param)
 
     def check() -> None:
-        if not access.gradients.has(record):
+        if not access.gradients.having([record]):
             raise UsageError(
                 f"parameter {record.name!r} has no gradient to be replaced: set it between backward() and step()"
             )

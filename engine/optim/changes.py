@@ -15,28 +15,27 @@ another memory than the parameter, it is copied to them in phase 1 and back in p
 
 Parameters whose arrays are in one memory and stored as the kernel takes them need no pass, unless others do in an update
 behind the loop, which keeps the order: phases 2 to 4 run over their memory, found once (`OptimizerState.in_place`), many
-small parameters in one call of each of torch's kernels for lists of tensors, large ones in tiles.
+small parameters in one call of each of torch's kernels for lists of tensors, large ones in tiles. What a step does with
+which parameters is planned once (`UpdatePlan`, `_Batch`): a step brings gradients, and settings.
 
 In host memory one kernel takes phases 2 to 4 of Adam's tiles in one pass, if it is there ([Note: the host kernel]).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import zip_longest
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from zstore.errors import ZstoreError
 from zstore.io import num_cores
 from zstore.io.tensors import as_torch
-from zstore.store import ModeName, Stream, Tile
+from zstore.store import ModeName, Store, Stream, Tile
 
 from ..params.record import ParameterRecord
 from ..runtime.device import (
@@ -52,59 +51,13 @@ from ..runtime.device import (
     tile_numel,
 )
 from ..runtime.native import HostKernel, StepTensors, num_threads
-from .kernel import FusedAdam, FusedAdamStep, ParameterStep, SlotTiles, TorchKernel, takes_threads
+from .kernel import FusedAdam, FusedAdamStep, ParameterStep, Scalars, SlotTiles, StepSettings, TorchKernel
 from .state import InPlace, OptimizerState
 
-Rows = Callable[[ParameterRecord], torch.Tensor | None]
-"""Gives this rank's rows of an averaged gradient, 1-D; None if they are on disk (`OptimizerState.spilled`)."""
+Rows = Callable[[Sequence[ParameterRecord]], Iterable[torch.Tensor | None]]
+"""Gives this rank's rows of averaged gradients, each 1-D; None if they are on disk (`OptimizerState.spilled`)."""
 Admit = Callable[[ParameterRecord, bool], bool]
 """Asked, with the record and whether to wait for it, before its state is touched: whether that may be."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """The settings of one step, fixed when the step is decided: later changes are for the next step."""
-
-    step: int
-    """Number of the step, from 1; errors name it."""
-    factor: float
-    """Factor of the gradients, applied once, in fp32."""
-    factors: Mapping[ParameterRecord, float] = field(default_factory=dict)
-    """Factors of the gradients of some parameters in place of `factor`."""
-    groups: Sequence[Mapping[str, Any]]
-    """Settings of each parameter group: lr, betas, weight decay and so on."""
-
-    @staticmethod
-    def of(
-        groups: Sequence[Mapping[str, Any]],
-        *,
-        step: int,
-        factor: float,
-        factors: Mapping[ParameterRecord, float] | None = None,
-    ) -> StepSettings:
-        """Return a copy of the groups' present settings; their parameters are left out."""
-        copies = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
-        own = {record: float(np.float32(one)) for record, one in (factors or {}).items()}
-        return StepSettings(step=step, factor=float(np.float32(factor)), factors=own, groups=copies)
-
-    def factor_of(self, record: ParameterRecord) -> float:
-        """Return the factor of a parameter's gradient, applied once, in fp32."""
-        return self.factors.get(record, self.factor)
-
-    def differences(self, now: StepSettings) -> Iterator[tuple[int, str, Any, Any]]:
-        """Yield group, name and both values of the settings that are others `now`."""
-        for number, (before, after) in enumerate(zip(self.groups, now.groups, strict=True)):
-            for name, value in before.items():
-                if name in after and _plain(after[name]) != _plain(value):
-                    yield number, name, value, after[name]
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 class _Change:
@@ -118,7 +71,7 @@ class _Change:
         self._factor = changes.settings.factor_of(record)
         self._room = changes.room
         self._h2d = h2d
-        rows = changes.rows(record)
+        (rows,) = changes.rows([record])
         self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)
         """This rank's rows; None: they are in the tile."""
         self._slots: SlotTiles = state.codec.tiles(record.name, changes.settings.step, record.owned_range[0])
@@ -147,8 +100,9 @@ class _Change:
         if host := _host_of(self._state, self._step, master, rows.rows, own):
             here = self._state.transfers.streams.is_host(rows.rows)
             gradient = rows.rows[first:stop] if here else rows.on_host(first, stop)
-            tensors = [master], [slots], [gradient], [own]
-            _in_one_pass(host, self._step, self._factor, tensors, self._h2d, [after], num_threads=1)
+            sends = own is not None and not self._state.transfers.streams.is_host(own)
+            tensors = StepTensors([master], [slots], [gradient], [own])
+            _in_one_pass(host, self._step, self._factor, tensors, self._h2d, [after] if sends else None, num_threads=1)
         else:
             gradient = rows.tile(first, stop, master)
             if self._factor != 1.0:
@@ -194,21 +148,23 @@ def _in_one_pass(
     host: HostKernel,
     step: ParameterStep,
     factor: float,
-    tensors: tuple[
-        Sequence[torch.Tensor], Sequence[Sequence[torch.Tensor]], Sequence[torch.Tensor], Sequence[torch.Tensor | None]
-    ],
+    tensors: StepTensors,
     h2d: H2DQueue,
-    after: Sequence[Event],
+    after: Sequence[Event] | None,
     *,
     num_threads: int,
 ) -> None:
-    """Carry out phases 2 to 4 of (masters, slots, gradients in host memory, the parameters' own rows)."""
-    masters, slots, gradients, owns = tensors
-    weights = [None if own is None else h2d.stage(own) for own in owns]
-    cast(FusedAdamStep, step).one_pass(host, StepTensors(masters, slots, gradients, weights), factor, num_threads)
-    for own, weight, event in zip(owns, weights, after, strict=True):
-        if own is not None and weight is not None:
-            h2d.send(own, weight, event)
+    """Carry out phases 2 to 4 of tensors in host memory; or if the weights are on the device, which reads them until `after`,
+    by way of host memory."""
+    one_pass = cast(FusedAdamStep, step).one_pass
+    if after is None:
+        one_pass(host, tensors, factor, num_threads)
+        return
+    owns = cast(Sequence[torch.Tensor], tensors.weights)
+    staged = list(map(h2d.stage, owns))
+    one_pass(host, tensors._replace(weights=staged), factor, num_threads)
+    for own, weight, event in zip(owns, staged, after, strict=True):
+        h2d.send(own, weight, event)
 
 
 _CORES_OF_TWO_CONSUMERS = 4
@@ -223,48 +179,107 @@ _MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
 class _Portion:
     """Rows of parameters in one memory that are changed by one call of each kernel: they take the same step."""
 
-    def __init__(self, step: ParameterStep, factor: float, host: HostKernel | None) -> None:
+    def __init__(self, host: HostKernel | None, *, sends: bool) -> None:
         self.numel = 0
-        self._host = host
-        self._step = step
-        self._factor = factor
-        self._records: list[ParameterRecord] = []
-        self._gradients: list[torch.Tensor] = []
+        self.records: list[ParameterRecord] = []
+        self._host, self._sends = host, sends
+        self._parts: list[tuple[int, slice | None]] = []
+        """The number of each gradient, and the elements of it unless it is whole."""
         self._masters: list[torch.Tensor] = []
         self._slots: list[list[torch.Tensor]] = []
         self._own: list[torch.Tensor | None] = []
+        self._jobs = array("q")
 
     def add(
-        self, record: ParameterRecord, rows: torch.Tensor, place: InPlace, own: torch.Tensor | None, at: tuple[int, int]
+        self, record: ParameterRecord, number: int, place: InPlace, own: torch.Tensor | None, part: tuple[int, int]
     ) -> None:
-        """Add elements `at` (first, stop) of a parameter: `rows` are of its gradient, and its master is cast into its `own`."""
-        first, stop = at
-        self.numel += stop - first
-        self._records.append(record)
-        master, slots = place.master, place.slots
-        if stop - first < rows.numel():
-            rows, master, slots = rows[first:stop], master[first:stop], [slot[first:stop] for slot in slots]
-            own = None if own is None else own[first:stop]
-        self._gradients.append(rows)
-        self._masters.append(master)
-        self._slots.append(slots)
-        self._own.append(own)
+        """Add elements `part` (first, stop) of a parameter with gradient `number`; its master is cast into its `own` rows."""
+        rows = slice(*part)
+        self.numel += part[1] - part[0]
+        self.records.append(record)
+        self._parts.append((number, None if part == (0, place.master.numel()) else rows))
+        self._masters.append(place.master[rows])
+        self._slots.append([slot[rows] for slot in place.slots])
+        self._own.append(None if own is None else own[rows])
 
-    def apply(self, room: Scratch, h2d: H2DQueue, after: Callable[[ParameterRecord], Event], num_threads: int) -> None:
-        """Carry the phases out; a host kernel has `num_threads`."""
-        gradients = self._gradients
+    def apply(
+        self, changes: Changes, step: ParameterStep, rows: Sequence[torch.Tensor], h2d: H2DQueue, num_threads: int
+    ) -> None:
+        """Carry the phases out with gradients among `rows`; a host kernel has `num_threads`."""
+        factor, after = changes.settings.factor_of(self.records[0]), changes.last_read
+        gradients = [rows[number] if part is None else rows[number][part] for number, part in self._parts]
         if self._host is not None:
-            tensors, events = (self._masters, self._slots, gradients, self._own), list(map(after, self._records))
-            _in_one_pass(self._host, self._step, self._factor, tensors, h2d, events, num_threads=num_threads)
+            tensors = StepTensors(self._masters, self._slots, gradients, self._own, self._jobs)
+            events = list(map(after, self.records)) if self._sends else None
+            _in_one_pass(self._host, step, factor, tensors, h2d, events, num_threads=num_threads)
             return
         if gradients[0].dtype != torch.float32:
-            numels = [rows.numel() for rows in gradients]
-            gradients = list(torch.split(room.take("gradients", gradients[0], torch.float32, self.numel), numels))
-            torch._foreach_copy_(gradients, self._gradients)
-        if self._factor != 1.0:
-            torch._foreach_mul_(gradients, self._factor)
-        self._step.tiles(self._masters, gradients, self._slots)
-        h2d.put_all(self._own, self._masters, list(map(after, self._records)))
+            given, room = gradients, changes.room.take("gradients", gradients[0], torch.float32, self.numel)
+            gradients = list(room.split_with_sizes(list(map(torch.Tensor.numel, given))))
+            torch._foreach_copy_(gradients, given)
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        step.tiles(self._masters, gradients, self._slots)
+        own = cast(list[torch.Tensor], self._own)
+        if self._sends:
+            for one, master, record in zip(own, self._masters, self.records, strict=True):
+                h2d.put(one, master, after(record))
+        elif self._own[0] is not None:
+            torch._foreach_copy_(own, self._masters)
+
+
+class _Batch:
+    """Portions of parameters that are changed in place together, planned for gradients like `rows`."""
+
+    def __init__(
+        self,
+        changes: Changes,
+        places: Sequence[tuple[ParameterRecord, InPlace]],
+        rows: Sequence[torch.Tensor],
+        *,
+        behind: bool,
+    ) -> None:
+        state, transfers, is_host = changes.state, changes.state.transfers, changes.state.transfers.streams.is_host
+        self.names = [name for _, place in places for name in place.names]
+        self.masters = [place.master for _, place in places]
+        self.crossing = [n for n, each in enumerate(zip(rows, self.masters, strict=True)) if transfers.link(*each)]
+        """Numbers of gradients that are not in the memory of their master."""
+        self._memory = [(record, record.full, record.shard) for record, place in places if place.casts]
+        on_host = [master.numel() for master in self.masters if is_host(master)]
+        alone = behind or state.host is not None  # which has threads of its own
+        alone = alone or not all(isinstance(state.kernel_of(record)[0], FusedAdam) for record, _ in places)
+        self.threads = 1 if alone else threads_for(on_host)
+        self.num_threads = num_threads(state.host_ranks, behind=behind)
+        """Those of a host kernel."""
+        self.portions: list[_Portion] = []
+        last: dict[Any, _Portion] = {}
+        for number, (record, place) in enumerate(places):  # small ones go together, large ones in tiles
+            master, own = place.master, record.owned() if place.casts else place.rest
+            step, factor, here = changes.step_of(record), changes.settings.factor_of(record), is_host(master)
+            most, tile = (_MOST_HERE, tile_numel(self.threads)) if here else (_MOST_THERE, _MOST_THERE)
+            host, sends = _host_of(state, step, master, rows[number], own), own is not None and is_host(own) != here
+            if host is not None:  # which cuts tiles itself, but what is sent to a device is on its way beside the rest
+                most = tile = _MOST_BEHIND if sends else _MOST_AT_ONCE
+            key = step, factor, rows[number].dtype, here, host is None, sends, None if own is None else own.dtype
+            for first in range(0, master.numel(), tile):
+                stop = min(first + tile, master.numel())
+                if key not in last or last[key].numel + stop - first > most:
+                    last[key] = _Portion(host, sends=sends)
+                    self.portions.append(last[key])
+                last[key].add(record, number, place, own, (first, stop))
+
+    def fits(self, changes: Changes) -> bool:
+        """Return whether parameters have the memory that they had, and those of a portion still take the same step."""
+        for record, full, shard in self._memory:
+            if record.full is not full or record.shard is not shard:
+                return False
+        scalars, factors = changes.state.scalars, changes.settings.factors
+        for portion in self.portions:
+            first = portion.records[0]
+            for record in portion.records:
+                if scalars[record] != scalars[first] or (factors and factors.get(record) != factors.get(first)):
+                    return False
+        return True
 
 
 def _admitted(records: Sequence[ParameterRecord], admit: Admit | None, most: int) -> Iterator[list[ParameterRecord]]:
@@ -284,19 +299,6 @@ def _admitted(records: Sequence[ParameterRecord], admit: Admit | None, most: int
         yield some
 
 
-def read_ahead(state: OptimizerState, records: Sequence[ParameterRecord], *, behind: bool) -> list[Stream]:
-    """Begin to read the first of `records` from disk for an update of them; return the passes. Do nothing if that fails: then
-    the update will too, with an error on all ranks."""
-    _, mine = _divided(state, records, behind=behind)
-    begun: list[Stream] = []
-    if state.any_on_disk(_arrays(state, mine)[0]):
-        with suppress(ZstoreError):
-            for part in _parts(state, mine, behind=behind):
-                groups, modes = _arrays(state, part)
-                begun.append(state.store.read_ahead(groups, modes=modes))
-    return begun
-
-
 @cache
 def num_consumers() -> int:
     """Return how many threads update what comes from disks: on two cores, which the I/O needs too, a second one makes a step
@@ -304,41 +306,61 @@ def num_consumers() -> int:
     return 2 if num_cores() >= _CORES_OF_TWO_CONSUMERS else 1
 
 
-def _parts(state: OptimizerState, mine: list[ParameterRecord], *, behind: bool) -> list[list[ParameterRecord]]:
-    """Return the parameters that each thread takes of those that pass; neighbours, which may share files, are together."""
-    several = not behind and num_consumers() > 1 and all(takes_threads(state.kernel_of(record)[0]) for record in mine)
-    count = num_consumers() if several and state.any_on_disk(_arrays(state, mine)[0]) else 1
-    total, before = sum(record.owned_numel for record in mine), 0
-    parts: list[list[ParameterRecord]] = [[] for _ in range(count)]
-    for record in mine:
-        parts[before * count // total].append(record)
-        before += record.owned_numel
-    return [part for part in parts if part]
+class _Passing:
+    """Parameters that pass, on one thread."""
+
+    def __init__(self, state: OptimizerState, records: Sequence[ParameterRecord]) -> None:
+        self.records = records
+        self.groups: list[list[str]] = []
+        """The arrays of each parameter, which pass together."""
+        self.modes: dict[str, ModeName] = {}
+        for record in records:
+            arrays = state.all_arrays(record)
+            self.groups.append(list(arrays))
+            self.modes |= arrays
+            if record in state.spilled:  # in an array that may become a wider one
+                self.groups[-1].append(state.spilled[record])
+                self.modes[state.spilled[record]] = "read"
+        self.from_disk = state.any_on_disk(self.groups)
+        # Others than torch's fused kernel keep one optimizer object for all tiles.
+        self.takes_threads = all(isinstance(state.kernel_of(record)[0], FusedAdam) for record in records)
 
 
-def _divided(
-    state: OptimizerState, records: Sequence[ParameterRecord], *, behind: bool
-) -> tuple[dict[ParameterRecord, InPlace], list[ParameterRecord]]:
-    """Return those of `records` with rows here that are changed in place, and those that pass, in order."""
-    mine = [record for record in records if record.owned_numel]
-    placed = {record: place for record in mine if (place := state.in_place(record)) is not None}
-    if behind and len(placed) < len(mine):
-        placed = {}
-    return placed, [record for record in mine if record not in placed]
+class UpdatePlan:
+    """How `records` are updated, by the arrangement of the store: those with rows here in place, or else in a pass."""
 
+    def __init__(self, state: OptimizerState, records: Sequence[ParameterRecord], *, behind: bool) -> None:
+        mine = [record for record in records if record.owned_numel]
+        self.places = {record: place for record in mine if (place := state.in_place(record)) is not None}
+        if behind and len(self.places) < len(mine):
+            self.places = {}
+        self.most = _MOST_BEHIND if behind else _MOST_AT_ONCE
+        self.batches = list(_admitted(list(self.places), None, self.most))
+        """Those in place, as they are changed together."""
+        passing = _Passing(state, [record for record in mine if record not in self.places])
+        several = not behind and passing.from_disk and passing.takes_threads
+        count, before, total = num_consumers() if several else 1, 0, sum(r.owned_numel for r in passing.records)
+        parts: list[list[ParameterRecord]] = [[] for _ in range(count)]
+        for record in passing.records:  # neighbours, which may share files, are together
+            parts[before * count // total].append(record)
+            before += record.owned_numel
+        self.parts = [_Passing(state, part) for part in parts if part]
+        self.behind = behind
+        """Whether the loop goes on meanwhile."""
+        self.begun: list[Stream] = []
+        """Passes of the parts that were begun ahead of the update, until it takes them over."""
 
-def _arrays(state: OptimizerState, records: Iterable[ParameterRecord]) -> tuple[list[list[str]], dict[str, ModeName]]:
-    """Return the arrays of each parameter, which pass together in an update, and their modes."""
-    groups: list[list[str]] = []
-    modes: dict[str, ModeName] = {}
-    for record in records:
-        arrays = state.all_arrays(record)
-        groups.append(list(arrays))
-        modes |= arrays
-        if record in state.spilled:  # in an array that may become a wider one
-            groups[-1].append(state.spilled[record])
-            modes[state.spilled[record]] = "read"
-    return groups, modes
+    @staticmethod
+    def of(state: OptimizerState, records: Sequence[ParameterRecord], *, behind: bool) -> UpdatePlan:
+        """Return the plan, made once as long as the store is not rearranged."""
+        return state.planned((UpdatePlan, behind, *records), lambda: UpdatePlan(state, records, behind=behind))
+
+    def read_ahead(self, store: Store) -> None:
+        """Begin to read the first of the parameters from disk. Do nothing if that fails: then the update will too, with an
+        error on all ranks."""
+        if any(part.from_disk for part in self.parts):
+            with suppress(ZstoreError):
+                self.begun.extend(store.read_ahead(part.groups, modes=part.modes) for part in self.parts)
 
 
 class Changes:
@@ -352,14 +374,14 @@ class Changes:
         rows: Rows,
         last_read: Callable[[ParameterRecord], Event] = lambda record: None,
         *,
-        begun: Sequence[Stream] = (),
+        behind: bool = False,
     ) -> None:
         self.state, self.records, self.settings, self.rows = state, records, settings, rows
+        self._plan = plan = UpdatePlan.of(state, records, behind=behind)
+        self._begun, plan.begun = plan.begun, []
         self.last_read = last_read
         """Returns when the device has read a parameter's own rows for the last time; None: what it was asked for so far."""
         self.room = Scratch()
-        self._begun = begun
-        """Passes over their arrays that `read_ahead` has begun."""
         self._steps: dict[ParameterRecord, ParameterStep] = {}
         self._shared: dict[tuple[Any, ...], ParameterStep] = {}
 
@@ -369,25 +391,25 @@ class Changes:
         `admit(record, wait)` is asked before a record's state is touched; `done(record)` is called when its new state,
         and its new rows, are the present ones.
         """
-        placed, mine = _divided(self.state, self.records, behind=done is not None)
-        for some in _admitted(list(placed), admit, _MOST_AT_ONCE if done is None else _MOST_BEHIND):
-            self._change_in_place({record: placed[record] for record in some}, behind=done is not None)
+        plan = self._plan
+        for some in plan.batches if admit is None else _admitted(list(plan.places), admit, plan.most):
+            self._change_in_place(some)
             if done is not None:
                 for record in some:
                     done(record)
-        parts = _parts(self.state, mine, behind=done is not None)
         work, context = partial(self._pass, admit=admit, done=done), self.state.transfers.streams.stream_context()
-        side_by_side(lambda each: work(*each), zip_longest(parts, self._begun), len(parts), context)
+        side_by_side(lambda each: work(*each), zip_longest(plan.parts, self._begun), len(plan.parts), context)
 
     def _pass(
         self,
-        mine: list[ParameterRecord],
+        part: _Passing,
         begun: Stream | None,
         *,
         admit: Admit | None,
         done: Callable[[ParameterRecord], None] | None,
     ) -> None:
         """Change parameters in a pass over their arrays; `begun` ahead, if any is."""
+        mine = part.records
         h2d = H2DQueue(self.state.transfers)
 
         def ended(group: int) -> None:
@@ -397,68 +419,42 @@ class Changes:
 
         admitted = None if admit is None else (lambda group, wait: admit(mine[group], wait))
         on_end = None if done is None else ended
-        groups, modes = _arrays(self.state, mine)
-        from_disk = self.state.any_on_disk(groups)
         if begun is not None and begun.go_on(admitted, on_end):
             tiles = begun.tiles()
         else:
-            tiles = self.state.store.tiles(groups, "update", modes=modes, admit=admitted, on_end=on_end)
-        with labelled("update"), one_thread(from_disk), closing(tiles):
+            tiles = self.state.store.tiles(part.groups, "update", modes=part.modes, admit=admitted, on_end=on_end)
+        with labelled("update"), one_thread(part.from_disk), closing(tiles):
             # Other threads would have tiles of a disk after the next one was asked for, when they are written already.
-            alone = done is not None or from_disk or not self.state.transfers.streams.device_is_host
-            alone = alone or not all(takes_threads(self.state.kernel_of(record)[0]) for record in mine)
-            threads = 1 if alone else threads_for([record.owned_numel for record in mine])
+            alone = self._plan.behind or part.from_disk or not self.state.transfers.streams.device_is_host
+            threads = 1 if alone or not part.takes_threads else threads_for([record.owned_numel for record in mine])
             side_by_side(lambda each: each[0].apply(each[1]), self._changes(tiles, mine, h2d), threads)
         h2d.drain()
 
-    def _change_in_place(self, placed: Mapping[ParameterRecord, InPlace], *, behind: bool) -> None:
-        """Change parameters whose arrays are in one memory; one thread does so `behind` the loop."""
-        transfers, h2d = self.state.transfers, H2DQueue(self.state.transfers)
-        found: list[tuple[ParameterRecord, InPlace, torch.Tensor]] = []
-        coming: list[Copy] = []
-        for record, place in placed.items():
-            rows = self.rows(record)
-            if rows is None:
+    def _change_in_place(self, records: Sequence[ParameterRecord]) -> None:
+        """Change parameters whose arrays are in one memory; one thread does so behind the loop."""
+        state, transfers, plan, rows = self.state, self.state.transfers, self._plan, []
+        for record, found in zip(records, self.rows(records), strict=True):
+            if found is None:
                 raise AssertionError(f"the gradient of {record.name} is not in memory")
-            copy = transfers.bring(rows, place.master)
-            if copy is not None:
-                coming.append(copy)
-            found.append((record, place, rows if copy is None else copy.values))
-        for each in coming:
-            transfers.finish(each)
-        on_host = [rows.numel() for _, _, rows in found if transfers.streams.is_host(rows)]
-        alone = behind or not all(takes_threads(self.state.kernel_of(record)[0]) for record in placed)
-        threads = 1 if alone or self.state.host is not None else threads_for(on_host)  # the host kernel has its own
-        h2d.most *= threads
-        with labelled("update"), self.state.store.changing([name for one in placed.values() for name in one.names]):
-            count = num_threads(self.state.host_ranks, behind=behind)
-            work = partial(_Portion.apply, room=self.room, h2d=h2d, after=self.last_read, num_threads=count)
-            side_by_side(work, self._portions(found, threads), threads, transfers.streams.stream_context())
+            rows.append(found)
+        kinds = [(each.dtype, each.is_cpu, each.is_contiguous() and not each.is_neg()) for each in rows]
+        batch = state.planned(
+            (_Batch, plan.behind, torch.get_num_threads(), *kinds, *records),
+            lambda: _Batch(self, [(record, plan.places[record]) for record in records], rows, behind=plan.behind),
+            lambda found: found.fits(self),
+        )
+        coming = {number: transfers.bring(rows[number], batch.masters[number]) for number in batch.crossing}
+        for number, each in coming.items():
+            rows[number] = transfers.finish(cast(Copy, each))
+        h2d, work = H2DQueue(transfers), []
+        h2d.most *= batch.threads
+        for portion in batch.portions:
+            step = self.step_of(portion.records[0])
+            self._steps.update(dict.fromkeys(portion.records, step))
+            work.append(partial(portion.apply, self, step, rows, h2d, batch.num_threads))
+        with labelled("update"), state.store.changing(batch.names):
+            side_by_side(lambda call: call(), work, batch.threads, transfers.streams.stream_context())
             h2d.drain()
-
-    def _portions(self, found: Iterable[tuple[ParameterRecord, InPlace, torch.Tensor]], threads: int) -> list[_Portion]:
-        """Cut what is changed: small parameters go together, large ones in tiles."""
-        portions: list[_Portion] = []
-        last: dict[Any, _Portion] = {}
-        for record, place, rows in found:
-            own = record.owned() if place.casts else place.rest
-            step = self.step_of(record)
-            factor, numel = self.settings.factor_of(record), rows.numel()
-            on_host = self.state.transfers.streams.is_host(place.master)
-            most, tile = (_MOST_HERE, tile_numel(threads)) if on_host else (_MOST_THERE, _MOST_THERE)
-            host, weight = _host_of(self.state, step, place.master, rows, own), None
-            if host is not None:  # which cuts tiles itself, but what is sent to a device is on its way beside the rest
-                sent = own is not None and not self.state.transfers.streams.is_host(own)
-                most = tile = _MOST_BEHIND if sent else _MOST_AT_ONCE
-                weight = sent, own is None or own.dtype
-            for first in range(0, numel, tile):
-                stop = min(first + tile, numel)
-                key = step, factor, rows.dtype, on_host, weight
-                if key not in last or last[key].numel + stop - first > most:
-                    last[key] = _Portion(step, factor, host)
-                    portions.append(last[key])
-                last[key].add(record, rows, place, own, (first, stop))
-        return portions
 
     def _changes(
         self, tiles: Iterable[Tile], mine: Sequence[ParameterRecord], h2d: H2DQueue
@@ -484,5 +480,9 @@ class Changes:
 
     def note_scalars(self, records: Sequence[ParameterRecord]) -> None:
         """Count the step in the scalars of `records`, those without rows here too."""
+        after: dict[ParameterStep, Scalars] = {}
         for record in records:
-            self.state.scalars[record] = self.step_of(record).scalars()
+            step = self._steps.get(record) or self.step_of(record)
+            if step not in after:
+                after[step] = step.scalars()
+            self.state.scalars[record] = after[step].copy()

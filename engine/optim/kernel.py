@@ -1,4 +1,4 @@
-"""Update kernels: the effect of one step on a tile of master, gradient and slots.
+"""Update kernels: the effect of one step, with its settings, on a tile of master, gradient and slots.
 
 A kernel works on fp32 tiles of whole chunks, 1-D, without padding, in place. Tiles end at multiples of 16 elements,
 so that vectorised code gives the bits that it gives over the whole tensor.
@@ -6,19 +6,23 @@ so that vectorised code gives the bits that it gives over the whole tensor.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from zstore.errors import UsageError
 
+from ..params.record import ParameterRecord
 from ..plan.plan import ADAM_SLOTS
 from ..runtime.native import HostKernel, StepTensors
 from .classes import Lion
@@ -32,20 +36,72 @@ ELEMENT_WISE = (SGD, Adagrad, RMSprop, NAdam, Adam, AdamW, Adamax, RAdam, Adadel
 """Optimizers whose update of an element depends on that element's own history and on scalars alone."""
 
 
-class ParameterStep(ABC):
-    """One step of one parameter, or of several with the same scalars, tile by tile."""
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """The settings of one step, fixed when the step is decided: later changes are for the next step."""
+
+    step: int
+    """Number of the step, from 1; errors name it."""
+    factor: float
+    """Factor of the gradients, applied once, in fp32."""
+    factors: Mapping[ParameterRecord, float] = field(default_factory=dict)
+    """Factors of the gradients of some parameters in place of `factor`."""
+    groups: Sequence[Mapping[str, Any]]
+    """Settings of each parameter group: lr, betas, weight decay and so on."""
+
+    @staticmethod
+    def of(
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        step: int,
+        factor: float,
+        factors: Mapping[ParameterRecord, float] | None = None,
+    ) -> StepSettings:
+        """Return a copy of the groups' present settings; their parameters are left out."""
+        copies = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
+        own = {record: float(np.float32(one)) for record, one in (factors or {}).items()}
+        return StepSettings(step=step, factor=float(np.float32(factor)), factors=own, groups=copies)
+
+    def factor_of(self, record: ParameterRecord) -> float:
+        """Return the factor of a parameter's gradient, applied once, in fp32."""
+        return self.factors.get(record, self.factor)
+
+    def differences(self, now: StepSettings) -> Iterator[tuple[int, str, Any, Any]]:
+        """Yield group, name and both values of the settings that are others `now`."""
+        for number, (before, after) in enumerate(zip(self.groups, now.groups, strict=True)):
+            for name, value in before.items():
+                if name in after and _plain(after[name]) != _plain(value):
+                    yield number, name, value, after[name]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value if type(value) in (int, float, bool, NoneType) else copy.deepcopy(value)
+
+
+class ParameterStep:
+    """One step of one parameter, or of several with the same scalars, tile by tile; `after` are the scalars after it. This one
+    is not taken in tiles: a stepper of whole tensors takes it."""
+
+    def __init__(self, after: Scalars) -> None:
+        self._after = after
 
     def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Tensors) -> None:
         """Update a tile in place: 1-D fp32 tensors of one length; the gradient may be changed too."""
         self.tiles([master], [gradient], [slots])
 
-    @abstractmethod
     def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
         """Update tiles of several parameters of one device at once; each gets the bits that `tile` gives it."""
+        raise UsageError("this optimizer steps whole tensors, not tiles")
 
-    @abstractmethod
     def scalars(self) -> Scalars:
         """Return the scalars of each of the parameters after the step; no tile need have come before."""
+        return self._after
 
 
 @dataclass(frozen=True)
@@ -111,20 +167,6 @@ class Kernel(ABC):
         """Begin a step of a parameter, with the settings that its group has now."""
 
 
-class WholeStep(ParameterStep):
-    """A step that is not taken in tiles: a stepper of whole tensors takes it, and counts it as `after`."""
-
-    def __init__(self, after: Scalars) -> None:
-        self._after = after
-
-    def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
-        """Raise UsageError: there are no tiles of a whole tensor."""
-        raise UsageError("this optimizer steps whole tensors, not tiles")
-
-    def scalars(self) -> Scalars:
-        return self._after
-
-
 class FusedAdam(Kernel):
     """Adam, or AdamW if weight decay is `decoupled`, by torch's fused kernel; without `corrects`, moments are used without
     bias correction."""
@@ -139,7 +181,6 @@ class FusedAdam(Kernel):
         self._corrects = corrects
         if amsgrad:
             self.slots = (*self.slots, "max_exp_avg_sq")
-        self._last: FusedAdamStep | None = None
 
     def initial(self) -> Scalars:
         return {"step": 0.0}
@@ -152,12 +193,9 @@ class FusedAdam(Kernel):
         beta1, beta2 = group["betas"]
         settings = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
         settings |= {"beta1": float(beta1), "beta2": float(beta2)}
-        step, last = scalars["step"] + 1, self._last
-        if last is None or last.step != step or last.settings != settings:
-            # After endless steps there is nothing to correct.
-            counted = step if self._corrects else math.inf
-            self._last = last = FusedAdamStep(self.decoupled, self._form, settings, step, counted)
-        return last
+        step = scalars["step"] + 1
+        # After endless steps there is nothing to correct.
+        return FusedAdamStep(self.decoupled, self._form, settings, step, step if self._corrects else math.inf)
 
 
 class FusedAdamStep(ParameterStep):
@@ -166,8 +204,8 @@ class FusedAdamStep(ParameterStep):
     def __init__(
         self, decoupled: bool, form: Mapping[str, bool], settings: Mapping[str, float], step: float, counted: float
     ) -> None:
-        self.settings = settings
-        self.step = step
+        super().__init__({"step": step})
+        self._settings = settings
         self._kernel = partial(torch._fused_adamw_ if decoupled else torch._fused_adam_, **form, **settings)
         self._decoupled = decoupled
         self._maximize = form["maximize"]
@@ -177,7 +215,7 @@ class FusedAdamStep(ParameterStep):
     def one_pass(self, host: HostKernel, tensors: StepTensors, factor: float, num_threads: int) -> None:
         """Take the step of tensors that `host` takes, casts and factor included; see [Note: the host kernel]."""
         given = {"step": self._counted, "decoupled": self._decoupled, "factor": -factor if self._maximize else factor}
-        host.update({**self.settings, **given}, tensors, num_threads)
+        host.update({**self._settings, **given}, tensors, num_threads)
 
     def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
         device = masters[0].device
@@ -186,9 +224,6 @@ class FusedAdamStep(ParameterStep):
             count = self._counts[device] = torch.full((), self._counted, device=device)
         averages, squares, *largest = zip(*slots, strict=True)
         self._kernel(masters, gradients, averages, squares, largest[0] if largest else (), (count,) * len(masters))
-
-    def scalars(self) -> Scalars:
-        return {"step": self.step}
 
 
 class TorchKernel(Kernel):
@@ -285,9 +320,8 @@ class _TorchStep(ParameterStep):
     """A step by a TorchKernel of parameters with the same scalars."""
 
     def __init__(self, kernel: TorchKernel, scalars: Scalars) -> None:
-        self._kernel = kernel
-        self._before = scalars
-        self._after = scalars
+        super().__init__(scalars)
+        self._kernel, self._before = kernel, scalars
 
     def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
         self._after = self._kernel.tiles(self._before, masters, gradients, slots)
@@ -296,11 +330,6 @@ class _TorchStep(ParameterStep):
         if self._after is self._before:  # no tile came yet, or this rank has no rows: every element counts alike
             self._after = self._kernel.probe(self._before)
         return self._after
-
-
-def takes_threads(kernel: Kernel) -> bool:
-    """Return whether several threads may each take a tile of one step at once: torch's fused kernel keeps nothing."""
-    return isinstance(kernel, FusedAdam)
 
 
 def kernel_for(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> FusedAdam | TorchKernel:

@@ -32,7 +32,7 @@ from ..params.record import ParameterRecord
 from ..plan.plan import Slots
 from ..runtime.device import GradientTiles
 from .changes import Changes
-from .kernel import ELEMENT_WISE, Kernel, ParameterStep, Scalars, SlotCodec, WholeStep, kernel_for
+from .kernel import ELEMENT_WISE, Kernel, ParameterStep, Scalars, SlotCodec, kernel_for
 from .state import OptimizerState
 
 STATE_KEY = "zstore.client_optimizer"
@@ -83,7 +83,7 @@ def whole_gradient(
     state: OptimizerState, changes: Changes, record: ParameterRecord, master: torch.Tensor
 ) -> torch.Tensor:
     """Return a parameter's gradient, 1-D, fp32, multiplied by its factor, in the memory of its whole `master`."""
-    rows = changes.rows(record)
+    (rows,) = changes.rows([record])
     if rows is None:
         raise UsageError(f"the gradient of parameter {record.name!r} is not in memory")
     gradient = GradientTiles(state.transfers, rows).tile(0, master.numel(), master)
@@ -98,7 +98,7 @@ class WholeKernel(Kernel):
         return {"updates": 0.0}
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
-        return WholeStep({"updates": scalars["updates"] + 1})
+        return ParameterStep({"updates": scalars["updates"] + 1})
 
 
 class ClientStep(Stepper):

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +25,10 @@ from ..runtime.native import HostKernel, host_kernel
 from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, TorchKernel
 
 Tiles = Generator[Tile, None, None]
+T = TypeVar("T")
+
+_MORE_PLANS = 100
+"""How many more plans may be kept than two for each parameter."""
 
 
 class InPlace(NamedTuple):
@@ -75,12 +78,10 @@ class OptimizerState:
         """Parameters whose gradients wait for the update on disk, and their arrays there."""
         self.gradients_on_host: set[ParameterRecord] = set()
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
-        self._in_place: dict[ParameterRecord, InPlace | None] = {}
+        self.plans: dict[Any, Any] = {}
+        """What `planned` returned before; cleared by those who change kernels, or take memory away."""
         self._arrangement = 0
-        """That of the store which `_in_place` is of."""
-        self._slots: WeakKeyDictionary[ParameterRecord, Sequence[SlotArray]] = WeakKeyDictionary()
-        self._modes: WeakKeyDictionary[ParameterRecord, dict[str, ModeName]] = WeakKeyDictionary()
-        self._sharing: dict[ParameterRecord, bool] = {}
+        """That of the store which they are of."""
         self._own_master: set[ParameterRecord] = set()
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""
@@ -115,7 +116,13 @@ class OptimizerState:
         if self.host_ranks and in_host_memory and isinstance(self.kernels[record.group], FusedAdam):
             self.host = host_kernel()
         for slot in self.slots_of(record):
-            self._create_slot(record, slot, placement.state)
+            name = f"optimizer/{slot.name}"
+            if slot.shape is None:
+                self._create(record, name, slot.dtype, placement.state)
+                continue
+            spec, grid = replace(record.spec(name, slot.dtype), shape=slot.shape), self.state_grid_of(record, slot)
+            self._own_shapes[spec.name] = slot
+            self.store.create(spec, grid=grid, shard=record.state_shard, tier=placement.state)
         self.scalars[record] = self.kernels[record.group].initial()
         if placement.gradient == "host":
             self.gradients_on_host.add(record)
@@ -154,20 +161,9 @@ class OptimizerState:
                     self.transfers.copy_into(as_torch(tile.views[0]), fill[tile.first : tile.stop])
         return spec.name
 
-    def _create_slot(self, record: ParameterRecord, slot: SlotArray, tier: TierName) -> None:
-        name = f"optimizer/{slot.name}"
-        if slot.shape is None:
-            self._create(record, name, slot.dtype, tier)
-            return
-        spec = replace(record.spec(name, slot.dtype), shape=slot.shape)
-        self._own_shapes[spec.name] = slot
-        self.store.create(spec, grid=self.state_grid_of(record, slot), shard=record.state_shard, tier=tier)
-
     def slots_of(self, record: ParameterRecord) -> Sequence[SlotArray]:
         """Return a parameter's arrays beside its master, in the kernel's order; none of a frozen one."""
-        if record not in self._slots:
-            self._slots[record] = self.codec.stored(self.kernel_slots(record))
-        return self._slots[record]
+        return self.codec.stored(self.kernel_slots(record))
 
     def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
         """Return the slots that a parameter's kernel works on beside its master, in its order; none of a frozen one."""
@@ -229,17 +225,20 @@ class OptimizerState:
         """Return whether a pass over the groups reads or writes the disk."""
         return any(self.store.tier(name).name == "disk" for names in groups for name in names)
 
+    def planned(self, key: Any, make: Callable[[], T], fits: Callable[[T], bool] = lambda _: True) -> T:
+        """Return what `make` made for `key`, once as long as it fits and the store is not rearranged."""
+        # An update in the backward may take other parameters together each time.
+        if self._arrangement != self.store.arrangement or len(self.plans) > 2 * len(self.scalars) + _MORE_PLANS:
+            self.plans.clear()
+            self._arrangement = self.store.arrangement
+        found: T | None = self.plans.get(key)
+        if found is None or not fits(found):
+            found = self.plans[key] = make()
+        return found
+
     def in_place(self, record: ParameterRecord) -> InPlace | None:
         """Return the arrays of a trained parameter if its kernel takes several parameters at once, as they are in one memory:
         torch's fused kernel does so anywhere, its other optimizers on a device."""
-        if self._arrangement != self.store.arrangement:
-            self._in_place.clear()
-            self._arrangement = self.store.arrangement
-        if record not in self._in_place:
-            self._in_place[record] = self._find_in_place(record)
-        return self._in_place[record]
-
-    def _find_in_place(self, record: ParameterRecord) -> InPlace | None:
         names = list(self.all_arrays(record))
         kernel = self.kernel_of(record)[0]
         takes_lists = isinstance(kernel, FusedAdam | TorchKernel)
@@ -255,12 +254,6 @@ class OptimizerState:
         rest = arrays.pop() if len(arrays) > len(self.arrays_of(record)) else None
         return InPlace(names, arrays[0], arrays[1:], rest, casts=record.rest is None and not self.is_master(record))
 
-    def shares_files(self, record: ParameterRecord) -> bool:
-        """Return whether arrays of a parameter are in files that small ones share."""
-        if record not in self._sharing:
-            self._sharing[record] = any(self.store.tier(name).is_packed(name) for name in self.all_arrays(record))
-        return self._sharing[record]
-
     def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
         """Call `change` once, when a pass has begun with all of `groups`: nobody else reads the changed arrays."""
         with self.passing(groups, "update") as tiles:
@@ -275,11 +268,9 @@ class OptimizerState:
 
     def all_arrays(self, record: ParameterRecord) -> Mapping[str, ModeName]:
         """Return the names of `arrays_of`, and of the parameter's own rows beside them, with their modes in an update."""
-        modes = self._modes.get(record)
-        if modes is None:
-            modes = self._modes[record] = dict.fromkeys(self.arrays_of(record), "update")
-            if record.rest is not None:
-                modes.setdefault(record.rest, "fill")
+        modes: dict[str, ModeName] = dict.fromkeys(self.arrays_of(record), "update")
+        if record.rest is not None:
+            modes.setdefault(record.rest, "fill")
         return modes
 
     def rows_in_memory(self) -> dict[str, torch.Tensor]:

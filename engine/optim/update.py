@@ -49,14 +49,14 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.io import Ticket, Workers
 from zstore.ranks.world import World
-from zstore.store import Stream
 
 from ..params.record import ParameterRecord, Residency
 from ..runtime.device import StreamContext
 from ..runtime.process import interrupts_wait
 from ..zero.fetch import Fetcher
 from ..zero.gradients import Gradients
-from .changes import Changes, StepSettings, read_ahead
+from .changes import Changes, UpdatePlan
+from .kernel import StepSettings
 from .rules import Stepper
 from .state import OptimizerState
 from .tickets import TORN, ReadGuard, Tickets, TicketState
@@ -101,19 +101,17 @@ class Update:
         self._gradients = gradients
         self.stepper = stepper
         """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
-        self.under_way = False
-        """Whether an update was started whose end the ranks have not agreed on; they do in the next backward, or in step mode
-        `backward` in `step()`."""
+        self._settings: StepSettings | None = None
+        """Those of an update that was started, whose end the ranks have not agreed on; they do in the next backward, or in step
+        mode `backward` in `step()`."""
         self.tickets = Tickets(state)
         self._partial = False
         """Whether a block of `changing`, or an abandoned update, has left a part of the state changed."""
         self._fetcher = fetcher
         self._workers: Workers | None = None
         self._running: Ticket[None] | None = None
-        self._ahead: tuple[Sequence[ParameterRecord], Sequence[Stream]] = (), ()
-        """The records of the next update, and passes over their arrays that were begun ahead of it."""
-        self._settings = StepSettings(step=0, factor=1.0, groups=())
-        """Those of the update in the backward."""
+        self._ahead: UpdatePlan | None = None
+        """That of an update whose state is read ahead."""
         if fetcher is not None:
             fetcher.ready = self.tickets.wait_for
         if mode is StepMode.BACKWARD and not gradients.rules.each_backward:
@@ -129,7 +127,7 @@ class Update:
     @property
     def is_in_backward(self) -> bool:
         """Whether an update in the backward is under way, which `step()` ends."""
-        return self.under_way and self.runs_in_backward
+        return self._settings is not None and self.runs_in_backward
 
     # -- whether the state is whole -----------------------------------------------------------------------------------
 
@@ -157,43 +155,40 @@ class Update:
         """Return the records with a gradient that are updated in `step()`, and those that are updated behind it."""
         if self.is_in_backward:  # the thread has updated some of them
             return [], []
-        records = [record for record in self.state.scalars if self._gradients.has(record)]
-        # Those first whose arrays share files: side by side they are transferred together.
-        records.sort(key=lambda record: not self.state.shares_files(record))
-        if self.mode is not StepMode.FORWARD:
-            return records, []
-        here = {record for record in records if record.residency is Residency.RESIDENT}
-        return [record for record in records if record in here], [record for record in records if record not in here]
+        records = self._gradients.having(self.state.scalars)
+
+        def divide() -> tuple[list[ParameterRecord], list[ParameterRecord]]:
+            # Those first whose arrays share files: side by side they are transferred together.
+            tier = self.state.store.tier
+            records.sort(key=lambda one: not any(tier(name).is_packed(name) for name in self.state.all_arrays(one)))
+            here = {one for one in records if self.mode is not StepMode.FORWARD or one.residency is Residency.RESIDENT}
+            return [one for one in records if one in here], [one for one in records if one not in here]
+
+        return self.state.planned((Update, *records), divide)
 
     def read_ahead(self) -> None:
         """Begin to read from disk the first of the records that are updated next."""
         # It takes buffers: nobody may wait for any until the update.
         here, behind = self.split() if self.stepper is None else ([], [])
         if here or behind:
-            self._ahead = here or behind, read_ahead(self.state, here or behind, behind=not here)
-
-    def _take_ahead(self, records: Sequence[ParameterRecord]) -> Sequence[Stream]:
-        """Return the passes begun ahead of an update of `records`, which owns them from then on."""
-        if self._ahead[0] != records:
-            return ()
-        (_, begun), self._ahead = self._ahead, ((), ())
-        return begun
+            self._ahead = UpdatePlan.of(self.state, here or behind, behind=not here)
+            self._ahead.read_ahead(self.state.store)
 
     def drop_ahead(self) -> None:
         """Free the memory of passes that were begun ahead and not used."""
-        for one in self._ahead[1]:
-            one.drop()
-        self._ahead = (), ()
+        while self._ahead is not None and self._ahead.begun:
+            self._ahead.begun.pop().drop()
+        self._ahead = None
 
     def run(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
         """Update `records` here and now, or the rest of those of an update in the backward.
 
         Raises UsageError if the settings differ from those that the update in the backward began with.
         """
-        if self.is_in_backward:
-            self._finish(settings)
+        if self._settings is not None and self.runs_in_backward:
+            self._finish(self._settings, settings)
             return
-        changes = Changes(self.state, records, settings, self._gradients.take, begun=self._take_ahead(records))
+        changes = Changes(self.state, records, settings, self._gradients.take)
         if self.stepper is None:
             changes.run()
         else:
@@ -204,8 +199,8 @@ class Update:
         """Start to update `records` behind `step()`, if there are any; their gradients are taken now."""
         if not records:
             return
-        held = {record: self._gradients.take(record) for record in records}
-        changes = Changes(self.state, records, settings, held.pop, begun=self._take_ahead(records))
+        held = dict(zip(records, self._gradients.take(records), strict=True))
+        changes = Changes(self.state, records, settings, partial(map, held.pop), behind=True)
         changes.note_scalars(records)
         self._start(changes)
 
@@ -221,7 +216,7 @@ class Update:
             # Idle threads of OpenMP spin, on cores that this one needs, unless a team of its own makes them too many.
             self._workers.submit(lambda: torch.ones(torch.get_num_threads() << 15).mul_(1.0))
         self.tickets.begin(changes.records, most_bytes, in_backward=self.runs_in_backward)
-        self.under_way = True
+        self._settings = changes.settings
         self._running = self._workers.submit(partial(self._run, changes, self.state.transfers.streams.stream_context()))
 
     def _run(self, changes: Changes, context: StreamContext) -> None:
@@ -249,16 +244,16 @@ class Update:
 
     def drain(self) -> None:
         """Wait for an update behind `step()` on this rank; `agree` comes next, here if there are no other ranks."""
-        if self.under_way and not self.is_in_backward:
+        if self._settings is not None and not self.runs_in_backward:
             self.join()
             if self.world.world_size == 1:
                 self.agree()
 
     def agree(self) -> None:
         """Raise the error that ended the update behind `step()` on any rank on every rank (all ranks)."""
-        if not self.under_way or self.is_in_backward:
+        if self._settings is None or self.runs_in_backward:
             return
-        self.under_way = False
+        self._settings = None
         try:
             self.world.raise_together(self.tickets.error)
         except BaseException:
@@ -270,14 +265,14 @@ class Update:
         self.abandon()
         self.join()
         self.tickets.forget()
-        self.under_way = False
+        self._settings = None
 
     def close(self) -> None:
         """End the thread, and remove the hooks from the modules."""
         # Before all else: an update that waits for a backward would never end.
         self.abandon()
         self.join()
-        if self.tickets.error is not None and self.under_way:
+        if self.tickets.error is not None and self._settings is not None:
             _log.warning("the last update failed and its error was never raised: %s", self.tickets.error)
         self.forget()
         if self._workers is not None:
@@ -296,14 +291,12 @@ class Update:
                 'a second backward before step(), but with "step_overlap": "backward" the first one has '
                 'updated the parameters: call step() after each backward, or set "step_overlap" to "forward" or "none"'
             )
-        self._settings = settings
         most_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
         with interrupts_wait():
             self._gradients.step.on_final = self._note_final
             self._gradients.step.comes_in_parts = self._guard is not None and self._guard.recomputes
-            changes = Changes(
-                self.state, self._gradients.expected, settings, self._take, lambda r: self.tickets.of[r].last_read
-            )
+            last_read = lambda record: self.tickets.of[record].last_read  # noqa: E731
+            changes = Changes(self.state, self._gradients.expected, settings, self._take, last_read, behind=True)
             self._start(changes, most_bytes)
 
     def _note_final(self, record: ParameterRecord) -> None:
@@ -312,7 +305,8 @@ class Update:
         record.version += 1
         last_read = self.state.transfers.streams.record()  # from here on a read is an error
         num_unseen = 0 if self._fetcher is None else self._fetcher.num_unseen
-        self.tickets.put(record, num_unseen, last_read, self._gradients.waiting_bytes(record))
+        values = self._gradients.of[record].values  # None: on disk
+        self.tickets.put(record, num_unseen, last_read, 0 if values is None else values.nbytes)
 
     def end_backward(self, *, drop: bool = False) -> None:
         """Let an update in the backward end with the final gradients; with `drop`, with those that it has begun to use."""
@@ -327,19 +321,20 @@ class Update:
             return ticket.is_begun  # a pass that had no room for it asks again
         if self._fetcher is not None:  # raises if values that could not be read led to the gradient
             self._fetcher.check_before(ticket.num_unseen)
-        squares = self._gradients.squares(record)
+        squares = self._gradients.of[record].squares(self._gradients.of.values())
         if squares is not None and not math.isfinite(squares):  # `step()` finds that in the norm, on every rank
             self.tickets.note_taken(record)
             return False
         ticket.state = TicketState.RUNNING
         return True
 
-    def _take(self, record: ParameterRecord) -> torch.Tensor | None:
-        rows = self._gradients.take(record)
-        self.tickets.note_taken(record)
+    def _take(self, records: Sequence[ParameterRecord]) -> list[torch.Tensor | None]:
+        rows = self._gradients.take(records)
+        for record in records:
+            self.tickets.note_taken(record)
         return rows
 
-    def _finish(self, now: StepSettings) -> None:
+    def _finish(self, then: StepSettings, now: StepSettings) -> None:
         """Return when an update in the backward has used every final gradient (in `step()`)."""
         self.join()
         if self.tickets.error is not None:
@@ -347,17 +342,17 @@ class Update:
         used = [ticket for ticket in self.tickets.of.values() if ticket.state is not TicketState.EXPECTED]
         left = [ticket.record for ticket in used if not ticket.is_begun]
         # Who called the backward may have read parameters since: without the events of their last reads.
-        changes = Changes(self.state, left, self._settings, self._gradients.take)
+        changes = Changes(self.state, left, then, self._gradients.take)
         changes.run()
         changes.note_scalars([ticket.record for ticket in used])
         self.tickets.forget()
-        for number, name, before, after in self._settings.differences(now):
+        for number, name, before, after in then.differences(now):
             raise UsageError(
                 f"parameter group {number}: {name} was {before!r} at the backward and is {after!r} at step(), "
                 'but with "step_overlap": "backward" the update runs in the backward: set it before '
                 'engine.backward(), or set "step_overlap" to "forward" or "none"'
             )
-        self.under_way = False
+        self._settings = None
 
     def abandon(self, *, in_step: bool = False) -> bool:
         """Abandon the update of a backward or, `in_step`, of a step that failed, after the changes that have begun; return
@@ -370,6 +365,6 @@ class Update:
         # What this rank did not change by the end of the backward, another did.
         begun = any(ticket.is_begun for ticket in self.tickets.of.values()) or self._gradients.has_sent or in_step
         self.tickets.forget()
-        self.under_way = False
+        self._settings = None
         self._partial = before or begun
         return begun

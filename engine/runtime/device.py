@@ -351,19 +351,6 @@ class H2DQueue:
         self._under_way.append(copy)
         self.drain(self.most)
 
-    def put_all(
-        self, rows: Sequence[torch.Tensor | None], masters: Sequence[torch.Tensor], after: Iterable[Event]
-    ) -> None:
-        """Put all `masters` that have rows."""
-        near: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for own, master, event in zip(rows, masters, after, strict=True):
-            if own is not None and self._transfers.link(master, own) is None:
-                near.append((own, master))
-            elif own is not None:
-                self.put(own, master, event)
-        if near:
-            torch._foreach_copy_([own for own, _ in near], [master for _, master in near])
-
     def drain(self, most: int = 0) -> None:
         """Return when all rows are there, except for the last `most` tiles."""
         while len(self._under_way) > most and (copy := _next(self._under_way)) is not None:

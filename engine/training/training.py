@@ -15,7 +15,7 @@ from zstore.ranks.world import World
 from ..activations.offload import ActivationOffload
 from ..config.config import Config
 from ..config.resolve import BatchSizes
-from ..optim.changes import StepSettings
+from ..optim.kernel import StepSettings
 from ..optim.lr_schedules import LRSchedule
 from ..optim.optimizer import LossScaler, ZeroOptimizer
 from ..optim.state import OptimizerState
@@ -374,4 +374,5 @@ class Training:
             self.hooks.remove()
         if self.activations is not None:
             self.activations.close()
+        self.state.plans.clear()
         self.state.store.close()

@@ -22,7 +22,7 @@ any backward nothing is known, and gradients are final at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -52,7 +52,7 @@ class Gradients:
     trained. `arrived` is called with each record whose gradient came and was taken.
 
     The engine calls, in this order: for each micro-batch start_backward, end_backward, show (or drop, if the backward
-    failed); then for the update reduce, has, squares, take, drop.
+    failed); then for the update reduce, having, take, drop.
     """
 
     def __init__(
@@ -101,11 +101,6 @@ class Gradients:
         """Bytes of this rank's rows of the gradients of one unit, at most."""
         nbytes = {r: r.owned_numel * self.rules.types.planned(r.dtype).itemsize for r in self.of}
         return max((sum(nbytes[one.record] for one in unit.gradients) for unit in self._arrivals.units), default=0)
-
-    def waiting_bytes(self, record: ParameterRecord) -> int:
-        """Return the bytes of a gradient that waits in memory for the update; 0 if it does not."""
-        values = self.of[record].values
-        return 0 if values is None else values.nbytes
 
     @property
     def has_sent(self) -> bool:
@@ -241,14 +236,15 @@ class Gradients:
         self._reductions.replace({record: found}, scatter=False)
         return found
 
-    def has(self, record: ParameterRecord) -> bool:
-        """Return whether any rank had a gradient of the parameter in this step."""
-        return record in self.of and self.of[record].is_agreed
+    def having(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
+        """Return those of `records` of which any rank had a gradient in this step."""
+        return [one for one in records if (gradient := self.of.get(one)) is not None and gradient.is_agreed]
 
     def require(self, records: Sequence[ParameterRecord], step: int, changed: str) -> None:
         """Raise UsageError, on every rank, that names those of `records` to which no rank's loss led in a step, and says
         what was `changed`."""
-        unused = [record.name for record in records if not self.has(record)]
+        there = set(self.having(records))
+        unused = [record.name for record in records if record not in there]
         if unused:
             raise UsageError(
                 f"step {step}: on no rank was there a gradient for {listed([repr(name) for name in unused], _NAMED)}; "
@@ -258,7 +254,7 @@ class Gradients:
 
     def owned(self, record: ParameterRecord) -> torch.Tensor | None:
         """Return this rank's rows, 1-D, of the averaged gradient; None if there are none in memory."""
-        return self.of[record].owned() if self.has(record) else None
+        return self.of[record].owned() if self.having([record]) else None
 
     def replace(self, record: ParameterRecord, full: torch.Tensor) -> None:
         """Use `full`, 1-D [numel], the same on every rank, as the averaged gradient of a parameter that has one (all ranks).
@@ -274,13 +270,9 @@ class Gradients:
             self.reduce()
         self.of[record].replace(full)
 
-    def take(self, record: ParameterRecord) -> torch.Tensor | None:
-        """Return the same as `owned`, for the update, which may change it; the caller keeps it alive."""
-        return self.of[record].take()
-
-    def squares(self, record: ParameterRecord) -> float | None:
-        """Return the sum of squares of this rank's rows if it is known already; None: take it from `owned`."""
-        return self.of[record].squares(self.of.values())
+    def take(self, records: Iterable[ParameterRecord]) -> list[torch.Tensor | None]:
+        """Return the same as `owned` of each, for the update, which may change it; the caller keeps it alive."""
+        return [self.of[record].take() for record in records]
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -417,7 +409,8 @@ def sums_over_ranks(
         if rows is None:
             cut.append([known or 0.0])
         else:
-            cut.append([rows] if sharded else torch.split(rows, max(record.grid.shard_numel, 1)))
+            whole = sharded or world.world_size == 1  # a split takes as long as the norm
+            cut.append([rows] if whole else torch.split(rows, max(record.grid.shard_numel, 1)))
     sums = iter(sums_of_squares([one for shards in cut for one in shards if isinstance(one, torch.Tensor)]))
     found = [[next(sums) if isinstance(one, torch.Tensor) else one for one in shards] for shards in cut]
     if sharded:  # else every rank has all rows

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 
 import torch
 
@@ -34,10 +35,10 @@ def sum_of_squares(values: torch.Tensor) -> float:
 
 def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
     """Return the sum of squares of each shard's elements; see `sum_of_squares`."""
-    there = [values for values in shards if values.device.type != "cpu"]
+    there = [values for values in shards if not values.is_cpu]
     elsewhere = iter(map(_square, torch.stack(device_norms(there)).tolist() if there else ()))
-    sums = iter(_sums_on_host([values for values in shards if values.device.type == "cpu"]))
-    return [next(sums) if values.device.type == "cpu" else next(elsewhere) for values in shards]
+    sums = iter(_sums_on_host([values for values in shards if values.is_cpu]))
+    return [next(sums) if values.is_cpu else next(elsewhere) for values in shards]
 
 
 class SumOfSquares:
@@ -145,7 +146,7 @@ def _square(norm: float) -> float:
 def norm_of_sums(sums: Sequence[tuple[str, Sequence[float]]]) -> float:
     """Return the norm from (name, sum of squares of each shard in rank order), one entry a parameter."""
     total = 0.0
-    for _, shards in sorted(sums, key=lambda item: item[0]):
+    for _, shards in sorted(sums, key=itemgetter(0)):
         parameter = 0.0
         for shard in shards:
             parameter += shard

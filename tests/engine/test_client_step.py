@@ -24,8 +24,6 @@ from zstore.testing.ranks import run_ranks
 
 torch.set_num_threads(1)
 
-Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
-
 
 class Lamb(torch.optim.Optimizer):
     """A step as long as the whole weight, along the mean of gradients that are clipped by the norm of all."""
@@ -46,24 +44,22 @@ class Lamb(torch.optim.Optimizer):
             p.sub_(mean * (self.defaults["lr"] * p.norm() / mean.norm().clamp(min=1e-6)))
 
 
-def muon(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Muon([p for p in net.parameters() if p.ndim == 2], lr=0.05)
-
-
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adafactor": lambda net: torch.optim.Adafactor(net.parameters(), lr=0.05, weight_decay=0.01),
     "Lamb": lambda net: Lamb(net.parameters()),
-    "Muon": muon,
+    "Muon": lambda net: torch.optim.Muon([p for p in net.parameters() if p.ndim == 2], lr=0.05),
 }
 
 
 def make_config(**keys: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 0},
-        "steps_per_print": 0,
-        "gradient_clipping": 0.0,
-    } | keys
+    zero = {"stage": 0}
+    made = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "steps_per_print": 0}
+    return made | {"gradient_clipping": 0.0} | keys
+
+
+def started(make: Callable[[Any], torch.optim.Optimizer], **keys: Any) -> Engine:
+    net = make_net()
+    return zstore.initialize(model=net, optimizer=make(net), config=make_config(**keys))[0]
 
 
 class Masters(nn.Module):
@@ -77,7 +73,7 @@ class Masters(nn.Module):
 
 def compare(rank: int, world_size: int, name: str, precision: str, folder: str) -> list[str]:
     """Return what differs from the plain loop over four steps, with a resume after the second."""
-    config = make_config(gradient_accumulation_steps=2, gradient_clipping=0.3)
+    config: Any = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.3}
     config |= {} if precision == "fp32" else {precision: {"enabled": True}}
     reference = Reference(make_net(), world_size, precision=precision, accumulation=2, clip=0.3)
     reference.optimizer = MAKE[name](Masters(reference.masters))
@@ -85,10 +81,6 @@ def compare(rank: int, world_size: int, name: str, precision: str, folder: str) 
     reference.masters = {name: master for name, master in reference.masters.items() if id(master) in kept}
     reference.trained = {name: reference.trained[name] for name in reference.masters}
     differences: list[str] = []
-
-    def started() -> Engine:
-        net = make_net()
-        return zstore.initialize(model=net, optimizer=MAKE[name](net), config=config)[0]
 
     def train(engine: Engine, number: int) -> None:
         for micro in range(2):
@@ -102,11 +94,11 @@ def compare(rank: int, world_size: int, name: str, precision: str, folder: str) 
             if not all(torch.equal(here.view(-1), there.view(-1)) for here, there in pairs):
                 differences.append(f"step {number}: {record.name}")
 
-    with started() as engine:
+    with started(MAKE[name], **config) as engine:
         for number in range(2):
             train(engine, number)
         engine.save_checkpoint(folder, client_state={"mine": 5})
-    with started() as engine:
+    with started(MAKE[name], **config) as engine:
         path, state = engine.load_checkpoint(folder)
         assert (path is None, state) == (False, {"mine": 5})
         for number in (2, 3):
@@ -129,40 +121,30 @@ def test_every_rank_takes_the_same_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("skipped", [True, False])
 def test_a_step_that_is_skipped_is_not_taken(skipped: bool) -> None:
-    net = make_net()
-    optimizer = MAKE["Lamb"](net)
-    config = make_config(fp16={"enabled": True, "initial_scale_power": 4})
-    with zstore.initialize(model=net, optimizer=optimizer, config=config)[0] as engine:
+    with started(MAKE["Lamb"], fp16={"enabled": True, "initial_scale_power": 4}) as engine:
         loss = engine(*batch(0, 0, 0))
         engine.backward(loss * (math.inf if skipped else 1.0))
         engine.step()
         assert engine.skipped_steps == int(skipped)
-        assert bool(optimizer.state) is not skipped
+        assert bool(engine.optimizer.state) is not skipped
 
 
 def test_what_steps_whole_tensors_is_refused_where_that_cannot_be() -> None:
-    net = make_net()
     with pytest.raises(UsageError, match=r"LBFGS .* closure"):
-        zstore.initialize(model=net, optimizer=torch.optim.LBFGS(net.parameters()), config=make_config())
+        started(lambda net: torch.optim.LBFGS(net.parameters()))
     refused = [
         ({"step_overlap": "backward"}, "Lamb .* take step_overlap out"),
         ({"moments": "bf16"}, '"moments": .* Lamb, .* leave the key out'),
     ]
     for own, message in refused:
-        config = make_config(zstore=own, bf16={"enabled": True})
         with pytest.raises(UsageError, match=message):
-            zstore.initialize(model=net, optimizer=MAKE["Lamb"](net), config=config)
-    config = make_config(zero_optimization={"stage": 1})
+            started(MAKE["Lamb"], zstore=own, bf16={"enabled": True})
     message = r"Lamb .* sharded \(stages 1 to 3\) or offloaded .* stage 0 without offload"
     with pytest.raises(UsageError, match=message):
-        zstore.initialize(model=net, optimizer=MAKE["Lamb"](net), config=config)
+        started(MAKE["Lamb"], zero_optimization={"stage": 1})
 
 
 def test_a_checkpoint_without_the_optimizers_state_is_refused(tmp_path: Path) -> None:
-    def started(make: Callable[[Any], torch.optim.Optimizer]) -> Engine:
-        net = make_net()
-        return zstore.initialize(model=net, optimizer=make(net), config=make_config())[0]
-
     with started(lambda net: torch.optim.SGD(net.parameters(), lr=0.1)) as engine:
         engine.backward(engine(*batch(0, 0, 0)))
         engine.step()

@@ -8,8 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +161,9 @@ def stepped(num_threads: int = 3) -> StepTensors:
 
 
 def test_several_callers_update_at_once() -> None:
-    expected, found = stepped(1), []
-    callers = [threading.Thread(target=lambda: found.append(stepped())) for _ in range(4)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    assert [same(each[:2], expected[:2]) for each in found] == [True] * 4
+    with ThreadPoolExecutor(4) as callers:
+        found = list(callers.map(stepped, 4 * [3]))
+    assert all(same(each[:2], stepped(1)[:2]) for each in found)
 
 
 def test_threads_treat_subnormal_numbers_as_their_caller_does() -> None:
@@ -188,7 +184,7 @@ def test_a_forked_child_has_threads_of_its_own_and_ends() -> None:
     """Also if another thread of the parent was in an update."""
     kernel()
     code = (
-        "expected, ended = stepped(), threading.Event()\n"
+        "import threading; expected, ended = stepped(), threading.Event()\n"
         "def others():\n"
         "    while not ended.is_set(): stepped()\n"
         "other = threading.Thread(target=others); other.start()\n"
@@ -272,25 +268,12 @@ def _compiler(script: str, limit_s: float = 60.0) -> Spoil:
     return make
 
 
-def _another_users(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    folder.mkdir(parents=True)
-    patch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-
-
-def _open_to_others(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-
-
-def _a_link(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    folder.parent.mkdir()
-    folder.symlink_to(folder.parents[1])
-
-
 SPOILS: dict[str, Spoil] = {
-    "another user's": _another_users,
-    "open to others": _open_to_others,
-    "a link": _a_link,
+    "another user's": lambda folder, patch: (
+        folder.mkdir(parents=True) or patch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    ),
+    "open to others": lambda folder, patch: folder.mkdir(parents=True) or folder.chmod(0o777),
+    "a link": lambda folder, patch: folder.parent.mkdir() or folder.symlink_to(folder.parents[1]),
     "unwritable": lambda folder, patch: folder.parent.write_text(""),
     "no home": lambda folder, patch: patch.setattr(native.os, "environ", {}) or patch.setattr(Path, "home", None),
     "no compiler": lambda folder, patch: patch.setenv("PATH", str(folder)),
@@ -333,9 +316,6 @@ def test_the_cache_is_the_users_alone_and_a_cut_file_is_built_anew(folder: Path)
 
 @needs_compiler
 def test_processes_that_build_at_once_each_have_it(folder: Path) -> None:
-    children = [threading.Thread(target=_child, args=("native._WHEEL = '-'; assert host_kernel()",)) for _ in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
+    with ThreadPoolExecutor(2) as children:
+        list(children.map(_child, 2 * ["native._WHEEL = '-'; assert host_kernel()"]))
     assert len(list(folder.iterdir())) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -135,6 +137,45 @@ def test_on_a_device_parameters_are_stepped_together_with_the_bits_of_torch(
             reference.step()
             assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), plain.parameters(), strict=True))
     assert counts == [] if isinstance(reference, torch.optim.Adam) and "amsgrad" not in name else counts[-1] == 4
+
+
+class Deep(nn.ModuleList):
+    """Uses as many of its layers as it is told; a host kernel takes weights, but no biases."""
+
+    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        for layer in list(self)[:depth]:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu"])
+def test_a_step_is_planned_anew_when_parameters_or_their_settings_differ(tier: str, tmp_path: Path) -> None:
+    plain, calls = Deep(nn.Linear(130, 130) for _ in range(10)), list[str]()
+    net = copy.deepcopy(plain)
+    reference, made = (torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in (plain, net))
+    config = on_disk(tmp_path, 2, gradient_clipping=0)
+    config["zero_optimization"] = make_config(2, tier, tmp_path)["zero_optimization"]
+    with zstore.initialize(model=net, optimizer=made, config=config)[0] as engine:
+        for step, depth in enumerate((10, 10, 7, 7, 10, 10, 10, 10)):  # the last layers' step counts are behind
+            torch.set_num_threads(1 + (step == 3))
+            if step == 5:
+                engine.set_optimizer_state("1.weight", "step", 9.0)
+                reference.state[plain[1].weight]["step"].fill_(9.0)
+            for each in (engine, plain):
+                loss = each(torch.randn(3, 130, generator=torch.Generator().manual_seed(step)), depth)
+                engine.backward(loss) if each is engine else loss.backward()
+            for each in (net, plain) if step == 4 else ():
+                each[2].weight.grad.mul_(0.5)
+            calls.clear()
+            sys.setprofile(lambda _, event, __: calls.append(event))
+            engine.step()
+            sys.setprofile(None)
+            reference.step()
+            reference.zero_grad()
+            assert all(torch.equal(a, b) for a, b in zip(net.parameters(), plain.parameters(), strict=True)), step
+        assert calls.count("call") < 800
+        engine.offload_states()
+        assert not engine.training_state.state.plans  # they would keep the memory
 
 
 # -- on several ranks -------------------------------------------------------------------------------------------------

@@ -30,17 +30,15 @@ def _two_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_an_update_from_disk_leaves_the_threads_of_all_others(overlap: str, tmp_path: Path) -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
-            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)},
-        },
-        "zstore": {"step_overlap": overlap},
-        "steps_per_print": 0,
-    }
+    config = make_config(
+        3,
+        "nvme",
+        tmp_path,
+        "nvme",
+        gradient_accumulation_steps=1,
+        zstore={"step_overlap": overlap},
+        bf16={"enabled": False},
+    )
     seen: list[int] = []
     engine, *_ = zstore.initialize(model=nn.Linear(256, 256), config=config)
     with engine:

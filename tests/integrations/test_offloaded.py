@@ -68,9 +68,8 @@ def test_all_that_a_loop_does_has_the_bits_of_torch(device: Any, tmp_path: Path)
         for step in range(5):
             if step == 2:
                 optimizer.add_param_group({"params": [model[2].bias], "lr": 3e-3, "betas": (0.8, 0.9)})
-                optimizer.param_groups[2] = (
-                    optimizer.param_groups[0] | optimizer.param_groups[2]
-                )  # what the schedule has there
+                groups = optimizer.param_groups
+                groups[2] = groups[0] | groups[2]  # what the schedule has there
             seen.append(optimizer.step(lambda step=step: backward(model, step).item()))
             schedule.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)

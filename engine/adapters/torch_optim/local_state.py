@@ -49,6 +49,7 @@ class LocalState:
                     f"would keep {', '.join(kernel.slots) or 'nothing'}: make the optimizer with the settings of the saved one"
                 )
         self.kernels[:] = kernels
+        self.arrays.plans.clear()
 
     def remove_group(self, number: int) -> None:
         """Forget the last parameter group, and free its parameters' state."""

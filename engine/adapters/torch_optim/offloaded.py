@@ -6,17 +6,17 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as torch_dist
 
-from zstore.engine.optim.changes import Changes, StepSettings
+from zstore.engine.optim.changes import Changes
 from zstore.engine.optim.classes import called
-from zstore.engine.optim.kernel import ELEMENT_WISE, TorchKernel, kernel_for
+from zstore.engine.optim.kernel import ELEMENT_WISE, StepSettings, TorchKernel, kernel_for
 from zstore.engine.optim.state import OptimizerState
-from zstore.engine.params.record import ParameterRecord
 from zstore.engine.runtime.device import Streams, Transfers, streams_for
 from zstore.errors import UsageError
 from zstore.io import map_large_blocks, user_path
@@ -158,8 +158,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
         self._local.watch_memory(records)
         self._steps += 1
         settings = StepSettings.of(self.param_groups, step=self._steps, factor=1.0)
-        take = cast(Callable[[ParameterRecord], torch.Tensor | None], rows.pop)
-        changes = Changes(self._local.arrays, records, settings, take)
+        changes = Changes(self._local.arrays, records, settings, partial(map, cast(Any, rows.pop)))
         try:
             changes.run()
         except BaseException as error:

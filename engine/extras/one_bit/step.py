@@ -44,7 +44,7 @@ from zstore.ranks.world import World, on_device
 
 from ...optim.changes import Changes
 from ...optim.classes import lamb_root, lamb_step
-from ...optim.kernel import FusedAdam, Kernel, ParameterStep, Scalars, WholeStep
+from ...optim.kernel import FusedAdam, Kernel, ParameterStep, Scalars
 from ...optim.rules import Kind, Rule, Stepper, register, whole_gradient
 from ...optim.state import OptimizerState
 from ...params.record import ParameterRecord
@@ -120,7 +120,7 @@ class AdamRule(Kernel):
 
     def start(self, group: Group, scalars: Scalars) -> ParameterStep:
         """The step was taken, and counted, by `update`."""
-        return WholeStep(scalars)
+        return ParameterStep(scalars)
 
     def phase(self, group: Group, step: int) -> Phase:
         """Return the phase of update number `step`, from 1."""

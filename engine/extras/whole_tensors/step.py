@@ -32,7 +32,7 @@ from zstore.ranks.world import World
 
 from ...optim.changes import Changes
 from ...optim.classes import Lamb
-from ...optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, WholeStep, kernel_for
+from ...optim.kernel import Kernel, ParameterStep, Scalars, SlotArray, kernel_for
 from ...optim.rules import Kind, Rule, Stepper, register
 from ...optim.state import OptimizerState
 from ...params.record import ParameterRecord
@@ -80,7 +80,7 @@ class TensorKernel(Kernel):
 
     def start(self, group: Mapping[str, Any], scalars: Scalars) -> ParameterStep:
         """Count the step; `update` does the work."""
-        return WholeStep({self._count: scalars[self._count] + 1})
+        return ParameterStep({self._count: scalars[self._count] + 1})
 
     def update(
         self,
@@ -228,7 +228,7 @@ class TensorStep(Stepper):
     def _read_gradient(self, changes: Changes, record: ParameterRecord, target: torch.Tensor) -> None:
         if not record.owned_numel:
             return
-        state, rows = self._state, changes.rows(record)
+        state, (rows,) = self._state, changes.rows([record])
         if rows is not None:
             target.copy_(GradientTiles(state.transfers, rows).tile(0, target.numel(), target))
         else:
