@@ -22,7 +22,7 @@ from zstore.errors import UsageError
 
 from ..config.config import Config
 from ..config.optimizers import reduced_slots
-from ..optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, SlotTiles, Tensors
+from ..optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, Tensors
 from ..optim.rules import codecs
 
 _PIECE_NUMEL = 1 << 16
@@ -32,24 +32,21 @@ _NUM_WORDS = 1 << 17
 
 
 class MomentCodec(SlotCodec):
-    """Keeps averages of gradients and of their squares in bf16. See [Note: stored moments]."""
+    """Keeps averages of gradients and of their squares in bf16; the first element on this rank has random word number `start`.
+    See [Note: stored moments]."""
 
     is_plain = False
+
+    def __init__(self, start: int = 0) -> None:
+        self._start = start
 
     def stored(self, slots: Sequence[SlotArray]) -> list[SlotArray]:
         reduced = reduced_slots(slot.name for slot in slots if slot.dtype == torch.float32 and slot.shape is None)
         return [replace(slot, dtype=torch.bfloat16) if slot.name in reduced else slot for slot in slots]
 
-    def tiles(self, name: str, step: int, first: int) -> SlotTiles:
+    def of(self, name: str, step: int, first: int) -> SlotCodec:
         digest = blake2b(f"{step} {name}".encode(), digest_size=4).digest()
-        return MomentTiles(int.from_bytes(digest, "little") % _NUM_WORDS + first)
-
-
-class MomentTiles(SlotTiles):
-    """The slots of a parameter in a step, whose first element on this rank has random word number `start`."""
-
-    def __init__(self, start: int) -> None:
-        self._start = start
+        return MomentCodec(int.from_bytes(digest, "little") % _NUM_WORDS + first)
 
     def update(
         self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int

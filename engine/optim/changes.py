@@ -51,7 +51,7 @@ from ..runtime.device import (
     tile_numel,
 )
 from ..runtime.native import HostKernel, StepTensors, num_threads
-from .kernel import FusedAdam, FusedAdamStep, ParameterStep, Scalars, SlotTiles, StepSettings, TorchKernel
+from .kernel import FusedAdam, FusedAdamStep, ParameterStep, Scalars, StepSettings, TorchKernel
 from .state import InPlace, OptimizerState
 
 Rows = Callable[[Sequence[ParameterRecord]], Iterable[torch.Tensor | None]]
@@ -74,7 +74,7 @@ class _Change:
         (rows,) = changes.rows([record])
         self._gradient = None if rows is None else GradientTiles(state.transfers, rows, self._room)
         """This rank's rows; None: they are in the tile."""
-        self._slots: SlotTiles = state.codec.tiles(record.name, changes.settings.step, record.owned_range[0])
+        self._slots = state.codec.of(record.name, changes.settings.step, record.owned_range[0])
         self._num_state = 1 + len(state.slots_of(record))
         """First arrays of a tile: the master and the slots."""
         casts = record.rest is None and not state.is_master(record)

@@ -116,8 +116,20 @@ class SlotArray:
     """Its shape, if that is not the parameter's and it is cut over the ranks by its own rows."""
 
 
-class SlotTiles:
-    """The slots of a parameter, tile by tile, as its kernel has them and as they are stored: here that is the same."""
+class SlotCodec:
+    """How the slots of a parameter are stored, tile by tile: here as the kernel has them. Others are in `rules.codecs`."""
+
+    is_plain = True
+    """Whether that is so."""
+
+    def stored(self, slots: Sequence[SlotArray]) -> Sequence[SlotArray]:
+        """Return the stored arrays of a kernel's slots of a parameter, in their order."""
+        return slots
+
+    def of(self, name: str, step: int, first: int) -> SlotCodec:
+        """Return the codec of parameter `name` in step number `step`; `first` is the place of this rank's first element in the
+        whole parameter."""
+        return self
 
     def update(
         self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
@@ -129,22 +141,6 @@ class SlotTiles:
         """Set a tile's `views`, whose first element is this rank's number `first`, to `values`, which may be overwritten."""
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
-
-
-class SlotCodec:
-    """How slots are stored: here as the kernel has them. Others are in `rules.codecs`."""
-
-    is_plain = True
-    """Whether that is so."""
-
-    def stored(self, slots: Sequence[SlotArray]) -> Sequence[SlotArray]:
-        """Return the stored arrays of a kernel's slots of a parameter, in their order."""
-        return slots
-
-    def tiles(self, name: str, step: int, first: int) -> SlotTiles:
-        """Return the slots of parameter `name` in step number `step`; `first` is the place of this rank's first element in the
-        whole parameter."""
-        return SlotTiles()
 
 
 class Kernel(ABC):

@@ -81,7 +81,7 @@ def test_rounding_is_fair() -> None:
         record = next(record for record in engine.training_state.trained if record.name == "embed.weight")
         values = torch.full((2**17,), 1 + 2**-9)
         out = torch.empty(2**17, dtype=torch.bfloat16)
-        state.codec.tiles(record.name, 1, record.owned_range[0]).put([values], [out], 0)
+        state.codec.of(record.name, 1, record.owned_range[0]).put([values], [out], 0)
     assert set(out.float().tolist()) == {1.0, 1 + 2**-7}
     assert out.double().mean().item() == pytest.approx(1 + 2**-9, abs=4 * 2**-7 * 0.43 / 2**8.5)
 

@@ -273,7 +273,7 @@ class TensorStep(Stepper):
                 part, mine = kept[tile.group]
                 record, view, values = part.record, as_torch(tile.views[0]), mine[tile.first : tile.stop]
                 if part.slot is not None and part.slot.shape is None and not state.codec.is_plain:
-                    state.codec.tiles(record.name, number, record.owned_range[0]).put(
+                    state.codec.of(record.name, number, record.owned_range[0]).put(
                         [values.to(view.device)], [view], tile.first
                     )
                     continue
