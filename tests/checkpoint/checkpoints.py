@@ -186,6 +186,40 @@ def arrays_of_kinds() -> dict[str, Array]:
     }
 
 
+def arrays_of_model() -> dict[str, Array]:
+    """Return arrays of a model with layers, an optimizer and buffers: weights of all types, some larger than a file may be."""
+    rng = np.random.default_rng(0)
+    return {
+        "model/h.2.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "model/h.10.weight": rng.standard_normal((1000, 300)).astype(ml_dtypes.bfloat16),
+        "model/h.2.bias": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
+        "model/experts": rng.standard_normal((3, 40, 50)).astype(np.float16),
+        "model/long.rows": rng.standard_normal((3, 900_000)).astype(np.float32),
+        "model/none": np.zeros((0, 5), np.float32),
+        "model/scalar": np.array(3.5, np.float32),
+        "model/double": rng.standard_normal((7, 5)),
+        "optimizer/exp_avg/h.2.weight": rng.standard_normal((1000, 300)).astype(np.float32),
+        "buffer/steps": np.array(2**40 + 1, np.int64),
+        "buffer/mask": rng.random((5, 5)) < 0.5,
+        "buffer/mean": rng.standard_normal(33).astype(np.float32),
+    }
+
+
+def check_weights(found: Mapping[str, Any], arrays: Mapping[str, Array], dtype: Any) -> None:
+    """Weights are those of the arrays, cast by torch to `dtype` where it is one, and buffers what they are."""
+    import torch
+
+    from zstore.io.tensors import as_torch
+
+    expected = {name: as_torch(array) for name, array in arrays.items() if name.startswith(("model/", "buffer/"))}
+    assert set(found) == {name.partition("/")[2] for name in expected}
+    for array, tensor in expected.items():
+        group, _, name = array.partition("/")
+        wanted = tensor.to(dtype) if dtype and group == "model" and tensor.is_floating_point() else tensor
+        assert (found[name].dtype, found[name].shape) == (wanted.dtype, wanted.shape)
+        assert torch.equal(found[name], wanted), name
+
+
 def as_bytes(arrays: Mapping[str, Array]) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in arrays.items()}
 

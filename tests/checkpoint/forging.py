@@ -31,6 +31,8 @@ class Forge:
             str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()
         }
         self._changed: set[str] = set()
+        for file in self.originals:
+            (path / file).chmod(0o644)
 
     def put(self, file: str, data: bytes) -> None:
         """Replace a file, as it stands."""

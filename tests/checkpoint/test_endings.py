@@ -139,7 +139,7 @@ _kept: list[object] = []
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_child_of_multiprocessing_completes_its_save(
+def test_a_child_completes_its_save(
     method: str, fails: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "ckpt"

@@ -106,34 +106,29 @@ def test_a_write_that_was_no_pass_is_noticed(in_memory: World, folder: Path) -> 
     assert os.stat(folder / "step-00000001" / FROZEN / "c.0.0").st_nlink == 1
 
 
-def _remove(file: Path) -> None:
-    file.unlink()
-
-
-def _cut(file: Path) -> None:
+def _change(file: Path, data: bytes) -> None:
     file.chmod(0o644)
-    os.truncate(file, 4096)
-
-
-def _rewrite(file: Path) -> None:
-    file.chmod(0o644)
-    data = bytearray(file.read_bytes())
-    data[5000] ^= 1
     file.write_bytes(data)
 
 
-def _replace(file: Path) -> None:
-    data = file.read_bytes()
+def _replace(file: Path, data: bytes) -> None:
     file.unlink()
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("harm", [_remove, _cut, _rewrite, _replace])
-def test_a_file_that_is_not_what_was_written_is_written_anew(
-    in_memory: World, folder: Path, harm: Callable[[Path], None]
-) -> None:
+HARMS: dict[str, Callable[[Path, bytes], object]] = {
+    "removed": lambda file, _: file.unlink(),
+    "cut": lambda file, data: _change(file, data[:4096]),
+    "rewritten": lambda file, data: _change(file, data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]),
+    "replaced": _replace,
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_file_that_is_not_what_was_written_is_written_anew(in_memory: World, folder: Path, harm: str) -> None:
     first = save(in_memory, folder, 1)
-    harm(folder / "step-00000001" / FROZEN / "c.0.0")
+    file = folder / "step-00000001" / FROZEN / "c.0.0"
+    HARMS[harm](file, file.read_bytes())
     save(in_memory, folder, 2, first)
     assert check(in_memory, folder, 2) == [TRAINED]
 
@@ -259,9 +254,7 @@ def assert_the_next_save_sweeps(folder: Path) -> None:
         (0, "write", "*/model/bias/c.0"),
     ],
 )
-def test_a_fault_with_a_piece_fails_the_save_and_leaves_nothing(
-    rank: int, kind: Any, pattern: str, tmp_path: Path
-) -> None:
+def test_a_fault_with_a_piece_leaves_nothing(rank: int, kind: Any, pattern: str, tmp_path: Path) -> None:
     files = [FaultyFiles(), FaultyFiles()]
     files[rank] = FaultyFiles(faults=(Fault(kind=kind, pattern=pattern, error_number=errno.EIO),))
     with open_world(ARRAYS, world_size=2, files=files) as world, pytest.raises((StorageError, RankError)):

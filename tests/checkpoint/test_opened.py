@@ -11,43 +11,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 import zstore
-from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.checkpoints import arrays_of_model, check_weights, save_arrays
 from tests.waiting import until
 from zstore.checkpoint import folder as folders
 from zstore.checkpoint.folder import LocalFolder
-from zstore.errors import CheckpointError, CheckpointMismatchError, CorruptionError, UsageError
+from zstore.errors import BudgetError, CheckpointError, CheckpointMismatchError, CorruptionError, UsageError
+from zstore.format.arrays import ArraySpec
+from zstore.io.tensors import as_torch
 from zstore.open import sources
+from zstore.open.lazy import LazyArray
 from zstore.weights.from_checkpoint import choose
 
 Array = npt.NDArray[Any]
 RECORD = {"engine": {"counters": {"global_steps": 60}}, "client_state": {"best": float("inf")}}
 
 
-def make_arrays() -> dict[str, Array]:
-    rng = np.random.default_rng(0)
-    return {
-        "model/h.2.weight": rng.standard_normal((1000, 300)).astype(np.float32),
-        "model/h.10.weight": rng.standard_normal((500, 300)).astype(ml_dtypes.bfloat16),
-        "model/experts": rng.standard_normal((3, 40, 50)).astype(np.float16),
-        "model/long.rows": rng.standard_normal((3, 900_000)).astype(np.float32),
-        "model/none": np.zeros((0, 5), np.float32),
-        "model/scalar": np.array(3.5, np.float32),
-        "optimizer/exp_avg/h.2.weight": rng.standard_normal((1000, 300)).astype(np.float32),
-        "buffer/steps": np.array(2**40 + 1, np.int64),
-        "buffer/mask": rng.random((5, 5)) < 0.5,
-    }
-
-
 @pytest.fixture(scope="module")
 def arrays() -> dict[str, Array]:
-    return make_arrays()
+    return arrays_of_model()
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +45,6 @@ def saved(arrays: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("run") / "ckpt"
     save_arrays(folder, arrays, world_size=3, step=60, record=RECORD)
     return folder
-
-
-def as_torch(array: Array) -> torch.Tensor:
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def test_it_is_a_mapping_of_names_to_arrays(saved: Path, arrays: dict[str, Array]) -> None:
@@ -80,7 +64,7 @@ def test_it_is_a_mapping_of_names_to_arrays(saved: Path, arrays: dict[str, Array
             ckpt["experts"]
         assert (ckpt.tag, ckpt.step, ckpt.world_size) == ("step-00000060", 60, 3)
         assert ckpt.state == RECORD
-        assert repr(ckpt) == f"<Checkpoint 'step-00000060' of {saved}/step-00000060: step 60, 9 arrays>"
+        assert repr(ckpt) == f"<Checkpoint 'step-00000060' of {saved}/step-00000060: step 60, 12 arrays>"
 
 
 @pytest.mark.parametrize("key", [np.s_[::-1], np.s_[::7, 100:50:-3], np.s_[None, 3]], ids=str)
@@ -119,15 +103,8 @@ def test_a_closed_checkpoint_says_so(saved: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", torch.bfloat16, np.float32, None], ids=str)
 def test_consolidated_weights_are_torchs_casts(saved: Path, arrays: dict[str, Array], dtype: Any) -> None:
     kinds = {"fp16": torch.float16, np.float32: torch.float32}
-    kind = kinds.get(dtype, dtype)
     with zstore.open_checkpoint(saved) as ckpt:
-        weights = ckpt.load_state_dict(dtype=dtype)
-        wanted = {n.partition("/")[2]: as_torch(a) for n, a in arrays.items() if n.startswith(("model/", "buffer/"))}
-        assert set(weights) == set(wanted)
-        for name, tensor in wanted.items():
-            cast = tensor.to(kind) if kind is not None and tensor.is_floating_point() else tensor
-            assert weights[name].dtype == cast.dtype
-            assert torch.equal(weights[name], cast)
+        check_weights(ckpt.load_state_dict(dtype=dtype), arrays, kinds.get(dtype, dtype))
 
 
 def test_a_dtype_that_is_none_is_refused(saved: Path) -> None:
@@ -177,12 +154,12 @@ def test_a_state_dict_loads_into_a_tied_model(tmp_path: Path) -> None:
 
 
 def test_names_may_be_patterns_or_a_list(saved: Path) -> None:
-    assert sorted(zstore.load_state_dict(saved, names="h.*")) == ["h.10.weight", "h.2.weight"]
+    assert sorted(zstore.load_state_dict(saved, names="h.*")) == ["h.10.weight", "h.2.bias", "h.2.weight"]
     assert sorted(zstore.load_state_dict(saved, names=["scalar", "mask"])) == ["mask", "scalar"]
     assert zstore.load_state_dict(saved, names=[]) == {}
     assert choose(["a0", "a[0]"], exclude=["a[0]"]) == ["a0"]
     with pytest.raises(
-        CheckpointMismatchError, match=r"'h.2.wieght' matches none of the 8 names; close matches: h.2.weight"
+        CheckpointMismatchError, match=r"'h.2.wieght' matches none of the 11 names; close matches: h.2.weight"
     ):
         zstore.load_state_dict(saved, names=["scalar", "h.2.wieght"])
 
@@ -317,3 +294,101 @@ def test_files_that_a_save_replaces_meanwhile_are_read_again(run: Path, monkeypa
         save_arrays(run, {"model/v": np.ones(3, np.float32)}, tag="four", overwrite=True)
         with pytest.raises(CorruptionError, match="was replaced by another save while it was read"):
             found["model/v"][...]
+
+
+class Stored:
+    """An array in memory that notes what is read of it."""
+
+    def __init__(self, values: Array) -> None:
+        self.flat = values.reshape(-1)
+        self.reads: list[tuple[int, int]] = []
+        spec = ArraySpec(name="model/x", shape=values.shape, dtype=values.dtype.name)
+        self.lazy = LazyArray(spec, self.read)
+
+    def read(self, first: int, stop: int, out: Array) -> None:
+        assert 0 <= first < stop <= self.flat.size
+        assert out.flags.c_contiguous
+        assert out.shape == (stop - first,)
+        self.reads.append((first, stop))
+        out[:] = self.flat[first:stop]
+
+
+def keys(shape: tuple[int, ...]) -> st.SearchStrategy[Any]:
+    return hnp.basic_indices(shape, allow_newaxis=True, allow_ellipsis=True)
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_every_key_selects_what_numpy_selects(data: st.DataObject) -> None:
+    shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=9))
+    values = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
+    key = data.draw(keys(shape))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zstore.open.lazy._BLOCK_BYTES", data.draw(st.integers(1, 2000)))
+        found, wanted = Stored(values).lazy[key], values[key]
+    assert type(found) is type(wanted)
+    assert found.shape == wanted.shape
+    assert found.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("key", "numel"), [(np.s_[10:20], 10 * 80), (np.s_[::50], 2 * 80), (np.s_[3, 2], 20), (np.s_[::30, 1, ::7], 4 * 15)]
+)
+def test_rows_that_are_apart_are_read_apart(key: Any, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zstore.open.lazy._BLOCK_BYTES", 2000)
+    values = np.arange(100 * 4 * 20, dtype=np.int32).reshape(100, 4, 20)
+    stored = Stored(values)
+    assert np.array_equal(stored.lazy[key], values[key])
+    assert sum(stop - first for first, stop in stored.reads) == numel
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ([0, 1], "got a list: read what is around it"),
+        (np.array([True] * 3), "got a ndarray"),
+        (True, "got a bool"),
+        (1.0, "got a float"),
+        ("x", "got a str"),
+        (3, "index 3 is out of bounds for axis 0 with size 3"),
+        (-4, "index -4 is out of bounds"),
+        ((0, 5), "out of bounds for axis 1 with size 5"),
+        ((0, 0, 0), "too many indices"),
+        ((..., 0, ...), "single ellipsis"),
+    ],
+)
+def test_other_keys_are_refused(key: Any, message: str) -> None:
+    with pytest.raises(IndexError, match=message):
+        Stored(np.zeros((3, 5))).lazy[key]
+
+
+def test_a_lazy_array_says_what_it_is() -> None:
+    lazy = Stored(np.zeros((6, 5), np.float32)).lazy
+    assert (lazy.shape, lazy.ndim, lazy.size, lazy.nbytes, lazy.dtype, len(lazy)) == (
+        (6, 5),
+        2,
+        30,
+        120,
+        np.dtype(np.float32),
+        6,
+    )
+    assert repr(lazy) == "<LazyArray 'model/x' [6, 5] float32>"
+    with pytest.raises(TypeError, match="no length"):
+        len(Stored(np.zeros((), np.float32)).lazy)
+
+
+def test_rows_are_iterated_without_reading_chunks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.arange(60, dtype=np.int32).reshape(12, 5)
+    stored = Stored(values)
+    monkeypatch.setattr("zstore.open.lazy._BLOCK_BYTES", 80)
+    assert np.array_equal(np.stack(list(stored.lazy)), values)
+    assert len(stored.reads) == 3
+
+
+def test_what_no_memory_holds_is_an_error_that_says_so() -> None:
+    spec = ArraySpec(name="model/x", shape=(2**45, 2**12), dtype="float32")
+    lazy = LazyArray(spec, lambda *_: None)
+    for read in (lazy.numpy, lambda: lazy[::-1], lambda: lazy[1:]):
+        with pytest.raises(BudgetError, match=r"'model/x': no memory for .* read a part of it"):
+            read()
+    assert lazy[2**44, :3].shape == (3,)

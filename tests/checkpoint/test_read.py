@@ -1,26 +1,34 @@
-"""Reading: what was saved comes back, through zarr-python and tensorstore too, and nothing damaged is believed."""
+"""Reading: what was saved comes back, by zarr-python and tensorstore too, nothing damaged is believed; what a load opens."""
 
+import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
 import tensorstore
+import torch
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import zstore
 from tests.checkpoint.checkpoints import arrays_of_kinds, save_arrays
+from zstore.checkpoint import Keep, sweep, weigh
 from zstore.checkpoint.names import array_path
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError
+from zstore.io.files import Files
+from zstore.tools import cli
 from zstore.tools.reshard import reshard_command
 
 Array = npt.NDArray[Any]
@@ -70,9 +78,7 @@ def test_whole_arrays_come_back_in_their_true_shape(reader: CheckpointReader, ar
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_range_of_any_array_is_what_numpy_has(
-    reader: CheckpointReader, arrays: dict[str, Array], data: st.DataObject
-) -> None:
+def test_any_range_is_what_numpy_has(reader: CheckpointReader, arrays: dict[str, Array], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(arrays)))
     flat = arrays[name].reshape(-1)
     first = data.draw(st.integers(0, flat.size))
@@ -314,3 +320,136 @@ def test_a_folder_under_way_is_never_opened(several: Path, tmp_path: Path) -> No
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="never committed"):
         open_checkpoint(tmp_path / "again.tmp-0123456789abcdef0123456789abcdef")
+
+
+NAMES = ("one", "two")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for number, tag in enumerate(NAMES, 1):
+        save_arrays(tmp_path, {"model/w": np.full(100, number, np.float32)}, world_size=1, step=number, tag=tag)
+    assert (tmp_path / "latest").read_text() == "two\n"
+    return tmp_path
+
+
+def opened(place: Path, tag: str | None = None) -> str:
+    with zstore.open_checkpoint(place, tag) as checkpoint:
+        assert set(checkpoint["model/w"][:]) == {1 + NAMES.index(checkpoint.tag)}
+        return checkpoint.tag
+
+
+@pytest.mark.parametrize("text", ["one", "one\n", "  one \n\n"])
+@pytest.mark.parametrize("tag", [None, "latest"])
+def test_an_edited_latest_is_followed(text: str, tag: str | None, run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (run / "latest").write_text(text)
+    with caplog.at_level(logging.WARNING, "zstore"):
+        assert opened(run, tag) == "one"
+    assert "names 'one', and the newest checkpoint is 'two': 'one' is opened" in caplog.text
+
+
+def test_a_copy_that_loses_all_times_is_read_alike(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    (run / "latest").write_text("one\n")
+    copy = tmp_path_factory.mktemp("copy") / "run"
+    shutil.copytree(run, copy, copy_function=shutil.copyfile)
+    for path in copy.rglob("*"):
+        os.utime(path, (0, 0))
+    assert opened(copy) == "one"
+
+
+@pytest.mark.parametrize("text", ["three\n", "", "../one", "nonsense \0", "one/../two"])
+def test_a_latest_that_names_no_whole_checkpoint_is_the_newest(text: str, run: Path) -> None:
+    (run / "latest").write_text(text)
+    assert opened(run) == "two"
+
+
+def test_a_name_without_a_record_is_not_whole(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (run / "latest").write_text("one\n")
+    (run / "one" / "zstore.json").unlink()
+    with caplog.at_level(logging.WARNING, "zstore"):
+        assert opened(run) == "two"
+    assert "there is no whole checkpoint 'one', so the newest is opened" in caplog.text
+
+
+def test_a_save_that_was_killed_before_it_replaced_latest_counts(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open_checkpoint(run, "two") as reader:
+        save_id = reader.record.id
+    record = (run / "two" / "zstore.json").stat()
+    (run / "latest").write_text("one\n")
+    os.utime(run / "latest", ns=(record.st_mtime_ns - 1, record.st_mtime_ns - 1))
+    (run / f"two.lock-{save_id}").write_text("{}")
+    with caplog.at_level(logging.WARNING, "zstore"):
+        assert opened(run) == "two"
+    assert "its save ended before it replaced `latest`" in caplog.text
+    os.utime(run / "latest", ns=(record.st_mtime_ns + 1, record.st_mtime_ns + 1))  # edited after the crash
+    assert opened(run) == "one"
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_the_next_save_knows_an_old_latest_from_an_edited_one(edited: bool, run: Path) -> None:
+    with open_checkpoint(run, "two") as reader:
+        save_id = reader.record.id
+    record = (run / "two" / "zstore.json").stat()
+    (run / "latest").write_text("one\n")
+    os.utime(run / "latest", ns=(record.st_mtime_ns + 2 * edited - 1,) * 2)
+    (run / f"two.lock-{save_id}").write_text("{}")
+    assert sweep(Files(), run) == []
+    assert not (run / f"two.lock-{save_id}").exists()
+    assert opened(run) == ("one" if edited else "two")
+
+
+def test_what_latest_names_is_not_removed(run: Path) -> None:
+    assert [fate.reasons for fate in weigh(run, Keep(last=1))] == [(), ("last",)]
+    (run / "latest").write_text("one\n")
+    assert [fate.reasons for fate in weigh(run, Keep(last=1))] == [("latest",), ("last",)]
+
+
+def test_a_bucket_and_the_engine_follow_it_too(run: Path) -> None:
+    (run / "latest").write_text("one\n")
+    url = f"memory://latest/{run.name}"
+    fsspec.filesystem("memory").put(str(run), f"/latest/{run.name}", recursive=True)
+    with zstore.open_checkpoint(url) as checkpoint:
+        assert checkpoint.tag == "one"
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(100))
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with zstore.initialize(model=model, config=config)[0] as engine:
+        engine.load_checkpoint(str(run), load_module_only=True)
+        assert torch.equal(model.w.detach(), torch.ones(100))
+
+
+PAGE = Path(__file__).parents[2] / "docs/checkpoints.md"
+
+
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        "model/embed.weight": rng.standard_normal((50, 16)).astype(np.float32),
+        "model/head.bias": rng.standard_normal(50).astype(np.float32),
+        "optimizer/exp_avg/embed.weight": rng.standard_normal((50, 16)).astype(np.float32),
+    }
+    save_arrays(tmp_path / "run", arrays, world_size=2, record={"engine": {"groups": [{"lr": 0.1}]}})
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    assert len(blocks()) == 4
+    for example in blocks():
+        exec(example, names)
+    embedding = arrays["model/embed.weight"]
+    assert (names["lr"], names["faults"]) == (0.1, [])
+    assert np.array_equal(names["rows"], embedding[10:20])
+    assert np.array_equal(names["corner"], embedding[-1, ::2])
+    assert np.array_equal(names["whole"], embedding)
+    assert np.array_equal(names["tensor"].numpy(), embedding)
+    assert np.array_equal(names["momentum"], arrays["optimizer/exp_avg/embed.weight"][:4])
+    assert torch.equal(names["bias"], torch.from_numpy(arrays["model/head.bias"]).bfloat16())
+    assert sorted(names["state"]) == ["embed.weight", "head.bias"]
+    assert list(names["heads"]) == ["head.bias"]
+    assert names["shape"] == (50, 16)
+
+
+def test_the_commands_of_the_page_are_there() -> None:
+    assert set(re.findall(r"^\| `zstore (\w+) ", PAGE.read_text(), re.MULTILINE)) <= set(cli.COMMANDS)

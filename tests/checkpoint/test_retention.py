@@ -133,13 +133,14 @@ def test_bytes_freed_are_those_that_nothing_else_links(folder: Path, linked: lis
         assert freed == before - stored()
 
 
-def test_prune_removes_what_no_rule_keeps(
-    folder: Path, linked: list[SaveSummary], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_removes_the_rest(folder: Path, linked: list[SaveSummary], capsys: pytest.CaptureFixture[str]) -> None:
     paths = [summary.path for summary in linked]
     before = [disk_bytes(path) for path in paths]
     freed = bytes_freed(paths[:2])
     keep = Keep(best="loss:min")
+    for nothing in (folder.parent, folder.parent / "absent"):
+        with pytest.raises(CheckpointNotFoundError):
+            prune_folder(nothing, keep)
     assert prune_folder(folder, keep, dry_run=True) == 0
     text = capsys.readouterr().out
     assert "would remove 2 of 4 checkpoints" in text
@@ -159,12 +160,6 @@ def test_prune_removes_what_no_rule_keeps(
             assert verify_checkpoint(reader) == []
 
 
-def test_nothing_to_prune(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointNotFoundError):
-            prune_folder(path, Keep())
-
-
 @pytest.fixture
 def objects(tmp_path: Path) -> Iterator[tuple[str, ObjectFileSystem, Common]]:
     """A URL with three checkpoints of ten values of the loss, its file system, and how to open it."""
@@ -180,9 +175,7 @@ def objects(tmp_path: Path) -> Iterator[tuple[str, ObjectFileSystem, Common]]:
     ObjectFileSystem.clear_instance_cache()
 
 
-def test_prune_removes_behind_a_url(
-    objects: tuple[str, ObjectFileSystem, Common], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_behind_a_url(objects: tuple[str, ObjectFileSystem, Common], capsys: pytest.CaptureFixture[str]) -> None:
     url, fs, common = objects
     sizes = fs.objects()
     goes = {key: size for key, size in sizes.items() if "step-00000002" in key}
@@ -203,7 +196,7 @@ def test_prune_removes_behind_a_url(
     assert [found.tag for found in tags(open_folder(url, common.storage_options))] == ["step-00000001", "step-00000003"]
 
 
-def test_what_cannot_be_removed_behind_a_url_is_told(
+def test_failed_removals_are_told(
     objects: tuple[str, ObjectFileSystem, Common], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, fs, common = objects
@@ -217,26 +210,19 @@ def test_what_cannot_be_removed_behind_a_url_is_told(
 # -- in a run ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
+def test_keep_is_read_from_the_config() -> None:
+    rules = {"last": 2, "best": "loss:min", "tags": ["a", "b-*"]}
+    for written, expected in (
         (3, Keep(last=3)),
         (1e1, Keep(last=10)),
         ({"every": 100}, Keep(every=100)),
-        ({"last": 2, "best": "loss:min", "tags": ["a", "b-*"]}, Keep(last=2, best="loss:min", tags=("a", "b-*"))),
+        (rules, Keep(last=2, best="loss:min", tags=("a", "b-*"))),
         (None, None),
-    ],
-)
-def test_keep_is_read_from_the_config(written: object, expected: Keep | None) -> None:
-    assert load_config({"zstore": {"keep": written}}).own.keep == expected
-
-
-@pytest.mark.parametrize(
-    "written", [0, "3", True, {"lasst": 1}, {"best": "loss"}, {"best": ":min"}, {"tags": "x"}, {"every": 0.5}, [1]]
-)
-def test_a_wrong_keep_is_refused_by_its_key(written: object) -> None:
-    with pytest.raises(ConfigError, match=r"zstore\.keep"):
-        load_config({"zstore": {"keep": written}})
+    ):
+        assert load_config({"zstore": {"keep": written}}).own.keep == expected
+    for wrong in (0, "3", True, {"lasst": 1}, {"best": "loss"}, {"best": ":min"}, {"tags": "x"}, {"every": 0.5}, [1]):
+        with pytest.raises(ConfigError, match=r"zstore\.keep"):
+            load_config({"zstore": {"keep": wrong}})
 
 
 def test_a_run_keeps_what_its_config_says(tmp_path: Path) -> None:

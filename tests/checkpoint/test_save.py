@@ -160,9 +160,7 @@ def test_commit_times_grow_though_the_clock_does_not(folder: Path, monkeypatch: 
     assert found == [(5, 1000), (3, 1001), (4, 1002)]
 
 
-def test_a_save_reads_no_more_records_where_there_are_more_checkpoints(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_reads_few_records_among_many_checkpoints(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decode, decoded, counts = Record.decode, [], []
     monkeypatch.setattr(Record, "decode", lambda data, path: decoded.append(path) or decode(data, path))
     with open_world(make_arrays()) as world:
@@ -230,7 +228,7 @@ class SyncedFiles(Files):
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_shards_are_durable_before_the_manifest_and_all_else_before_the_commit(
+def test_shards_are_durable_before_the_manifest_all_else_before_the_commit(
     tier: Any, folder: Path, run_path: Path
 ) -> None:
     files = SyncedFiles()

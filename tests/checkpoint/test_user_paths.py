@@ -130,9 +130,7 @@ READERS: dict[str, tuple[Callable[[Path, int], None], Callable[[], Callable[[], 
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_was_opened_by_a_relative_path_is_read_after_a_chdir(
-    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_paths_are_read_after_a_chdir(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, begin = READERS[reader]
     for number in (1, 2):
         save(tmp_path / str(number) / "run", number)

@@ -319,9 +319,7 @@ def test_a_budget_spills_to_disk_and_leftovers_are_swept(tmp_path: Path) -> None
         assert held.host_bytes + held.pool_bytes <= 400_000
 
 
-def test_a_step_that_failed_half_way_is_told_until_a_state_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_is_told_until_a_state_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = make_model(), make_model()
     train(theirs, AdamW(theirs.parameters(), fused=True))
     with Offloaded(AdamW, ours.parameters(), path=tmp_path) as optimizer:

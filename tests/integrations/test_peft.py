@@ -205,5 +205,4 @@ def _on_ranks(rank: int, folder: str) -> None:
 
 
 def test_adapters_that_are_partly_frozen_are_saved_and_resumed_whole(tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
     run_ranks(_on_ranks, 2, os.fspath(tmp_path))

@@ -70,7 +70,6 @@ def _beside(rank: int, folder: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_losses_norms_and_weights_are_those_of_the_plain_trainer(tmp_path: Path, world_size: int) -> None:
-    (tmp_path / "nvme").mkdir()
     run_ranks(_beside, world_size, os.fspath(tmp_path), world_size)
 
 
@@ -118,7 +117,6 @@ def _resumed(rank: int, folder: str, stage: int, device: str, world_size: int) -
 
 @pytest.mark.parametrize(("stage", "device"), [(3, "nvme"), (2, "cpu")])
 def test_a_resume_at_another_world_size_goes_on_with_the_losses(tmp_path: Path, stage: int, device: str) -> None:
-    (tmp_path / "nvme").mkdir()
     wanted = run_ranks(_saved, 1, os.fspath(tmp_path), stage, device)[0]
     kept = sorted(path.name for path in (tmp_path / "whole").glob("*checkpoint-*"))
     assert kept == ["checkpoint-4", "checkpoint-6"]
@@ -160,7 +158,6 @@ class _Plainly(_Worse):
 
 
 def test_the_best_model_is_loaded_after_a_callback_changed_weights(tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
     run_ranks(_best, 2, os.fspath(tmp_path))
 
 
@@ -181,7 +178,6 @@ def _second(rank: int, folder: str) -> None:
 
 
 def test_a_second_trainer_trains_the_model_of_the_first_on(tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
     run_ranks(_second, 2, os.fspath(tmp_path))
 
 
@@ -217,7 +213,6 @@ def _evaluated(rank: int, folder: str) -> None:
 
 
 def test_a_saved_model_is_evaluated_by_itself_and_trained_on(tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
     run_ranks(_evaluated, 2, os.fspath(tmp_path))
 
 
@@ -245,5 +240,4 @@ def _own_optimizers(rank: int, folder: str) -> None:
 
 
 def test_an_offloaded_optimizer_of_the_trainer_stays_what_it_is(tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
     run_ranks(_own_optimizers, 2, os.fspath(tmp_path))

@@ -149,7 +149,6 @@ def _whole(rank: int, folder: str) -> list[float]:
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_killed_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path, world_size: int) -> None:
-    (tmp_path / "nvme").mkdir()
     run_ranks(_whole, world_size, os.fspath(tmp_path))
     chosen, reached = random.Random(world_size), 0
     for number in range(12):  # later each time, as on a busy machine the first save is behind more operations
@@ -181,7 +180,6 @@ train(place / "out", ds, max_steps=2, save_strategy="steps", save_steps=2)
 
 
 def test_a_bare_import_is_enough_and_a_program_that_ends_in_a_save_completes_it(tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
     done = warm.run(
         [sys.executable, "-c", ENDS, os.fspath(tmp_path)], anew=True, capture_output=True, text=True, timeout=170
     )

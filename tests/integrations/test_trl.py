@@ -78,7 +78,6 @@ def _beside(rank: int, folder: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loop_has_the_losses_and_weights_that_it_has_alone(tmp_path: Path, world_size: int) -> None:
-    (tmp_path / "nvme").mkdir()
     run_ranks(_beside, world_size, os.fspath(tmp_path))
 
 
@@ -199,5 +198,4 @@ def _check_adapters(place: Path, stage: int) -> None:
     "names", [["lora", "dpo"], pytest.param(["sft", "grpo"], marks=pytest.mark.soak)], ids="-and-".join
 )
 def test_sft_lora_dpo_and_grpo_have_the_losses_of_trl_alone(tmp_path: Path, names: list[str]) -> None:
-    (tmp_path / "nvme").mkdir()
     run_ranks(_beside_trl, 2, os.fspath(tmp_path), names)

@@ -129,6 +129,7 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 def config(folder: Path | str, device: str = "nvme", stage: int = 3, **changes: Any) -> dict[str, Any]:
     """A config with everything "auto"; `device`: where parameters and state rest."""
+    Path(folder).mkdir(exist_ok=True)
     offload = {"device": device} | ({"nvme_path": os.fspath(folder)} if device == "nvme" else {})
     if stage < 3:
         return {

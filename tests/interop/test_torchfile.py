@@ -189,9 +189,7 @@ def tensor_pickle(numel: int, first: Any, shape: Any, stride: Any, key: str = "0
         (2**61, 0, (2,), (1,)),
     ],
 )
-def test_tensors_that_reach_out_of_the_file_are_refused(
-    path: Path, numel: int, first: Any, shape: Any, stride: Any
-) -> None:
+def test_tensors_outside_of_the_file_are_refused(path: Path, numel: int, first: Any, shape: Any, stride: Any) -> None:
     torch.save(torch.arange(8.0), path)
     rewrite(path, {"data.pkl": tensor_pickle(8, 1, (3,), (2,))})
     assert load_torch_file(path).whole(FILES).tolist() == [1.0, 3.0, 5.0]

@@ -42,12 +42,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path(original: Path, tmp_path: Path) -> Path:
-    copied = tmp_path / "ckpt" / original.name
-    shutil.copytree(original, copied)
-    for file in copied.rglob("*"):
-        if file.is_file():
-            file.chmod(0o644)
-    return copied
+    return Path(shutil.copytree(original, tmp_path / "ckpt" / original.name))
 
 
 @pytest.fixture
@@ -229,9 +224,7 @@ def test_a_link_in_the_folder_of_checkpoints_may_lead_to_its_neighbour_alone(pat
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 @pytest.mark.parametrize("name", [SHARD, "manifest/rank-00000.json", "zarr.json", "zstore.json", f"{W}/zarr.json"])
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
-def test_pipes_and_folders_in_place_of_files_are_refused_at_once(
-    name: str, kind: str, path: Path, tmp_path: Path
-) -> None:
+def test_pipes_and_folders_in_place_of_files_are_refused(name: str, kind: str, path: Path, tmp_path: Path) -> None:
     (path / name).unlink()
     os.mkfifo(path / name) if kind == "pipe" else (path / name).mkdir()
     problems = use(path, tmp_path / "out")
@@ -265,11 +258,7 @@ def _huge_array(forge: Forge) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_hostile_files_take_little_memory(original: Path, tmp_path: Path) -> None:
     def variant(name: str) -> Forge:
-        path = tmp_path / name / original.name
-        shutil.copytree(original, path)
-        for file in path.rglob("*.json"):
-            file.chmod(0o644)
-        return Forge(path)
+        return Forge(Path(shutil.copytree(original, tmp_path / name / original.name)))
 
     paths = []
     for file in ("zstore.json", "zarr.json", "manifest/rank-00000.json", SHARD):
@@ -302,18 +291,6 @@ LIMIT_S = 10.0
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def make_arrays() -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    return {
-        "model/w": rng.standard_normal((40, 16)).astype(np.float32),
-        "model/b": rng.standard_normal(5).astype(ml_dtypes.bfloat16),
-        "optimizer/exp_avg/w": rng.standard_normal((40, 16)).astype(np.float32),
-    }
-
-
-SMALL = {"client/n": np.arange(6).reshape(2, 3)}
-
-
 @pytest.fixture(scope="module")
 def resources() -> Iterator[IoResources]:
     with open_resources(pool_bytes=2**20, num_threads=2) as opened:
@@ -322,11 +299,15 @@ def resources() -> Iterator[IoResources]:
 
 @pytest.fixture(scope="module")
 def forge_fuzz(tmp_path_factory: pytest.TempPathFactory) -> Forge:
-    path = save_arrays(tmp_path_factory.mktemp("fuzz"), make_arrays(), world_size=2, small=SMALL, record={"step": 1})
-    for file in path.rglob("*"):
-        if file.is_file():
-            file.chmod(0o644)
-    return Forge(path)
+    rng = np.random.default_rng(0)
+    arrays = {
+        "model/w": rng.standard_normal((40, 16)).astype(np.float32),
+        "model/b": rng.standard_normal(5).astype(ml_dtypes.bfloat16),
+        "optimizer/exp_avg/w": rng.standard_normal((40, 16)).astype(np.float32),
+    }
+    small = {"client/n": np.arange(6).reshape(2, 3)}
+    folder = tmp_path_factory.mktemp("fuzz")
+    return Forge(save_arrays(folder, arrays, world_size=2, small=small, record={"step": 1}))
 
 
 @contextlib.contextmanager
@@ -358,9 +339,7 @@ def read_all(forge_fuzz: Forge, resources: IoResources) -> tuple[dict[str, bytes
 
 @FUZZ
 @given(data=st.data())
-def test_changed_json_with_digests_that_fit_gives_an_error_or_values(
-    forge_fuzz: Forge, resources: IoResources, data: st.DataObject
-) -> None:
+def test_changed_json_with_digests_that_fit(forge_fuzz: Forge, resources: IoResources, data: st.DataObject) -> None:
     file = data.draw(st.sampled_from([f for f in sorted(forge_fuzz.originals) if f.endswith(".json")]))
     document = json.loads(forge_fuzz.originals[file])
     for _ in range(data.draw(st.integers(1, 3))):
@@ -377,9 +356,7 @@ def test_changed_json_with_digests_that_fit_gives_an_error_or_values(
 
 @FUZZ
 @given(data=st.data())
-def test_changed_shards_with_checksums_that_fit_give_an_error_or_what_is_in_them(
-    forge_fuzz: Forge, resources: IoResources, data: st.DataObject
-) -> None:
+def test_changed_shards_with_checksums_that_fit(forge_fuzz: Forge, resources: IoResources, data: st.DataObject) -> None:
     file = data.draw(st.sampled_from([f for f in sorted(forge_fuzz.originals) if "/c." in f]))
     old = forge_fuzz.originals[file]
     (offset, nbytes), *_ = index_of(old)

@@ -58,7 +58,7 @@ def test_torch_and_numpy_come_back_as_what_they_were(store: Store) -> None:
 
 
 @pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a"), ("optimizer/m/w", "optimizer/m"), ("a", "a/b/c")])
-def test_a_name_that_would_be_a_group_of_another_is_refused_when_it_is_put(
+def test_a_name_that_would_be_a_group_of_another_is_refused(
     names: tuple[str, str], store: Store, tmp_path: Path
 ) -> None:
     first, second = names
@@ -129,9 +129,7 @@ def test_what_cannot_be_is_refused_at_once(store: Store) -> None:
     dtype=st.sampled_from([np.bool_, np.int8, np.uint32, np.int64, np.float16, ml_dtypes.bfloat16, np.float32]),
     many=st.sampled_from([1, 1, 5, 400]),
 )
-def test_other_programs_see_shapes_and_names(
-    shape: tuple[int, ...], dtype: Any, many: int, tmp_path_factory: Any
-) -> None:
+def test_others_see_shapes_and_names(shape: tuple[int, ...], dtype: Any, many: int, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("kept")
     shape = (shape[0], *shape[1:-1], shape[-1] * many) if len(shape) > 1 else shape
     dims = [f"d{i}" for i in range(len(shape))]

@@ -19,9 +19,9 @@ import zarr
 
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
-from tests.serve.browser import needs_chromium, open_browser, watch
 from tests.serve.conftest import BEARER, TOKEN, Serve, serving_of
 from tests.serve.proxy import reverse_proxy
+from tests.serve.test_browser import needs_chromium, open_browser, watch
 from zstore.errors import UsageError
 from zstore.remote.upload import upload_checkpoint
 from zstore.serve.app import ASSETS, make_app
@@ -136,9 +136,7 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_links_that_lead_out_and_names_that_no_url_has_are_no_runs(
-    runs: Path, serve: Serve, http: urllib3.PoolManager
-) -> None:
+def test_links_that_lead_out_are_no_runs(runs: Path, serve: Serve, http: urllib3.PoolManager) -> None:
     (runs / "out").symlink_to(runs.parent / "outside/secret")
     (runs / "newest").symlink_to("one")
     (runs / "empty").symlink_to(runs.parent / "outside")
@@ -173,7 +171,7 @@ def test_https_to_a_service_without_a_certificate_says_so(runs: Path, serve: Ser
         zstore.open_checkpoint(f"{url}/one")
 
 
-def test_a_folder_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot listen"):
         serve_command([str(tmp_path), f"{tmp_path}/rusn"], port=taken.getsockname()[1])
     assert (
@@ -208,9 +206,7 @@ def test_the_page_is_at_the_root(base_page: str, http: urllib3.PoolManager) -> N
     assert (answer.status, answer.data, answer.headers["content-type"]) == (200, shell, _TYPES[".html"])
 
 
-def test_every_file_is_served_with_its_type_and_asked_for_anew_only_when_it_changed(
-    base_page: str, http: urllib3.PoolManager
-) -> None:
+def test_every_file_is_served_with_its_type_and_cached_by_its_tag(base_page: str, http: urllib3.PoolManager) -> None:
     for name in _FILES:
         answer = http.request("GET", f"{base_page}/assets/{name}")
         assert (answer.status, answer.data) == (200, (ASSETS / name).read_bytes()), name

@@ -65,9 +65,7 @@ def command(*words: str, exit_code: int = 0) -> dict[str, Any]:
     return json.loads(out)
 
 
-def test_the_commands_say_what_they_say_of_the_folder(
-    run: Path, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_say_the_same_of_both(run: Path, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZSTORE_TOKEN", TOKEN)
     url = f"{base}/a%20run"
     here, there = command("ls", str(run))["checkpoints"], command("ls", url)["checkpoints"]

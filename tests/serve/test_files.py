@@ -1,11 +1,14 @@
-"""`/zarr`: files of checkpoints over HTTP."""
+"""`/zarr`: files of checkpoints over HTTP; the examples of the service's page and of reading from one run."""
 
 import os
 import re
+import shlex
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, unquote_to_bytes
 
 import fsspec
@@ -16,10 +19,14 @@ import urllib3
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from tests.checkpoint.checkpoints import open_world, save_arrays
 from tests.serve.conftest import Serve, serving_of
+from tests.serve.sample import RUN_ID, JournalWriter
+from tests.tools.commands import done, here
 from zstore.checkpoint.names import new_save_id
+from zstore.journal import read
 from zstore.serve.files import choose
 
 VALUES = np.random.default_rng(5).random((300, 700)).astype(np.float32)
@@ -147,9 +154,7 @@ def test_what_a_save_has_under_way_is_not_there(run: Path, base: str, http: urll
     assert http.request("GET", f"{base}/{temporary.name}/zarr.json").status == 404
 
 
-def test_a_checkpoint_that_is_replaced_is_found_by_its_tag(
-    run: Path, base: str, http: urllib3.PoolManager, tmp_path: Path
-) -> None:
+def test_a_replaced_checkpoint_is_found_by_tag(run: Path, base: str, http: urllib3.PoolManager, tmp_path: Path) -> None:
     shutil.copytree(run / "step-00000003", run / "step-00000005")
     first = http.request("GET", f"{base}/step-00000005/zarr.json")
     aside = run / f"step-00000005.old-{new_save_id()}"
@@ -176,7 +181,7 @@ def test_a_checkpoint_that_is_replaced_is_found_by_its_tag(
         ("bytes=99999999999-", 416, 0, 0), ("bytes=-0", 416, 0, 0),
     ],
 )  # fmt: skip
-def test_ranges(
+def test_range(
     run: Path, base: str, http: urllib3.PoolManager, asked: str, status: int, start: int, stop: int | None
 ) -> None:
     data = (run / "step-00000003" / "model" / "a.b" / "c.0.0").read_bytes()
@@ -254,7 +259,7 @@ def test_hostile_names_are_text_in_an_index(tmp_path: Path, serve: Serve, http: 
     assert all(re.fullmatch(r"[A-Za-z0-9%._~/-]*", link) for link in links)  # relative, with no scheme
 
 
-def test_runs_whose_names_begin_with_a_dot_or_have_a_newline_are_served(
+def test_runs_with_a_dot_or_a_newline_in_their_names_are_served(
     tmp_path: Path, serve: Serve, http: urllib3.PoolManager
 ) -> None:
     names = [".hidden", "two\nlines", "a\ttab"]
@@ -267,3 +272,64 @@ def test_runs_whose_names_begin_with_a_dot_or_have_a_newline_are_served(
         place = f"{base}/zarr/{quote(name, safe='')}/latest"
         np.testing.assert_array_equal(zarr.open_group(place, mode="r")["model/a"][:], np.arange(4.0))
         assert http.request("GET", f"{base}/api/runs/{quote(name, safe='')}/checkpoints").status == 200
+
+
+_DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (_DOCS / "service.md").read_text()
+
+
+def test_the_examples_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    weight = np.arange(32, dtype=np.float32).reshape(8, 4)
+    save_arrays(tmp_path / "runs" / "gpt", {"model/0.weight": weight, "model/0.bias": np.ones(8, np.float32)})
+    journal = JournalWriter(tmp_path / "runs" / "gpt" / f"journal-{RUN_ID}.jsonl", 1e9)
+    journal.start(RUN_ID)
+    journal.steps(5)
+    base = serve(tmp_path / "runs")
+    names: dict[str, Any] = {}
+    ran: list[str] = []
+    for language, block in re.findall(r"```(python|bash)\n(.*?)```", TEXT, re.DOTALL):
+        code = block.replace("http://127.0.0.1:8700", base).replace("/data/runs", str(tmp_path / "runs"))
+        if language == "python":
+            exec(code, names)
+            continue
+        for line in code.replace("\\\n", " ").splitlines():
+            program, *words = shlex.split(line)
+            ran.append(f"{program} {words[0]}" if program == "zstore" else program)
+            if program == "curl":
+                subprocess.run([program, *words], check=True, timeout=200)
+            elif words[0] != "serve":
+                assert here(*words)[0] == 0
+    assert ran == ["zstore serve", "curl", "zstore verify", "zstore consolidate"]
+    for values in (names["weight"], names["same"], load_file("weights/model.safetensors")["0.weight"]):
+        np.testing.assert_array_equal(values, weight)
+    np.testing.assert_array_equal(names["first_rows"], weight[:2])
+    downloaded = Path("weights/model.safetensors").read_bytes()
+    assert downloaded == Path("consolidated/model.safetensors").read_bytes()
+    assert names["losses"] == [line["loss"] for line in read(tmp_path / "runs/gpt") if line["kind"] == "step"]
+
+
+def test_the_examples_of_remote_reading_run(tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ZSTORE_TOKEN", "open-sesame-open")
+    values = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+    save_arrays(tmp_path / "run", {"model/0.weight": values}, world_size=2, step=2)
+    base = serve(tmp_path / "run", token="open-sesame-open")
+    text = (_DOCS / "remote.md").read_text().partition("## Reading from a service\n")[2].partition("\n## ")[0]
+    names: dict[str, Any] = {}
+    for language, block in re.findall(r"```(python|bash)\n(.*?)```", text, re.DOTALL):
+        code = block.replace("http://store:8700", base)
+        if language == "python":
+            exec(code, names)
+            continue
+        for line in code.splitlines():
+            done(line)
+    assert np.array_equal(names["rows"], values[10:20])
+    assert np.array_equal(names["first"], values[0])
+
+
+def test_every_option_of_the_command_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    options = set(re.findall(r"--[a-z-]+", here("serve", "--help")[1])) - {"--help"}
+    table = TEXT[TEXT.index("| option |") : TEXT.index("## Authentication")]
+    assert {option for option in options if f"`{option}" not in table} == set()

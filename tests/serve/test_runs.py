@@ -39,8 +39,8 @@ def client(sample: Path) -> Iterator[httpx.Client]:
         yield client
 
 
-def get(client: httpx.Client, path: str) -> Any:
-    answer = client.get(path)
+def get(service: httpx.Client | str, path: str) -> Any:
+    answer = httpx.get(service + path) if isinstance(service, str) else service.get(path)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -94,7 +94,7 @@ def test_placement_has_the_tier_of_every_array(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("run", [RUN, HOSTILE_RUN])
-def test_checkpoints_take_share_and_free_what_ls_says(
+def test_sizes_are_those_of_ls(
     client: httpx.Client, sample: Path, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ls_command(str(sample / run), Common(json=True))
@@ -189,14 +189,8 @@ def step(number: int, **values: Any) -> dict[str, Any]:
     return {"kind": "step", "step": number, "loss": 1.0, "tokens": 1000, "step_s": 1.0, **values}
 
 
-def get_journal(base: str, path: str) -> Any:
-    answer = httpx.get(base + path)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def state(base: str) -> str:
-    (run,) = get_journal(base, "/api/runs")["runs"]
+    (run,) = get(base, "/api/runs")["runs"]
     return str(run["state"])
 
 
@@ -222,9 +216,9 @@ def test_the_state_of_a_run_and_its_error(tmp_path: Path, serve: Serve) -> None:
         base = serve(tmp_path)
 
         def listed() -> dict[str, tuple[str, str | None]]:
-            found = {run["name"]: (run["state"], run["error"]) for run in get_journal(base, "/api/runs")["runs"]}
+            found = {run["name"]: (run["state"], run["error"]) for run in get(base, "/api/runs")["runs"]}
             for name, one in found.items():
-                summary = get_journal(base, f"/api/runs/{name}")["summary"]
+                summary = get(base, f"/api/runs/{name}")["summary"]
                 assert (summary["state"], summary["error"]) == one or name == "local"
             return found
 
@@ -247,16 +241,16 @@ def test_numbers_that_are_not_finite_are_events(tmp_path: Path, serve: Serve) ->
     metrics = {"kind": "metrics", "step": 3, "metric/a": -math.inf}
     write(tmp_path / "run", start(), step(1), step(2, loss=math.nan, grad_norm=math.inf), metrics, step(4))
     base = serve(tmp_path)
-    assert [run["not_finite_step"] for run in get_journal(base, "/api/runs")["runs"]] == [3]
-    found = get_journal(base, "/api/runs/run")["not_finite"]
+    assert [run["not_finite_step"] for run in get(base, "/api/runs")["runs"]] == [3]
+    found = get(base, "/api/runs/run")["not_finite"]
     expected = [(2, {"loss": "nan", "grad_norm": "inf"}), (3, {"metric/a": "-inf"})]
     assert [(one["step"], one["values"]) for one in found] == expected
-    assert get_journal(base, "/api/runs/run/steps")["columns"]["loss"] == [1.0, None, None, 1.0]
+    assert get(base, "/api/runs/run/steps")["columns"]["loss"] == [1.0, None, None, 1.0]
 
 
 def test_a_line_with_many_numbers_that_are_not_finite_names_some(tmp_path: Path, serve: Serve) -> None:
     write(tmp_path / "run", start(), step(1, **{f"metric/{number}": math.nan for number in range(1000)}))
-    (found,) = get_journal(serve(tmp_path), "/api/runs/run")["not_finite"]
+    (found,) = get(serve(tmp_path), "/api/runs/run")["not_finite"]
     assert list(found["values"]) == [f"metric/{number}" for number in range(64)]
 
 
@@ -265,29 +259,29 @@ def test_two_journals_of_a_folder_are_sessions_of_one_run(tmp_path: Path, serve:
         lines = [step(n, at=1000.0 * number + n, loss=10.0 * number + n) for n in range(first, last + 1)]
         write(tmp_path / "run", start(str(number), at=1000.0 * number, step=first - 1), *lines, run=str(number))
     base = serve(tmp_path)
-    assert [session["run_id"] for session in get_journal(base, "/api/runs/run")["sessions"]] == ["0", "1"]
-    columns = get_journal(base, "/api/runs/run/steps")["columns"]
+    assert [session["run_id"] for session in get(base, "/api/runs/run")["sessions"]] == ["0", "1"]
+    columns = get(base, "/api/runs/run/steps")["columns"]
     assert (columns["step"], columns["loss"]) == ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 14, 15, 16, 17])
 
 
 def test_a_page_that_follows_a_run_learns_when_steps_are_repeated(tmp_path: Path, serve: Serve) -> None:
     write(tmp_path / "run", start(), *(step(n, at=float(n)) for n in range(1, 11)))
     base = serve(tmp_path)
-    before = get_journal(base, "/api/runs/run/steps")
+    before = get(base, "/api/runs/run/steps")
     write(tmp_path / "run", step(11, at=11.0))
-    more = get_journal(base, "/api/runs/run/steps?after=10")
+    more = get(base, "/api/runs/run/steps?after=10")
     assert (more["columns"]["step"], more["epoch"] == before["epoch"]) == ([11], True)
     write(tmp_path / "run", start(step=8), *(step(n, at=20.0 + n, loss=2.0) for n in (9, 10)))
-    again = get_journal(base, "/api/runs/run/steps")
+    again = get(base, "/api/runs/run/steps")
     assert again["epoch"] != before["epoch"]
     assert (again["columns"]["step"], again["columns"]["loss"][-3:]) == (list(range(1, 11)), [1.0, 2.0, 2.0])
     # An empty one goes again; another file has the same name, as after a restore from a backup.
     (empty := write(tmp_path / "run", run="empty")).touch()
-    assert get_journal(base, "/api/runs/run/steps") == again
+    assert get(base, "/api/runs/run/steps") == again
     empty.unlink()
     (tmp_path / "run" / f"journal-{RUN_ID}.jsonl").unlink()
     write(tmp_path / "run", start(), step(1))
-    replaced = get_journal(base, "/api/runs/run/steps")
+    replaced = get(base, "/api/runs/run/steps")
     assert (replaced["columns"]["step"], replaced["epoch"] != again["epoch"]) == ([1], True)
 
 
@@ -298,13 +292,13 @@ def test_long_journals_are_sampled_evenly_with_their_tail_and_all_else_whole(tmp
         lines += [step(number, at=float(number), loss=number / 7), *([saves[number]] if number in saves else [])]
     write(tmp_path / "run", *lines)
     base = serve(tmp_path)
-    columns = get_journal(base, "/api/runs/run/steps?points=10000")["columns"]
+    columns = get(base, "/api/runs/run/steps?points=10000")["columns"]
     assert 1000 < len(columns["step"]) <= 2500
     assert columns["step"][-500:] == list(range(29_501, 30_001))
     gaps = {after - before for before, after in zip(columns["step"], columns["step"][1:-500], strict=False)}
     assert len(gaps) <= 3, "every n-th, up to the tail"
     assert columns["loss"] == [number / 7 for number in columns["step"]]
-    assert [save["step"] for save in get_journal(base, "/api/runs/run")["saves"]] == list(saves)
+    assert [save["step"] for save in get(base, "/api/runs/run")["saves"]] == list(saves)
     whole = steps(read(tmp_path / "run"))
     assert (len(whole["step"]), whole["step"][-1]) == (30_000, 30_000)
 
@@ -316,7 +310,7 @@ def test_a_line_that_is_being_written_is_read_once_it_is_whole(tmp_path: Path, s
     for data, expected in ((half[:-3], []), (half[-3:] + b'no json\n{"kind":7}\n', ["ü"])):
         with path.open("ab") as file:
             file.write(data)
-        assert [one["tag"] for one in get_journal(base, "/api/runs/run")["saves"]] == expected
+        assert [one["tag"] for one in get(base, "/api/runs/run")["saves"]] == expected
 
 
 def test_texts_of_any_kind_are_answered(tmp_path: Path, serve: Serve) -> None:
@@ -329,9 +323,9 @@ def test_texts_of_any_kind_are_answered(tmp_path: Path, serve: Serve) -> None:
             b'{"kind":"memory","arrays":5}\n{"kind":"memory","arrays":[5,["a","disk","buffers",1],["b"]]}\n'
         )
     base = serve(tmp_path)
-    assert get_journal(base, "/api/runs/run")["saves"][0]["problem"] == "half of a pair: \ud800"
-    assert get_journal(base, "/api/runs/run")["summary"]["loss"] is None
-    columns = get_journal(base, "/api/runs/run/steps")["columns"]
+    assert get(base, "/api/runs/run")["saves"][0]["problem"] == "half of a pair: \ud800"
+    assert get(base, "/api/runs/run")["summary"]["loss"] is None
+    columns = get(base, "/api/runs/run/steps")["columns"]
     assert (columns["loss"], columns["grad_norm"]) == ([None], [None])
-    assert [array["name"] for array in get_journal(base, "/api/runs/run/placement")["arrays"]] == ["a"]
+    assert [array["name"] for array in get(base, "/api/runs/run/placement")["arrays"]] == ["a"]
     assert json.loads(httpx.get(f"{base}/api/runs").text)["runs"][0]["state"] == "training"

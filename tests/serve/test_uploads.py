@@ -113,9 +113,7 @@ def test_an_upload_goes_on_where_its_connection_broke(tmp_path: Path, url: str) 
     assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
 
 
-def test_a_client_that_ended_is_not_seen_and_its_successor_goes_on(
-    tmp_path: Path, url: str, http: urllib3.PoolManager
-) -> None:
+def test_the_successor_of_a_client_that_ended_goes_on(tmp_path: Path, url: str, http: urllib3.PoolManager) -> None:
     path = save_arrays(tmp_path / "a", {"model/a": RNG.standard_normal((3000, 500))}, run_id="run")
     with proxy_to(int(url.rpartition(":")[2])) as proxy:
         proxy.after(6_000_000, proxy.close)
@@ -239,9 +237,7 @@ def test_a_drive_without_room_refuses_before_anything_is_sent(tmp_path: Path, se
     assert digests(tmp_path / "runs/one/step-00000001") == digests(path)
 
 
-def test_a_drive_that_fills_up_ends_an_upload_which_resumes(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_resumes_after_a_drive_was_full(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real = save_arrays(tmp_path / "a", make_arrays(), run_id="run"), aiofiles.open
     with monkeypatch.context() as patch:
         patch.setattr(aiofiles, "open", lambda path, mode: real("/dev/full", mode))
@@ -309,7 +305,7 @@ def test_what_is_wrong_surfaces(tmp_path: Path, run_url: str) -> None:
     assert not list((tmp_path / "local").glob("*/*.tmp-*"))
 
 
-def test_the_command_trains_to_a_service_and_goes_on_from_it(
+def test_the_command_trains_to_a_service_and_resumes(
     tmp_path: Path, run_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, config = tmp_path / "text.txt", tmp_path / "ds.json"

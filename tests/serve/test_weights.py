@@ -96,9 +96,7 @@ def test_a_file_is_the_one_that_consolidate_writes(dtype: str | None, base: str,
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_any_range_in_blocks_of_any_size_is_that_of_the_file(
-    data: st.DataObject, run: Path, truth: dict[str, Path]
-) -> None:
+def test_any_range_in_blocks_of_any_size_is_the_files(data: st.DataObject, run: Path, truth: dict[str, Path]) -> None:
     dtype = data.draw(st.sampled_from(sorted(DTYPES)))
     expected = (truth[dtype] / FILE).read_bytes()
     start = data.draw(st.one_of(st.integers(0, len(expected)), st.integers(4000, 9000)))

@@ -187,9 +187,7 @@ def test_giving_up_an_await_gives_up_the_waiting_not_the_operation(queue: IoQueu
     assert queue.submit(lambda: "alive", Priority.READ).wait(200) == "alive"
 
 
-def test_an_operation_that_ends_after_its_loop_closed_disturbs_nobody(
-    queue: IoQueue, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_operation_that_ends_after_its_loop_is_quiet(queue: IoQueue, caplog: pytest.LogCaptureFixture) -> None:
     holder = Holder(queue)
 
     async def main() -> None:

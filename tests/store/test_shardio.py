@@ -99,7 +99,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_files_are_read_by_zarr_tensorstore_and_us(
+def test_zarr_tensorstore_and_we_read_files(
     res: IoResources, tmp_path: Path, shape: tuple[int, ...], world_size: int
 ) -> None:
     spec = ArraySpec(name="model/w", shape=shape, dtype="bfloat16")
@@ -189,9 +189,7 @@ def damaged(sample: tuple[Path, ArraySpec, np.ndarray], target: Path) -> Path:
     return path
 
 
-def test_verification_can_be_left_out_of_reads_but_not_of_verify(
-    sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path
-) -> None:
+def test_reads_may_leave_out_verification(sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path) -> None:
     _, spec, values = sample
     grid = make_grid(spec.stored_shape, 3)
     path = damaged(sample, tmp_path)
@@ -220,9 +218,7 @@ def test_reads_outside_the_shard_are_refused(res: IoResources, sample: tuple[Pat
 
 
 @pytest.mark.timeout(60)
-def test_indexes_are_written_and_read_by_one_who_holds_every_buffer(
-    res: IoResources, sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path
-) -> None:
+def test_indexes_need_no_buffers(res: IoResources, sample: tuple[Path, ArraySpec, np.ndarray], tmp_path: Path) -> None:
     folder, spec, _ = sample
     grid = make_grid(spec.stored_shape, 3)
     with res.pool.acquire(res.pool.nbytes):
@@ -429,9 +425,7 @@ small_payloads = st.one_of(st.integers(1, 200), st.sampled_from([4091, 4092, 409
 
 
 @given(count=st.integers(1, 5), payload=small_payloads, first=st.integers(0, 10), data=st.data())
-def test_sealed_slots_verify_and_a_flipped_bit_is_found(
-    count: int, payload: int, first: int, data: st.DataObject
-) -> None:
+def test_sealed_slots_verify_or_have_a_flipped_bit(count: int, payload: int, first: int, data: st.DataObject) -> None:
     layout = ShardLayout(num_chunks=20, num_present=20, payload_bytes=payload)
     slots = np.random.default_rng(payload).integers(0, 256, count * layout.slot_bytes, dtype=np.uint8)
     before = slot_views(slots, layout)[:, :payload].copy()

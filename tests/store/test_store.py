@@ -125,9 +125,7 @@ def test_tensors_larger_than_any_buffer(tmp_path: Path, budget: int) -> None:
         (2000 * MIB, 128 * MIB),
     ],
 )
-def test_the_pool_is_half_of_a_small_budget_and_an_eighth_of_a_larger_one(
-    tmp_path: Path, budget: int, pool: int
-) -> None:
+def test_the_pool_is_half_of_a_small_budget_an_eighth_of_a_larger_one(tmp_path: Path, budget: int, pool: int) -> None:
     with Store(StoreOptions(run_path=tmp_path, host_budget_bytes=budget)) as store:
         assert store.statistics().pool_bytes == pool
     assert StoreOptions(host_budget_bytes=budget, most_pool_bytes=96 * MIB).pool_bytes == min(budget // 2, 96 * MIB)

@@ -102,7 +102,7 @@ def test_links_benchmark_measures_a_machine_without_a_device(bench: Bench) -> No
 
 
 @pytest.mark.soak
-def test_waits_benchmark_counts_none_without_a_device(
+def test_waits_benchmark_has_none_without_a_device(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = tmp_path / "traces.zip"
@@ -127,9 +127,7 @@ def test_optimizer_benchmark_counts_the_bytes_of_steps(bench: Bench) -> None:
 
 
 @pytest.mark.soak
-def test_offload_benchmark_compares_training_from_disk_with_the_computation(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offload_benchmark_compares_disk_with_computation(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--models", "tiny", "--steps", "1", "--no-peer", "--overlap", "none", "--clip", "on"]
     arguments += ["--budget", "none"]
     monkeypatch.setattr(children, "subprocess", warm)

@@ -97,32 +97,14 @@ def test_a_rank_ends_as_it_said_whatever_the_end_of_the_interpreter_would_do(wor
     assert done.stdout.strip() == (zstore.__version__ if code == 0 else "")
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("5GB", 5 * 10**9),
-        ("512MiB", 512 * 2**20),
-        ("1.5G", 15 * 10**8),
-        ("1000000", 10**6),
-        ("64B", 64),
-    ],
-)
-def test_sizes(text: str, num_bytes: int) -> None:
-    assert options.parse_size(text) == num_bytes
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("7e9", 7 * 10**9), ("7B", 7 * 10**9), ("1.3 b", 13 * 10**8), ("150T", 15 * 10**13), ("12", 12)],
-)
-def test_numbers(text: str, number: int) -> None:
-    assert options.parse_number(text) == number
-
-
-@pytest.mark.parametrize("text", ["", "GB", "five", "-5GB", "5XB", "0", "0.1", "5 GB 3", "5iB"])
-def test_bad_sizes(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="expected a size"):
-        options.parse_size(text)
+def test_sizes_and_numbers() -> None:
+    sizes = {"5GB": 5 * 10**9, "512MiB": 512 * 2**20, "1.5G": 15 * 10**8, "1000000": 10**6, "64B": 64}
+    assert {text: options.parse_size(text) for text in sizes} == sizes
+    numbers = {"7e9": 7 * 10**9, "7B": 7 * 10**9, "1.3 b": 13 * 10**8, "150T": 15 * 10**13, "12": 12}
+    assert {text: options.parse_number(text) for text in numbers} == numbers
+    for text in ("", "GB", "five", "-5GB", "5XB", "0", "0.1", "5 GB 3", "5iB"):
+        with pytest.raises(typer.BadParameter, match="expected a size"):
+            options.parse_size(text)
 
 
 class Clock:

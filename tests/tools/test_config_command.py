@@ -70,9 +70,7 @@ def test_what_a_key_becomes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["resolved"]["precision"] == "bf16"
 
 
-def test_all_problems_come_at_once_with_the_key_that_is_meant(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_problems_come_at_once_with_the_right_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(
         tmp_path, {"train_batch": 8, "optimizer": {"type": "Adam", "params": {"lrr": 1}}, "pipeline": {"x": 1}}
     )
@@ -148,9 +146,7 @@ def test_a_folder_that_cannot_be_written_is_a_fault(capsys: pytest.CaptureFixtur
     assert "/proc cannot be written" in found["fault"]
 
 
-def test_json_and_text_are_the_report_and_end_with_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], report: Diagnosis
-) -> None:
+def test_json_and_text_are_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], report: Diagnosis) -> None:
     assert doctor_command(tmp_path, json=True) == 0
     found = json.loads(capsys.readouterr().out)
     assert found.keys() == asdict(report).keys() | {"fault", "advice"}

@@ -1,7 +1,8 @@
-"""Consolidating: safetensors that other software loads, cast to nearest even, in bounded memory."""
+"""Consolidating: safetensors that other software loads, cast to nearest even, in bounded memory. Resharding, there and back."""
 
 import errno
 import json
+import math
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -21,15 +22,30 @@ from hypothesis.extra import numpy as hnp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.checkpoint.checkpoints import save_arrays
+from tests.checkpoint.checkpoints import arrays_of_model, check_weights, save_arrays, values
 from tests.engine.models import make_net
 from tests.engine.runs import make_config, start
-from zstore.checkpoint.reader import open_checkpoint
-from zstore.errors import CheckpointError, CheckpointMismatchError, StorageError
+from tests.interop.deepspeed_data import DATA
+from zstore.checkpoint.reader import open_checkpoint, tags
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
+from zstore.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CorruptionError,
+    DiskFullError,
+    StorageError,
+    UsageError,
+)
+from zstore.format.arrays import WHOLE_BYTES, make_grid
 from zstore.io.shards import open_resources
+from zstore.io.tensors import as_torch
+from zstore.open.sources import open_source
 from zstore.serve.server import serving
 from zstore.serve.settings import Root, Settings
 from zstore.testing.faults import Fault, FaultyFiles
+from zstore.testing.oracle import random_values
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.convert import convert_command
 from zstore.tools.opening import Common
@@ -42,34 +58,9 @@ Array = npt.NDArray[Any]
 TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def make_arrays() -> dict[str, Array]:
-    rng = np.random.default_rng(0)
-    return {
-        "model/h.2.weight": rng.standard_normal((1000, 300)).astype(np.float32),
-        "model/h.10.weight": rng.standard_normal((1000, 300)).astype(np.float32),
-        "model/h.2.bias": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
-        "model/experts": rng.standard_normal((3, 40, 50)).astype(np.float16),
-        "model/long.rows": rng.standard_normal((3, 900_000)).astype(np.float32),
-        "model/none": np.zeros((0, 5), np.float32),
-        "model/scalar": np.array(3.5, np.float32),
-        "model/double": rng.standard_normal((7, 5)),
-        "optimizer/exp_avg/h.2.weight": rng.standard_normal((1000, 300)).astype(np.float32),
-        "buffer/steps": np.array(2**40 + 1, np.int64),
-        "buffer/mask": rng.random((5, 5)) < 0.5,
-        "buffer/mean": rng.standard_normal(33).astype(np.float32),
-    }
-
-
-def as_torch(array: Array) -> torch.Tensor:
-    plain = array.copy()
-    if plain.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(plain.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(plain)
-
-
 @pytest.fixture(scope="module")
 def arrays() -> dict[str, Array]:
-    return make_arrays()
+    return arrays_of_model()
 
 
 @pytest.fixture(scope="module")
@@ -79,31 +70,17 @@ def saved(arrays: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def check_weights(found: dict[str, torch.Tensor], arrays: dict[str, Array], dtype: str) -> None:
-    expected = {n: as_torch(a) for n, a in arrays.items() if n.startswith(("model/", "buffer/"))}
-    assert set(found) == {name.partition("/")[2] for name in expected}
-    for array, tensor in expected.items():
-        group, _, name = array.partition("/")
-        wanted = tensor.to(TORCH[dtype]) if group == "model" and tensor.is_floating_point() else tensor
-        assert (found[name].dtype, found[name].shape) == (wanted.dtype, wanted.shape)
-        assert torch.equal(found[name], wanted), name
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_load_with_torch_casts_values_and_true_shapes(
-    dtype: str, saved: Path, arrays: dict[str, Array], tmp_path: Path
-) -> None:
+def test_weights_load_with_torchs_casts(dtype: str, saved: Path, arrays: dict[str, Array], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert consolidate_command(saved, out, dtype, 5 * 10**9) == 0
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
-    check_weights(load_file(out / "model.safetensors"), arrays, dtype)
+    check_weights(load_file(out / "model.safetensors"), arrays, TORCH[dtype])
     with safe_open(out / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_large_models_are_cut_into_numbered_files_with_an_index(
-    saved: Path, arrays: dict[str, Array], tmp_path: Path
-) -> None:
+def test_large_models_are_numbered_files_with_an_index(saved: Path, arrays: dict[str, Array], tmp_path: Path) -> None:
     out = tmp_path / "out"
     consolidate_command(saved / "step-00000060", out, "bf16", 1_000_000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -116,7 +93,7 @@ def test_large_models_are_cut_into_numbered_files_with_an_index(
         assert all(index["weight_map"][key] == name for key in part)
         assert sum(t.nbytes for t in part.values()) <= 1_000_000 or len(part) == 1
         found |= part
-    check_weights(found, arrays, "bf16")
+    check_weights(found, arrays, torch.bfloat16)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
     # Layers stay in the order of the model.
     weights = [name for name in index["weight_map"] if name.startswith("h.")]
@@ -343,3 +320,153 @@ def test_a_model_may_have_more_files_than_a_process_opens(tmp_path: Path) -> Non
     index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
     for name, value in arrays.items():
         assert torch.equal(load_file(tmp_path / "hf" / index["weight_map"][name])[name], value)
+
+
+def make_arrays() -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {
+        "model/w": rng.standard_normal((1003, 301)).astype(np.float32),
+        "model/b": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
+        "model/long.rows": rng.standard_normal((3, 400_000)).astype(ml_dtypes.bfloat16),
+        "model/none": np.zeros((0, 5), np.float16),
+        "model/scalar": np.array(3.5),
+        "optimizer/exp_avg/w": rng.standard_normal((1003, 301)).astype(np.float32),
+        "buffer/mask": rng.random(40_000) < 0.5,
+    }
+
+
+DTYPES_RESHARD = ["bool", "int8", "uint16", "int64", "float16", "bfloat16", "float32", "float64"]
+SMALL = {"client/history": np.arange(30_000, dtype=np.float64)}
+
+
+@pytest.fixture(scope="module")
+def arrays_reshard() -> dict[str, Array]:
+    return make_arrays()
+
+
+@pytest.fixture(scope="module")
+def saved_reshard(arrays_reshard: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parts = {name: array for name, array in arrays_reshard.items() if not name.startswith("buffer/")}
+    small = SMALL | {name: array for name, array in arrays_reshard.items() if name.startswith("buffer/")}
+    folder = tmp_path_factory.mktemp("run")
+    options: dict[str, Any] = {"record": {"counters": [1, 2]}, "run_id": "run", "few_files": True}
+    return save_arrays(folder, parts, world_size=3, step=60, small=small, **options)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("c.*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_any_world_size(world_size: int, saved_reshard: Path, arrays_reshard: dict[str, Array], tmp_path: Path) -> None:
+    assert reshard_command(saved_reshard.parent, tmp_path / "out", world_size) == 0
+    with open_checkpoint(tmp_path / "out") as opened:
+        assert verify_checkpoint(opened) == []
+        for name, array in {**arrays_reshard, **SMALL}.items():
+            assert opened.read_array(name).tobytes() == array.tobytes()
+            spec = opened.arrays[name].spec
+            whole = name in SMALL or "buffer/" in name or spec.nbytes < WHOLE_BYTES
+            assert opened.arrays[name].grid == make_grid(spec.stored_shape, 1 if whole else world_size)
+        record = opened.record
+        assert (record.tag, record.step, record.run) == ("step-00000060", 60, "run")
+        assert (record.world_size, record.training_world_size) == (world_size, 3)
+        assert record.state == {"counters": [1, 2]}
+        # They belong to the ranks that trained.
+        states = [{"rank": rank} if world_size == 3 else {} for rank in range(world_size)]
+        assert [opened.manifest(rank).rank_state for rank in range(world_size)] == states
+
+
+def test_what_is_not_carried_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = DATA / "stage2-fp16-1"
+    assert reshard_command(root, tmp_path / "out") == 0
+    with open_source(root) as source:
+        assert source.notes
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[1 : 1 + len(source.notes)] == [f"not carried over: {note}" for note in source.notes]
+
+
+SHAPES = st.lists(st.integers(0, 9) | st.integers(0, 300), max_size=2).map(tuple)
+SHAPES |= st.tuples(st.integers(1, 9), st.integers(90_000, 200_000)) | st.tuples(*[st.integers(0, 40)] * 3)
+RANKS = st.integers(1, 5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES_RESHARD)), min_size=1, max_size=4),
+    RANKS,
+    RANKS,
+    st.sampled_from(["none", "zstd"]),
+)
+def test_there_and_back_gives_the_same_files_for_any_array_and_number_of_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+    kinds: list[tuple[tuple[int, ...], str]],
+    first: int,
+    other: int,
+    codec: str,
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    given_arrays = {
+        f"model/{n}": random_values(dtype, math.prod(shape), n).reshape(shape) for n, (shape, dtype) in enumerate(kinds)
+    }
+    path = save_arrays(folder / "saved", given_arrays, world_size=first, few_files=True)
+    reshard_command(path, folder / "other", other, compression=codec)
+    reshard_command(folder / "other", folder / "back", first)
+    assert values(folder / "other") == {name: array.tobytes() for name, array in given_arrays.items()}
+    assert files_of(folder / "back" / path.name) == files_of(path)
+    with open_checkpoint(folder / "back") as opened:
+        assert opened.record.training_world_size == first
+        states = [{"rank": rank} if other == first else {} for rank in range(first)]
+        assert [opened.rank_state(rank) for rank in range(first)] == states
+
+
+def test_no_stored_chunk_is_read_twice(saved_reshard: Path, tmp_path: Path) -> None:
+    with open_checkpoint(saved_reshard) as reader:
+        reshard_checkpoint(reader, tmp_path / "out", 4)
+        stored = sum(array.file_bytes for array in reader.arrays.values())
+        # Where a new shard begins inside a stored chunk, that chunk is read for both; these arrays have few chunks.
+        assert reader.read_bytes < 1.5 * stored
+
+
+def test_a_tag_that_is_there_is_not_replaced(saved_reshard: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointExistsError, match="has a checkpoint 'step-00000060' already: name another folder"):
+        reshard_command(saved_reshard, saved_reshard.parent, 2)
+    with pytest.raises(UsageError, match="at least 1"):
+        reshard_command(saved_reshard, tmp_path / "out", 0)
+
+
+def test_a_damaged_checkpoint_is_not_resharded(arrays_reshard: dict[str, Array], tmp_path: Path) -> None:
+    path = save_arrays(tmp_path / "ckpt", arrays_reshard)
+    shard = path / "model/w/c.0.0"
+    shard.chmod(0o644)
+    with shard.open("r+b") as file:
+        file.seek(8000)
+        file.write(b"x")
+    with pytest.raises(CorruptionError, match="'model/w'"):
+        reshard_command(path, tmp_path / "out", 2)
+    assert tags(tmp_path / "out") == []
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["write", "fsync", "sync_folder", "rename", "write_small", "make_folder"])
+def test_a_failure_leaves_nothing_and_is_told(kind: Any, saved_reshard: Path, tmp_path: Path) -> None:
+    files = FaultyFiles(faults=(Fault(kind=kind, first=2, pattern=f"{tmp_path}/*", error_number=errno.EIO),))
+    with (
+        open_resources(files=files) as resources,
+        open_checkpoint(saved_reshard, resources=resources) as reader,
+        pytest.raises(StorageError, match="Input/output error"),
+    ):
+        reshard_checkpoint(reader, tmp_path / "out", 2)
+    assert tags(tmp_path / "out") == []
+
+
+def test_no_room_is_said_before_anything_is_written(saved_reshard: Path, tmp_path: Path) -> None:
+    class Full(FaultyFiles):
+        def free_bytes(self, path: str | Path) -> int:
+            return 1000
+
+    with (
+        open_resources(files=Full()) as resources,
+        open_checkpoint(saved_reshard, resources=resources) as reader,
+        pytest.raises(DiskFullError, match="only 1000 are free"),
+    ):
+        reshard_checkpoint(reader, tmp_path / "out", 2)

@@ -70,9 +70,7 @@ def test_json_tells_everything(saved: Path, capsys: pytest.CaptureFixture[str]) 
     assert (weight["shape"], weight["dtype"], weight["bytes"], weight["shards"]) == ([100, 30], "float32", 12_000, 2)
 
 
-def test_names_that_rich_would_replace_are_printed_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_that_rich_would_replace_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, tag = "model/:smile:.[red]w[/]", ":heart:"
     for folder, values in (("a", np.ones(3, np.float32)), ("b", np.zeros(3, np.float32))):
         save_arrays(tmp_path / folder, {name: values}, world_size=1, step=1, tag=tag)
@@ -103,7 +101,7 @@ def test_verify_names_array_file_and_offset_of_each_fault(copied: Path, capsys: 
     assert verify_command(copied / "step-00000001") == 0
 
 
-def test_a_newest_checkpoint_with_a_damaged_record_is_a_fault_though_an_older_one_is_whole(
+def test_a_damaged_newest_record_is_a_fault_beside_a_whole_older_one(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = copied / "%5Bbest%5D/zstore.json"
@@ -201,9 +199,11 @@ STATUS = {
 }
 
 
-def make_arrays() -> dict[str, Array]:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints `old` and `new`, and how they are cut."""
     rng = np.random.default_rng(0)
-    return {
+    arrays: dict[str, Array] = {
         "model/w": rng.standard_normal((3000, 300)).astype(np.float32),
         "model/b": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
         "model/long.rows": rng.standard_normal((3, 900_000)).astype(np.float32),
@@ -211,15 +211,6 @@ def make_arrays() -> dict[str, Array]:
         "model/nan": np.full(9, np.nan, np.float32),
         "buffer/mask": rng.random((5, 5)) < 0.5,
     }
-
-
-@pytest.fixture(scope="module")
-def arrays() -> dict[str, Array]:
-    return make_arrays()
-
-
-@pytest.fixture(scope="module")
-def changed(arrays: dict[str, Array]) -> dict[str, Array]:
     other = {name: array.copy() for name, array in arrays.items() if name != "model/b"}
     other["model/w"][1000, 7] += 0.5
     other["model/w"][1000, 8] = np.inf
@@ -227,21 +218,9 @@ def changed(arrays: dict[str, Array]) -> dict[str, Array]:
     other["buffer/mask"] = other["buffer/mask"].astype(np.uint8)
     other["model/none"] = np.zeros((0, 6), np.float32)
     other["model/new"] = np.ones(3, np.float32)
-    return other
-
-
-@pytest.fixture(scope="module")
-def folders(
-    arrays: dict[str, Array], changed: dict[str, Array], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("runs")
-    return {
-        "old": save_arrays(base / "old", arrays, world_size=2),
-        "same": save_arrays(base / "same", arrays, world_size=2),
-        "three": save_arrays(base / "three", arrays, world_size=3),
-        "new": save_arrays(base / "new", changed, world_size=2),
-        "new3": save_arrays(base / "new3", changed, world_size=3),
-    }
+    made = {"old": (arrays, 2), "same": (arrays, 2), "three": (arrays, 3), "new": (other, 2), "new3": (other, 3)}
+    return {name: save_arrays(base / name, given, world_size=ranks) for name, (given, ranks) in made.items()}
 
 
 def compare(before: Path, after: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -251,31 +230,22 @@ def compare(before: Path, after: Path, capsys: pytest.CaptureFixture[str]) -> tu
     return code, told | {"arrays": {entry.pop("name"): entry for entry in told["arrays"]}}
 
 
-@pytest.mark.parametrize("other", ["same", "three"])
-def test_the_same_arrays_do_not_differ_in_any_layout(
-    folders: dict[str, Path], other: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("other", "differs", "is_read"),
+    [("same", False, False), ("three", False, True), ("new", True, False), ("new3", True, True)],
+)
+def test_each_array_that_differs_is_named_in_any_layout(
+    folders: dict[str, Path], other: str, differs: bool, is_read: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, told = compare(folders["old"], folders[other], capsys)
-    assert (code, told["differ"], told["arrays"], told["num_same"]) == (0, False, {}, 6)
-    # If both are cut alike, nothing is read.
-    assert (told["bytes"] == 0) == (other == "same")
+    assert (code, told["differ"]) == (int(differs), differs)
+    assert {name: entry["status"] for name, entry in told["arrays"].items()} == (STATUS if differs else {})
+    assert told["num_same"] == (1 if differs else 6)  # model/nan: NaN is what it was
+    assert not differs or told["arrays"]["model/none"]["before"] == "float32 [0, 5]"
+    assert (told["bytes"] > 0) == is_read  # if both are cut alike, nothing is read
 
 
-@pytest.mark.parametrize("other", ["new", "new3"])
-def test_each_array_that_differs_is_named(
-    folders: dict[str, Path], other: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, told = compare(folders["old"], folders[other], capsys)
-    assert code == 1
-    assert {name: entry["status"] for name, entry in told["arrays"].items()} == STATUS
-    assert told["num_same"] == 1  # model/nan: NaN is what it was
-    assert told["arrays"]["model/none"]["before"] == "float32 [0, 5]"
-    assert (told["bytes"] == 0) == (other == "new")
-
-
-def test_the_table_is_on_stdout_and_empty_if_nothing_differs(
-    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_is_empty_if_nothing_differs(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert diff_command(folders["old"], folders["same"]) == 0
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -347,7 +317,7 @@ OTHERS = [command for command in COMMANDS if command != "inspect"]
     ("command", "form", "tag"),
     [*(("inspect", *form) for form in FORMS), *((command, "{run}@TAG", TAGS[1]) for command in OTHERS)],
 )
-def test_a_tag_may_be_named_in_three_ways(
+def test_a_tag_has_three_forms(
     command: str, form: str, tag: str, folder_tags: Path, tmp_path: Path, memory: Any
 ) -> None:
     place: Path | str = folder_tags
@@ -369,9 +339,7 @@ def test_a_tag_may_be_named_in_three_ways(
         *((command, "@TAG") for command in (*COMMANDS, "diff")),
     ],
 )
-def test_a_tag_that_is_not_there_is_answered_with_those_that_are(
-    command: str, form: str, folder_tags: Path, tmp_path: Path
-) -> None:
+def test_a_missing_tag_is_answered_with_those_there(command: str, form: str, folder_tags: Path, tmp_path: Path) -> None:
     ckpt = folder_tags if form == "--tag" else f"{folder_tags}{form[0]}stp-1"
     words = COMMANDS.get(command, ["diff", "{run}", str(folder_tags)])
     words = [word.format(run=ckpt, out=tmp_path / "out") for word in words]

@@ -306,9 +306,7 @@ def test_of_a_config_it_says_that_it_fits_or_what_to_change(tmp_path: Path, caps
     assert "nothing that was tried fits" in capsys.readouterr().err
 
 
-def test_auto_is_what_the_engine_takes_here(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_what_the_engine_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # A device that is here but is not planned for has no say: it computes what the CPU does not.
     on_cpu = native_types(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

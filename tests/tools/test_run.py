@@ -171,9 +171,7 @@ def test_the_first_rank_to_fail_gives_the_code(tmp_path: Path, environment: dict
     assert err.endswith("zstore: rank 1 failed with exit code 1 first; see its output above\n")
 
 
-def test_a_rank_that_the_kernel_might_have_killed_is_told_with_the_memory(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_a_killed_rank_is_told_with_the_memory_as_a_cause(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "killed.py").write_text(
         "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)\n"
     )
@@ -252,9 +250,7 @@ def test_a_signal_reaches_ranks_on_every_host(tmp_path: Path, environment: dict[
 
 
 @pytest.mark.parametrize("lost", ["launcher", "connection"])
-def test_no_host_keeps_ranks_that_nobody_watches(
-    tmp_path: Path, environment: dict[str, str], free_port: str, lost: str
-) -> None:
+def test_no_host_keeps_ranks_alone(tmp_path: Path, environment: dict[str, str], free_port: str, lost: str) -> None:
     more = ["--nproc", "1", "--master-port", free_port, "--export", "STUBBORN=1"]
     with running(tmp_path, environment, *HOSTS, *more) as process:
         if lost == "launcher":
