@@ -26,9 +26,8 @@ from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, TorchKerne
 
 Tiles = Generator[Tile, None, None]
 T = TypeVar("T")
-
-_MORE_PLANS = 100
-"""How many more plans may be kept than two for each parameter."""
+_MOST_PLANNED = 16
+"""Plans that are kept of a parameter, in the mean: other ones may have gradients, or be ready together, in every step."""
 
 
 class InPlace(NamedTuple):
@@ -80,8 +79,8 @@ class OptimizerState:
         """Parameters whose gradients wait for the update in host memory, wherever the device is."""
         self.plans: dict[Any, Any] = {}
         """What `planned` returned before; cleared by those who change kernels, or take memory away."""
-        self._arrangement = 0
-        """That of the store which they are of."""
+        self._arrangement = self._num_planned = 0
+        """The store's arrangement that they are of, and the length of their keys."""
         self._own_master: set[ParameterRecord] = set()
         self._own_shapes: dict[str, SlotArray] = {}
         """Arrays that have another shape than their parameter."""
@@ -225,15 +224,16 @@ class OptimizerState:
         """Return whether a pass over the groups reads or writes the disk."""
         return any(self.store.tier(name).name == "disk" for names in groups for name in names)
 
-    def planned(self, key: Any, make: Callable[[], T], fits: Callable[[T], bool] = lambda _: True) -> T:
+    def planned(self, key: tuple[Any, ...], make: Callable[[], T], fits: Callable[[T], bool] = lambda _: True) -> T:
         """Return what `make` made for `key`, once as long as it fits and the store is not rearranged."""
-        # An update in the backward may take other parameters together each time.
-        if self._arrangement != self.store.arrangement or len(self.plans) > 2 * len(self.scalars) + _MORE_PLANS:
+        most = _MOST_PLANNED * (len(self.scalars) + _MOST_PLANNED)
+        if self._arrangement != self.store.arrangement or self._num_planned > most:
             self.plans.clear()
-            self._arrangement = self.store.arrangement
+            self._arrangement, self._num_planned = self.store.arrangement, 0
         found: T | None = self.plans.get(key)
         if found is None or not fits(found):
             found = self.plans[key] = make()
+            self._num_planned += len(key)
         return found
 
     def in_place(self, record: ParameterRecord) -> InPlace | None:

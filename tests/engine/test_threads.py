@@ -40,8 +40,7 @@ def test_an_update_from_disk_leaves_the_threads_of_all_others(overlap: str, tmp_
         bf16={"enabled": False},
     )
     seen: list[int] = []
-    engine, *_ = zstore.initialize(model=nn.Linear(256, 256), config=config)
-    with engine:
+    with zstore.initialize(model=nn.Linear(256, 256), config=config)[0] as engine:
         for _ in range(2):
             engine.backward(engine(torch.ones(1, 256)).sum())
             engine.step()
@@ -85,8 +84,7 @@ def test_an_update_in_memory_takes_tiles_on_threads_with_the_bits_of_torch(
     config = {"train_batch_size": 1, "optimizer": optimizer, "zero_optimization": offload, "steps_per_print": 0}
     keys = {"activations": "disk", "activations_path": str(tmp_path)} if has_disk else {}
     own = {"gradient_clipping": clipping, "zstore": {"host_kernel": "torch", **keys}}
-    engine, *_ = zstore.initialize(model=model, config=config | own)
-    with engine:
+    with zstore.initialize(model=model, config=config | own)[0] as engine:
         assert engine.training_state.state.in_place(engine.training_state.trained[0]) is not None
         for _ in range(3):
             inputs = torch.randn(1536, 1024)
