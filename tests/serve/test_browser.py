@@ -13,9 +13,8 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 from safetensors.numpy import load_file
 
+from tests.serve.conftest import serving_of
 from tests.serve.sample import HOSTILE_ARRAY, HOSTILE_RUN, NUM_STEPS, RUN, RUN_ID, JournalWriter, arrays_of, make_sample
-from zstore.serve.server import serving
-from zstore.serve.settings import Root, Settings
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(
@@ -152,8 +151,7 @@ class Site:
 def open_site(folder: Path) -> Iterator[Site]:
     """Make the sample in `folder`, serve it, and start a browser."""
     make_sample(folder / "runs")
-    settings = Settings(roots=(Root.parse(str(folder / "runs")),), port=0)
-    with serving(settings) as base, open_browser() as browser:
+    with serving_of(folder / "runs") as base, open_browser() as browser:
         yield Site(folder / "runs", base, browser)
 
 
