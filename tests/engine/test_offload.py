@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zstore
-import zstore.store.store
+import zstore.store.shards
 from tests.engine import step_modes
 from tests.engine.bits import Case, compare_all, engine_digests
 from tests.engine.models import batch, make_net
@@ -190,7 +190,7 @@ def test_parameters_leave_memory_one_by_one(nvme: Path) -> None:
 def _read_error(rank: int, folder: str, bad_rank: int, steps_before: int) -> tuple[str, bool]:
     """Return what was raised, and whether the run then went on as one that saw no error."""
     files = FaultyFiles()
-    zstore.store.store.Files = lambda: files  # type: ignore[misc,assignment]
+    zstore.store.shards.Files = lambda: files  # type: ignore[misc,assignment]
     message = "no error"
     with start(offloaded(folder), wide_net()) as engine:
         train(engine, steps_before)
