@@ -89,7 +89,7 @@ class SaveHandle:
     @property
     def ticket(self) -> Ticket[SaveSummary]:
         """The save as a ticket, that is awaited or waited for."""
-        return Ticket(self._ticket.future, partial(_completions.heard, self._completion))
+        return Ticket(self._ticket.future, partial(_completions.mark_observed, self._completion))
 
     def wait(self, timeout_s: float | None = None) -> SaveSummary:
         """Return once the checkpoint is committed; raises the save's error, on every rank, or TimeoutError."""

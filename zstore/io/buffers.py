@@ -101,7 +101,7 @@ class Slabs:
 
 
 class Rooms:
-    """Memory that `make` made, used again once nobody has the array that was taken, or a tensor made of it. Any thread may
+    """Memory that `make` made, used again once the array that was taken, and tensors made of it, are gone. Any thread may
     take some."""
 
     def __init__(self, make: Callable[[int], Bytes]) -> None:

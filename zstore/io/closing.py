@@ -9,14 +9,14 @@ then uses threads from before, or the thread that it is in:
   known to `Completions`: after Ctrl-C Python no longer waits for such threads;
 - threads that help are made by `start_threads`, which makes fewer if no more can be started; callers do without;
 - open objects are closed by `closing_with`, with all threads still there;
-- nobody waits for threads that were stopped: `join_threads`;
-- work that was not completed, without anybody being told, makes the exit code non-zero: `Completions`.
+- threads that were stopped are not waited for: `join_threads`;
+- work that was not completed, unreported, makes the exit code non-zero: `Completions`.
 
 Only public interfaces of Python are used. docs/saving.md has a table of all endings.
 
 [Note: forks]
 A child process that is forked, as a DataLoader's worker, has the memory of its parent and none of its threads, and locks that
-another thread held stay locked. So open objects are told by `tell_of_fork`: those that write belong to the parent, raise
+another thread held stay locked. So open objects learn of it by `tell_of_fork`: those that write belong to the parent, raise
 in the child, and are never closed there; threads that help are done without; what only reads is opened again.
 """
 
@@ -168,7 +168,7 @@ _in_forked_child(_forked)
 
 
 def program_ended() -> bool:
-    """Return whether the main thread has run its last line, so that nobody can be told of an error."""
+    """Return whether the main thread has run its last line, so that no caller can get an error."""
     main = threading.main_thread()
     frame = sys._current_frames().get(main.ident or 0)
     while frame is not None and frame.f_back is not None:
@@ -178,7 +178,7 @@ def program_ended() -> bool:
 
 
 class Completions:
-    """Work behind the program: its end waits for all of it, and names on stderr failures that nobody was told of.
+    """Work behind the program: its end waits for all of it, and names on stderr failures that were not reported.
 
     Then the exit code is 120, Python's own for failures while it ends. A child process that was forked has none of it.
     """
@@ -207,14 +207,14 @@ class Completions:
         return key
 
     def end(self, key: object, error: BaseException | None) -> None:
-        """Note that it ended; `error` is one that somebody has to be told of. Its frames are not held."""
+        """Note that it ended; `error` is one that has to be reported. Its frames are not kept."""
         with self._lock:
             title, _ = self._under_way.pop(key, ("", None))
             if error is not None:
                 self._failed[key] = f"{title} failed: {type(error).__name__}: {error}"
 
-    def heard(self, key: object) -> None:
-        """Note that somebody was told; not while the interpreter ends, when nobody is."""
+    def mark_observed(self, key: object) -> None:
+        """Note that its error was reported; not while the interpreter ends, when no report arrives."""
         if not program_ended():
             with self._lock:
                 self._failed.pop(key, None)

@@ -53,7 +53,7 @@ Kind = Literal[
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 LARGE_BYTES = 1024 * 1024
-"""Larger files go past the page cache even if nobody waits until they are durable."""
+"""Larger files go past the page cache even if no caller waits until they are durable."""
 _MOST_DIRTY_BYTES = 32 * 1024 * 1024
 # Answers of file systems without direct I/O, links or preallocation.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
@@ -87,7 +87,7 @@ def user_path(path: UserPath) -> Path:
 
 
 def user_location(location: UserPath) -> str:
-    """Return a URL as it is, and a path as `user_path` does."""
+    """Return a URL unchanged, and a path as `user_path` does."""
     return str(location) if is_url(location) else str(user_path(location))
 
 

@@ -97,7 +97,7 @@ def _make_pages(slab: Bytes) -> None:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Make the pages of memory, if the kernel can (from Linux 5.14 on); whoever writes to it makes the others."""
+    """Make the pages of memory, if the kernel can (from Linux 5.14 on); the first write to each makes the others."""
     if sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
 

@@ -27,7 +27,7 @@ def num_cores() -> int:
 
 
 def helpful_threads(nbytes: int, num_files: int) -> int:
-    """Return how many threads, beside the caller's, a write of so many files with so many bytes in all is worth.
+    """Return how many threads, besides the caller's, a write of so many files with so many bytes in all is worth.
 
     Starting one takes as long as writing a small file, and each system call releases the GIL.
     """

@@ -54,11 +54,11 @@ class Ticket(Generic[T]):
     memory until the ticket is done.
     """
 
-    def __init__(self, future: Future[T], heard: Callable[[], None] | None = None) -> None:
+    def __init__(self, future: Future[T], observed: Callable[[], None] | None = None) -> None:
         self.future = future
         """The same for `concurrent.futures`."""
-        self._heard = heard
-        """Called when somebody has the result or the error."""
+        self._observed = observed
+        """Called when the result or the error was returned."""
         self._process = os.getpid()
 
     def _here(self) -> Future[T]:
@@ -74,13 +74,13 @@ class Ticket(Generic[T]):
         return self._result()
 
     def _result(self) -> T:
-        self.hear()
+        self.mark_observed()
         return self.future.result()
 
-    def hear(self) -> None:
-        """Note that somebody has the result or the error, as `wait` and `await` do."""
-        if self._heard is not None:
-            self._heard()
+    def mark_observed(self) -> None:
+        """Note that the caller has the result or the error, as `wait` and `await` do."""
+        if self._observed is not None:
+            self._observed()
 
     def done(self) -> bool:
         """Tell whether the operation ended, well or badly."""
@@ -106,7 +106,7 @@ class Ticket(Generic[T]):
             ended = asyncio.Event()
 
             def wake(_: Future[T]) -> None:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits any more
                     loop.call_soon_threadsafe(ended.set)
 
             self.future.add_done_callback(wake)
@@ -126,7 +126,7 @@ def promise(operation: Callable[[], T]) -> tuple[Ticket[T], Callable[[], None]]:
             return
         try:
             result = operation()
-        except BaseException as error:  # the ticket carries it to whoever waits
+        except BaseException as error:  # the ticket carries it to those that wait
             future.set_exception(error)
         else:
             future.set_result(result)

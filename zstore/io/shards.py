@@ -38,7 +38,7 @@ class FillRuns:
 
     fill: Fill
     memory: Bytes | None = None
-    """The elements from `first` on in host memory, which nobody changes while they are written: files may be written from
+    """The elements from `first` on in host memory, which does not change while they are written: files may be written from
     it. None: they must be copied first."""
     first: int = 0
     """Global flat element."""
@@ -274,7 +274,7 @@ class ShardWriter:
                 self._lay_out(slots, buffer, fill)
             crcs = slots.seal()
             if self._path is not None:
-                # A small file that is made durable later, with others, needs no request of its own now.
+                # A small file that is made durable later, with others, needs no separate request now.
                 waits = makes_file and not self._res.sync and slots.nbytes < LARGE_BYTES
                 with self._res.files.opened(self._path, write=True, create=makes_file, direct=not waits) as file:
                     self._res.files.write_from(file, slots.data, slots.offset)

@@ -45,7 +45,7 @@ def as_torch(view: Any) -> torch.Tensor:
 def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory has its values, contiguous: the tensor itself if that is so, else a copy.
 
-    torch keeps a negation or conjugation that is not carried out as a bit beside the memory, which then has other values:
+    torch keeps a negation or conjugation that is not carried out as a bit apart from the memory, which then has other values:
     `x.conj().imag`. Whatever takes a tensor's memory takes that of this.
     """
     return tensor.contiguous().resolve_conj().resolve_neg()

@@ -1,1 +1,1 @@
-"""Checkpoints opened from Python, whoever wrote them."""
+"""Checkpoints of any writer, and stores, opened from Python."""

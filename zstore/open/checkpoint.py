@@ -89,7 +89,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
 
     @property
     def source(self) -> ArraySource:
-        """The source of the arrays, in a forked child one of its own. See [Note: forks]."""
+        """The source of the arrays, in a forked child a separate one. See [Note: forks]."""
         if self._source.is_forked:
             self._source = _open_again(self._source.location, self._storage_options, self._source.record.id)
         return self._source
@@ -120,7 +120,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """JSON beside the arrays: counters, scheduler, loss scale, position in the data, the user's own."""
+        """JSON stored with the arrays: counters, scheduler, loss scale, position in the data, the user's own."""
         return self.source.record.state
 
     def __getitem__(self, name: str) -> LazyArray:

@@ -1,6 +1,6 @@
 """A store's arrays by name, programs' values as flat elements, and their ways between tiers and from checkpoints.
 
-Values are tensors of torch, arrays of numpy and numbers; torch is imported only if somebody has a tensor, or wants one.
+Values are tensors of torch, arrays of numpy and numbers; torch is imported only if a tensor is passed or requested.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ArraysByName(dict[str, StoreArray]):
             del self[name]
 
     def __setitem__(self, name: str, array: StoreArray) -> None:
-        """Add or replace an array. Raises UsageError for a name that no checkpoint can have beside those that are there."""
+        """Add or replace an array. Raises UsageError for a name that no checkpoint can have together with others."""
         if name not in self:
             path = array_path(name)
             others = [self._names[group] for group in groups_of(path) if group in self._names]

@@ -18,7 +18,7 @@ _NUM_OPERATIONS = 4
 
 
 class ArrayOrder:
-    """Carries out operations on arrays, by threads of its own: those on one array one after the other, as they came."""
+    """Carries out operations on arrays in separate threads: those on one array one after the other, as they came."""
 
     def __init__(self) -> None:
         self._workers = Workers(_NUM_OPERATIONS, "zstore-store")
@@ -47,13 +47,13 @@ class ArrayOrder:
                 self._failed.pop(name, None)
             return result
 
-        def hear() -> None:
+        def mark_observed() -> None:
             with self._lock:
                 if self._failed.get(name) is ticket.error():
                     self._failed.pop(name, None)
 
         ticket = self.submit_on([name], run)
-        return Ticket(ticket.future, hear) if changes else ticket
+        return Ticket(ticket.future, mark_observed) if changes else ticket
 
     def submit_on(self, names: Sequence[str], operation: Callable[[], T]) -> Ticket[T]:
         """Queue an operation on several arrays, which changes none; return its ticket."""

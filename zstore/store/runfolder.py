@@ -4,7 +4,7 @@
     <nvme_path>/zstore-run/rank-00000/*.shard   files of the disk tier
     <nvme_path>/zstore-run/rank-00000-2/        the same for a second store of that process, if stores may share
 
-The lock ends with the process, so a killed run leaves none. Nobody needs its files (an update may have been interrupted),
+The lock ends with the process, so a killed run leaves none. Its files are not needed (an update may have been interrupted),
 and the next owner removes them: checkpoints have links of their own.
 """
 
@@ -40,7 +40,7 @@ _PROCESS = uuid.uuid4().hex
 class RunFolder:
     """Holds the folder `path` for this rank until `close()`.
 
-    With `shares`, a folder that another store of this process holds is no error: `path` is then a new one beside it.
+    With `shares`, a folder that another store of this process holds is no error: `path` is then a new one next to it.
     A folder that is missing is made, with a warning. Raises ConfigError for a relative path, RunFolderError for one that
     cannot be made, is not writable or held by another run.
     """
@@ -95,7 +95,7 @@ class RunFolder:
         return os.pread(self._fd, 300, 0).decode(errors="replace").splitlines() or ["unknown"]
 
     def _lock(self, *, may_fail: bool) -> bool:
-        """Take the lock; false if somebody has it and that `may_fail`."""
+        """Take the lock; false if another process has it and that `may_fail`."""
         if fcntl is not None:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

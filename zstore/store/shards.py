@@ -180,7 +180,7 @@ class Shards:
 
     def change_memory(self, name: str, memory: torch.Tensor | None) -> None:
         """Keep an array on the device tier in other memory of the caller's, as `create` takes it, which holds its values;
-        None: in none, and nobody may use it until it has memory again. Raises UsageError as `rename` does."""
+        None: in none, and it may not be used until it has memory again. Raises UsageError as `rename` does."""
         tier = self._at_rest(name)
         if not isinstance(tier, DeviceTier):
             raise UsageError(f"array {name!r} is on tier {tier.name!r}, which makes its own memory")
@@ -246,7 +246,7 @@ class Shards:
         """Take a shard file of a checkpoint, laid out as this array's, as the array's contents, without reading it.
 
         False, and nothing changed, if the array is not on disk, or `path` cannot be linked there. `crcs` are
-        its chunks' checksums: each chunk is verified when it is read. Nobody may ever write the file again.
+        its chunks' checksums: each chunk is verified when it is read. The file may never be written again.
         """
         tier = self._at_rest(name)
         return isinstance(tier, DiskTier) and tier.adopt(name, path, crcs)
@@ -311,7 +311,7 @@ class Shards:
 
     def memory(self, name: str) -> Any:
         """Return the memory of a shard on the host or the device tier, 1-D, without padding, until it is moved or removed.
-        Whoever writes to it does so within `changing`, or ensures that nobody else has it."""
+        Write to it within `changing` only, unless no other code has it."""
         return self._memory_tier(name).view(name, 0, self.local(name).valid_numel)
 
     def _memory_tier(self, name: str) -> MemoryTier:
@@ -457,7 +457,7 @@ class Shards:
     def require_room(self, names: Sequence[str], *, num_stores: int = 1) -> int:
         """Return the bytes that the next change of `names` needs on the first drive after a snapshot of them.
 
-        Pinned files stay as they are, and a change makes new ones beside them. `num_stores` share the drive, each of
+        Pinned files stay as they are, and a change makes new ones. `num_stores` share the drive, each of
         about this size. Raises DiskFullError if there is less.
         """
         disk = self._homes.get("disk")

@@ -105,7 +105,7 @@ class _Planner:
         return max(1, min(*on_disk, self.pool_bytes // (_LEAST_SPANS_IN_POOL * chunk_bytes)))
 
     def is_small(self, group: int) -> bool:
-        """Return whether no array of a group needs a request of its own."""
+        """Return whether no array of a group needs a separate request."""
         tiers = [(self.tiers[name], name) for name in self.groups[group]]
         return all(not isinstance(tier, DiskTier) or tier.is_packed(name) for tier, name in tiers)
 

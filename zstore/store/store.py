@@ -281,7 +281,7 @@ class Store(Shards, AsyncClosing):
 
         Files on the same drive are linked, not copied; other data is written behind the caller, and a change of an array in
         memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
-        `zstore.open_checkpoint` and zarr read it. `extra` is JSON to keep beside the arrays, with
+        `zstore.open_checkpoint` and zarr read it. `extra` is JSON to store with the arrays, with
         numpy's numbers and paths, `step` a number to know it by.
         With `keep` only so many of this store's checkpoints stay in the folder.
 
@@ -358,7 +358,7 @@ class Store(Shards, AsyncClosing):
                 wait_all([*puts])
             finally:
                 for put in puts:
-                    put.hear()  # its error is the load's
+                    put.mark_observed()  # its error is the load's
             return dict(source.record.state.get("extra", {}))
 
     def _loaded_as(self, stored: ArraySpec) -> StoreArray:

@@ -36,7 +36,7 @@ from .tiers.base import Piece, View
 
 _MOST_LOADED_SPANS = 64
 _MOST_LOADS_AHEAD = 32
-"""Before a pass: the queue has room for them, so nobody waits."""
+"""Before a pass: the queue has room for them, so the caller does not wait."""
 
 Admit = Callable[[int, bool], bool]
 
@@ -60,7 +60,7 @@ class Pass:
     admit: Admit | None = None
     """Asked before a group is begun, with its number and whether to wait; false: not yet, after a wait: leave it out."""
     on_end: Callable[[int], None] | None = None
-    """Told the number of each group whose new version is the present one, in the consumer's thread."""
+    """Called with the number of each group whose new version is the present one, in the consumer's thread."""
 
     def mode_of(self, name: str) -> Mode:
         """Return the mode of an array."""

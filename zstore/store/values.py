@@ -22,7 +22,7 @@ Mode = Literal["update", "read"]
 
 
 class Unreported:
-    """Operations under way, and those whose error nobody has had yet."""
+    """Operations under way, and those whose error was not reported yet."""
 
     def __init__(self) -> None:
         self._tickets: dict[int, Ticket[Any]] = {}
@@ -35,11 +35,11 @@ class Unreported:
             if one.done() and one.error() is None:
                 self._tickets.pop(other, None)
 
-        def heard() -> None:
+        def observed() -> None:
             self._tickets.pop(number, None)
-            ticket.hear()
+            ticket.mark_observed()
 
-        given = self._tickets[number] = Ticket(ticket.future, heard)
+        given = self._tickets[number] = Ticket(ticket.future, observed)
         return given
 
     def all(self) -> list[Ticket[Any]]:
@@ -149,7 +149,7 @@ class Values:
     def close(self) -> None:
         """End the pass: store the value at hand, and wait for operations under way; a second call does nothing.
 
-        Raises the error of a change that failed; so does `flush`, as nobody may hear of this one in a loop that was left.
+        Raises the error of a change that failed; so does `flush`, as a loop that was left does not see this one.
         """
         self._closed = True
         with self._lock:

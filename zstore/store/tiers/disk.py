@@ -1,7 +1,7 @@
 """The disk tier: shard files in a run folder, replaced by new versions once they were published.
 
 [Note: versions]
-A shard's bytes are in one file of the run folder, its number in the name. While nobody pinned or published that file,
+A shard's bytes are in one file of the run folder, its number in the name. While that file is neither pinned nor published,
 a pass changes it in place. Once it is pinned, a pass writes another file and makes it the present one at its end: a
 published file is never written again. A table in memory decides, never link counts. A superseded file that was
 published loses its name here (the checkpoint's link keeps the bytes); one that was not is kept for the next version.
@@ -134,7 +134,7 @@ class DiskTier(Tier):
         if shard.pack is None:
             with contextlib.suppress(StorageError):  # the shard is gone; `close` removes the rest
                 self._drop_spare(shard)  # a version that was read meanwhile
-        elif len(shard.in_use) == 1:  # else somebody reads an earlier version there
+        elif len(shard.in_use) == 1:  # else an earlier version is read there
             shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
 
     def _drop_spare(self, shard: DiskShard) -> None:
@@ -161,7 +161,7 @@ class DiskTier(Tier):
         return shard
 
     def adopt(self, name: str, path: Path, crcs: Sequence[int]) -> bool:
-        """Let the shard file `path`, which nobody will write again, be the present version of a shard that no pass is
+        """Let the shard file `path`, which is never written again, be the present version of a shard that no pass is
         over; false if it cannot be linked. `crcs` are the checksums of its chunks."""
         shard = self._shards[name]
         if len(crcs) != shard.layout.num_present:
@@ -313,7 +313,7 @@ class DiskTier(Tier):
                 self._retire(shard, target)
 
     def _retire(self, shard: DiskShard, file: DiskFile) -> None:
-        """Release a file that is not the present version, once nobody pins it."""
+        """Release a file that is not the present version, once it is not pinned."""
         if file.pins or file is shard.current:
             return
         if shard.pack is not None:
@@ -432,7 +432,7 @@ class DiskPin:
         """Link the file to `path`; false if links are not supported."""
         with self._shard.lock:
             before = self.file.published
-            # Marked first: once the link exists, nobody may write the file any more.
+            # Marked first: once the link exists, the file may not be written any more.
             self.file.published = True
             try:
                 res.files.link(self.file.path, path)

@@ -44,7 +44,7 @@ class MemoryTier(Tier):
     tile_numel = MEMORY_TILE_NUMEL
     """Elements of a tile, about."""
     owns_memory = False
-    """Whether the memory is the host's, and nobody has it but for a pass: then files are written from it without a copy."""
+    """Whether the memory is the host's, and only passes have it: then files are written from it without a copy."""
 
     def __init__(self) -> None:
         self._shards: dict[str, LocalShard] = {}
@@ -91,7 +91,7 @@ class MemoryTier(Tier):
         return self._pins[name] > 0
 
     def version(self, name: str) -> int:
-        """Whoever has the memory may write to it all the same."""
+        """Code that has the memory may write to it without another version."""
         return self._versions[name]
 
     def begin(self, name: str, mode: Mode) -> None:
@@ -164,7 +164,7 @@ class MemoryTier(Tier):
             self._unpinned.notify_all()
 
     def stop_waiting(self) -> None:
-        """Fail the changes that wait for a pin, now and later: whoever holds it may itself wait for the end."""
+        """Fail the changes that wait for a pin, now and later: the holder of the pin may itself wait for the end."""
         with self._unpinned:
             self._stopped = True
             self._unpinned.notify_all()
@@ -186,7 +186,7 @@ class HostTier(MemoryTier):
         self._slab = make_slab(0)
         self._slab_used = 0
         self._left_bytes: int | None = None
-        """Of slabs, for shards to come; None: nobody knows."""
+        """Of slabs, for shards to come; None: not known."""
         self._lock = threading.Lock()
 
     def expect(self, nbytes: int) -> None:
@@ -265,7 +265,7 @@ class DeviceTier(MemoryTier):
 
 
 class MemoryPin:
-    """A pinned shard in memory; whoever changes the shard waits for `release`."""
+    """A pinned shard in memory; a change of the shard waits for `release`."""
 
     has_file = False
 

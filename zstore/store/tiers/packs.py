@@ -1,7 +1,7 @@
 """Files of the run folder that small shards share, so that neighbours go to and from the drive in one request.
 
 [Note: shared files]
-A shard of 64 to 256 KiB would be a request of its own. Those whose arrays are of one kind (the first part of the name)
+A shard of 64 to 256 KiB would be a separate request. Those whose arrays are of one kind (the first part of the name)
 are neighbours in one file, a pack, in the order in which they were made, which is the order of passes: each has a
 region, whole slots without an index. A pass brings several groups of them in one buffer, laid out as in the file, so
 that adjacent regions are one request.
