@@ -23,7 +23,7 @@ from .printing import make_console, make_table, print_json
 if TYPE_CHECKING:
     from torch import nn
 
-    from zstore.engine.config.config import OptimizerConfig
+    from zstore.engine.config.optimizers import OptimizerSection
     from zstore.engine.plan.costs import Costs, PlannedRun
     from zstore.engine.plan.plan import Slots
 
@@ -186,8 +186,8 @@ def _numbers(options: PlanOptions) -> dict[str, Any]:
     layers = {f"layers.{number}": (rows, hidden) for number in range(num_layers)}
     sizes = {"embedding": (vocab_size, hidden), **layers, "head": (vocab_size, hidden)}
 
-    def slots_of(optimizer: OptimizerConfig | None, _world_size: int) -> Mapping[str, Slots]:
-        if optimizer is not None and (optimizer.kind not in ("Adam", "AdamW") or optimizer.arguments["amsgrad"]):
+    def slots_of(optimizer: OptimizerSection | None, _world_size: int) -> Mapping[str, Slots]:
+        if optimizer is not None and (optimizer.kind not in ("Adam", "AdamW") or optimizer.arguments()["amsgrad"]):
             raise UsageError(
                 f"--params: expected an optimizer of type Adam or AdamW, got {optimizer.kind}: name a --model"
             )
@@ -202,17 +202,17 @@ def _numbers(options: PlanOptions) -> dict[str, Any]:
     }
 
 
-def slots_of_module(module: nn.Module, optimizer: OptimizerConfig | None, world_size: int) -> Mapping[str, Slots]:
-    """Return what an optimizer keeps of each parameter of a model on the meta device, by its name; None is AdamW. Raises
-    ConfigError for arguments that it does not take."""
-    from zstore.engine.config.config import OptimizerConfig
+def slots_of_module(module: nn.Module, optimizer: OptimizerSection | None, world_size: int) -> Mapping[str, Slots]:
+    """Return what an optimizer (None: AdamW) keeps of each parameter, by name. Raises ConfigError for its arguments."""
+    from zstore.engine.config.config import load_config
     from zstore.engine.extras import register_parts
     from zstore.engine.optim.optimizer import optimizer_from_config
     from zstore.engine.optim.rules import rule_of
     from zstore.engine.params.record import named_parameters
 
     register_parts()
-    made = optimizer_from_config(optimizer or OptimizerConfig(kind="AdamW", arguments={}), None, module)
+    section: Any = optimizer or load_config({"optimizer": {"type": "AdamW"}}).settings.optimizer
+    made = optimizer_from_config(section, None, module)
     rule = rule_of(type(made))
     slots: dict[Any, Slots] = {}
     for group in made.param_groups:

@@ -12,9 +12,9 @@ from zstore.errors import ConfigError, UsageError
 from zstore.io import user_path
 
 from .keys import Notice, Status, problem_text
-from .optimizers import OPTIMIZERS, AdamParams, Moments, OptimizerParams, SchedulerSection
+from .optimizers import OPTIMIZERS, Moments, OptimizerParams, OptimizerSection, SchedulerSection
 from .parse import load_jsonc, parse
-from .resolve import BatchSizes, ResolveContext, answered, default_weight_decay, resolve_settings
+from .resolve import BatchSizes, ResolveContext, answered, resolve_settings
 from .sections import (
     ConfigSections,
     Fp16Section,
@@ -23,16 +23,6 @@ from .sections import (
     ZstoreSection,
 )
 from .values import show
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """An optimizer to make."""
-
-    kind: str
-    """Name of its class: that of the section's `type`, but AdamW for an Adam whose weight decay is decoupled."""
-    arguments: Mapping[str, Any]
-    """Arguments of the class, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,17 +163,10 @@ class Config:
         return "skip" if self.precision == "fp16" or checked else self.own.non_finite_gradients
 
     @property
-    def optimizer(self) -> OptimizerConfig | None:
+    def optimizer(self) -> OptimizerSection | None:
         """The optimizer to build; None if the caller passes one."""
-        section = self.settings.optimizer
-        if section is None:
-            return None
-        arguments, kind = self._plain(section.params.arguments()), section.type
-        if isinstance(section.params, AdamParams):
-            kind = "AdamW" if section.params.adam_w_mode else kind
-            if section.params.weight_decay is None:
-                arguments["weight_decay"] = default_weight_decay(section)
-        return OptimizerConfig(kind=kind, arguments=arguments)
+        section: OptimizerSection | None = self._plain(self.settings.optimizer)
+        return section
 
     @property
     def moments(self) -> Moments:

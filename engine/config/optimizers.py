@@ -189,6 +189,23 @@ class OptimizerSection(Section):
         usual = ALIASES.get(name.lower()) if isinstance(name, str) else None
         return data if usual is None else {**data, "type": usual}  # type: ignore[dict-item]
 
+    @property
+    def kind(self) -> str:
+        """Name of the class to make: that of `type`, but AdamW for an Adam whose weight decay is decoupled."""
+        return "AdamW" if isinstance(self.params, AdamParams) and self.params.adam_w_mode else self.type
+
+    @property
+    def default_weight_decay(self) -> float:
+        """The weight decay of an optimizer that names none: DeepSpeed's, or torch's if that was asked for."""
+        return 0.01 if isinstance(self.params, AdamParams) and self.params.torch_adam and self.kind == "AdamW" else 0.0
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the class, by name."""
+        found = self.params.arguments()
+        if isinstance(self.params, AdamParams) and self.params.weight_decay is None:
+            found["weight_decay"] = self.default_weight_decay
+        return found
+
     def notices(self, settings: Any) -> Iterator[Notice]:
         yield from self.params.conflicts(settings, self.type)
         if self.type == "AdamW" and isinstance(self.params, AdamParams) and not self.params.adam_w_mode:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from zstore.errors import ConfigError, UsageError
 
 from .keys import Section, answer_type, problem_text, section_of, settings_in, spelled_keys
-from .optimizers import AdamParams, OptimizerSection
+from .optimizers import AdamParams
 from .sections import BATCH_KEYS, ConfigSections
 from .values import check, show
 
@@ -240,7 +240,7 @@ def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, 
             and optimizer is not None
             and isinstance(optimizer.params, AdamParams)
         ):
-            defaults[key] = default_weight_decay(optimizer)
+            defaults[key] = optimizer.default_weight_decay
         elif key not in (*BATCH_KEYS, "bf16.enabled", "fp16.enabled"):
             if info.is_required():
                 missing.append(
@@ -249,13 +249,6 @@ def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, 
             else:
                 defaults[key] = info.default
     return derived, defaults, missing
-
-
-def default_weight_decay(section: OptimizerSection) -> float:
-    """Return the weight decay of an optimizer that names none: DeepSpeed's, or torch's if that was asked for."""
-    params = section.params
-    as_torch = isinstance(params, AdamParams) and params.torch_adam and (section.type == "AdamW" or params.adam_w_mode)
-    return 0.01 if as_torch else 0.0
 
 
 def _replaced(section: S, values: Mapping[str, Any]) -> S:

@@ -14,7 +14,7 @@ from torch import nn
 
 from zstore.errors import ConfigError, NonFiniteError, UsageError
 
-from ..config.config import OptimizerConfig
+from ..config.optimizers import OptimizerSection
 from ..config.sections import Fp16Section
 from ..runtime.process import warn_once
 from .rules import CLIENT, Groups, classes, rule_of
@@ -190,12 +190,12 @@ class NoOptimizer(ZeroOptimizer):
         self.scaler = None
 
 
-def optimizer_from_config(config: OptimizerConfig, parameters: Any, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_from_config(config: OptimizerSection, parameters: Any, model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer that a config names, over `parameters` (parameters, or group dicts; None: all of the model).
 
     Groups keep the settings that they have.
     """
-    groups, arguments = _as_groups(model.parameters() if parameters is None else parameters), dict(config.arguments)
+    groups, arguments = _as_groups(model.parameters() if parameters is None else parameters), config.arguments()
     kind: Any = classes()[config.kind]
     if (make := rule_of(kind).make) is not None:
         return make(kind, groups, arguments, model)

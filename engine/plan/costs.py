@@ -13,7 +13,8 @@ from typing import Any
 from zstore.errors import BudgetError, ConfigError
 from zstore.sizes import format_bytes
 
-from ..config.config import Config, OptimizerConfig, load_config
+from ..config.config import Config, load_config
+from ..config.optimizers import OptimizerSection
 from ..config.resolve import ResolveContext, precision_note
 from .placement import HEADROOM_PERCENT, fill_device, make_plan, without_headroom
 from .plan import Held, ParameterShape, Plan, Slots, Width, activations_of, find_needs, itemsize_of, placement_settings
@@ -110,7 +111,7 @@ class PlannedRun:
     shapes: Sequence[ParameterShape]
     units_of: Callable[[int], Sequence[Sequence[str]]]
     """Returns the names of the parameters that each unit gathers, if at most so many elements are gathered."""
-    slots_of: Callable[[OptimizerConfig | None, int], Mapping[str, Slots]]
+    slots_of: Callable[[OptimizerSection | None, int], Mapping[str, Slots]]
     """Returns what an optimizer keeps of each parameter at a world size, by its name."""
     width: Width
     seq_length: int

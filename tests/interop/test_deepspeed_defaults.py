@@ -16,7 +16,6 @@ from zstore.engine.adapters.deepspeed import optimizers
 from zstore.engine.config.config import load_config
 from zstore.engine.config.keys import Section, Status, about, known_keys, section_of
 from zstore.engine.config.optimizers import SCHEDULES, OptimizerSection
-from zstore.engine.config.resolve import default_weight_decay
 from zstore.engine.config.sections import BATCH_KEYS, ConfigSections
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -141,7 +140,7 @@ def _of_params(kinds: Mapping[str, type[Section]], prefix: str, make: Any) -> It
             if name in theirs and about(field)[0] is Status.BUILT and not field.is_required():
                 unset = field.default is None and name == "weight_decay"
                 made = load_config({"optimizer": {"type": kind}}).settings.optimizer if unset else None
-                ours = field.default if made is None else default_weight_decay(made)
+                ours = field.default if made is None else made.default_weight_decay
                 yield f"{prefix} ({kind}) {name}", _alike(theirs[name]), _alike(ours)
 
 

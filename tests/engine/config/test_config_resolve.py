@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.checkpoint.retention import Keep
-from zstore.engine.config.config import Config, OptimizerConfig, load_config
+from zstore.engine.config.config import Config, load_config
 from zstore.engine.config.keys import answer_type, known_keys
 from zstore.engine.config.optimizers import WarmupLRParams
 from zstore.engine.config.resolve import BatchSizes, ResolveContext, open_keys, read_answers, solve_batch
@@ -59,7 +59,7 @@ def test_the_largest_config_in_full() -> None:
     assert config.batch == BatchSizes(train_batch_size=6, micro_batch_size=3, accumulation_steps=1)
     assert (config.precision, config.loss_scaling) == ("bf16", None)
     arguments = {"lr": 2e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
-    assert config.optimizer == OptimizerConfig(kind="AdamW", arguments=arguments | _PLAIN)
+    assert (config.optimizer.kind, config.optimizer.arguments()) == ("AdamW", arguments | _PLAIN)
     assert config.scheduler is not None
     assert dict(config.scheduler.params) == {
         "warmup_min_lr": 0.0,
@@ -106,7 +106,7 @@ def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
     config = load_config(path).resolve(ResolveContext(world_size=2, answers=answers))
     assert config.batch == BatchSizes(train_batch_size=4, micro_batch_size=2, accumulation_steps=1)
     arguments = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    assert config.optimizer == OptimizerConfig(kind="AdamW", arguments=arguments | _PLAIN)
+    assert (config.optimizer.kind, config.optimizer.arguments()) == ("AdamW", arguments | _PLAIN)
     assert config.scheduler is not None
     params = config.scheduler.params
     assert isinstance(params, WarmupLRParams)
@@ -176,7 +176,7 @@ def test_an_answer_that_is_not_asked_for_is_not_used() -> None:
     answers = read_answers({"optimizer.params.lr": 1.0, "train_batch_size": 9, "bf16.enabled": True})
     config = resolved({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, answers=answers)
     assert config.optimizer is not None
-    assert (config.optimizer.arguments["lr"], config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
+    assert (config.optimizer.arguments()["lr"], config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
 
 
 def test_answers_that_contradict_are_refused() -> None:
