@@ -12,7 +12,6 @@ from pydantic.fields import FieldInfo
 from zstore.errors import ConfigError, UsageError
 
 from .keys import Section, answer_type, problem_text, section_of, settings_in, spelled_keys
-from .optimizers import AdamParams
 from .sections import BATCH_KEYS, ConfigSections
 from .values import check, show
 
@@ -235,11 +234,7 @@ def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, 
         elif key == "scheduler.params.warmup_max_lr":
             # With an optimizer of the caller's own: each group's.
             derived[key] = None if optimizer is None else defaults.get("optimizer.params.lr", optimizer.params.lr)
-        elif (
-            key == "optimizer.params.weight_decay"
-            and optimizer is not None
-            and isinstance(optimizer.params, AdamParams)
-        ):
+        elif key == "optimizer.params.weight_decay" and optimizer is not None and info.default is None:
             defaults[key] = optimizer.default_weight_decay
         elif key not in (*BATCH_KEYS, "bf16.enabled", "fp16.enabled"):
             if info.is_required():
