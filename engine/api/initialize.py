@@ -18,7 +18,7 @@ from zstore.io import Files
 from zstore.ranks.world import World
 
 from ..access.access import live_runs
-from ..build.init import around_block, leave_to_engine
+from ..build.builder import around_block, leave_to_engine
 from ..build.model import mark_leaves_of, require_shapes, warn_of_doubles
 from ..config.config import Config, load_config
 from ..config.resolve import ResolveContext, precision_note, read_answers

@@ -399,8 +399,40 @@ class Builder:
         self._finalizer()
 
 
+# -- blocks of `zstore.Init`, and the engine ---------------------------------------------------------------------------
+
+open_blocks: list[Any] = []
+"""The open block, if any."""
 with_init: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that a block of `zstore.Init` saw, in shards or not: every rank has the same values of them."""
+"""Parameters that a block saw, in shards or not: every rank has the same values of them."""
+trained: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that an engine has: no block shards them once more."""
+
+
+@contextmanager
+def around_block() -> Iterator[None]:
+    """End the open block, if any, which makes its model whole, and go on with it afterwards; not after an error, which leaves
+    nothing of it (all ranks)."""
+    if not open_blocks:
+        yield
+        return
+    block = open_blocks[-1]
+    block.__exit__(None, None, None)
+    try:
+        yield
+    except BaseException:
+        block.close()
+        raise
+    block.__enter__()
+
+
+def leave_to_engine(model: nn.Module) -> None:
+    """Note that an engine has the parameters of `model`."""
+    for parameter in model.parameters():
+        trained[parameter] = None
+
+
+# -- which builder -----------------------------------------------------------------------------------------------------
 
 
 def model_deleted_error() -> UsageError:

@@ -25,7 +25,6 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zstore.errors import UsageError
 from zstore.format import ArraySpec
@@ -34,7 +33,7 @@ from zstore.ranks.world import World
 
 from ..config.config import Config, load_config
 from ..runtime.process import CollectorPause, init_distributed, show_messages
-from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, with_init
+from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, open_blocks, trained, with_init
 from .store import builder_for
 
 
@@ -101,12 +100,12 @@ class Init(AbstractContextManager["Init"]):
     def __enter__(self) -> Self:
         if not self._enabled:
             return self
-        if _active:
+        if open_blocks:
             raise UsageError("zstore.Init within a zstore.Init: build the whole model within one block")
         self._open()
         with ExitStack() as stack:
-            _active.append(self)
-            stack.callback(_active.remove, self)
+            open_blocks.append(self)
+            stack.callback(open_blocks.remove, self)
             if self._dtype is not None:
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._dtype)
@@ -141,7 +140,7 @@ class Init(AbstractContextManager["Init"]):
         stack.enter_context(_Watch(self._before))
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if not self._enabled or self not in _active:
+        if not self._enabled or self not in open_blocks:
             return
         self._ends.close()
         builder = self._builder
@@ -219,7 +218,7 @@ class Init(AbstractContextManager["Init"]):
                     self._enter(builder, module, name, parameter)
 
     def _enter(self, builder: Builder, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if parameter in _trained:
+        if parameter in trained:
             return
         with_init[parameter] = None
         if parameter.is_meta:
@@ -345,38 +344,7 @@ def _can_rest(parameter: nn.Parameter) -> bool:
     return parameter.layout == torch.strided
 
 
-_active: list[Init] = []
-"""The open block, if any."""
-
-
-_trained: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that an engine has: no block shards them once more."""
-
-
-@contextmanager
-def around_block() -> Iterator[None]:
-    """End the open block of `zstore.Init`, if any, which makes its model whole, and go on with it afterwards; not after an
-    error, which leaves nothing of it (all ranks)."""
-    block = _active[-1] if _active else None
-    if block is None:
-        yield
-        return
-    block.__exit__(None, None, None)
-    try:
-        yield
-    except BaseException:
-        block.close()
-        raise
-    block.__enter__()
-
-
-def leave_to_engine(model: nn.Module) -> None:
-    """Note that an engine has the parameters of `model`."""
-    for parameter in model.parameters():
-        _trained[parameter] = None
-
-
 def require_no_init(call: str) -> None:
     """Raise UsageError if `call` comes within a block of `zstore.Init`."""
-    if any(init._builder is not None for init in _active):
+    if any(init._builder is not None for init in open_blocks):
         raise UsageError(f"{call} within `with zstore.Init(...)`: end the block first")
