@@ -20,7 +20,7 @@ from tests.engine.init_models import Handmade, Stack, config_of, differences, fi
 from tests.engine.models import make_net
 from tests.engine.runs import state_of, step
 from tests.engine.transformers_models import ARCHITECTURES
-from zstore.engine.build.init import _active
+from zstore.engine.build.builder import open_blocks
 from zstore.errors import ConfigError, DiskFullError, RankError, RunFolderError, UsageError
 from zstore.testing.ranks import run_ranks
 
@@ -141,6 +141,10 @@ def test_masters_stay_in_the_files_that_they_were_built_in(precision: str, tmp_p
         assert expected <= engine.statistics().store.disk_write_bytes < 1.1 * expected
         assert not any(name.startswith("building") for name in files_in(tmp_path))
         step(engine)
+        whole = [engine.get_full_parameter(name) for name, _ in model.named_parameters()]
+        assert num_released(engine.hand_back(config)) > 3
+    with zstore.gather(model):
+        assert all(map(torch.equal, model.parameters(), whole))
 
 
 def test_a_model_may_be_release_after_it_was_built(tmp_path: Path) -> None:
@@ -381,7 +385,7 @@ def test_an_engine_made_within_the_block_trains_as_from_a_plain_model(tmp_path: 
             assert num_released(outer) == 0
             step(engine)
             found.append(state_of(engine))
-        assert init in _active
+        assert init in open_blocks
     with zstore.initialize(model=other, config=config)[0] as engine:
         for _ in range(2):
             step(engine)

@@ -175,7 +175,6 @@ def test_wrong_answers_to_auto_are_refused(auto: Any, message: str) -> None:
 def test_an_answer_that_is_not_asked_for_is_not_used() -> None:
     answers = read_answers({"optimizer.params.lr": 1.0, "train_batch_size": 9, "bf16.enabled": True})
     config = resolved({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, answers=answers)
-    assert config.optimizer is not None
     assert (config.optimizer.arguments()["lr"], config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
 
 
@@ -222,9 +221,8 @@ def test_precision_follows_the_sections_and_the_device(fp16: object, bf16: objec
 )
 def test_adam_is_adamw_unless_told_otherwise(kind: str, params: dict[str, Any], decoupled: bool, decay: float) -> None:
     optimizer = resolved({"optimizer": {"type": kind, "params": params}}).optimizer
-    assert optimizer is not None
-    assert (optimizer.kind, optimizer.arguments["weight_decay"]) == ("AdamW" if decoupled else "Adam", decay)
-    assert [optimizer.arguments[name] for name in ("lr", "betas", "eps")] == [1e-3, (0.9, 0.999), 1e-8]
+    assert (optimizer.kind, optimizer.arguments()["weight_decay"]) == ("AdamW" if decoupled else "Adam", decay)
+    assert [optimizer.arguments()[name] for name in ("lr", "betas", "eps")] == [1e-3, (0.9, 0.999), 1e-8]
 
 
 def test_the_warm_up_ends_at_the_optimizers_lr() -> None:
@@ -235,7 +233,6 @@ def test_the_warm_up_ends_at_the_optimizers_lr() -> None:
     cases = ((schedule, False, None), (schedule | adam, False, None), (auto | adam, False, 0.25), (auto, True, None))
     for config, passed, highest in cases:
         scheduler = resolved(config, client_optimizer=passed).scheduler
-        assert scheduler is not None
         assert dict(scheduler.params)["warmup_max_lr"] == highest
 
 
