@@ -206,7 +206,7 @@ class Init(AbstractContextManager["Init"]):
         parameter = module._parameters[name]
         if self._builder is not None and parameter is not None:
             with self._alone() as builder:
-                trained.pop(parameter, None)  # its engine lets it go
+                trained.pop(parameter, None)  # type: ignore[no-untyped-call]  # its engine lets it go
                 self._enter(builder, module, name, parameter)
 
     def _enter_module(self, root: nn.Module) -> None:
