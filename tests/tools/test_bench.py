@@ -17,6 +17,7 @@ from bench import (
     bare_step,
     checkpoint,
     children,
+    clocked,
     disk,
     gpu,
     limits,
@@ -25,7 +26,6 @@ from bench import (
     optimizer,
     overhead,
     serve,
-    small_arrays,
     step,
     store,
     waits,
@@ -85,20 +85,18 @@ def test_step_benchmark_counts_the_bytes_of_a_step(bench: Bench) -> None:
     assert 0 < figures["save_new_blocks_percent"] < 25  # of a tiny model, the small parameters are much
 
 
-def test_the_benchmark_of_small_arrays_saves_beside_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["small_arrays", "--path", str(tmp_path), "--parameters", "5", "--rounds", "1"])
-    small_arrays.main()
-    assert "15 arrays in" in capsys.readouterr().out
-
-
 def test_links_benchmark_measures_a_machine_without_a_device(bench: Bench) -> None:
     rates = bench(links, "--gib", "0.06")["rates"]
     products = [f"matrix products in {precision}" for precision in ("fp32", "bf16", "fp16")]
     expected = [links.HOST, links.ADAMW, *products, "disk read", "disk write", "disk mixed"]
     assert list(rates) == expected
     assert all(rate > 0 for rate in rates.values())
+
+
+def test_clocked_benchmark_takes_steps_in_each_mode(bench: Bench) -> None:
+    figures = bench(clocked, "--layers", "1", "--width", "64", "--steps", "1", "--rate", "40", path=False)
+    assert set(figures) == {"none", "forward", "backward"}
+    assert all(row["of the least"] > 1 for row in figures.values())
 
 
 @pytest.mark.soak
@@ -191,7 +189,7 @@ def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
 
 
 def test_benchmark_of_dcp_saves_through_both_writers_in_turn(tmp_path: Path) -> None:
-    options = ["--pairs", "--path", str(tmp_path), "--sizes", "1", "--ranks", "1", "--rounds", "2"]
+    options = ["--path", str(tmp_path), "--sizes", "1", "--ranks", "1", "--rounds", "2"]
     done = warm.run([sys.executable, "-m", "bench.dcp", *options], capture_output=True, text=True, check=True)
     line = r"1 MB, 1 ranks: zstore \d+ ms, torch \d+ ms, ratio [\d.]+ \([\d.]+ to [\d.]+, 2 pairs\)\n"
     assert re.fullmatch(line, done.stdout)
