@@ -157,7 +157,8 @@ def _kernels(numel: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def _cost(work: Callable[[], Any]) -> tuple[float, float]:
-    """Return seconds, and core-seconds."""
+    """Return seconds, and core-seconds, once the threads of torch's call before sleep: idle ones spin for milliseconds."""
+    time.sleep(0.02)
     cores = time.process_time()
     return _seconds(work), time.process_time() - cores
 

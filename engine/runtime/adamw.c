@@ -21,7 +21,8 @@
 #define INLINE static inline __attribute__((always_inline))
 #define BLOCK 512        /* elements whose weights are in the first cache, until they are stored */
 #define LINE 32          /* elements of weights in a line of the cache */
-#define TILE (32 * 1024) /* elements that a thread takes at a time */
+#define LEAST_TILE (32 * 1024) /* elements that a thread takes at a time: more keep pages of memory open, and fewer let all */
+#define MOST_TILE (256 * 1024) /* threads end together, also if another process has a core; 16 a thread if there are so many */
 #define MOST_THREADS 64
 
 enum { FP32, BF16, FP16 }; /* types of gradients and weights */
@@ -256,7 +257,7 @@ static Work *version(void) { /* or NULL: every loop has FMAs, which are calls of
 
 typedef struct {
     const Job *jobs;
-    int64_t num_jobs;
+    int64_t num_jobs, tile;
     const Settings *settings;
     Numbers body, tail;
     Work *work;
@@ -266,12 +267,13 @@ typedef struct {
 
 static void take_tiles(Plan *plan) {
     const Settings *s = plan->settings;
+    const int64_t tile = plan->tile;
     int64_t mine = atomic_fetch_add(&plan->next, 1), seen = 0;
     for (int64_t i = 0; i < plan->num_jobs; i++) {
         const Job *job = plan->jobs + i;
-        const int64_t whole = job->numel - job->numel % s->width, tiles = (job->numel + TILE - 1) / TILE;
+        const int64_t whole = job->numel - job->numel % s->width, tiles = (job->numel + tile - 1) / tile;
         for (; mine < seen + tiles; mine = atomic_fetch_add(&plan->next, 1)) {
-            const int64_t first = (mine - seen) * TILE, end = first + TILE < job->numel ? first + TILE : job->numel;
+            const int64_t first = (mine - seen) * tile, end = first + tile < job->numel ? first + tile : job->numel;
             const int64_t middle = end < whole ? end : whole; /* a tile is a multiple of `width` */
             if (first < middle) plan->work(job, s, &plan->body, first, middle);
             if (middle < end) plan->work(job, s, &plan->tail, middle, end);
@@ -330,7 +332,10 @@ static void start(int wanted) { /* fewer if no more can be started */
 /* Carry out the jobs with at most `num_threads` threads, the caller's among them; change nothing if there is no version for
  * this processor. Its number is that of the structs. */
 void zstore_adam_1(const Job *jobs, int64_t num_jobs, const Settings *settings, int32_t num_threads) {
-    Plan plan = {jobs, num_jobs, settings, .work = version()};
+    Plan plan = {jobs, num_jobs, LEAST_TILE, settings, .work = version()};
+    int64_t numel = 0;
+    for (int64_t i = 0; i < num_jobs; i++) numel += jobs[i].numel;
+    while (plan.tile < MOST_TILE && numel / plan.tile >= 32 * (int64_t)num_threads) plan.tile *= 2;
     plan.body = numbers_of(settings, settings->body, 0);
     plan.tail = numbers_of(settings, settings->tail, 1);
     if (!plan.work) return;
