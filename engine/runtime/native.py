@@ -3,8 +3,8 @@
 [Note: the host kernel]
 It is optional, and its bits are torch's. The library is built with the wheel if there was a compiler, or else at first use
 by `cc` into the user's cache. torch's compilers contracted some of the products and sums of its kernel; which ones differs by
-build, and is found by comparing with torch's own kernel, once a process. Without a compiler, or if no form is equal, torch's
-kernel is used, and a line at debug level says so.
+build, and is found by comparing with torch's own kernel, once a process. Without a compiler, without AVX2 and FMA on x86, or
+if no form is equal, torch's kernel is used, and a line at debug level says so.
 """
 
 from __future__ import annotations
