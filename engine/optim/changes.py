@@ -249,7 +249,7 @@ class _Batch:
         alone = behind or state.host is not None  # which has threads of its own
         alone = alone or not all(isinstance(state.kernel_of(record)[0], FusedAdam) for record, _ in places)
         self.threads = 1 if alone else threads_for(on_host)
-        self.num_threads = num_threads(state.host_ranks, behind=behind)
+        self.num_threads = num_threads(state.host_ranks, beside_compute=behind and transfers.streams.device_is_host)
         """Those of a host kernel."""
         self.portions: list[_Portion] = []
         last: dict[Any, _Portion] = {}

@@ -107,12 +107,12 @@ class HostKernel:
         self._call(jobs.buffer_info()[0], len(tensors.masters), ctypes.addressof(given), num_threads)
 
 
-def num_threads(local_ranks: int, *, behind: bool) -> int:
-    """Return how many threads update state of one of the ranks of this machine: behind the loop those of the kernel's own,
-    else the caller's too, which waits for them."""
+def num_threads(local_ranks: int, *, beside_compute: bool) -> int:
+    """Return how many threads update state of one of the ranks of this machine: one less while the processor computes the
+    model too."""
     cores = num_cores() // max(1, local_ranks)
     own = max(1, min(_MOST_THREADS, cores - _OTHER_THREADS))
-    return own if behind or cores < 2 else own + 1
+    return own if beside_compute or cores < 2 else own + 1
 
 
 @cache
