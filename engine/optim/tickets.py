@@ -181,20 +181,22 @@ class Tickets:
 
     # -- readers and saves ------------------------------------------------------------------------------------------
 
-    def wait_for(self, records: Iterable[ParameterRecord]) -> None:
-        """Return when none of `records` waits for its update; raise the error that ended the update.
+    def wait_for(self, records: Iterable[ParameterRecord], wait: bool = True) -> bool:
+        """Return whether none of `records` waits for its update, with `wait` when that is so; raise the error that ended the
+        update.
 
         Before an update in the backward is admitted, the backward may still read the parameters that it will change.
         """
         if not self.of and self.error is None:
-            return
+            return True
         with self._changed:
             found = (self.of.get(record) for record in records)
             running = [one for one in found if one is not None and one.state is TicketState.RUNNING]
-            if running:
+            if wait:
                 self._changed.wait_for(lambda: all(one.state is TicketState.DONE for one in running))
             if self.error is not None:
                 raise self.error
+            return all(one.state is TicketState.DONE for one in running)
 
     def pin(self, record: ParameterRecord, names: Sequence[str]) -> dict[str, PinnedShard]:
         """Return pins of arrays of `record`: of the present version, or of the one that its update will make. Raises UsageError

@@ -299,14 +299,16 @@ class Update:
             changes = Changes(self.state, self._gradients.expected, settings, self._take, last_read, behind=True)
             self._start(changes, most_bytes)
 
-    def _note_final(self, record: ParameterRecord) -> None:
-        """Hand a final gradient over, and wait for room (the backward's thread)."""
-        torch.autograd.graph.increment_version(record.parameter)
-        record.version += 1
+    def _note_final(self, records: Sequence[ParameterRecord]) -> None:
+        """Hand final gradients over, and wait for room (the backward's thread)."""
+        for record in records:
+            torch.autograd.graph.increment_version(record.parameter)
+            record.version += 1
         last_read = self.state.transfers.streams.record()  # from here on a read is an error
-        num_unseen = 0 if self._fetcher is None else self._fetcher.num_unseen
-        values = self._gradients.of[record].values  # None: on disk
-        self.tickets.put(record, num_unseen, last_read, 0 if values is None else values.nbytes)
+        num_unseen = 0 if self._fetcher is None else len(self._fetcher.unseen)
+        for record in records:
+            values = self._gradients.of[record].values  # None: on disk
+            self.tickets.put(record, num_unseen, last_read, 0 if values is None else values.nbytes)
 
     def end_backward(self, *, drop: bool = False) -> None:
         """Let an update in the backward end with the final gradients; with `drop`, with those that it has begun to use."""

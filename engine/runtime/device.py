@@ -5,7 +5,8 @@ A device works behind the host, in the order of a stream. Copies that nothing el
 one for each direction, beside the computation. So each copy names the event it follows, and anyone who uses its target,
 or reuses its source, waits for it:
 event    a point in the work that the device was given so far: a copy reads and writes device memory after it.
-copy     begins after an event and ends with one. Until it is waited for, nobody touches or frees target or source.
+copy     begins after an event and ends with one. Until it is waited for, nobody touches or frees target or source. Tensors
+         that move together, those of a unit, are one copy: one call and one event, however many they are.
 wait     the host waits until the event is reached: the copied values are there, for the device too, and the source may be
          reused.
 follow   the device waits, and the host goes on: the copied values are there for what the device is given from now on.
@@ -22,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from typing import Any, TypeVar
@@ -35,8 +37,6 @@ from zstore.store import MEMORY_TILE_NUMEL
 
 _MOST_UP = 2
 """Tiles on their way to the device: one is copied while the next is computed."""
-_MOST_DOWN_BYTES = 256 * 1024 * 1024
-"""Most memory of the device that is kept by copies on their way from it, or that of the two largest."""
 _LEAST_MEAN_NUMEL = 128 * 1024
 _MOST_SIDE_BY_SIDE = 4
 """Threads that work on tiles of their own, and share torch's: of sixteen each waited for the others' Python, and one leaves
@@ -83,9 +83,10 @@ class Streams:
         """Return the end of the work that this thread gave the device so far."""
         return None
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
-        """Begin a copy across, between equal types, beside the computation; return the event of its end."""
-        target.copy_(source)
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], after: Event) -> Event:
+        """Begin to copy each source across into its target, all in one direction and each of its target's type, beside the
+        computation; return the event of the end."""
+        torch._foreach_copy_(targets, sources)
 
     def wait(self, event: Event) -> None:
         """Return when the event is reached."""
@@ -126,11 +127,11 @@ class CudaStreams(Streams):
     def record(self) -> Event:
         return torch.cuda.current_stream(self._device).record_event()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> Event:
-        stream = self._down if self.is_host(target) else self._up
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], after: Event) -> Event:
+        stream = self._down if self.is_host(targets[0]) else self._up
         stream.wait_event(after)
         with stream:  # as torch.cuda.stream(stream), in a tenth of the time
-            target.copy_(source, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         return stream.record_event()
 
     def wait(self, event: Event) -> None:
@@ -160,22 +161,27 @@ def streams_for(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
+@dataclass(eq=False)
 class Copy:
-    """A copy under way. See [Note: the hand-over]."""
+    """A copy under way, of one tensor or of several. See [Note: the hand-over]."""
 
-    def __init__(self, streams: Streams, event: Event, values: torch.Tensor, source: torch.Tensor) -> None:
-        self._streams = streams
-        self._event = event
-        self._source: torch.Tensor | None = source
-        """Nobody may reuse its memory before the end."""
-        self.values = values
-        """The target; not to be touched before the end."""
+    _streams: Streams
+    _event: Event
+    targets: list[torch.Tensor]
+    """Not to be touched before the end."""
+    _sources: list[torch.Tensor] | None
+    """Nobody may reuse their memory before the end."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The target of a copy of one tensor."""
+        return self.targets[0]
 
     def wait(self) -> torch.Tensor:
         """Wait for the copy and return its values."""
-        if self._source is not None:
+        if self._sources is not None:
             self._streams.wait(self._event)
-            self._source = None
+            self._sources = None
         return self.values
 
     def follow(self) -> None:
@@ -184,9 +190,9 @@ class Copy:
 
     def done(self) -> bool:
         """Return whether the copy is done, so that `wait` would not block."""
-        if self._source is not None and self._streams.query(self._event):
-            self._source = None
-        return self._source is None
+        if self._sources is not None and self._streams.query(self._event):
+            self._sources = None
+        return self._sources is None
 
 
 class Transfers:
@@ -228,10 +234,17 @@ class Transfers:
         self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, counted: bool = True
     ) -> Copy:
         """Begin a copy across, between equal types, after the work that the device was given so far (or `after`)."""
+        return self.begin_all([target], [source], after=after, counted=counted)
+
+    def begin_all(
+        self, targets: list[torch.Tensor], sources: list[torch.Tensor], *, after: Event = None, counted: bool = True
+    ) -> Copy:
+        """Begin to copy each source into its target, at least one and all in one direction, as one copy; see `begin`."""
         if counted:
-            self._links.begin(self.link(source, target) or "device_to_host", target.nbytes)
-        event = self.streams.copy(target, source, self.streams.record() if after is None else after)
-        return Copy(self.streams, event, target, source)
+            link = self.link(sources[0], targets[0]) or "device_to_host"
+            self._links.begin(link, sum(target.nbytes for target in targets))
+        event = self.streams.copy(targets, sources, self.streams.record() if after is None else after)
+        return Copy(self.streams, event, targets, sources)
 
     def bring(self, values: torch.Tensor, other: torch.Tensor) -> Copy | None:
         """Begin to copy `values`, 1-D, into new memory beside `other`; None if they are there."""
@@ -355,57 +368,6 @@ class H2DQueue:
         """Return when all rows are there, except for the last `most` tiles."""
         while len(self._under_way) > most and (copy := _next(self._under_way)) is not None:
             self._transfers.finish(copy)
-
-
-Add = Callable[[torch.Tensor, torch.Tensor], object]
-"""Adds the second tensor to the first, in the same memory."""
-
-
-class D2HQueue:
-    """Gradients on their way to host memory, beside the backward; they arrive in the order in which they were begun.
-
-    Used from one thread at a time.
-    """
-
-    def __init__(self, transfers: Transfers) -> None:
-        self._transfers = transfers
-        self._under_way: deque[tuple[Copy, torch.Tensor, Add | None, Callable[[], None]]] = deque()
-        self._nbytes = 0
-        self._most_bytes = _MOST_DOWN_BYTES
-
-    def put(self, rows: torch.Tensor, part: torch.Tensor, *, add: Add | None, arrived: Callable[[], None]) -> None:
-        """Copy `part`, on the device, into `rows` of any type, or `add` it to them: at once, or behind the caller if the rows
-        are the host's. `arrived` is called when that is done."""
-        if self._transfers.link(part, rows) is None:
-            (add or torch.Tensor.copy_)(rows, part)
-            arrived()
-            return
-        straight = add is None and rows.dtype == part.dtype
-        values = rows if straight else self._transfers.empty_host(part.numel(), part.dtype)
-        self._under_way.append((self._transfers.begin(values, part), rows, add, arrived))
-        self._nbytes += part.nbytes
-        self._most_bytes = max(self._most_bytes, 2 * part.nbytes)
-        while self._under_way and (self._nbytes > self._most_bytes or self._under_way[0][0].done()):
-            self._arrive()
-
-    def _arrive(self) -> None:
-        copy, rows, add, arrived = self._under_way.popleft()
-        values = self._transfers.finish(copy)
-        self._nbytes -= values.nbytes
-        if values is not rows:
-            (add or torch.Tensor.copy_)(rows, values)
-        arrived()
-
-    def drain(self) -> None:
-        """Wait until everything has arrived."""
-        while self._under_way:
-            self._arrive()
-
-    def drop(self) -> None:
-        """Forget the copies under way, once nothing is written any more."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
-        self._nbytes = 0
 
 
 def one_thread(enabled: bool = True, *, most: int = 1) -> AbstractContextManager[object]:

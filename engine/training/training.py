@@ -27,7 +27,7 @@ from ..runtime.device import labelled
 from ..zero.collectives import all_gather_rows
 from ..zero.gradients import Gradients, sums_over_ranks
 from ..zero.hooks import UnitHooks
-from ..zero.norm import norm_of, norm_of_sums, scale_factor
+from ..zero.norm import norm_of, scale_factor
 from .compiled import CompiledUnits, Compiler
 from .loader import Accumulation, Counters, TrainingLoader
 
@@ -246,7 +246,8 @@ class Training:
                 self.update.read_ahead()
             self.gradients.sums = sums_over_ranks(self.gradients, self.world, sharding=self.sharding)
         if self._raw_norm is None:
-            norm = norm_of(self.gradients.sums, self.gradients.shown.scales)
+            scales = self.gradients.shown.scales
+            norm = norm_of((one.name, shards, scales.get(one, 1.0)) for one, shards in self.gradients.sums.items())
             stepper = self.update.stepper
             self._raw_norm = norm if stepper is None else stepper.agreed_norm(norm)
         return self._raw_norm
@@ -269,7 +270,7 @@ class Training:
         shards = (self.gradients.sums or {}).get(record, ())
         clip = 1.0 if self._clip_factor is None else self._clip_factor
         factor = self.gradients.shown.scales.get(record, 1.0) * clip / self.scaler.scale
-        return norm_of_sums([(record.name, shards)]) * abs(factor)
+        return norm_of([(record.name, shards, 1.0)]) * abs(factor)
 
     def scale_gradient(self, record: ParameterRecord, factor: float) -> None:
         self._require_sharded_gradients("a factor of a gradient")

@@ -27,7 +27,7 @@ from ..zero.exchanges import Exchanges, GradientRules, exchanges_of
 from ..zero.gradients import Gradients
 from ..zero.hooks import UnitHooks
 from ..zero.spill import GradientSpill
-from ..zero.unshard import make_sharded_units
+from ..zero.unshard import ShardedUnits
 from .training import Training
 
 
@@ -90,7 +90,7 @@ def wire(
         exchanges, hooks = exchanges_of(config, sharding, world), None
         tier = make_tier(config, store, transfers, activation_pool_bytes(store.options.host_budget_bytes))
         if sharding.parameters:
-            sharded = make_sharded_units(units, config, store, transfers, world=world, exchanges=exchanges)
+            sharded = ShardedUnits(units, config, store, transfers, world=world, exchanges=exchanges)
             hooks = UnitHooks(model, sharded)
         gradients = _gradients(state, units, hooks, config, sharding, world, exchanges)
         stepper = None if rule.stepper is None or config.frozen else rule.stepper(optimizer.client, state, world)

@@ -68,11 +68,6 @@ class Bucket:
     dtype: torch.dtype
 
 
-def over_all(record: ParameterRecord) -> Grid:
-    """Return how all ranks divide a parameter."""
-    return record.grid
-
-
 def bucket_limit(world: World, limit_numel: int) -> int:
     """Return the most elements of a bucket if the config allows `limit_numel`. See [Note: buckets]."""
     return min(limit_numel, _GLOO_BUCKET_NUMEL) if world.backend == "gloo" else limit_numel
@@ -83,7 +78,7 @@ def plan_buckets(
     world_size: int,
     limit_numel: int,
     dtype_of: TypeOf = lambda record: record.dtype,
-    grid_of: GridOf = over_all,
+    grid_of: GridOf = lambda record: record.grid,
     *,
     align_numel: int = ALIGN_NUMEL,
 ) -> list[Bucket]:
@@ -212,13 +207,13 @@ class Reduction(Reducing):
         return self._out if self._native else mean_of_rows(self._out)
 
 
-def put_rows(bucket: Bucket, mean: torch.Tensor, put: Callable[[Segment, slice, torch.Tensor], None]) -> None:
-    """Call `put(segment, slice of this rank's rows, their mean)` for each segment of a reduced bucket, whose mean is `mean`
+def rows_in(bucket: Bucket, mean: torch.Tensor) -> Iterator[tuple[Segment, slice, torch.Tensor]]:
+    """Yield (segment, slice of this rank's rows, their mean) for each segment of a reduced bucket, whose mean is `mean`
     [cols]."""
     for segment in bucket.segments:
         first, stop = segment.record.owned_range
         rows = slice(*(min(stop - first, at) for at in (segment.first, segment.stop)))
-        put(segment, rows, mean[segment.offset : segment.offset + rows.stop - rows.start])
+        yield segment, rows, mean[segment.offset : segment.offset + rows.stop - rows.start]
 
 
 def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:

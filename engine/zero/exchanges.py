@@ -27,17 +27,16 @@ from .collectives import (
     Reducing,
     Reduction,
     Rows,
-    Segment,
     bucket_limit,
     mean_in_place,
     pack,
     plan_buckets,
-    put_rows,
+    rows_in,
     unpack,
 )
 
-Put = Callable[[Segment, slice, torch.Tensor], None]
-"""Takes the mean of some of this rank's rows; see `put_rows`."""
+Put = Callable[[Bucket, torch.Tensor], None]
+"""Takes the mean of this rank's rows of a bucket, [cols]; see `rows_in`."""
 
 
 class WireForm(Protocol):
@@ -167,8 +166,7 @@ class Reductions:
     def __init__(self, world: World, rules: GradientRules) -> None:
         self._world = world.second() if rules.each_backward else world
         self._rules = rules
-        self._under_way: deque[tuple[Reducing, Callable[[Bucket, torch.Tensor], None]]] = deque()
-        """With what takes this rank's rows of the mean, [cols]."""
+        self._under_way: deque[tuple[Reducing, Put]] = deque()
 
     def start(self, values: dict[ParameterRecord, torch.Tensor | None], put: Put) -> Iterator[Bucket]:
         """Begin to reduce gradients, None for zeros, and forget `values` (all ranks, in one order); yield each bucket that is
@@ -176,7 +174,7 @@ class Reductions:
         scatter = self._rules.scatter
 
         def take(bucket: Bucket, mean: torch.Tensor) -> None:
-            put_rows(bucket, mean if scatter else self._gather(mean)[bucket.segments[0].record.state_shard], put)
+            put(bucket, mean if scatter else self._gather(mean)[bucket.segments[0].record.state_shard])
 
         for reduction in self._begin(values, scatter=scatter):
             self._under_way.append((reduction, take))
@@ -203,14 +201,12 @@ class Reductions:
             )
             values = {record: flat for record, flat in values.items() if record not in in_place}
 
-        def put(segment: Segment, rows: slice, mean: torch.Tensor) -> None:
-            values[segment.record][slice(*segment.record.owned_range)][rows].copy_(mean)
-
         def take(bucket: Bucket, mean: torch.Tensor) -> None:
-            if scatter:
-                put_rows(bucket, mean, put)
-            else:
+            if not scatter:
                 unpack(bucket, self._gather(mean), values.__getitem__)
+                return
+            for segment, rows, part in rows_in(bucket, mean):
+                values[segment.record][slice(*segment.record.owned_range)][rows].copy_(part)
 
         try:
             for reduction in self._begin(values, scatter=scatter):

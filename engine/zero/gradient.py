@@ -16,8 +16,8 @@ gradient is final. Rows that the host budget cannot hold go to disk each time th
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, cast
@@ -31,10 +31,14 @@ from zstore.ranks.world import World
 from ..params.record import ParameterRecord
 from ..params.sharding import add_in, is_narrower
 from ..params.units import Unit
-from ..runtime.device import D2HQueue, Transfers
+from ..runtime.device import Copy, Transfers
 from .exchanges import GradientRules
-from .norm import SumOfSquares
+from .norm import SumOfSquares, begin_squares
 from .spill import GradientSpill
+
+_MOST_DOWN_BYTES = 256 * 1024 * 1024
+"""Most memory of the device that is kept by copies on their way from it, or that of the two largest. A copy has half of it,
+but for a tensor that is larger."""
 
 
 class GradientState(Enum):
@@ -61,8 +65,14 @@ class BackwardPhase(Enum):
     """No backward is under way, and the sums are the mean over ranks."""
 
 
+_Part = tuple["Gradient", torch.Tensor, torch.Tensor, torch.dtype | None]
+"""Values on their way to a gradient: it, the held rows, the values for them, and the type of the sum of both; None: the rows
+have no values yet."""
+
+
 class GradientStep:
-    """How the gradients of a run are held, and how far their step is."""
+    """How the gradients of a run are held, how far their step is, and what is under way: gradients on their way to host
+    memory, which arrive in the order in which they were put. Used from one thread at a time."""
 
     def __init__(
         self,
@@ -77,40 +87,106 @@ class GradientStep:
         self.transfers = transfers
         self.spill = spill
         """Keeps rows on disk."""
-        self.d2h = D2HQueue(transfers)
-        is_mean = rules.each_backward or world_size == 1
-        self._after = BackwardPhase.AVERAGED if is_mean else BackwardPhase.OWN
+        self.after_backward = BackwardPhase.AVERAGED if rules.each_backward or world_size == 1 else BackwardPhase.OWN
         """The phase that a backward ends with."""
         self.order_is_agreed = False
         """Whether a backward is over, so that it is known how often gradients come, and in which order."""
         self.comes_in_parts = True
         """Whether a gradient may come in several parts before that is known."""
-        self.on_final: Callable[[ParameterRecord], None] | None = None
-        """Called with each record whose gradient is complete in the last backward of a step."""
+        self.on_final: Callable[[Sequence[ParameterRecord]], None] | None = None
+        """Called with the records whose gradients are complete in the last backward of a step, those of a unit together."""
         self.averaged: Callable[[], set[ParameterRecord]] | None = None
         """Returns those of the step that are averaged over ranks; of others each rank keeps its own. None: all are."""
         self._dtypes = dtypes
+        self._under_way: deque[tuple[Copy, list[_Part], int]] = deque()
+        """Copies to host memory, with what they bring, and its bytes on the device."""
+        self._most_bytes = _MOST_DOWN_BYTES
+        self._leaving: list[_Part] = []
+        """What the next copy brings."""
+        self._leaving_bytes = 0
+        self.unsquared: dict[Gradient, torch.Tensor] = {}
+        """Gradients whose sums of squares are to be begun, and the values that they are taken of."""
+        self.final: list[Gradient] = []
+        """Gradients that `on_final` is to be called with."""
+        self.reset()
+        self._note_types()
+
+    def reset(self) -> None:
+        """Begin a step, and forget what is under way, once nothing is written any more."""
         self.backwards = 0
         """Those of this step, the one under way included."""
         self.last = False
         """Whether the last backward of this step has begun."""
-        self._note_types()
-        self.phase = self._after
+        self.phase = self.after_backward
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+        self._leaving, self._leaving_bytes = [], 0
+        self.unsquared.clear()
+        self.final.clear()
 
-    def reset(self) -> None:
-        """Begin a step."""
-        self.backwards, self.last = 0, False
-        self.phase = self._after
+    def put(self, gradient: Gradient, rows: torch.Tensor, part: torch.Tensor, dtype: torch.dtype | None) -> None:
+        """Let `part`, on the device, arrive in the `rows` of a gradient: at once if these are there, else behind the caller,
+        from `send` on."""
+        if self.transfers.link(part, rows) is None:
+            gradient.arrive(rows, part, dtype)
+            return
+        self._leaving.append((gradient, rows, part, dtype))
+        self._leaving_bytes += part.nbytes
+        if self._leaving_bytes >= _MOST_DOWN_BYTES // 2:
+            self.send()
+
+    def send(self) -> None:
+        """Do together what is due for the gradients that came so far, as those of a unit: one call for their norms, one copy
+        to host memory, one hand-over of those that are final."""
+        self._begin_squares()  # before any of them is on disk
+        if self._leaving:
+            self._send()
+        self._begin_squares()
+        final, self.final = self.final, []
+        if not final or self.on_final is None:
+            return
+        if self.spill is not None and any(gradient.record in self.spill for gradient in final):
+            self.spill.finish()
+        if self.spill is None or self.spill.lost is None:
+            self.on_final([gradient.record for gradient in final])
+
+    def _send(self) -> None:
+        leaving, nbytes, self._leaving, self._leaving_bytes = self._leaving, self._leaving_bytes, [], 0
+        parts = [part for _, _, part, _ in leaving]
+        targets: list[torch.Tensor] = []
+        for _, rows, part, dtype in leaving:
+            straight = dtype is None and rows.dtype == part.dtype
+            targets.append(rows if straight else self.transfers.empty_host(part.numel(), part.dtype))
+        self._under_way.append((self.transfers.begin_all(targets, parts), leaving, nbytes))
+        self._most_bytes = max(self._most_bytes, 2 * nbytes)
+        while (left := self._under_way) and (left[0][0].done() or sum(each[2] for each in left) > self._most_bytes):
+            self._arrive()
+
+    def _arrive(self) -> None:
+        copy, arrivals, _ = self._under_way.popleft()
+        self.transfers.finish(copy)
+        for (gradient, rows, _, dtype), values in zip(arrivals, copy.targets, strict=True):
+            gradient.arrive(rows, values, dtype)
+
+    def _begin_squares(self) -> None:
+        unsquared, self.unsquared = self.unsquared, {}
+        one_by_one = self.rules.squares_at_once
+        begun = begin_squares(list(unsquared.values()), self.transfers, one_by_one=one_by_one)
+        for gradient, squares in zip(unsquared, begun, strict=True):
+            gradient.sum_of_squares = squares
+
+    def drain(self) -> None:
+        """Do as `send`, and wait until all gradients that came are there."""
+        self.send()
+        while self._under_way:
+            self._arrive()
+        self.send()
 
     def start_backward(self, *, last: bool) -> None:
         """Begin a backward, the `last` of the step or not."""
         self.backwards, self.last = self.backwards + 1, last
         self._note_types()
         self.phase = BackwardPhase.RUNNING
-
-    def end_backward(self) -> None:
-        """End a backward."""
-        self.phase = self._after
 
     def _note_types(self) -> None:
         several, held = self.backwards > 1, self.rules.types.held
@@ -145,8 +221,8 @@ class Gradient:
         """This rank's rows, 1-D, or all in the parameter's shape; None: no memory yet, on disk, or an update took them."""
         self.shown: torch.Tensor | None = None
         """The tensor that was put into `.grad`."""
-        self._squares: SumOfSquares | None = None
-        """That of the rows, once it was begun."""
+        self.sum_of_squares: SumOfSquares | None = None
+        """That of this rank's rows, or of what they become, once it was begun."""
         self._spill = step.spill if step.spill is not None and record in step.spill else None
         """Has the rows on disk; None: they wait in memory."""
         self._step = step
@@ -169,29 +245,35 @@ class Gradient:
             return
         self.segments_left += 1
         if not adds and (step.transfers.streams.device_is_host or self.record not in step.rules.to_host):
-            self.values = values.to(self._held_type(values.dtype))
+            self.values = values if self._spill is not None else values.to(step.of_step[self.record.dtype])
             self._count_segment()
             return
         if not adds and values.device.type != "cpu" and step.backwards == 1 and step.last:  # it costs the host nothing
-            self._begin_squares(values)
+            step.unsquared[self] = values
         self.put(None, values, adds=adds)
 
     def put(self, rows: slice | None, part: torch.Tensor, *, adds: bool) -> None:
         """Copy a segment of the gradient into the held `rows`, None: all values, or add it to them."""
-        add = partial(add_in, dtype=self._step.total[self.record.dtype]) if adds else None
         held = self._make_room(part, add=adds)
-        self._step.d2h.put(held if rows is None else held[rows], part, add=add, arrived=self._count_segment)
+        dtype = self._step.total[self.record.dtype] if adds else None
+        self._step.put(self, held if rows is None else held[rows], part, dtype)
 
-    def _held_type(self, arriving: torch.dtype) -> torch.dtype:
-        """Return the type of the values in memory if ones of type `arriving` come."""
-        return self._step.of_step[self.record.dtype] if self._spill is None else arriving
+    def arrive(self, rows: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None) -> None:
+        """Take values, in the memory of the held `rows`: added in the type `dtype`, or None in place of them."""
+        if dtype is not None:
+            add_in(rows, values, dtype)
+        elif values is not rows:
+            rows.copy_(values)
+        self._count_segment()
 
     def _make_room(self, part: torch.Tensor, *, add: bool) -> torch.Tensor:
         """Return the held values, on the tier on which they wait for the update, with room for ones like `part` or, to `add`
         them, for sums with their own."""
-        rules, record, held, dtype = self._step.rules, self.record, self.values, self._held_type(part.dtype)
+        rules, record, held = self._step.rules, self.record, self.values
+        dtype = self._step.of_step[record.dtype] if self._spill is None else part.dtype
         if add:
-            self._squares = None
+            self.sum_of_squares = None
+            self._step.unsquared.pop(self, None)
         if held is not None and not is_narrower(held.dtype, dtype):
             return held
         if record in rules.to_host:
@@ -212,7 +294,7 @@ class Gradient:
             return
         step, record = self._step, self.record
         if self._spill is not None and self.values is not None:
-            rows, squares, self.values, self._squares = self.values, self._squares, None, None
+            rows, squares, self.values, self.sum_of_squares = self.values, self.sum_of_squares, None, None
             with self._spill.keeping_error():
                 self._spill.add(record, rows, step.total[record.dtype], squares)
         if self.state is GradientState.FINAL and step.on_final is not None:
@@ -225,20 +307,11 @@ class Gradient:
             self.finish()
 
     def finish(self) -> None:
-        """Mark the gradient as final, and hand it to an update in the backward."""
+        """Mark the gradient as final: an update in the backward gets it with the next `send`."""
         step, self.state = self._step, GradientState.FINAL
-        if step.rules.squares_at_once and self.values is not None and self._squares is None:
-            self._begin_squares(self.values)
-        if step.on_final is not None:
-            if self._spill is not None:
-                self._spill.finish()
-            if step.spill is None or step.spill.lost is None:
-                step.on_final(self.record)
-
-    def _begin_squares(self, rows: torch.Tensor) -> None:
-        """Begin to take the sum of squares of this rank's `rows`, or of what they become."""
-        one_by_one = self._step.rules.squares_at_once
-        self._squares = SumOfSquares(rows, self._step.transfers, one_by_one=one_by_one)
+        if step.rules.squares_at_once and self.values is not None and self.sum_of_squares is None:
+            step.unsquared.setdefault(self, self.values)
+        step.final.append(self)
 
     def owned(self) -> torch.Tensor | None:
         """Return this rank's rows, 1-D, or a copy of those on disk; None if there are none."""
@@ -272,33 +345,24 @@ class Gradient:
         values = full[slice(*self.record.owned_range)] if self._step.rules.each_backward else full
         held = self._make_room(values, add=False)
         held.view(-1).copy_(values)
-        if self._squares is not None:
-            self._begin_squares(held)
+        if self.sum_of_squares is not None:
+            self._step.unsquared[self] = held
+            self._step.send()
 
     def squares(self, others: Iterable[Gradient]) -> float | None:
         """Return the sum of squares of the rows, None if it was not begun. The host waits for it once for all `others`."""
         if self._spill is not None:
             return self._spill.squares(self.record)
-        if self._squares is None:
+        if self.sum_of_squares is None:
             return None
-        return self._squares.value(other._squares for other in others if other._squares is not None)
+        return self.sum_of_squares.value(other.sum_of_squares for other in others if other.sum_of_squares is not None)
 
     def drop(self) -> None:
         """Forget the values of this step."""
-        self.state, self.is_agreed, self.segments_left, self._squares = GradientState.EMPTY, False, 0, None
+        self.state, self.is_agreed, self.segments_left, self.sum_of_squares = GradientState.EMPTY, False, 0, None
         self.shown = None
         if not self._step.rules.keeps_rows:
             self.values = None
-
-
-@dataclass(eq=False)
-class ArrivingUnit:
-    """Gradients that are reduced together."""
-
-    name: str
-    gradients: list[Gradient]
-    num_due: int = 0
-    """How many of the expected ones have not come as often as expected."""
 
 
 class Arrivals:
@@ -307,47 +371,55 @@ class Arrivals:
     def __init__(
         self, units: Sequence[Unit], gradients: Mapping[ParameterRecord, Gradient], step: GradientStep
     ) -> None:
-        found = [(unit.name, [gradients[one] for one in unit.owned if one in gradients]) for unit in reversed(units)]
-        self.units = [ArrivingUnit(name, some) for name, some in found if some]
-        """In the order in which they are reduced."""
-        self._unit_of = {gradient: unit for unit in self.units for gradient in unit.gradients}
+        found = ([gradients[one] for one in unit.owned if one in gradients] for unit in reversed(units))
+        self._units = [some for some in found if some]
+        self._order: Sequence[int] = range(len(self._units))
+        """Numbers of the units, in the order in which they are reduced."""
+        self.unit_of = {gradient: number for number, unit in enumerate(self._units) for gradient in unit}
+        self.num_due = [0] * len(self._units)
+        """How many of the expected gradients of each unit have not come as often as expected."""
         self._step = step
         self.sent = 0
         """Units that were handed out."""
+        self.leaving: int | None = None
+        """The unit of the last gradient that was taken without a reduction."""
         self._came: list[Gradient] = []
         """Those of this backward, in their order, until that of the units is agreed on."""
 
+    @property
+    def units(self) -> list[list[Gradient]]:
+        """The gradients that are reduced together, in the order in which they are."""
+        return [self._units[number] for number in self._order]
+
     def start(self) -> None:
         """Prepare for a backward."""
-        self.sent = 0
+        self.sent, self.leaving = 0, None
         self._came.clear()
-        for unit in self.units:
-            unit.num_due = 0
-            for gradient in unit.gradients:
+        for number, unit in enumerate(self._units):
+            self.num_due[number] = sum(gradient.expected > 0 for gradient in unit)
+            for gradient in unit:
                 gradient.came = 0
-                unit.num_due += gradient.expected > 0
 
     def note(self, gradient: Gradient) -> bool:
         """Note that a gradient, or a part of it, came; return whether it came as often as expected."""
         gradient.came += 1
         if gradient.came == gradient.expected:
-            self._unit_of[gradient].num_due -= 1
+            self.num_due[self.unit_of[gradient]] -= 1
         if gradient.came == 1 and not self._step.order_is_agreed:
             self._came.append(gradient)
         return gradient.came >= gradient.expected
 
     def ready(self, *, rest: bool = False) -> Iterator[list[Gradient]]:
         """Hand out the expected gradients of each unit that has them all, up to the first that has not; or of the `rest`."""
-        while self.sent < len(self.units) and (rest or not self.units[self.sent].num_due):
+        while self.sent < len(self._order) and (rest or not self.num_due[self._order[self.sent]]):
             self.sent += 1
-            yield [gradient for gradient in self.units[self.sent - 1].gradients if gradient.expected]
+            yield [gradient for gradient in self._units[self._order[self.sent - 1]] if gradient.expected]
 
     def agree_on_order(self, world: World) -> None:
         """Take the order in which rank 0's units were complete in this backward (all ranks)."""
-        complete = dict.fromkeys(self._unit_of[gradient].name for gradient in reversed(self._came))
-        names: list[str] = world.broadcast_object(list(reversed(complete)))
-        by_name = {unit.name: unit for unit in self.units}
-        self.units = [by_name[name] for name in dict.fromkeys((*names, *by_name))]
+        complete = dict.fromkeys(self.unit_of[gradient] for gradient in reversed(self._came))
+        numbers: list[int] = world.broadcast_object(list(reversed(complete)))
+        self._order = list(dict.fromkeys((*numbers, *self._order)))
         self._step.order_is_agreed = True
 
 

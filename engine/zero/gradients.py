@@ -36,7 +36,7 @@ from ..params.record import ParameterRecord
 from ..params.sharding import Sharding
 from ..params.units import Unit
 from ..runtime.device import Transfers, labelled
-from .collectives import Segment
+from .collectives import Bucket, rows_in
 from .exchanges import GradientRules, Reductions
 from .gradient import Arrivals, BackwardPhase, Gradient, GradientState, GradientStep, take_gradient, watch_gradient
 from .norm import sums_of_squares
@@ -94,13 +94,13 @@ class Gradients:
     @property
     def expected(self) -> list[ParameterRecord]:
         """The records that had a gradient in the backward before, in the order in which they are expected."""
-        return [gradient.record for unit in self._arrivals.units for gradient in unit.gradients if gradient.expected]
+        return [gradient.record for unit in self._arrivals.units for gradient in unit if gradient.expected]
 
     @cached_property
     def largest_unit_bytes(self) -> int:
         """Bytes of this rank's rows of the gradients of one unit, at most."""
         nbytes = {r: r.owned_numel * self.rules.types.planned(r.dtype).itemsize for r in self.of}
-        return max((sum(nbytes[one.record] for one in unit.gradients) for unit in self._arrivals.units), default=0)
+        return max((sum(nbytes[one.record] for one in unit) for unit in self._arrivals.units), default=0)
 
     @property
     def has_sent(self) -> bool:
@@ -136,14 +136,20 @@ class Gradients:
             for gradients in self._arrivals.ready():
                 self._reduce_rows(gradients, self._reductions)
         elif is_complete:
+            unit = self._arrivals.unit_of[gradient]
+            if unit != self._arrivals.leaving or gradient.segments_left:  # a part of it is among those
+                self.step.send()
             gradient.collect()
+            self._arrivals.leaving = unit
+            if not self._arrivals.num_due[unit]:
+                self.step.send()
         if self._arrived_too is not None:
             self._arrived_too(record)
 
     def end_backward(self) -> None:
         """Take the gradients of a backward (all ranks)."""
         step, reductions = self.step, self._reductions if self.rules.each_backward else None
-        step.d2h.drain()
+        step.drain()
         step.phase = BackwardPhase.CLOSING
         gradients = list(self.of.values())
         flags = [flag for one in gradients for flag in (one.came > 0, one.record.parameter.grad is not None)]
@@ -159,7 +165,7 @@ class Gradients:
         else:
             for gradient in gradients:
                 gradient.collect()
-        step.d2h.drain()
+        step.drain()
         for gradient, came, is_here in zip(gradients, flags[::2], flags[1::2], strict=True):
             if gradient.is_taken:
                 gradient.expected = max(gradient.came, 1) if came else 0
@@ -168,20 +174,23 @@ class Gradients:
         if self.rules.each_backward and not step.order_is_agreed:
             self._arrivals.agree_on_order(self._world)
         forget_gradients(self._others)
-        step.end_backward()
+        step.phase = step.after_backward
         if step.last and self.rules.each_backward:
             # This backward brought nothing to the rows of the others.
             for gradient in gradients:
                 if gradient.is_agreed and gradient.state is not GradientState.FINAL:
                     gradient.finish()
+            step.send()
 
     def _reduce_rows(self, gradients: Sequence[Gradient], reductions: Reductions) -> None:
         """Take these gradients off their parameters, and reduce them into the rows (all ranks, in one order)."""
         values = {gradient.record: take_gradient(gradient.record) for gradient in gradients}
         adds = {gradient.record: gradient.note_sent() for gradient in gradients}
 
-        def put(segment: Segment, rows: slice, part: torch.Tensor) -> None:
-            self.of[segment.record].put(rows, part, adds=adds[segment.record])
+        def put(bucket: Bucket, mean: torch.Tensor) -> None:
+            for segment, rows, part in rows_in(bucket, mean):
+                self.of[segment.record].put(rows, part, adds=adds[segment.record])
+            self.step.send()
 
         with labelled("reduce"):
             for bucket in reductions.start(values, put):
@@ -279,9 +288,9 @@ class Gradients:
         step = self.step
         step.reset()
         self.sums = None
-        self.shown.forget()
+        self.shown.scales.clear()
+        self.shown.clipped.clear()
         forget_gradients([record.parameter for record in self.of])
-        step.d2h.drop()
         if self._reductions is not None:
             self._reductions.drop()
         for gradient in self.of.values():
@@ -387,11 +396,6 @@ class ShownGradients:
         self.clipped.update(here)
         for record in whole.keys() - here.keys():
             self._show(self._of[record], None)
-
-    def forget(self) -> None:
-        """Forget the loop's changes."""
-        self.scales.clear()
-        self.clipped.clear()
 
 
 def sums_over_ranks(

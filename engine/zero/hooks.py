@@ -124,7 +124,7 @@ class UnitHooks:
                 # A forward that raised has no output; its order is not recorded, and the other ranks may be elsewhere.
                 for unit in [unit for unit in self.units.in_use if unit not in self._former]:
                     self.units.reshard(unit)
-                self.units.abandon()
+                self.units.end(failed=True)
             elif phase is Phase.INFERENCE:
                 self.units.end()
 
@@ -267,7 +267,7 @@ class UnitHooks:
         """Release whatever is gathered after a backward that failed (the engine's call)."""
         self._release_all()
         self._change_reads(dict.fromkeys(StrayRead, StrayRead.NO))
-        self.units.abandon()
+        self.units.end(failed=True)
 
     def _release_all(self) -> None:
         self._phase = Phase.FORWARD

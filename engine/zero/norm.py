@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 import torch
 
-from ..params.record import ParameterRecord
 from ..runtime.device import Copy, Scratch, Transfers, one_thread, side_by_side, threads_for, tile_numel
 
 ROW_NUMEL = 4096
@@ -41,36 +41,44 @@ def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
     return [next(sums) if values.is_cpu else next(elsewhere) for values in shards]
 
 
+@dataclass(eq=False)
 class SumOfSquares:
-    """The sum of squares of a shard's elements, which nobody waits for yet: a device that is not the host takes it behind the
-    caller, and the host when it is asked. Any thread may ask, before it changes `values` on the host; without `one_by_one`
-    one thread does."""
+    """The sum of squares of a shard's elements, which nobody waits for yet; made by `begin_squares`. Any thread may ask for it,
+    before it changes the values on the host."""
 
-    def __init__(self, values: torch.Tensor, transfers: Transfers, *, one_by_one: bool) -> None:
-        self._lock = threading.Lock()
-        self._values: torch.Tensor | None = values
-        self._norm: torch.Tensor | None = None
-        self._copy: Copy | None = None
-        self._transfers = transfers
-        self._sum = 0.0
-        if values.device.type != "cpu":
-            (self._norm,), self._values = device_norms([values]), None
-            if one_by_one:
-                norm, self._norm = self._norm.view(1), None
-                self._copy = transfers.begin(transfers.empty_host(1, norm.dtype), norm)
+    _transfers: Transfers
+    _values: torch.Tensor | None
+    """Those in host memory."""
+    _norm: torch.Tensor | Copy | None = None
+    """That of values on a device, or the copy of several norms with it at `_place`."""
+    _place: int = 0
+    _sum: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def value(self, others: Iterable[SumOfSquares] = ()) -> float:
         """Return the sum; the host waits for it if it is not there yet, and in one look for those of `others`."""
         with self._lock:
-            if self._norm is not None:
-                waiting = {one: one._norm for one in (self, *others) if one._norm is not None}
+            if isinstance(self._norm, Copy):
+                self._sum, self._norm = _square(self._transfers.finish(self._norm)[self._place].item()), None
+            elif self._norm is not None:
+                waiting = {one: one._norm for one in (self, *others) if isinstance(one._norm, torch.Tensor)}
                 for one, norm in zip(waiting, torch.stack([*waiting.values()]).tolist(), strict=True):
                     one._sum, one._norm = _square(norm), None
-            if self._copy is not None:
-                self._sum, self._copy = _square(self._transfers.finish(self._copy).item()), None
             elif self._values is not None:
                 self._sum, self._values = sum_of_squares(self._values), None
         return self._sum
+
+
+def begin_squares(shards: Sequence[torch.Tensor], transfers: Transfers, *, one_by_one: bool) -> list[SumOfSquares]:
+    """Begin to take the sum of squares of each shard's elements: a device that is not the host takes them behind the caller,
+    and the host when it is asked. Without `one_by_one` one thread asks."""
+    there = [values for values in shards if values.device.type != "cpu"]
+    norms = device_norms(there)
+    copy = None
+    if there and one_by_one:
+        copy = transfers.begin(transfers.empty_host(len(there), torch.float32), torch.stack(norms))
+    made = iter([SumOfSquares(transfers, None, copy or norm, place) for place, norm in enumerate(norms)])
+    return [SumOfSquares(transfers, one) if one.device.type == "cpu" else next(made) for one in shards]
 
 
 def _sums_on_host(shards: Sequence[torch.Tensor]) -> list[float]:
@@ -143,26 +151,16 @@ def _square(norm: float) -> float:
     return norm * norm
 
 
-def norm_of_sums(sums: Sequence[tuple[str, Sequence[float]]]) -> float:
-    """Return the norm from (name, sum of squares of each shard in rank order), one entry a parameter."""
+def norm_of(sums: Iterable[tuple[str, Sequence[float], float]]) -> float:
+    """Return the norm from (name, sum of squares of each shard in rank order, factor of the gradient), one entry a
+    parameter."""
     total = 0.0
-    for _, shards in sorted(sums, key=itemgetter(0)):
+    for _, shards, scale in sorted(sums, key=itemgetter(0)):
         parameter = 0.0
         for shard in shards:
-            parameter += shard
+            parameter += shard * (scale * scale)
         total += parameter
     return math.sqrt(total) if total >= 0 else math.nan
-
-
-def norm_of(sums: Mapping[ParameterRecord, Sequence[float]], scales: Mapping[ParameterRecord, float]) -> float:
-    """Return the norm from sums of squares of each shard, and the factors of the gradients, 1 by default."""
-    squares = {record: scale * scale for record, scale in scales.items()}
-    return norm_of_sums(
-        [
-            (record.name, [one * squares[record] for one in shards] if record in squares else shards)
-            for record, shards in sums.items()
-        ]
-    )
 
 
 def scale_factor(norm: float, clip: float, loss_scale: float) -> float:

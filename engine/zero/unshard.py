@@ -27,7 +27,7 @@ from ..plan.plan import parameter_pool_bytes
 from ..plan.schedule import PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from ..runtime.device import Transfers, labelled
 from .exchanges import Exchanges
-from .fetch import Fetch, Fetcher, RowReader
+from .fetch import Fetch, Fetcher
 
 Fill = Callable[[Sequence[ParameterRecord]], None]
 """Sets `full` of the records, which has room, to the values of all ranks."""
@@ -144,15 +144,30 @@ class GatheredValues:
 
 
 class ShardedUnits:
-    """The gathered memory of all units. If `overlap` is false every gather is waited for at once."""
+    """The gathered memory of all units; none is gathered yet."""
 
     def __init__(
-        self, units: Sequence[Unit], world: World, fetcher: Fetcher, limits: PrefetchLimits, *, overlap: bool = True
+        self,
+        units: Sequence[Unit],
+        config: Config,
+        store: Store,
+        transfers: Transfers,
+        *,
+        world: World,
+        exchanges: Exchanges,
     ) -> None:
-        self.fetcher = fetcher
+        pool = None
+        if any(record.rest is not None for unit in units for record in unit.owned):
+            pool = store.make_pool(parameter_pool_bytes(config, store.options))
+        self.fetcher = Fetcher(world, store, pool, config.allgather_bucket_numel, exchanges, transfers)
         self._world = world
-        self._limits = limits
-        self._overlap = overlap
+        self._limits = PrefetchLimits(
+            prefetch_numel=config.prefetch_numel,
+            live_numel=config.zero.stage3_max_live_parameters,
+            reuse_numel=config.zero.stage3_max_reuse_distance or 0,
+        )
+        self._overlap = config.zero.overlap_comm
+        """Whether gathers go on behind the caller."""
         self.all = tuple(ShardedUnit(unit, number) for number, unit in enumerate(units))
         """In the order of the model."""
         self.in_use: list[ShardedUnit] = []
@@ -181,23 +196,19 @@ class ShardedUnits:
             self._send_slot(0)
         return True
 
-    def end(self) -> None:
-        """End the iteration; if it had another order than the ones before, agree on the new one (all ranks)."""
+    def end(self, *, failed: bool = False) -> None:
+        """End the iteration; if it had another order than the ones before, agree on the new one (all ranks, unless it
+        `failed`)."""
         kind, self._kind = self._kind, None
         uses = self._recorder.end()
         self.forget()
         self._wait_for_reads()
+        if failed:
+            return
         self.fetcher.check_arrived()
         if kind is not None and uses:
             self._schedules[kind] = make_schedule(self._agreed(uses), [unit.numel for unit in self.all], self._limits)
             self._counts["orders"] += 1
-
-    def abandon(self) -> None:
-        """End an iteration that failed."""
-        self._kind = None
-        self._recorder.end()
-        self.forget()
-        self._wait_for_reads()
 
     def _agreed(self, uses: Sequence[Use]) -> list[Use]:
         """Return rank 0's uses: when they ended may differ. Raises UsageError if the order differs."""
@@ -370,16 +381,13 @@ class ShardedUnits:
             if not self.values[record].are_there and self.values[record].coming is None
         ]
         # Before the memory is taken: a failed start leaves a unit that can be dropped.
-        fetch = Fetch(unit.unit.name, unit.number, [])
         unit.state = UnitState.IN_USE_AND_AHEAD if unit.is_in_use else UnitState.AHEAD
-        unit.fetch = fetch
+        unit.fetch = Fetch(unit.unit.name, unit.number, missing)
         self._live_numel += sum(record.numel for record in missing)
         self._live_peak_numel = max(self._live_peak_numel, self._live_numel)
         for record in missing:
-            self.values[record].coming = fetch
-        unit.fetch = fetch = self.fetcher.read(unit.unit.name, unit.number, missing, ahead=ahead)
-        for record in missing:
-            self.values[record].coming = fetch
+            self.values[record].coming = unit.fetch
+        self.fetcher.read(unit.fetch, ahead=ahead)
 
     def _send(self, unit: ShardedUnit) -> None:
         if unit.fetch is not None and unit.fetch.records:
@@ -405,34 +413,11 @@ class ShardedUnits:
 
     def statistics(self) -> UnitStatistics:
         """Return counters since the start."""
-        reader, peak = self.fetcher.reader, self._live_peak_numel
-        read_bytes = 0 if reader is None else reader.read_bytes
-        return UnitStatistics(**self._counts, live_peak_numel=peak, read_bytes=read_bytes)
+        peak = self._live_peak_numel
+        return UnitStatistics(**self._counts, live_peak_numel=peak, read_bytes=self.fetcher.read_bytes)
 
     def close(self) -> None:
         """Drop everything and end the thread."""
         self.forget()
         self._wait_for_reads()
         self.fetcher.close()
-
-
-def make_sharded_units(
-    units: Sequence[Unit],
-    config: Config,
-    store: Store,
-    transfers: Transfers,
-    *,
-    world: World,
-    exchanges: Exchanges,
-) -> ShardedUnits:
-    """Return the sharded units of `units` as the config says; nothing is gathered."""
-    reader = None
-    if any(record.rest is not None for unit in units for record in unit.owned):
-        reader = RowReader(store, store.make_pool(parameter_pool_bytes(config, store.options)), transfers)
-    fetcher = Fetcher(world, reader, config.allgather_bucket_numel, exchanges, transfers)
-    limits = PrefetchLimits(
-        prefetch_numel=config.prefetch_numel,
-        live_numel=config.zero.stage3_max_live_parameters,
-        reuse_numel=config.zero.stage3_max_reuse_distance or 0,
-    )
-    return ShardedUnits(units, world, fetcher, limits, overlap=config.zero.overlap_comm)

@@ -82,17 +82,16 @@ class FakeDevice:
         self._forgets = frozenset(forgets)
         self._pinned: dict[int, int] = {}
         self._shards: dict[int, int] = {}
-        self._queues: dict[str, deque[tuple[FakeEvent, _Memory, _Memory]]] = {"down": deque(), "up": deque()}
+        self._queues: dict[str, deque[tuple[FakeEvent, list[_Memory], list[_Memory]]]] = {
+            "down": deque(),
+            "up": deque(),
+        }
         self._lock = threading.RLock()
         self._here = threading.local()
         self._modes: list[_Watching] = []
         self.clock = 0
-        self.copies = 0
-        """Copies begun beside the computation."""
-        self.copies_now = 0
-        """Copies that were waited for at once."""
-        self.main_waits = 0
-        """Copies that the main thread waited for."""
+        self.copies = self.copies_now = self.main_waits = 0
+        """Copies begun beside the computation, those that were waited for at once, and by the main thread."""
         self.syncs: set[str] = set()
         """Operations on device memory that wait for the device, by the rules of `torch.cuda.set_sync_debug_mode`: each with the
         project's file that asked for it."""
@@ -172,18 +171,23 @@ class FakeDevice:
         """Return the end of the computation so far."""
         return FakeEvent(0 if "event" in self._forgets else self.clock)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: FakeEvent) -> FakeEvent:
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], after: FakeEvent) -> FakeEvent:
         """Queue a copy. Raises HandOverError where it may come before the work that it must come after."""
-        if target.dtype != source.dtype or target.shape != source.shape or self.is_host(target) == self.is_host(source):
-            raise HandOverError(f"a copy across is of one type and size: {source.dtype} to {target.dtype}")
-        down = self.is_host(target)
-        used = getattr((source if down else target).untyped_storage(), "fake_written" if down else "fake_touched", 0)
-        if used > after.clock:
-            raise HandOverError(f"a copy may begin before the device's operation {used}, which has the same memory")
+        down = self.is_host(targets[0])
+        for target, source in zip(targets, sources, strict=True):
+            are_alike = target.dtype == source.dtype and target.shape == source.shape
+            if not are_alike or self.is_host(target) != down or self.is_host(source) == down:
+                raise HandOverError(f"a copy across is of one type, size and way: {source.dtype} to {target.dtype}")
+            used = getattr(
+                (source if down else target).untyped_storage(), "fake_written" if down else "fake_touched", 0
+            )
+            if used > after.clock:
+                raise HandOverError(f"a copy may begin before the device's operation {used}, which has the same memory")
         with self._lock:
             self.copies += 1
             event = FakeEvent(self.clock, "down" if down else "up")
-            self._queues[event.stream or ""].append((event, _Memory(target), _Memory(source)))
+            memory = ([_Memory(each) for each in targets], [_Memory(each) for each in sources])
+            self._queues[event.stream or ""].append((event, *memory))
             return event
 
     def wait(self, event: FakeEvent) -> None:
@@ -199,8 +203,9 @@ class FakeDevice:
         with self._lock, self._crossing():
             queue = self._queues[event.stream]
             while queue and not event.reached:
-                done, target, source = queue.popleft()
-                target.tensor().copy_(source.tensor())
+                done, targets, sources = queue.popleft()
+                for target, source in zip(targets, sources, strict=True):
+                    target.tensor().copy_(source.tensor())
                 done.reached = True
 
     def query(self, event: FakeEvent) -> bool:
@@ -209,7 +214,7 @@ class FakeDevice:
 
     def stream_context(self) -> StreamContext:
         """Return what a thread enters so that its operations are watched."""
-        return lambda: _entered(_Watching(self))
+        return lambda: _Watching(self)
 
     @property
     def num_under_way(self) -> int:
@@ -247,12 +252,6 @@ def own(tensor: torch.Tensor) -> None:
     tensor.untyped_storage().fake_host = True  # type: ignore[attr-defined]
 
 
-@contextmanager
-def _entered(mode: TorchDispatchMode) -> Iterator[None]:
-    with mode:
-        yield
-
-
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of one thread."""
 
@@ -273,10 +272,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(host) and not all(host):
             raise HandOverError(f"{func} got tensors of the host and of the device")
         if wide and not any(host) and _waits(func, args):
-            asked = [
-                "a test",
-                *(each.filename for each in traceback.extract_stack() if "zstore/engine" in each.filename),
-            ]
+            asked = [one.filename for one in traceback.extract_stack() if "zstore/engine" in one.filename] or ["a test"]
             self._device.syncs.add(f"{func.overloadpacket.__name__} in {asked[-1].rpartition('/')[2]}")
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]

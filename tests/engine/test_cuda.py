@@ -46,10 +46,10 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     copy = CudaStreams.copy
 
-    def late(streams: CudaStreams, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
-        with torch.cuda.stream(streams._down if streams.is_host(target) else streams._up):
+    def late(streams: CudaStreams, targets: list[torch.Tensor], sources: list[torch.Tensor], after: Any) -> Any:
+        with torch.cuda.stream(streams._down if streams.is_host(targets[0]) else streams._up):
             torch.cuda._sleep(200_000)
-        return copy(streams, target, source, after)
+        return copy(streams, targets, sources, after)
 
     monkeypatch.setattr(CudaStreams, "copy", late)
 

@@ -85,10 +85,10 @@ def test_a_missing_step_of_the_hand_over_is_noticed(forgotten: str, chosen: tupl
         assert compare(case(*chosen), 0, 1, STEPS, _streams=device) != []
 
 
-def pinned_config(nvme: Path, **keys: Any) -> dict[str, Any]:
-    config = make_config(3, "nvme", nvme, "nvme", **keys)
+def pinned(*args: Any, **keys: Any) -> dict[str, Any]:
+    config = make_config(*args, **keys)
     for section in ("offload_optimizer", "offload_param"):
-        config["zero_optimization"][section]["pin_memory"] = True
+        config["zero_optimization"].setdefault(section, {"device": "none"})["pin_memory"] = True
     return config
 
 
@@ -107,10 +107,7 @@ def pinned_config(nvme: Path, **keys: Any) -> dict[str, Any]:
 def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_memory_is_new(
     optimizer: str, parameters: str, mode: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(3, optimizer, nvme, parameters, zstore={"step_overlap": mode}, gradient_accumulation_steps=1)
-    zero = config["zero_optimization"]
-    for section in ("offload_optimizer", "offload_param"):
-        zero.setdefault(section, {"device": "none"})["pin_memory"] = True
+    config = pinned(3, optimizer, nvme, parameters, zstore={"step_overlap": mode}, gradient_accumulation_steps=1)
     admit, is_over = Update._admit, threading.Event()
 
     def admit_late(update: Any, *asked: Any) -> bool:
@@ -144,9 +141,7 @@ def test_the_main_thread_waits_for_no_copy_in_forward_and_backward_and_no_host_m
 
 
 def test_as_much_host_memory_is_pinned_as_planned() -> None:
-    config = make_config(3, "cpu", own="cpu", gradient_accumulation_steps=1)
-    for section in ("offload_optimizer", "offload_param"):
-        config["zero_optimization"][section]["pin_memory"] = True
+    config = pinned(3, "cpu", own="cpu", gradient_accumulation_steps=1)
     with FakeDevice() as device, start(config, make_net(width=400, layers=4), _streams=device) as engine:
         for number in range(2):
             engine.backward(engine(*batch(number, 0, 0)))
@@ -165,10 +160,10 @@ def test_a_run_is_saved_and_resumed(keys: dict[str, Any], nvme: Path, tmp_path: 
         expected = state_of(plain)
         weight = plain.get_full_parameter("blocks.0.up.weight")
     with FakeDevice() as device:
-        with start(pinned_config(nvme, **keys), _streams=device) as first:
+        with start(pinned(3, "nvme", nvme, "nvme", **keys), _streams=device) as first:
             step(first)
             first.save_checkpoint(str(tmp_path / "ckpt"))
-        with start(pinned_config(nvme, **keys), make_net(1), _streams=device) as second:
+        with start(pinned(3, "nvme", nvme, "nvme", **keys), make_net(1), _streams=device) as second:
             second.load_checkpoint(str(tmp_path / "ckpt"))
             step(second)
             assert state_of(second) == expected
@@ -179,10 +174,19 @@ def test_a_run_is_saved_and_resumed(keys: dict[str, Any], nvme: Path, tmp_path: 
         assert device.num_under_way == 0
 
 
+def test_a_unit_moves_by_one_copy_each_way_and_without_a_thread() -> None:
+    config = pinned(3, "cpu", own="cpu", gradient_accumulation_steps=1)
+    with FakeDevice() as device, start(config, make_net(layers=4), _streams=device) as engine:
+        engine.backward(engine(*batch(0, 0, 0)))
+        units = engine.statistics().units
+        num_gradients = device.copies - units.on_demand - units.gathered_ahead
+        num_units = len(engine.training_state.hooks.units.all)  # type: ignore[union-attr]
+    assert 0 < num_gradients <= num_units
+    assert not any(thread.name.startswith("zstore-prefetch") for thread in threading.enumerate())
+
+
 def test_what_crosses_is_counted() -> None:
-    config = make_config(1, "cpu")
-    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = True  # the fake device knows host memory by that
-    with FakeDevice() as device, start(config, _streams=device) as engine:
+    with FakeDevice() as device, start(pinned(1, "cpu"), _streams=device) as engine:
         step(engine)
         before = engine.statistics()
         step(engine)

@@ -13,7 +13,7 @@ import torch
 from zstore.engine.checkpoint.record import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config.resolve import BatchSizes
 from zstore.engine.training.loader import TrainingLoader
-from zstore.engine.zero.norm import norm_of_sums, sum_of_squares
+from zstore.engine.zero.norm import norm_of, sum_of_squares
 from zstore.errors import UsageError
 
 # -- loader -----------------------------------------------------------------------------------------------------------
@@ -145,6 +145,6 @@ def test_the_sum_of_squares_is_right_and_does_not_depend_on_threads(dtype: torch
 
 
 def test_the_norm_shows_what_is_not_finite() -> None:
-    assert norm_of_sums([("b", [9.0]), ("a", [12.0, 4.0])]) == 5.0
-    assert math.isnan(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, math.nan]))])]))
-    assert math.isinf(norm_of_sums([("a", [sum_of_squares(torch.tensor([1.0, -math.inf], dtype=torch.float16))])]))
+    assert norm_of([("b", [9.0], 1.0), ("a", [3.0, 1.0], 2.0)]) == 5.0
+    assert math.isnan(norm_of([("a", [sum_of_squares(torch.tensor([1.0, math.nan]))], 1.0)]))
+    assert math.isinf(norm_of([("a", [sum_of_squares(torch.tensor([1.0, -math.inf], dtype=torch.float16))], 1.0)]))
