@@ -25,10 +25,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from .checkpoint.folder import FolderLike, folder_at
-from .errors import UsageError
+from .errors import CheckpointError, UsageError, ZstoreError
 from .io.closing import Closing, join_threads, start_threads
+from .remote.bucket import Retries, UrlFolder
+from .remote.service import ServiceFolder, UploadPlace
 
 Record = dict[str, Any]
 COLUMNS = (
@@ -40,6 +43,8 @@ COLUMNS = (
 _NAME = re.compile(r"journal-([A-Za-z0-9_.-]{1,100})\.jsonl")
 _PAUSE_S = 0.5
 _TAIL_BYTES = 64 * 1024
+_MOST_LINES_BYTES = 512 * 1024
+"""Bytes of a journal that go in one request, unless one line is longer."""
 _MOST_WAITING = 4096
 """Records that wait while no file is open, at most: the oldest are dropped."""
 
@@ -245,3 +250,55 @@ class JournalWriter(Closing):
             file, self.file = self.file, None
             if file is not None:
                 file.close()
+
+
+class JournalTail:
+    """Sends the lines of the journal of training run `run_id` in the file `path`, from byte `start` on, to `place`, a run of a
+    service, after those that it has. Called by one thread at a time. `failed` is told of a refusal, and of lines that could not
+    be sent."""
+
+    def __init__(
+        self, path: Path, place: UploadPlace, run_id: str, start: int, *, failed: Callable[[str], None]
+    ) -> None:
+        self._path, self._place, self._run_id, self._failed = path, place, run_id, failed
+        self._sent = start
+        self._shift: int | None = None
+        """Bytes of the service's file before the first byte of this one; None: not known yet."""
+        self._folder: UrlFolder | None = None
+        self._is_refused = False
+
+    def send(self, *, is_end: bool = False) -> None:
+        """Send the new whole lines. A network that fails is tried at the next call, `is_end` says that there is none."""
+        if self._is_refused:
+            return
+        try:
+            retries = Retries(attempts=3 if is_end else 1)
+            folder = self._folder = self._folder or self._place.open(retries)
+            if isinstance(folder, ServiceFolder):
+                folder.connection.retries = retries
+                self._send(folder)
+        except (ZstoreError, OSError) as error:
+            self._is_refused = isinstance(error, UsageError | CheckpointError)
+            if is_end or self._is_refused:
+                self._failed(f"{error}")
+
+    def _send(self, folder: ServiceFolder) -> None:
+        url = f"/api/runs/{quote(folder.run, safe='')}/journals/{quote(self._run_id, safe='')}"
+        if self._shift is None:
+            self._shift = int(folder.connection.ask("GET", url)["bytes"]) - self._sent
+        while lines := self._next():
+            folder.connection.ask("POST", f"{url}?offset={self._shift + self._sent}", lines)
+            self._sent += len(lines)
+
+    def _next(self) -> bytes:
+        """Return whole lines that were not sent."""
+        lines: list[bytes] = []
+        room = _MOST_LINES_BYTES
+        with self._path.open("rb") as file:
+            file.seek(self._sent)
+            for line in file:
+                room -= len(line)
+                if not line.endswith(b"\n") or (lines and room < 0):
+                    break
+                lines.append(line)
+        return b"".join(lines)

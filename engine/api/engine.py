@@ -34,8 +34,7 @@ from ..access.module_state import (
 )
 from ..access.offloading import OffloadedStates
 from ..access.safe_access import gather, in_step
-from ..checkpoint.load_plan import LoadOptions, LoadReport
-from ..checkpoint.record import ClientState, ClientValues, check_client_state, present_state
+from ..checkpoint.record import ClientState, ClientValues, LoadOptions, LoadReport, check_client_state, present_state
 from ..checkpoint.save import Checkpoints, SaveOptions
 from ..report.monitors import Monitors
 from ..report.progress import RunReport

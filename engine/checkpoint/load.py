@@ -16,32 +16,48 @@ for later: masters of which parameters are cast are read by the load.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from zstore.checkpoint import MEMORY_BYTES, ArraySource, KnownFile, Range, ReadAhead, read_into
-from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
-from zstore.format import layout_of, model_array, numpy_dtype
+from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError, shortened
+from zstore.format import buffer_array, layout_of, model_array, numpy_dtype
 from zstore.io.tensors import as_numpy, as_torch, dtype_name
 from zstore.open.sources import open_source
 from zstore.store import LocalShard
 
-from ..build.model import stored_whole
+from ..build.model import stored_buffers, stored_whole
+from ..optim.rules import STATE_KEY, Stepper
+from ..optim.state import OptimizerState
 from ..runtime.device import one_thread
 from ..runtime.process import warn_once
-from .load_plan import LoadOptions, LoadPlan, LoadReport, check_saved_state, converted_moments, plan_load
-from .record import apply_record, check_record, derive_rng_state, join_tensors, load_rng_state
+from .record import (
+    LoadOptions,
+    LoadPlan,
+    LoadReport,
+    apply_record,
+    check_record,
+    derive_rng_state,
+    join_tensors,
+    load_rng_state,
+)
 
 if TYPE_CHECKING:
     from ..training.training import Training
 
 _log = logging.getLogger("zstore")
 
+_MOST_LISTED = 10
+"""Differences of one kind that an error names."""
+_MISSING, _UNEXPECTED = "missing: ", "not in the model or its optimizer: "
+_PIECE_NUMEL = 1 << 18
+"""Elements of two arrays that are compared at a time."""
 _LEAST_AHEAD_BYTES = 6 * 1024 * 1024
 """Memory for reading ahead even if the host budget is used up: a chunk for each of its buffers."""
 
@@ -119,8 +135,9 @@ class Restore:
         """Replace the state by the checkpoint's, on every rank or with an error on every rank; return the client's."""
         training = self._training
         training.update.forget()
-        if plan.left_out and training.world.rank == 0:
-            _log.warning("%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in plan.left_out))
+        left_out = [*_short(_MISSING, plan.missing), *_short(_UNEXPECTED, plan.unexpected)]
+        if left_out and training.world.rank == 0:
+            _log.warning("%s is loaded in part:%s", reader.location, "".join(f"\n  {line}" for line in left_out))
         if reader.notes and training.world.rank == 0:
             _log.warning("%s is %s: not carried over: %s", reader.location, reader.kind, "; ".join(reader.notes))
         if training.world.rank == 0 and (kept := converted_moments(training.state, reader, plan)):
@@ -297,3 +314,159 @@ def _read_into(ahead: ReadAhead, stored: str, name: str, first: int, target: tor
     values = np.empty(stop - first, numpy_dtype(stored))
     ahead.read(name, first, stop, values)
     target.copy_(as_torch(values))
+
+
+# -- the plan -----------------------------------------------------------------------------------------------------------
+
+
+def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, options: LoadOptions) -> LoadPlan:
+    """Return the plan of a load.
+
+    Raises CheckpointMismatchError, with all differences, if the checkpoint is of another model or optimizer.
+    """
+    names = {r: state.arrays_of(r)[: None if options.optimizer else 1] for r in state.records}
+    whole = {name: tuple(tensor.shape) for name, tensor in stored_whole(model, (r.parameter for r in state.records))}
+    stored_as = _names_here(model, reader)
+    shapes = {name: reader.arrays[stored].spec.shape for name, stored in stored_as.items()}
+    resized = {
+        name: shapes[name]
+        for name, shape in whole.items()
+        if name in shapes and shapes[name] != shape and _takes_shapes(model, name)
+    }
+    wanted = whole | resized
+    for arrays in names.values():
+        wanted |= {name: tuple(state.store.spec(name).shape) for name in arrays}
+    missing, unexpected = _differences(state, reader, options, wanted, shapes)
+    found = {name for name in wanted if name in shapes}
+    return LoadPlan(
+        options=options,
+        arrays=[
+            (name, *state.owned_range(record, name))
+            for record, arrays in names.items()
+            for name in arrays
+            if name in found
+        ],
+        whole={name: stored_as[name] for name in whole if name in found},
+        resized=set(resized),
+        updated=[r for r in state.scalars if options.optimizer and found.issuperset(names[r])],
+        missing=missing,
+        unexpected=unexpected,
+    )
+
+
+def _names_here(model: nn.Module, reader: ArraySource) -> dict[str, str]:
+    """Return the name in the checkpoint of each of its arrays, by the name here: other software's state dicts do not say which
+    of their tensors are buffers."""
+    buffers = {model_array(name): buffer_array(name) for name, _ in stored_buffers(model)}
+    names: dict[str, str] = {}
+    for stored in reader.arrays:
+        name = buffers.get(stored, stored)
+        names[stored if name in reader.arrays else name] = stored
+    return names
+
+
+def _takes_shapes(model: nn.Module, array: str) -> bool:
+    """Return whether the model loads the buffer of an array in a way of its own, which may change its shape."""
+    name = array.partition("/")[2]
+    if array != buffer_array(name):
+        return False
+    owner = model.get_submodule(name.rpartition(".")[0])
+    plain = nn.Module
+    return (type(model).load_state_dict, type(owner)._load_from_state_dict) != (
+        plain.load_state_dict,
+        plain._load_from_state_dict,
+    )
+
+
+def check_saved_state(step: Stepper, reader: ArraySource) -> None:
+    """Raise CheckpointMismatchError if an optimizer that steps whole tensors would not find its state."""
+    state = reader.record.state.get("client_state")
+    kept = state.get(STATE_KEY) if isinstance(state, dict) else None
+    if not isinstance(kept, dict):
+        raise CheckpointMismatchError(
+            f"checkpoint {reader.location} has no state of an optimizer that steps whole tensors, as {step.name} does: use the "
+            "optimizer that it was trained with, or pass load_optimizer_states=False"
+        )
+    unexpected = sorted(kept.keys() - {record.name for record in step.records})
+    if unexpected:
+        listed = ", ".join(map(repr, unexpected[:_MOST_LISTED]))
+        raise CheckpointMismatchError(
+            f"checkpoint {reader.location} has state of {step.name} for {listed}, which it does not update here: give the "
+            "optimizer the same parameters, under the same names"
+        )
+
+
+def converted_moments(state: OptimizerState, reader: ArraySource, plan: LoadPlan) -> str:
+    """Return the types of moments in the checkpoint and here, if they differ; else nothing."""
+    pairs = {
+        (reader.array(name).spec.dtype, state.store.spec(name).dtype)
+        for name, _, _ in plan.arrays
+        if name.startswith("optimizer/")
+    }
+    return "; ".join(f"{there} in the checkpoint, {here} here" for there, here in sorted(pairs) if there != here)
+
+
+def _differences(
+    state: OptimizerState,
+    reader: ArraySource,
+    options: LoadOptions,
+    wanted: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[list[str], list[str]]:
+    """Return the missing and the unexpected arrays, if `options` accept them; `shapes` are the checkpoint's. Raises
+    CheckpointMismatchError if not."""
+    frozen = {record.name for record in state.records if record.group is None}
+
+    def counts(name: str) -> bool:
+        if name.startswith(("client/", "gradient")):
+            return False
+        # Slots of a parameter that is frozen now are left alone.
+        return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
+
+    stored = {name: shape for name, shape in shapes.items() if counts(name)}
+    # A tied parameter once more, under another of its names, as torch's state dicts have it. Its values in this rank's rows are
+    # those under the first name: a checkpoint in which the two differ is of another model.
+    for record in state.records:
+        for alias in map(model_array, record.aliases):
+            if _same_values(reader, model_array(record.name), alias, record.owned_range):
+                del stored[alias]
+    missing = [name for name in wanted if name not in stored]
+    # Parameters that the save was asked to leave out keep the model's values, and the report names them.
+    unsaved = {model_array(name) for name in reader.record.absent_parameters}
+    unexpected = [name for name in stored if name not in wanted]
+    unequal = [
+        f"{name}: shape {stored[name]} in the checkpoint, {shape} here"
+        for name, shape in wanted.items()
+        if name in stored and stored[name] != shape
+    ]
+    absent = [name for name in missing if name not in unsaved]
+    refused = [*_short(_MISSING, absent), *_short(_UNEXPECTED, unexpected)] if options.load_module_strict else []
+    refused += _short("", unequal)
+    if refused:
+        raise CheckpointMismatchError(
+            f"checkpoint {reader.location} is of another model or optimizer:"
+            + "".join(f"\n  {line}" for line in refused)
+        )
+    return missing, unexpected
+
+
+def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int]) -> bool:
+    """Return whether both arrays are there, in one type and shape, with the same bytes in the elements `rows`."""
+    if one not in reader.arrays or other not in reader.arrays:
+        return False
+    spec, twin = reader.arrays[one].spec, reader.arrays[other].spec
+    if (spec.shape, spec.dtype) != (twin.shape, twin.dtype):
+        return False
+    first, stop = rows
+    for start in range(first, stop, _PIECE_NUMEL):
+        end = min(start + _PIECE_NUMEL, stop)
+        pieces = np.empty((2, (end - start) * spec.itemsize), np.uint8)
+        reader.read(one, start, end, pieces[0])
+        reader.read(other, start, end, pieces[1])
+        if not np.array_equal(pieces[0], pieces[1]):
+            return False
+    return True
+
+
+def _short(prefix: str, names: list[str]) -> list[str]:
+    return shortened([prefix + name for name in names], _MOST_LISTED) if names else []

@@ -1,5 +1,6 @@
-"""The state in a checkpoint beside its arrays, as JSON: the engine's part of the record (counters, scalars, schedule,
-settings), the client's state, whose tensors are arrays under `client/`, and each rank's random number generators.
+"""The plan of a load, and the state in a checkpoint beside its arrays, as JSON: the engine's part of the record (counters,
+scalars, schedule, settings), the client's state, whose tensors are arrays under `client/`, and each rank's random number
+generators.
 
 The first takes `Training` whole: the record has a little of each of its parts.
 
@@ -17,24 +18,113 @@ import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from zstore.checkpoint import encode_state, plain_value
+from zstore.checkpoint import Range, encode_state, plain_value
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError, ZstoreError
 from zstore.format import ArraySpec, client_array
 from zstore.io.tensors import as_numpy, as_torch, dtype_name, host_values
 
 from ..config.resolve import BatchSizes
 from ..optim.rules import STATE_KEY
+from ..params.record import ParameterRecord
 from ..runtime.process import warn_once
 
 if TYPE_CHECKING:
     from ..training.training import Training
-    from .load_plan import LoadPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """DeepSpeed's choices of `load_checkpoint`. State that is not loaded stays as it is in the engine."""
+
+    load_module_strict: bool = True
+    """Refuse a checkpoint with other parameters or buffers; else those that both have are loaded, and the others named in a
+    warning. Shapes must agree in any case."""
+    load_optimizer_states: bool = True
+    """Load the optimizer's slots and step counts, and of an fp16 run the loss scale."""
+    load_lr_scheduler_states: bool = True
+    """Load the schedule and the learning rates."""
+    load_module_only: bool = False
+    """Load parameters and buffers alone: no optimizer state, schedule, counters, position in the data or generators."""
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> LoadOptions:
+        """Return the choices of a call. Raises UsageError for one that is not known, or is not true or false."""
+        known = [field.name for field in fields(LoadOptions)]
+        for name, value in options.items():
+            if name not in known:
+                raise UsageError(f"load_checkpoint() has no option {name!r}; it has {', '.join(known)}")
+            if not isinstance(value, bool):
+                raise UsageError(f"load_checkpoint({name}={value!r}): expected True or False")
+        return LoadOptions(**options)
+
+    @property
+    def optimizer(self) -> bool:
+        """Whether slots, step counts and the loss scale are loaded."""
+        return self.load_optimizer_states and not self.load_module_only
+
+    @property
+    def schedule(self) -> bool:
+        """Whether schedule and learning rates are loaded."""
+        return self.load_lr_scheduler_states and not self.load_module_only
+
+    @property
+    def progress(self) -> bool:
+        """Whether counters, batch sizes, position in the data and random number generators are loaded."""
+        return not self.load_module_only
+
+    @property
+    def everything(self) -> bool:
+        """Whether everything is loaded."""
+        return self.optimizer and self.schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadPlan:
+    """The parts to load of a checkpoint that was compared with the model."""
+
+    options: LoadOptions
+    arrays: list[Range]
+    """This rank's elements of the arrays to read, in this order."""
+    whole: Mapping[str, str]
+    """Arrays that are not cut over the ranks, each with its name in the checkpoint: buffers, and parameters that were added
+    after `initialize`."""
+    resized: set[str]
+    """Buffers among them of another shape than here, which the model's own `load_state_dict` takes over."""
+    updated: list[ParameterRecord]
+    """Parameters whose optimizer state is loaded."""
+    missing: list[str]
+    """Arrays of the model and its optimizer that the checkpoint does not have."""
+    unexpected: list[str]
+    """Arrays of the checkpoint, by its own names, that the model and its optimizer do not have."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the former state is replaced."""
+        return self.options.everything and not (self.missing or self.unexpected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """The result of a load on this rank."""
+
+    path: str
+    """The checkpoint's folder or URL."""
+    missing: tuple[str, ...]
+    """Arrays that the engine has and the checkpoint lacks: they stayed as they were."""
+    unexpected: tuple[str, ...]
+    """Arrays that the checkpoint has and the engine lacks; those that the options leave out are not among
+    them."""
+    read_bytes: int
+    """Bytes that were read from the checkpoint's shard files."""
+    linked_bytes: int
+    """Bytes of its shard files that were linked into the run folder: they are read, and verified, when training first
+    needs them."""
 
 
 ClientValues = Mapping[str, Any] | Namespace

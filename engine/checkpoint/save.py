@@ -32,9 +32,9 @@ from zstore.checkpoint import (
     tag_text,
 )
 from zstore.errors import UsageError
-from zstore.format import ArraySpec, numpy_dtype
+from zstore.format import ArraySpec
 from zstore.io import is_url
-from zstore.io.closing import settle, start_threads
+from zstore.io.closing import interrupts_wait, settle, start_threads
 from zstore.io.tensors import host_values
 from zstore.ranks.board import Board
 from zstore.remote.service import UploadPlace
@@ -45,10 +45,18 @@ from ..build.model import companion_files, stored_whole
 from ..optim.rules import STATE_KEY
 from ..params.record import ParameterRecord
 from ..report.progress import RunJournal
-from ..runtime.process import interrupts_wait
 from .load import Restore
-from .load_plan import LoadOptions, LoadReport
-from .record import ClientValues, as_mapping, as_numbers, engine_record, rng_state, small_arrays, split_tensors
+from .record import (
+    ClientValues,
+    LoadOptions,
+    LoadReport,
+    as_mapping,
+    as_numbers,
+    engine_record,
+    rng_state,
+    small_arrays,
+    split_tensors,
+)
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -119,7 +127,7 @@ class Checkpoints:
             if options.leaves_out_frozen:
                 small.state[ABSENT_KEY] = [one.name for one in self._left_out(options)]
         place = str(options.folder) if is_url(str(options.folder)) else os.path.realpath(options.folder)
-        chosen, save_id, described, theirs = world.broadcast_object([mine, new_save_id(), small.described(), place])
+        chosen, save_id, theirs = world.broadcast_object([mine, new_save_id(), place])
         with world.agreeing():
             if place != theirs:
                 raise UsageError(
@@ -127,8 +135,6 @@ class Checkpoints:
                 )
         if mine != chosen:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
-        if world.rank > 0:
-            small = Small.standing_in(small.state, described)
         tell = self._journal.save_begins(chosen, folder, upload)
 
         def begin() -> SaveHandle:
@@ -185,7 +191,7 @@ class Checkpoints:
             name: host_values(tensor.detach().to("cpu", copy=True))
             for name, tensor in stored_whole(self._training.model, known)
         }
-        specs, arrays = small_arrays(tensors)
+        specs, arrays = small_arrays({} if self._training.world.rank else tensors)
         record = {
             "client_state": marked,
             "engine": engine_record(self._training),
@@ -355,22 +361,11 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Small:
-    """The record of a save, and the arrays that rank 0 stores whole."""
+    """The record of a save, and the arrays that rank 0 stores whole; other ranks have none."""
 
     state: dict[str, Any]
     specs: dict[str, ArraySpec]
     arrays: dict[str, np.ndarray[Any, np.dtype[Any]]]
-
-    def described(self) -> list[list[Any]]:
-        """Return names, shapes and types as JSON."""
-        return [[name, list(spec.shape), spec.dtype] for name, spec in self.specs.items()]
-
-    @staticmethod
-    def standing_in(state: dict[str, Any], described: list[list[Any]]) -> Small:
-        """Return another rank's stand-ins for rank 0's arrays, whose values alone count."""
-        specs = {n: ArraySpec(name=n, shape=tuple(shape), dtype=dtype) for n, shape, dtype in described}
-        arrays = {n: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for n, spec in specs.items()}
-        return Small(state, specs, arrays)
 
 
 def _give_up_later(under_way: list[SaveHandle]) -> None:

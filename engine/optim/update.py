@@ -48,11 +48,11 @@ from torch import nn
 
 from zstore.errors import UsageError
 from zstore.io import Ticket, Workers
+from zstore.io.closing import interrupts_wait
 from zstore.ranks.world import World
 
 from ..params.record import ParameterRecord, Residency
 from ..runtime.device import StreamContext
-from ..runtime.process import interrupts_wait
 from ..zero.fetch import Fetcher
 from ..zero.gradients import Gradients
 from .changes import Changes, UpdatePlan

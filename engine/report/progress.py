@@ -30,9 +30,9 @@ import torch
 from zstore._version import __version__
 from zstore.checkpoint import LOOPS_FOLDER, SaveHandle, SaveSummary, tag_folder
 from zstore.io import LinkStatistics, is_url, most_resident_bytes, resident_bytes
-from zstore.journal import JournalFile, JournalWriter, decode_lines, journal_file
+from zstore.journal import JournalFile, JournalTail, JournalWriter, decode_lines, journal_file
 from zstore.remote.bucket import PATIENT, BucketFolder
-from zstore.remote.service import JournalTail, UploadPlace
+from zstore.remote.service import UploadPlace
 from zstore.sizes import format_bytes
 
 from ..config.keys import acting

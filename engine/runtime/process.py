@@ -29,8 +29,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -132,31 +131,6 @@ class StopSignals:
         for number, handler in before.items():
             # None: the former handler was not Python's.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-@contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Let a SIGINT that comes during the block take effect at its end; for blocks of milliseconds.
-
-    Python runs handlers in the main thread alone, so in other threads this does nothing.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:
-        yield
-        return
-    came = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)
 
 
 # -- the collector ----------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from zstore.checkpoint.names import new_save_id, step_tag
-from zstore.checkpoint.plan import SaveRequest, SaveSummary
+from zstore.checkpoint.layout import new_save_id, step_tag
+from zstore.checkpoint.part import SaveRequest, SaveSummary
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.save import SaveHandle, save_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint

@@ -167,7 +167,7 @@ import json, sys, threading
 from contextlib import ExitStack
 from pathlib import Path
 import numpy as np
-from zstore.checkpoint.names import new_save_id
+from zstore.checkpoint.layout import new_save_id
 from zstore.remote.upload import save_to_url
 from zstore.remote.service import UploadPlace
 from tests.checkpoint.checkpoints import open_world

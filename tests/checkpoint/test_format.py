@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zstore.checkpoint.format import Manifest, Record, decode_state, encode_state
-from zstore.checkpoint.metadata import array_document, encode_documents, parse_root
-from zstore.checkpoint.names import (
+from zstore.checkpoint.layout import (
+    array_document,
     array_path,
     check_save_id,
+    encode_documents,
     encode_name,
     new_save_id,
     own_name,
     parse_own_name,
+    parse_root,
     shard_file,
     step_tag,
     tag_folder,

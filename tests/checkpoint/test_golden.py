@@ -24,8 +24,7 @@ import zstore.dcp
 from tests.checkpoint.checkpoints import arrays_of_kinds, save_arrays
 from tests.checkpoint.forging import Forge, data_start, index_of
 from tests.data.golden import make
-from zstore.checkpoint.metadata import array_document, parse_array
-from zstore.checkpoint.names import METADATA_FILE, array_path, encode_name
+from zstore.checkpoint.layout import METADATA_FILE, array_document, array_path, encode_name, parse_array
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CorruptionError

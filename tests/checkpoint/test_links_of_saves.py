@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoint.checkpoints import World, open_world, save_arrays, wait_all
 from zstore.checkpoint.commit import discard
-from zstore.checkpoint.plan import SaveSummary
+from zstore.checkpoint.part import SaveSummary
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CorruptionError, RankError, StorageError, UsageError

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import zstore
 from tests.checkpoint.checkpoints import arrays_of_kinds, save_arrays
 from zstore.checkpoint import Keep, sweep, weigh
-from zstore.checkpoint.names import array_path
+from zstore.checkpoint.layout import array_path
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError

@@ -171,13 +171,9 @@ def test_what_is_a_url() -> None:
 
 def test_storage_options_are_json_where_they_can_be() -> None:
     words = ["anon=true", 'client_kwargs={"endpoint_url": "http://h:1"}', "key=AKIA", "secret=a=b", "retries=3"]
-    assert parse_options(words) == {
-        "anon": True,
-        "client_kwargs": {"endpoint_url": "http://h:1"},
-        "key": "AKIA",
-        "secret": "a=b",
-        "retries": 3,
-    }
+    client = {"endpoint_url": "http://h:1"}
+    found = {"anon": True, "client_kwargs": client, "key": "AKIA", "secret": "a=b", "retries": 3}
+    assert parse_options(words) == found
     for word in ("anon", "=x"):
         with pytest.raises(UsageError, match="key=value"):
             parse_options([word])

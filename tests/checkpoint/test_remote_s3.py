@@ -11,7 +11,7 @@ import pytest
 import zstore
 from tests.checkpoint.checkpoints import World, begin_upload, open_world, save_arrays, wait_all
 from tests.engine.runs import make_config, start, state_of, step
-from zstore.checkpoint.names import new_save_id
+from zstore.checkpoint.layout import new_save_id
 from zstore.checkpoint.reader import open_checkpoint, refused, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint

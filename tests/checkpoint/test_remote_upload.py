@@ -21,7 +21,7 @@ import pytest
 
 from tests.checkpoint.checkpoints import World, begin_upload, open_world, save_arrays, wait_all
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, unavailable
-from zstore.checkpoint.names import LOCK, SET_ASIDE, new_save_id, own_name, parse_own_name
+from zstore.checkpoint.layout import LOCK, SET_ASIDE, new_save_id, own_name, parse_own_name
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.save import SaveHandle

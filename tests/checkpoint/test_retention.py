@@ -14,11 +14,11 @@ from tests.checkpoint.checkpoints import open_world, save_arrays
 from tests.checkpoint.object_store import ObjectFileSystem, RequestFault, denied
 from tests.engine.runs import make_config, start, step
 from zstore.checkpoint.catalog import TagInfo
-from zstore.checkpoint.folder import LocalFolder
+from zstore.checkpoint.folder import LocalFolder, joined_files, stored_files
 from zstore.checkpoint.format import Record
-from zstore.checkpoint.plan import SaveSummary
+from zstore.checkpoint.part import SaveSummary
 from zstore.checkpoint.reader import open_checkpoint, tags
-from zstore.checkpoint.retention import Keep, joined_files, metric_of, stored_files
+from zstore.checkpoint.retention import Keep, metric_of
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine.config.config import load_config
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError

@@ -19,7 +19,7 @@ from tests.checkpoint.checkpoints import World, as_bytes, leavings, open_world, 
 from tests.waiting import until
 from zstore.checkpoint.commit import Committer, SaveLock, owner_is_dead
 from zstore.checkpoint.format import Record
-from zstore.checkpoint.names import new_save_id
+from zstore.checkpoint.layout import new_save_id
 from zstore.checkpoint.reader import tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.save import save_checkpoint

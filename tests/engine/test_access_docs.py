@@ -46,7 +46,7 @@ def test_the_examples_run(world_size: int, tmp_path: Path) -> None:
 def test_every_option_is_named() -> None:
     from dataclasses import fields
 
-    from zstore.engine.checkpoint.load_plan import LoadOptions
+    from zstore.engine.checkpoint.record import LoadOptions
 
     assert set(re.findall(r"^\| `(load_\w+|names)=", PAGE.read_text(), re.MULTILINE)) == {
         f.name for f in fields(LoadOptions)

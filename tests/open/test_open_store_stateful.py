@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import zstore
 from tests.store.stores import turn_in_place
-from zstore.checkpoint.plan import SaveSummary
+from zstore.checkpoint.part import SaveSummary
 from zstore.checkpoint.reader import tags
 from zstore.errors import BudgetError, CheckpointExistsError, StorageError, UsageError, ZstoreError
 from zstore.io import Ticket

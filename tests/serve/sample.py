@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tests.checkpoint.checkpoints import World, open_world
 from zstore.checkpoint.commit import owner_document
-from zstore.checkpoint.names import own_name, step_tag
+from zstore.checkpoint.layout import own_name, step_tag
 
 RUN = "gpt-small"
 HOSTILE_RUN = "<img src=x onerror=alert(1)>"

@@ -25,7 +25,7 @@ from tests.checkpoint.checkpoints import open_world, save_arrays
 from tests.serve.conftest import Serve, serving_of
 from tests.serve.sample import RUN_ID, JournalWriter
 from tests.tools.commands import done, here
-from zstore.checkpoint.names import new_save_id
+from zstore.checkpoint.layout import new_save_id
 from zstore.journal import read
 from zstore.serve.files import choose
 

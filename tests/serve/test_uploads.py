@@ -31,9 +31,9 @@ from zstore.errors import (
     UsageError,
 )
 from zstore.io.pool import Workers
-from zstore.journal import journal_file
+from zstore.journal import JournalTail, journal_file
 from zstore.remote.bucket import Retries
-from zstore.remote.service import JournalTail, UploadPlace
+from zstore.remote.service import UploadPlace
 from zstore.remote.target import files_here
 from zstore.remote.upload import target_in, upload_checkpoint
 from zstore.testing.faults import FaultyFiles

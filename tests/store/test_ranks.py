@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from tests.waiting import until
 from zstore.errors import DiskFullError, RankError, UsageError
+from zstore.io.closing import wait_until
 from zstore.ranks import board, incident
 from zstore.ranks.connections import Connections
 from zstore.ranks.incident import ABSENT_S, SAME_S, Outcome, RankReport, explain, judge
@@ -47,10 +48,10 @@ def test_boards_share_posts_and_a_store_that_is_gone_is_not_asked_for_minutes(mo
     board.Board.connect("a").post_bytes("large", data)
     other = board.Board.connect("a")
     assert (
-        board.wait_until(lambda: other.read_bytes("large"), 60, str, check=lambda: None) == data
+        wait_until(lambda: other.read_bytes("large"), 60, str, check=lambda: None) == data
     )  # a post is not waited for
     other.remove("large")
-    board.wait_until(lambda: other.read_bytes("large") is None, 60, str, check=lambda: None)
+    wait_until(lambda: other.read_bytes("large") is None, 60, str, check=lambda: None)
     del server
     gc.collect()
     began = time.monotonic()

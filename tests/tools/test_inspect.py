@@ -300,7 +300,7 @@ def meant(command: str, told: dict[str, Any], out: Path, stderr: str) -> str:
 
 
 def _folder_of(tag: str) -> str:
-    from zstore.checkpoint.names import tag_folder
+    from zstore.checkpoint.layout import tag_folder
 
     return tag_folder(tag)
 

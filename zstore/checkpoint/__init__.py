@@ -1,7 +1,7 @@
 """Checkpoints: the format, saving and committing, reading and verifying, retention. Imports no torch.
 
-Read `docs/format.md` for the bytes, and in this order: names, format, metadata; plan, build, save, commit; folder,
-catalog, reader, lookahead, verify, reshard, retention.
+Read `docs/format.md` for the bytes, and in this order: layout, format; build, part, save, commit; folder, catalog,
+reader, lookahead, verify, reshard, retention.
 
 The names below are for code that builds on the store.
 """
@@ -9,13 +9,12 @@ The names below are for code that builds on the store.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .build import CheckpointBuilder
+from .build import CheckpointBuilder, CheckpointPlan
 from .catalog import LOOPS_FOLDER, Catalog, Refusal, TagInfo, find_tag, list_nested, list_tags, resolve, scan, tags_text
 from .commit import Committer, abort_reason, discard, new_folder, sweep, temporary_folder
-from .folder import Folder, LocalFolder
+from .folder import Folder, LocalFolder, StoredFiles, joined_files, shared_bytes, stored_files
 from .format import ABSENT_KEY, COMPLETE, LATEST_KEY, Record, encode_state, plain_value
-from .lookahead import MEMORY_BYTES, Range, ReadAhead, Span, read_into
-from .names import (
+from .layout import (
     MANIFEST_FOLDER,
     METADATA_FILE,
     RECORD_FILE,
@@ -27,7 +26,8 @@ from .names import (
     tag_folder,
     tag_text,
 )
-from .plan import CheckpointPlan, KnownFile, SaveRequest, SaveSummary
+from .lookahead import MEMORY_BYTES, Range, ReadAhead, Span, read_into
+from .part import KnownFile, SaveRequest, SaveSummary
 from .reader import (
     NUM_THREADS,
     ArraySource,
@@ -42,13 +42,9 @@ from .reshard import reshard_checkpoint
 from .retention import (
     Fate,
     Keep,
-    StoredFiles,
-    joined_files,
     plan_lines,
     remove_each,
     retire,
-    shared_bytes,
-    stored_files,
     weigh,
 )
 from .verify import VerifyFault, verify_checkpoint

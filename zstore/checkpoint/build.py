@@ -1,47 +1,97 @@
-"""The files of a checkpoint: shards, the ranks' manifests, the metadata, the record.
+"""The plan of a checkpoint, which is pure: its arrays, how they are cut, whose state it is; and its files: shards, the
+ranks' manifests, the metadata, the record.
 
 [Note: building a checkpoint]
 In a temporary folder, whose commit is one rename (see `zstore.checkpoint.commit`):
     (each rank)  `place` for every shard file, whichever code fills it; `write_manifest`, last
     (rank 0)     the metadata; `collect` until all manifests are there; `check_complete`; `folder_syncs`; `record`
 A process that writes all ranks' parts leaves rank 0's to `finish`.
-
-[Note: pieces]
-An array under 64 KiB has no file for each rank: a shard file of a few rows takes 8 KiB, and a model has hundreds of such
-arrays. So each rank writes its rows of all of them, one array after the other, into few files beside its manifest. Once
-every manifest is there, rank 0 reads them, stores each array as one shard, and removes them. As all of a save, that needs
-no collectives, and no rank waits for it: the pins are released as soon as their rows were copied.
-
-    manifest/rank-<rank>.pieces-<group>     rows of the group's arrays in their order, without padding; their crc32c (u32)
-
-A group is arrays of 8 MiB together, which bounds the memory that either side takes.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-from crc32c import crc32c
+import numpy.typing as npt
 
-from ..errors import CheckpointError, CorruptionError, RankError
-from ..format.arrays import Bytes
+from ..errors import CheckpointError, RankError
+from ..format.arrays import ArraySpec, Grid, make_grid
+from ..format.codecs import Codec
+from ..format.shardfile import layout_of
 from ..io.files import Files, make_read_only
 from ..io.pool import Workers, helpful_threads
-from ..io.queue import Priority
-from ..io.shards import FillRuns, ShardSummary, write_shard
+from ..io.shards import ShardSummary
 from .format import COMPLETE, Manifest, Record, read_json, sha256
-from .metadata import encode_documents
-from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file, tag_folder
-from .plan import CheckpointPlan, KnownFile, PinnedShard, SaveRequest
+from .layout import MANIFEST_FOLDER, METADATA_FILE, array_path, encode_documents, manifest_file, shard_file
+
+
+# See [Note: objects of a save].
+@lru_cache(maxsize=2)
+def _layout_digest(specs: Sequence[ArraySpec], grids: Sequence[Grid], pieces: Sequence[Grid | None]) -> str:
+    described: list[str] = []
+    for spec, grid, held in zip(specs, grids, pieces, strict=True):
+        cut = [grid.shard_rows, grid.chunk_rows, grid.chunk_cols, *([] if held is None else [held.shard_rows])]
+        described.append(json.dumps([spec.name, spec.shape, spec.dtype, *cut], separators=(",", ":")))
+    return sha256(f"[{','.join(described)}]".encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPlan:
+    """A checkpoint as every rank plans it alike. Rank r stores shard r of each array's grid."""
+
+    tag: str
+    step: int
+    world_size: int
+    save_id: str
+    """From `new_save_id()` of rank 0, the same on every rank."""
+    run_id: str = ""
+    """The training run, kept across resumes: the save replaces a checkpoint of the same run and tag. Needed for `keep`."""
+    specs: Mapping[str, ArraySpec]
+    """All arrays of the checkpoint; other ranks than 0 may leave out those of `small`."""
+    grids: Mapping[str, Grid]
+    """How each array is cut in the checkpoint; those of `small` may be left out (one shard)."""
+    pieces: Mapping[str, Grid] = field(default_factory=dict)
+    """How the ranks hold those arrays that `grids` has in one shard: each rank gives its rows to rank 0."""
+    small: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Arrays that rank 0 stores whole: module buffers, the client's tensors. Rank 0's count."""
+    codec: Codec | None = None
+    """The codec of the chunks of an archive, with no arrays in `small`."""
+
+    def grid(self, name: str) -> Grid:
+        """Return how the array is cut in the checkpoint."""
+        return self.grids[name] if name in self.grids else make_grid(self.specs[name].stored_shape, 1)
+
+    def file_bytes(self, name: str, shard: int) -> int:
+        """Return the bytes of a shard's file, not compressed; 0 if the shard has no rows and so no file."""
+        layout = layout_of(self.grid(name), shard, self.specs[name].dtype)
+        return layout.file_bytes if layout.num_present else 0
+
+    def layout_digest(self) -> str:
+        """Return the SHA-256, hex, of all arrays and how they are cut: ranks with the same one agree on every shard.
+
+        Arrays that rank 0 stores whole do not concern the others.
+        """
+        names = sorted(self.specs.keys() - self.small.keys())
+        grids, pieces = (tuple(map(of, names)) for of in (self.grid, self.pieces.get))
+        return _layout_digest(tuple(self.specs[name] for name in names), grids, pieces)
+
+    def shard_path(self, name: str, shard: int) -> str:
+        """Return the path of a shard's file inside the checkpoint."""
+        return f"{array_path(name)}/{shard_file(len(self.specs[name].stored_shape), shard)}"
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of all shard files, not compressed."""
+        shards = [(name, shard) for name in self.specs for shard in range(self.grid(name).num_shards)]
+        return sum(self.file_bytes(name, shard) for name, shard in shards)
 
 
 class CheckpointBuilder:
@@ -78,11 +128,6 @@ class CheckpointBuilder:
     def check_names(self) -> None:
         """Raise UsageError if two arrays would share a folder."""
         self._texts  # noqa: B018
-
-    @cached_property
-    def metadata_sha256(self) -> str:
-        """SHA-256 of the root's metadata, which names all arrays. Raises as `check_names` does."""
-        return sha256(self._texts[""])
 
     @cached_property
     def _layout(self) -> str:
@@ -254,7 +299,7 @@ class CheckpointBuilder:
             world_size=plan.world_size,
             training_world_size=training_world_size or plan.world_size,
             run=plan.run_id,
-            metadata_sha256=self.metadata_sha256,
+            metadata_sha256=sha256(self._texts[""]),
             manifest_sha256=tuple(self._found[rank] for rank in range(plan.world_size)),
             state=state,
         )
@@ -262,180 +307,11 @@ class CheckpointBuilder:
     def finish(self, state: Mapping[str, Any], *, training_world_size: int | None = None, sync: bool = True) -> Record:
         """Complete a checkpoint whose shard files and manifests are all there, and return its commit record. Without `sync`
         the caller makes everything durable."""
-        if not sync:
-            for write in self.metadata_tasks():
-                write()
-            self.collect()
-            self.check_complete()
-            return self.record(state, training_world_size=training_world_size)
-        manifests = [self.folder / manifest_file(rank) for rank in self._ranks]
         with Workers(min(4, helpful_threads(0, 2 * len(self._texts))), "zstore-build") as workers:
             workers.run(self.metadata_tasks(), here=True)
             self.collect()
             self.check_complete()
-            # One wave: drives coalesce concurrent flushes.
-            own = (partial(self._files.sync_file, path) for path in manifests)
-            workers.run(chain[Callable[[], None]](own, self.syncs(), self.folder_syncs()), here=True)
+            if sync:  # one wave: drives coalesce concurrent flushes
+                own = (partial(self._files.sync_file, self.folder / manifest_file(rank)) for rank in self._ranks)
+                workers.run(chain[Callable[[], None]](own, self.syncs(), self.folder_syncs()), here=True)
         return self.record(state, training_world_size=training_world_size)
-
-
-_GROUP_BYTES = 8 * 1024 * 1024
-_CRC = struct.Struct("<I")
-
-
-class RankPart(CheckpointBuilder):
-    """One rank's part of the save `request` in its temporary folder: shards, and pieces of small arrays.
-
-    `check_alive` is called before each shard and stops the save by raising.
-    """
-
-    def __init__(self, request: SaveRequest, folder: Path, check_alive: Callable[[], None]) -> None:
-        super().__init__(request, folder, request.resources.files, request.known_documents())
-        self._request = request
-        self._check_alive = check_alive
-        self._resources = replace(request.resources, sync=False)
-        self._target = request.folder / tag_folder(request.tag)
-        self.known: dict[str, KnownFile] = {}
-        """Files that the next save may link, once this one is committed."""
-        self._groups: list[list[str]] = []
-        """Names whose pieces travel together."""
-        nbytes = _GROUP_BYTES
-        for name in sorted(request.pieces):
-            size = request.specs[name].nbytes
-            if nbytes + size > _GROUP_BYTES:
-                self._groups.append([])
-                nbytes = 0
-            self._groups[-1].append(name)
-            nbytes += size
-
-    def tasks(self) -> Iterator[Callable[[], ShardSummary | None]]:
-        """Yield a task for each group of pieces and each shard file of this rank; those in memory first, since an updater
-        waits for them."""
-        request = self._request
-        yield from (partial(self._write_rows, group) for group in self._own_groups())
-        own = [name for name in request.pins if name not in request.pieces and request.file_bytes(name, request.rank)]
-        own.sort(key=lambda name: request.pins[name].tier == "disk")
-        yield from (partial(self._publish, name, request.pins[name]) for name in own)
-        if request.rank == 0:
-            yield from (partial(self._write_small, name) for name in request.small if request.file_bytes(name, 0))
-
-    # -- shards -----------------------------------------------------------------------------------------------------
-
-    def _publish(self, name: str, pin: PinnedShard) -> ShardSummary:
-        request = self._request
-        self._check_alive()
-        path = self.place(name, request.rank)
-        version = pin.version
-        summary = self._link_known(name, pin, path)
-        if summary is None:
-            summary = pin.publish(self._resources, path, request.grid(name), request.rank, Priority.CHECKPOINT)
-        # Released at once: an updater of this shard may be waiting.
-        pin.release()
-        self._finish_file(path)
-        later = self._target / request.shard_path(name, request.rank)
-        if known := KnownFile.of(later, version=version, crcs=summary.crcs, written_as=path):
-            self.known[name] = known
-        return summary
-
-    def _link_known(self, name: str, pin: PinnedShard, path: Path) -> ShardSummary | None:
-        """Link an earlier checkpoint's file that holds the same; None if there is none. See [Note: links of unchanged
-        shards]."""
-        request = self._request
-        known = request.unchanged(name)
-        if known is None or not known.link(self._files, path):
-            return None
-        if pin.checksums(request.resources, request.grid(name), request.rank) != known.crcs:
-            self._files.unlink(path)
-            return None
-        file_bytes = request.file_bytes(name, request.rank)
-        return ShardSummary(name, request.rank, file_bytes, known.crcs, linked=True)
-
-    def _write_small(self, name: str) -> ShardSummary:
-        return self._store_whole(name, np.ascontiguousarray(self._request.small[name]).reshape(-1).view(np.uint8))
-
-    def _store_whole(self, name: str, data: Bytes) -> ShardSummary:
-        """Store an array that is one shard, rank 0's."""
-        self._check_alive()
-        path, spec = self.place(name, 0), self._request.specs[name]
-        fill = FillRuns.of(data, spec.itemsize)
-        summary = write_shard(self._resources, path, spec, self._request.grid(name), 0, fill)
-        self._finish_file(path)
-        return summary
-
-    # -- pieces -----------------------------------------------------------------------------------------------------
-
-    def pieces_of_rank(self) -> list[Path]:
-        """Return the files of pieces that this rank writes."""
-        return [self._pieces_file(group, self._request.rank) for group in self._own_groups()]
-
-    def all_pieces(self) -> list[Path]:
-        """Return the files of pieces that `assembly_tasks` need."""
-        return [path for group in range(len(self._groups)) for path in self._pieces_files(group)]
-
-    def assembly_tasks(self) -> list[Callable[[], list[ShardSummary]]]:
-        """Return a task for each group that stores its arrays whole, and removes the ranks' pieces."""
-        return [partial(self._assemble, group) for group in range(len(self._groups))]
-
-    def _own_groups(self) -> list[int]:
-        return [group for group in range(len(self._groups)) if self._num_bytes(group, self._request.rank)]
-
-    def _sources(self, group: int) -> range:
-        # The first ranks have the rows; of many ranks most have none of small arrays.
-        return range(max(self._request.pieces[name].num_shards for name in self._groups[group]))
-
-    def _pieces_files(self, group: int) -> list[Path]:
-        return [self._pieces_file(group, rank) for rank in self._sources(group)]
-
-    def _pieces_file(self, group: int, rank: int) -> Path:
-        return (self.folder / manifest_file(rank)).with_suffix(f".pieces-{group}")
-
-    def _span(self, name: str, rank: int) -> tuple[int, int]:
-        """Return the bytes `[first, stop)` of the array that are rank `rank`'s."""
-        grid, itemsize = self._request.pieces[name], self._request.specs[name].itemsize
-        first = min(rank * grid.shard_numel, grid.rows * grid.row_numel)
-        return first * itemsize, (first + grid.shard_valid_numel(rank)) * itemsize
-
-    def _num_bytes(self, group: int, rank: int) -> int:
-        return sum(stop - first for first, stop in (self._span(name, rank) for name in self._groups[group]))
-
-    def _write_rows(self, group: int) -> None:
-        request = self._request
-        data: Bytes = np.empty(self._num_bytes(group, request.rank), np.uint8)
-        at = 0
-        for name in self._groups[group]:
-            first, stop = self._span(name, request.rank)
-            if first < stop:
-                request.pins[name].copy_into(data[at : at + stop - first], request.pieces[name], request.rank)
-                at += stop - first
-                # Released at once: an updater of this shard may be waiting.
-                request.pins[name].release()
-        # It need not be durable: it is gone before the commit.
-        whole = data.tobytes()
-        whole += _CRC.pack(crc32c(whole))
-        self._files.write_small(self._pieces_file(group, request.rank), whole, sync=False)
-
-    def _assemble(self, group: int) -> list[ShardSummary]:
-        request, names = self._request, self._groups[group]
-        shards: dict[str, Bytes] = {name: np.empty(request.specs[name].nbytes, np.uint8) for name in names}
-        for rank in self._sources(group):
-            data = self._read_rows(group, rank)
-            at = 0
-            for name in names:
-                first, stop = self._span(name, rank)
-                if first < stop:
-                    shards[name][first:stop] = data[at : at + stop - first]
-                    at += stop - first
-        found = [self._store_whole(name, values) for name, values in shards.items()]
-        for path in self._pieces_files(group):
-            self._files.unlink(path)
-        return found
-
-    def _read_rows(self, group: int, rank: int) -> Bytes:
-        path, nbytes = self._pieces_file(group, rank), self._num_bytes(group, rank)
-        data = path.read_bytes()
-        if len(data) != nbytes + _CRC.size or _CRC.unpack(data[nbytes:])[0] != crc32c(data[:nbytes]):
-            raise CorruptionError(
-                f"{path} is not what rank {rank} wrote ({len(data)} bytes, expected {nbytes + _CRC.size}): the folder "
-                "is damaged, or something else writes there; save again"
-            )
-        return np.frombuffer(data, np.uint8)[:nbytes]

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
 from .folder import Entries, Folder, FolderLike, folder_at
 from .format import MAX_RECORD_BYTES, Record
-from .names import LATEST_FILE, LOCK, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, step_tag, tag_folder
+from .layout import LATEST_FILE, LOCK, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, step_tag, tag_folder
 
 _MOST_LISTED = 10
 """Tags that a message names."""
@@ -135,7 +135,7 @@ def scan(place: FolderLike) -> Catalog:
     for name, data in zip(names, folder.read_records(names), strict=True):
         entry = folder.child(name)
         try:
-            info = TagInfo(folder=entry, record=_decoded(data, entry))
+            info = _info(entry, data)
         except (ZstoreError, OSError) as error:
             if not isinstance(error, FileNotFoundError):
                 refusals.append(Refusal(folder=entry, reason=str(error)))
@@ -165,16 +165,16 @@ def may_be_checkpoint(name: str) -> bool:
     return own is None or own[1] == SET_ASIDE
 
 
-def _decoded(data: bytes | Exception, folder: Folder) -> Record:
+def _info(folder: Folder, data: bytes | Exception) -> TagInfo:
+    """Return the checkpoint whose record, or the error of reading it, is `data`."""
     if isinstance(data, Exception):
         raise data
-    return Record.decode(data, folder.location_of(RECORD_FILE))
+    return TagInfo(folder=folder, record=Record.decode(data, folder.location_of(RECORD_FILE)))
 
 
 def _open_tag(folder: Folder, name: str) -> TagInfo:
     """Return the checkpoint in the tag's folder `name`; raises the errors of reading its record."""
-    (data,) = folder.read_records([name])
-    return TagInfo(folder=folder.child(name), record=_decoded(data, folder.child(name)))
+    return _info(folder.child(name), folder.read_records([name])[0])
 
 
 def _entries(folder: Folder) -> Entries:
@@ -372,22 +372,19 @@ def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str 
         raise CheckpointExistsError(
             f"{target} exists, but its record is not valid ({error}): save under another tag, or pass overwrite=True"
         ) from error
-    if existing is not None:
-        require_free(existing, overwrite=overwrite, run=run)
-    if existing is None and _is_in_use(folder, name):
-        raise CheckpointError(f"{target} exists and is not a checkpoint of zstore: move it away, or use another tag")
-    return existing
-
-
-def require_free(existing: TagInfo, *, overwrite: bool, run: str = "") -> None:
-    """Raise CheckpointExistsError unless `overwrite`, or run `run` saved the checkpoint that has the tag."""
-    if not overwrite and (not run or existing.record.run != run):
+    if existing is None:
+        if _is_in_use(folder, name):
+            raise CheckpointError(
+                f"{target} exists and is not a checkpoint of zstore: move it away, or use another tag"
+            )
+    elif not overwrite and (not run or existing.record.run != run):
         whose = " by another run" if run else ""
         resume = "load it first to go on with that run, " if run else ""
         raise CheckpointExistsError(
             f"Checkpoint already exists: {existing.record.tag!r} is committed in {existing.folder.parent}{whose} (step "
             f"{existing.record.step}): {resume}save under another tag, or pass overwrite=True to replace it"
         )
+    return existing
 
 
 def replaced_text(info: TagInfo) -> str:

@@ -37,7 +37,7 @@ from ..io.flush import Flush
 from .catalog import NOT_LATEST, NOT_REMOVED, TagInfo, check_tag_is_free, is_committed, meant_of, noting, scan, stamped
 from .folder import folder_at
 from .format import Record
-from .names import (
+from .layout import (
     ABORT_FILE,
     LATEST_FILE,
     LOCK,
@@ -50,6 +50,7 @@ from .names import (
     parse_own_name,
     tag_folder,
 )
+from .retention import Keep, retire
 
 try:
     import fcntl
@@ -72,7 +73,10 @@ class SaveLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         while True:
-            self._fd: int | None = _make(path)
+            try:
+                self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            except OSError as error:
+                raise _not_writable(path.parent, error.errno) from error
             _flock(self._fd, wait=True)
             # A sweep may have taken the file for a dead save's between the two calls.
             with contextlib.suppress(FileNotFoundError):
@@ -101,13 +105,9 @@ class SaveLock:
         os.close(fd)
 
 
-def _make(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise StorageError(
-            "cannot write to the folder: name one that this user may write to", path=str(path.parent), errno=error.errno
-        ) from error
+def _not_writable(folder: Path, number: int | None) -> StorageError:
+    text = "cannot write to the folder: name one that this user may write to"
+    return StorageError(text, path=str(folder), errno=number)
 
 
 @contextlib.contextmanager
@@ -194,11 +194,7 @@ class Committer:
         if not self.folder.is_dir():
             self._files.make_folder(self.folder)
         if not os.access(self.folder, os.W_OK | os.X_OK):
-            raise StorageError(
-                "cannot write to the folder: name one that this user may write to",
-                path=str(self.folder),
-                errno=errno.EACCES,
-            )
+            raise _not_writable(self.folder, errno.EACCES)
         return check_tag_is_free(self.folder, self._tag, overwrite=overwrite, run=run)
 
     def begin(self, move: Callable[[Path], object] | None = None) -> None:
@@ -215,9 +211,9 @@ class Committer:
             self.close()
             raise
 
-    def commit(self, record: Record, flush: Flush | None = None) -> list[str]:
-        """Publish the temporary folder, whose files are durable or will be by `flush`, with `record`; returns what went wrong
-        after that.
+    def commit(self, record: Record, flush: Flush | None = None, keep: Keep | None = None) -> list[str]:
+        """Publish the temporary folder, whose files are durable or will be by `flush`, with `record`, and remove checkpoints of
+        its run that `keep` does not keep; returns what went wrong after the commit.
 
         `record.committed_ns` is set here, unless it is already.
         """
@@ -257,6 +253,9 @@ class Committer:
         with noting(messages, NOT_REMOVED):
             if replaces:
                 discard(self._files, self._aside)
+        if keep is not None:
+            remove = lambda info: discard(self._files, info.path)  # noqa: E731
+            messages += retire(self.folder, keep=keep, run=record.run, remove=remove)
         return messages
 
     def _write_hint(self, record: Record, messages: list[str], *, sync: bool = True) -> None:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import reprlib
 import stat
 from argparse import Namespace
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ import numpy as np
 
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError, storage_error
 from ..io.shards import ShardSummary
-from .names import METADATA_FILE, check_save_id, manifest_file, tag_folder
+from .layout import METADATA_FILE, brief, check_save_id, dump_json, manifest_file, tag_folder
 
 FORMAT_VERSION = 1
 RECORD_FORMAT = "zstore checkpoint"
@@ -46,8 +45,6 @@ _MAX_DEPTH = 100
 _SHARDS = b',"shards":['
 """The beginning of the list of shards in a manifest, its last key. In a JSON text the quotes would be escaped."""
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_BRIEF = reprlib.Repr()
-_BRIEF.maxstring = _BRIEF.maxother = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +67,7 @@ class Manifest:
         head = {"format": MANIFEST_FORMAT, "version": FORMAT_VERSION, **vars(self)}
         document = head | {"rank_state": encode_state(self.rank_state, "rank_state"), "shards": []}
         # One at a time: see [Note: objects of a save].
-        return _dump(document)[:-2] + b",".join(_encode_entry(entry) for entry in self.shards) + b"]}"
+        return dump_json(document)[:-2] + b",".join(_encode_entry(entry) for entry in self.shards) + b"]}"
 
     @classmethod
     def decode_head(cls, data: bytes, path: str) -> Manifest:
@@ -102,7 +99,7 @@ class Manifest:
 
 
 def _encode_entry(entry: ShardSummary) -> bytes:
-    return _dump(
+    return dump_json(
         {
             "array": entry.array,
             "shard": entry.shard,
@@ -177,7 +174,7 @@ class Record:
         """Return the file's bytes. Raises UsageError that names the key of a state that is not JSON."""
         head = {"format": RECORD_FORMAT, "version": FORMAT_VERSION, **vars(self)}
         document = head | {"state": encode_state(self.state, "state")}
-        data = _dump(document | {"digest": _digest(document)}, indent=1)
+        data = dump_json(document | {"digest": _digest(document)}, indent=1)
         if len(data) > MAX_RECORD_BYTES or _num_values(data) > MAX_RECORD_VALUES:
             raise UsageError(
                 f"the state of a checkpoint is at most {MAX_RECORD_BYTES} bytes and about {MAX_RECORD_VALUES} values of JSON, "
@@ -320,21 +317,6 @@ def parse_json(data: bytes, path: str, most_values: int = MAX_JSON_VALUES) -> di
 def _num_values(data: bytes) -> int:
     """Return at least the number of values in JSON; more if text has these characters."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
-
-
-def brief(value: object) -> str:
-    """Return a short text of a value from a file, however long or deep it is."""
-    return _BRIEF.repr(value)
-
-
-def dump_metadata(document: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a `zarr.json`."""
-    return _dump(document, indent=1)
-
-
-def _dump(document: Mapping[str, Any], indent: int | None = None) -> bytes:
-    separators = (",", ": ") if indent else (",", ":")
-    return json.dumps(document, indent=indent, separators=separators, allow_nan=False).encode()
 
 
 def _digest(document: Mapping[str, Any]) -> str:

@@ -2,20 +2,16 @@
 
 [Note: spans]
 The ranges are cut at the ends of stored chunks, into spans of about `span_bytes`. Threads load spans in order into a fixed
-set of buffers; a buffer is free again when every element of its span was used. A user of the ranges roughly in order
-cannot get stuck: the earliest span that is not used up always has a buffer. A span exists from when its loading begins until
-it is used up: all spans of a huge checkpoint would take gigabytes.
+set of buffers; a buffer is free again when its span was used. A span exists from when its loading begins until then: all
+spans of a huge checkpoint would take gigabytes.
 """
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,9 +20,10 @@ import numpy.typing as npt
 from ..errors import UsageError
 from ..format.arrays import Bytes, round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES
-from ..io.buffers import Slabs, make_slab
+from ..io.buffers import Slabs
 from ..io.closing import Closing
 from ..io.pool import Workers, num_cores
+from ..io.queue import Ticket
 from .reader import ArraySource, StoredArray
 
 Range = tuple[str, int, int]
@@ -56,19 +53,11 @@ class Span:
     stop: int
     itemsize: int
     slab: Bytes | None = None
-    loaded: bool = False
-    used_numel: int = 0
-    error: BaseException | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
         return (self.stop - self.first) * self.itemsize
-
-    @property
-    def is_used_up(self) -> bool:
-        """Whether every element was used."""
-        return self.used_numel >= self.stop - self.first
 
     @property
     def data(self) -> Bytes:
@@ -97,11 +86,12 @@ def _spans_memory(reader: ArraySource) -> int:
 
 
 class ReadAhead(Closing):
-    """Loads `ranges` of `reader`'s arrays, in that order. Close it, or use it in a `with` block.
+    """Loads `ranges` of `reader`'s arrays ahead of one thread that uses them in that order. Close it, or use it in a `with`
+    block.
 
     The spans take about `memory_bytes` beside the reader's pool: 48 MiB, or half of a pool that is smaller than twice
-    that. Either `read` serves pieces of the ranges, roughly in order, each element once; or `take` hands out whole spans.
-    Both are usable from several threads, and raise the errors of reading.
+    that. Either `read` serves pieces of the ranges, one after the other; or `take` hands out whole spans. Both raise the
+    errors of reading.
     """
 
     def __init__(
@@ -118,140 +108,82 @@ class ReadAhead(Closing):
         # A span is a chunk at least, of up to 1 MiB: in little memory there are few.
         depth = min(2 * num_threads, max(_LEAST_DEPTH, memory_bytes // 2**20))
         span_bytes = memory_bytes // depth
-        self._ranges: dict[str, list[tuple[int, int, int]]] = {}
-        """By array, first and stop element of each range and its place among all, by first element."""
         most = 0
-        for place, (name, first, stop) in enumerate(ranges):
-            if first < stop:
-                insort(self._ranges.setdefault(name, []), (first, stop, place))
-                array = reader.array(name)
-                chunk_bytes = array.grid.chunk_numel * array.spec.itemsize
-                most = max(most, min(max(span_bytes, chunk_bytes), (stop - first) * array.spec.itemsize))
-        self._slabs, self._num_free = Slabs(most), depth
-        self._coming = self._cut(ranges, span_bytes)
-        self._next = next(self._coming, None)
-        self._live: dict[str, list[Span]] = {}
-        """Spans that are begun and not used up, by array and first element."""
-        self._to_take: deque[Span] = deque()
-        """Spans that are begun and were not taken, in order."""
+        for name, first, stop in ranges:
+            array = reader.array(name)
+            chunk_bytes = array.grid.chunk_numel * array.spec.itemsize
+            most = max(most, min(max(span_bytes, chunk_bytes), (stop - first) * array.spec.itemsize))
+        self._slabs = Slabs(most)
+        self._coming = (
+            each for one, low, high in ranges for each in cut_spans(reader.array(one), low, high, span_bytes)
+        )
+        self._begun: deque[tuple[Span, Ticket[None]]] = deque()
+        """Spans that are loaded, or will be next, in order."""
+        self._current: Span | None = None
+        """The one that `read` is in."""
         self._closed = False
-        self._changed = threading.Condition()
         self._workers = Workers(num_threads, "zstore-ahead")
-        for _ in range(num_threads):
-            self._workers.submit(self._load)
+        for _ in range(depth):
+            self._begin()
 
-    def _cut(self, ranges: Sequence[Range], span_bytes: int) -> Iterator[tuple[int, Span]]:
-        """Yield all spans, each with the place of its range."""
-        for place, (name, first, stop) in enumerate(ranges):
-            for span in cut_spans(self._reader.array(name), first, stop, span_bytes):
-                yield place, span
+    def _begin(self) -> None:
+        """Load the next span, for which there is memory now."""
+        span = next(self._coming, None)
+        if span is not None:
+            self._begun.append((span, self._workers.submit(partial(self._load, span))))
 
-    def _load(self) -> None:
-        while True:
-            with self._changed:
-                # Number and buffer are taken together: the earliest span without a buffer gets the next one.
-                self._changed.wait_for(lambda: self._closed or self._next is None or self._num_free)
-                if self._closed or self._next is None:
-                    return
-                span = self._begin(self._next[1])
-            try:
-                span.slab = self._slabs.acquire()
-                self._reader.read(span.name, span.first, span.stop, span.data)
-            except BaseException as error:
-                span.error = error
-            with self._changed:
-                span.loaded = True
-                self._changed.notify_all()
-
-    def _begin(self, span: Span) -> Span:
-        """Count a buffer for the next span, with the lock held."""
-        self._num_free -= 1
-        insort(self._live.setdefault(span.name, []), span, key=attrgetter("first"))
-        self._to_take.append(span)
-        self._next = next(self._coming, None)
-        self._changed.notify_all()
-        return span
+    def _load(self, span: Span) -> None:
+        if not self._closed:
+            span.slab = self._slabs.acquire()
+            self._reader.read(span.name, span.first, span.stop, span.data)
 
     def take(self) -> Span | None:
         """Return the next span, loaded, or None after the last; the caller releases it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._to_take or self._next is None or self._closed)
-            if self._closed:
-                raise UsageError("the read-ahead was closed")
-            if not self._to_take:
-                return None
-            span = self._to_take.popleft()
-            self._wait_for(span)
-            return span
+        if self._closed:
+            raise UsageError("the read-ahead was closed")
+        if not self._begun:
+            return None
+        span, loaded = self._begun.popleft()
+        loaded.wait()
+        return span
 
     def release(self, span: Span) -> None:
-        """Give the span's memory back."""
-        with self._changed:
-            self._use(span, span.stop - span.first)
+        """Take the span's memory back, for another one."""
+        if span.slab is not None:
+            self._slabs.release(span.slab)
+            span.slab = None
+            self._begin()
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
         """Copy elements `[first, stop)`, part of one of the ranges, into `out`: contiguous elements, or bytes as uint8.
 
-        Raises UsageError for elements that are in none of the ranges.
+        Raises UsageError for elements that are not among those to come.
         """
         target = out.reshape(-1).view(np.uint8)
         position = first
         while position < stop:
-            with self._changed:
-                span = self._span_at(name, position)
+            span = self._span_at(name, position)
             end = min(span.stop, stop)
             source = span.data[(position - span.first) * span.itemsize : (end - span.first) * span.itemsize]
             target[(position - first) * span.itemsize : (end - first) * span.itemsize] = source
-            with self._changed:
-                self._use(span, end - position)
+            if end == span.stop:
+                self.release(span)
             position = end
 
     def _span_at(self, name: str, position: int) -> Span:
-        """Return the span of an element once it is loaded; raise UsageError for one that will never be."""
-        place = self._place_of(name, position)
-        while True:
-            spans = self._live.get(name, [])
-            number = bisect_right(spans, position, key=attrgetter("first")) - 1
-            if number >= 0 and position < spans[number].stop:
-                span = spans[number]
-                self._wait_for(span)  # the list changes meanwhile
-                return span
-            if self._next is None or (place, position) < (self._next[0], self._next[1].first):
+        """Return the span of an element, and release those before it."""
+        span = self._current
+        while span is None or span.name != name or not span.first <= position < span.stop:
+            if span is not None:
+                self.release(span)
+            span = self._current = self.take()
+            if span is None:
                 raise UsageError(f"array {name!r}: elements from {position} on are not in memory, or no longer")
-            if self._closed:
-                raise UsageError("the read-ahead was closed")
-            self._changed.wait()
-
-    def _place_of(self, name: str, position: int) -> int:
-        ranges = self._ranges.get(name, [])
-        number = bisect_right(ranges, position, key=itemgetter(0)) - 1
-        if number < 0 or position >= ranges[number][1]:
-            raise UsageError(f"array {name!r}: element {position} is in none of the ranges that are read ahead")
-        return ranges[number][2]
-
-    def _wait_for(self, span: Span) -> None:
-        self._changed.wait_for(lambda: span.loaded or self._closed)
-        if span.error is not None:
-            raise span.error
-        if not span.loaded:
-            raise UsageError("the read-ahead was closed")
-
-    def _use(self, span: Span, numel: int) -> None:
-        span.used_numel += numel
-        if span.is_used_up and span.slab is not None:
-            self._slabs.release(span.slab)
-            self._num_free += 1
-            span.slab = None
-            self._live[span.name].remove(span)
-            while self._to_take and self._to_take[0].is_used_up:  # by `read`
-                self._to_take.popleft()
-            self._changed.notify_all()
+        return span
 
     def close(self) -> None:
         """Stop loading and end the threads; a second call does nothing."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
         self._workers.close()
 
 
@@ -265,30 +197,20 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
     wanted = reader.num_readers if reader.is_remote else min(_NUM_REQUESTS, _USERS_PER_CORE * num_cores())
     num_threads = max(_LEAST_USERS, min(wanted, memory_bytes // request_bytes))
     span_bytes = min(request_bytes, memory_bytes // num_threads)
-    coming = (span for name, first, stop in ranges for span in cut_spans(reader.array(name), first, stop, span_bytes))
-    lock = threading.Lock()
-    failed = False
+    slabs = Slabs(span_bytes)
 
-    def work() -> None:
-        nonlocal failed
-        slab = make_slab(span_bytes)
-        try:
-            while not failed:
-                with lock:
-                    span = next(coming, None)
-                if span is None:
-                    return
-                # A chunk of another program may be larger than all other spans.
-                span.slab = slab if span.nbytes <= slab.size else np.empty(span.nbytes, np.uint8)
-                reader.read(span.name, span.first, span.stop, span.data)
-                use(span)
-        except BaseException:
-            failed = True
-            raise
+    def work(span: Span) -> None:
+        slab = slabs.acquire()
+        # A chunk of another program may be larger than all other spans.
+        span.slab = slab if span.nbytes <= slab.size else np.empty(span.nbytes, np.uint8)
+        reader.read(span.name, span.first, span.stop, span.data)
+        use(span)
+        slabs.release(slab)
 
+    spans = (span for one, first, stop in ranges for span in cut_spans(reader.array(one), first, stop, span_bytes))
     if ranges:
         with Workers(num_threads, name) as workers:
-            workers.run([work] * num_threads)
+            workers.run(partial(work, span) for span in spans)
 
 
 def read_into(

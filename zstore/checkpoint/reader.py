@@ -21,16 +21,14 @@ from ..errors import CheckpointMismatchError, CorruptionError, UsageError, Zstor
 from ..format.arrays import ArraySpec, Grid, empty_array, numpy_dtype, plan_reads
 from ..format.codecs import Codec
 from ..format.shardfile import layout_of
-from ..io.archives import open_shard_file
+from ..io.archives import PackedReader
 from ..io.closing import OF_THE_PARENT, Closing, tell_of_fork
-from ..io.queue import Priority
 from ..io.shards import IoResources, ShardReader, open_resources
 from ..sizes import format_bytes, format_count
 from .catalog import Refusal, TagInfo, list_tags, read_record, resolve, scan
 from .folder import Folder, FolderLike, folder_at
 from .format import COMPLETE, MAX_JSON_VALUES, Manifest, Record, parse_json, sha256
-from .metadata import parse_root
-from .names import METADATA_FILE, RECORD_FILE, manifest_file, natural_key, shard_file, tag_text
+from .layout import METADATA_FILE, RECORD_FILE, manifest_file, natural_key, parse_root, shard_file, tag_text
 
 NUM_THREADS = 4
 """I/O threads of a source without resources of its own."""
@@ -53,10 +51,11 @@ class StoredArray:
     shard_bytes: tuple[int, ...] | None = None
     """Bytes of each shard file if it is compressed."""
 
-    @property
-    def cut(self) -> tuple[ArraySpec, Grid, Codec | None]:
-        """All that a reader of its shard files needs to know."""
-        return self.spec, self.grid, self.codec
+    def open_shard(self, resources: IoResources, path: str, shard: int) -> ShardReader:
+        """Return the reader of one of its shard files, of which nothing was checked yet."""
+        if self.codec is None:
+            return ShardReader(resources, path, self.spec, self.grid, shard, check=False)
+        return PackedReader(resources, path, (self.spec, self.grid, self.codec), shard)
 
     def shard_file(self, shard: int) -> str:
         """Return the path of a shard's file inside the checkpoint."""
@@ -130,7 +129,7 @@ class ArraySource(Closing):
         """Bytes that were read so far, checksums and alignment included."""
 
     @abstractmethod
-    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
+    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
         """Read global flat elements `[first, stop)` of array `name` into `out`; blocks until they are there.
 
         `out` is contiguous: `stop - first` elements of the array's data type, or their bytes as uint8. Raises
@@ -296,7 +295,7 @@ class CheckpointReader(ArraySource):
             raise CorruptionError(f"{path} is missing; restore it from another copy") from error
         return checked_manifest(data, self.record, rank, path)
 
-    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
+    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
         array = self.array(name)
         itemsize = array.spec.itemsize
         target = self.room_for(name, first, stop, out)
@@ -305,7 +304,7 @@ class CheckpointReader(ArraySource):
         try:
             for part in plan_reads(array.grid, first, stop):
                 piece = target[(part.first - first) * itemsize : (part.stop - first) * itemsize]
-                self.open_shard(name, part.shard).read(part.first, part.stop, piece, priority)
+                self.open_shard(name, part.shard).read(part.first, part.stop, piece)
         except CorruptionError as error:
             if (what := self._what_became()) is not None:
                 raise CorruptionError(f"{self.location} {what} while it was read: open it again") from error
@@ -353,7 +352,7 @@ class CheckpointReader(ArraySource):
             raise CorruptionError(
                 f"array {name!r}: the shard file {path} is missing; restore it from another copy"
             ) from error
-        opened = open_shard_file(self.shard_resources, path, array.cut, shard, check=False)
+        opened = array.open_shard(self.shard_resources, path, shard)
         if (
             self.folder.is_local
         ):  # far away, size and index would be two requests a shard, and tell nothing that chunks do not

@@ -17,12 +17,11 @@ from ..io.files import make_read_only
 from ..io.pool import Workers
 from ..io.queue import Priority, in_order
 from ..io.shards import IoResources, ShardSummary, ShardWriter, open_resources
-from .build import CheckpointBuilder
+from .build import CheckpointBuilder, CheckpointPlan
 from .commit import Committer
 from .format import COMPLETE
+from .layout import new_save_id
 from .lookahead import Range, ReadAhead
-from .names import new_save_id
-from .plan import CheckpointPlan
 from .reader import ArraySource
 
 _WHOLE = ("buffer/", "client/")
@@ -97,7 +96,8 @@ class _Reshard:
         builder = CheckpointBuilder(plan, committer.temporary, files)
         try:
             if plan.codec is None:  # nobody knows how small an archive becomes
-                plan.require_room(files, self._folder)
+                needed = plan.shard_bytes
+                files.require_room(self._folder, needed, f"the checkpoint needs {needed} bytes")
             self._write_ranks(builder, advance)
             committed = builder.finish(record.state, training_world_size=record.training_world_size)
             before_commit(builder.folder)

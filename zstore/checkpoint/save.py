@@ -14,28 +14,24 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Self, TypeVar
 
 from ..errors import CheckpointError, DiskFullError
-from ..io.closing import Completions, run_to_the_end
+from ..io.closing import Completions, run_to_the_end, wait_until
 from ..io.flush import Flush
 from ..io.pool import Workers, helpful_threads, in_turn
 from ..io.queue import Ticket, promise
 from ..io.shards import ShardSummary
-from ..ranks.board import wait_until
-from .build import RankPart
 from .catalog import TagInfo, read_record, replaced_text
-from .commit import Committer, abort_reason, discard, owner_is_dead, sweep
+from .commit import Committer, abort_reason, owner_is_dead, sweep
 from .folder import LocalFolder
 from .format import COMPLETE, Record, decode_state, encode_state
-from .names import ABORT_FILE, MANIFEST_FOLDER
-from .plan import SaveRequest, SaveSummary
+from .layout import ABORT_FILE, MANIFEST_FOLDER
+from .part import RankPart, SaveRequest, SaveSummary
 from .reader import CheckpointReader
-from .retention import retire
 
 T = TypeVar("T")
 
@@ -118,7 +114,7 @@ def save_checkpoint(request: SaveRequest) -> SaveHandle:
     written: UsageError for a bad request or state that is not JSON, CheckpointExistsError, StorageError for a folder that
     cannot be written, DiskFullError if there is no room. The caller tells the other ranks, which `cancel()` theirs.
     """
-    return begin_save(request, lambda: _FolderSave(request))
+    return begin_save(request, lambda: Save(request))
 
 
 def begin_save(request: SaveRequest, make: Callable[[], Save]) -> SaveHandle:
@@ -142,20 +138,21 @@ def begin_save(request: SaveRequest, make: Callable[[], Save]) -> SaveHandle:
         raise
 
 
-class Save(ABC):
-    """The save of one rank: what one to a folder and one to a URL have in common. See [Note: who does what]."""
+class Save:
+    """The save of one rank, into a folder that all ranks see. See [Note: who does what]."""
 
     lasts = True
     """Whether this rank's files stay in its folder, and so are made durable there."""
 
-    def __init__(self, request: SaveRequest, save_id: str, num_threads: int) -> None:
+    def __init__(self, request: SaveRequest, save_id: str | None = None, num_threads: int | None = None) -> None:
         self._request = request
         self._files = request.resources.files
         # Copying also finds values that are not JSON before anything is written.
         self._rank_state = decode_state(encode_state(request.rank_state, "rank_state"))
         self._state = decode_state(encode_state(request.record, "record"))
-        self._committer = Committer(self._files, request.folder, request.tag, save_id)
+        self._committer = Committer(self._files, request.folder, request.tag, save_id or request.save_id)
         self._folder = self._committer.temporary
+        """The folder that this rank's files come into."""
         self._cancelled = threading.Event()
         self._part = RankPart(request, self._folder, self._check_alive)
         self._flush: Flush | None = None
@@ -165,47 +162,35 @@ class Save(ABC):
         self._messages: list[str] = []
         self._started = time.monotonic()
         # Here, by the thread that saves: see [Note: endings].
-        self.workers = Workers(num_threads, f"zstore-save-{request.rank}")
+        self.workers = Workers(num_threads or self._useful_threads(), f"zstore-save-{request.rank}")
+
+    def _useful_threads(self) -> int:
+        """Return the threads beside its own that the save is worth, which writes its shards and, on rank 0, documents."""
+        request = self._request
+        num_files = len(request.pins) + (2 * len(request.specs) if request.rank == 0 else 0)
+        helpers = max(helpful_threads(request.written_bytes, 0), min(_FOR_SMALL_FILES, helpful_threads(0, num_files)))
+        return min(request.num_threads, helpers)
 
     @property
-    @abstractmethod
     def title(self) -> str:
-        """Its name in messages, as "the save of ckpt/step-00000001"."""
+        """Its name in messages."""
+        return f"the save of {self._committer.target}"
 
-    @abstractmethod
     def check(self) -> None:
         """Check all that can be checked at once."""
-
-    @abstractmethod
-    def _begin(self) -> None:
-        """Make the folder that this rank's files come into, or wait for it."""
-
-    @abstractmethod
-    def _gather(self, pieces: bool) -> None:
-        """Wait until the other ranks' pieces, or all ranks' manifests, are in this rank's folder, and read these (rank 0)."""
-
-    @abstractmethod
-    def _commit(self, record: Record, workers: Workers) -> None:
-        """Publish the checkpoint, whose files are all there (rank 0)."""
-
-    @abstractmethod
-    def _follow(self, summaries: Sequence[ShardSummary], workers: Workers) -> None:
-        """Wait until rank 0 has committed (other ranks)."""
-
-    @abstractmethod
-    def _check_alive(self) -> None:
-        """Raise CheckpointError if the save was given up, here or by another rank."""
-
-    @abstractmethod
-    def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed, and why. Never raises."""
-
-    @abstractmethod
-    def _explain(self, error: BaseException) -> None:
-        """Raise the CheckpointError that an error means, if it means one."""
-
-    def _end(self) -> None:
-        self._committer.close()
+        request = self._request
+        if request.rank:
+            return
+        self._part.check_names()
+        replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
+        if replaced is not None and not request.overwrite:
+            self._messages.append(replaced_text(replaced))
+        try:
+            request.check_room(request.folder, request.world_size)
+        except DiskFullError:
+            # What dead saves left takes room too; else it goes behind the caller.
+            self._messages += sweep(self._files, request.folder)
+            request.check_room(request.folder, request.world_size)
 
     def cancel(self) -> None:
         """Let `run` raise soon."""
@@ -253,6 +238,18 @@ class Save(ABC):
             self._end()
         return summaries
 
+    def _begin(self) -> None:
+        """Make the folder that this rank's files come into, or wait for it."""
+        request = self._request
+        if request.rank == 0:
+            self._committer.begin()
+        else:
+            # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
+            manifests = self._folder / MANIFEST_FOLDER
+            self._wait_until(manifests.is_dir, self._not_seen, min(_SEE_FOLDER_S, request.timeout_s))
+        if request.written_bytes <= _MOST_FLUSHED_BYTES:
+            self._flush = Flush.of(self._files, self._folder)
+
     def _tasks(self) -> Iterator[Callable[[], ShardSummary | None]]:
         tasks = self._part.tasks()
         if self._request.rank:
@@ -281,6 +278,27 @@ class Save(ABC):
                 self._messages += request.before_commit(reader)
         self._commit(record, workers)
 
+    def _gather(self, pieces: bool) -> None:
+        """Wait until the other ranks' pieces, or all ranks' manifests, are in this rank's folder, and read these (rank 0)."""
+        part = self._part
+        if not pieces:
+            self._messages += sweep(self._files, self._request.folder)
+        # Its own manifest is the last.
+        self._wait_until(lambda: part.collect() or (pieces and part.missing_ranks() == [0]), self._ranks_missing)
+
+    def _commit(self, record: Record, workers: Workers) -> None:
+        """Publish the checkpoint, whose files are all there (rank 0)."""
+        request = self._request
+        if self._flush is None:
+            workers.run(self._part.folder_syncs(arrays=request.world_size > 1), here=True)
+        self._check_alive()
+        self._messages += self._committer.commit(record, self._flush, request.keep)
+
+    def _follow(self, summaries: Sequence[ShardSummary], workers: Workers) -> None:
+        """Wait until rank 0 has committed (other ranks)."""
+        text = f"rank 0 did not commit {self._committer.target} within {self._request.timeout_s} s"
+        self._wait_until(self._is_over, lambda: text)
+
     def _reader(self, record: Record) -> CheckpointReader:
         return CheckpointReader(TagInfo(folder=LocalFolder(self._folder), record=record))
 
@@ -292,7 +310,16 @@ class Save(ABC):
         return wait_until(ready, timeout_s, failure, check=self._check_alive, pause=self._cancelled.wait)
 
     def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
+        request = self._request
         linked = [s for s in summaries if s.linked]
+        on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].has_file]
+        num_copied = sum(not s.linked for s in on_disk)
+        if num_copied and self.lasts:
+            self._messages.append(
+                f"rank {request.rank}: {num_copied} of {len(on_disk)} shards on disk were copied behind "
+                f"training, for the run folder's files cannot be linked into {request.folder} (another file system, or "
+                "one without hard links)"
+            )
         return SaveSummary(
             path=self._committer.target,
             num_files=len(summaries),
@@ -306,91 +333,19 @@ class Save(ABC):
             messages=tuple(self._messages),
         )
 
-
-class _FolderSave(Save):
-    """One into a folder that all ranks see."""
-
-    def __init__(self, request: SaveRequest) -> None:
-        num_files = len(request.pins) + (2 * len(request.specs) if request.rank == 0 else 0)
-        # Threads beside its own that the save is worth, which writes its shards and, on rank 0, documents.
-        helpers = max(helpful_threads(request.written_bytes, 0), min(_FOR_SMALL_FILES, helpful_threads(0, num_files)))
-        super().__init__(request, request.save_id, min(request.num_threads, helpers))
-        self._target = self._committer.target
-
-    @property
-    def title(self) -> str:
-        return f"the save of {self._target}"
-
-    def check(self) -> None:
-        request = self._request
-        if request.rank:
-            return
-        self._part.check_names()
-        replaced = self._committer.check(overwrite=request.overwrite, run=request.run_id)
-        if replaced is not None and not request.overwrite:
-            self._messages.append(replaced_text(replaced))
-        try:
-            request.check_room(request.folder, request.world_size)
-        except DiskFullError:
-            # What dead saves left takes room too; else it goes behind the caller.
-            self._messages += sweep(self._files, request.folder)
-            request.check_room(request.folder, request.world_size)
-
-    def _begin(self) -> None:
-        request = self._request
-        if request.rank == 0:
-            self._committer.begin()
-        else:
-            # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
-            manifests = self._folder / MANIFEST_FOLDER
-            self._wait_until(manifests.is_dir, self._not_seen, min(_SEE_FOLDER_S, request.timeout_s))
-        if request.written_bytes <= _MOST_FLUSHED_BYTES:
-            self._flush = Flush.of(self._files, self._folder)
-
-    def _gather(self, pieces: bool) -> None:
-        part = self._part
-        if not pieces:
-            self._messages += sweep(self._files, self._request.folder)
-        # Its own manifest is the last.
-        self._wait_until(lambda: part.collect() or (pieces and part.missing_ranks() == [0]), self._ranks_missing)
-
-    def _commit(self, record: Record, workers: Workers) -> None:
-        request = self._request
-        if self._flush is None:
-            workers.run(self._part.folder_syncs(arrays=request.world_size > 1), here=True)
-        self._check_alive()
-        self._messages += self._committer.commit(record, self._flush)
-        if request.keep is not None:
-            self._messages += retire(
-                request.folder,
-                keep=request.keep,
-                run=request.run_id,
-                remove=lambda info: discard(self._files, info.path),
-            )
-
-    def _follow(self, summaries: Sequence[ShardSummary], workers: Workers) -> None:
-        text = f"rank 0 did not commit {self._target} within {self._request.timeout_s} s"
-        self._wait_until(self._is_over, lambda: text)
-
-    def _summarise(self, summaries: Sequence[ShardSummary]) -> SaveSummary:
-        request = self._request
-        on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].has_file]
-        num_copied = sum(not s.linked for s in on_disk)
-        if num_copied:
-            self._messages.append(
-                f"rank {request.rank}: {num_copied} of {len(on_disk)} shards on disk were copied behind "
-                f"training, for the run folder's files cannot be linked into {request.folder} (another file system, or "
-                "one without hard links)"
-            )
-        return super()._summarise(summaries)
-
     # -- waiting and giving up --------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
+        """Raise CheckpointError if the save was given up, here or by another rank."""
         if self._cancelled.is_set():
-            raise CheckpointError(f"the save of {self._target} was cancelled")
-        if self._request.rank and (reason := abort_reason(self._folder / ABORT_FILE)) is not None:
-            raise CheckpointError(f"rank 0 gave up the save of {self._target}: {reason}")
+            raise CheckpointError(f"{self.title} was cancelled")
+        if (failed := self._failed_rank()) is not None:
+            raise CheckpointError(f"rank {failed[0]} gave up {self.title}: {failed[1]}")
+
+    def _failed_rank(self) -> tuple[int, str] | None:
+        """Return another rank that gave up, and why, as far as this one can go on by itself; None if there is none."""
+        reason = abort_reason(self._folder / ABORT_FILE) if self._request.rank else None
+        return None if reason is None else (0, reason)
 
     def _is_over(self) -> bool:
         """Return whether rank 0 committed; raises CheckpointError if it ended without doing so."""
@@ -402,7 +357,7 @@ class _FolderSave(Save):
             if ended and not self._is_committed():
                 self._check_alive()
                 raise CheckpointError(
-                    f"rank 0 ended without committing {self._target}; the previous checkpoint still counts"
+                    f"rank 0 ended without committing {self._committer.target}; the previous checkpoint still counts"
                 )
         return False
 
@@ -410,7 +365,7 @@ class _FolderSave(Save):
         if self._folder.is_dir():
             return False
         try:
-            return read_record(self._target).id == self._request.save_id
+            return read_record(self._committer.target).id == self._request.save_id
         except (OSError, ValueError):
             return False
 
@@ -422,9 +377,10 @@ class _FolderSave(Save):
 
     def _ranks_missing(self) -> str:
         missing = [rank for rank in self._part.missing_ranks() if rank]
-        return f"ranks {missing[:20]} did not finish their part of {self._target} within {self._request.timeout_s} s"
+        return f"ranks {missing[:20]} did not finish their part of {self._committer.target} within {self._request.timeout_s} s"
 
     def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, and why. Never raises."""
         reason = f"{type(error).__name__}: {error}"
         if self._request.rank == 0:
             self._committer.abort(reason, alone=self._request.world_size == 1)
@@ -434,10 +390,11 @@ class _FolderSave(Save):
                 self._part.write_manifest(self._request.rank, f"failed: {reason}", [], self._rank_state)
 
     def _explain(self, error: BaseException) -> None:
+        """Raise the CheckpointError that an error means, if it means one."""
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             self._check_alive()  # rank 0 may have given up, and removed this rank's files: it knows why
 
     def _end(self) -> None:
         if self._flush is not None:
             self._flush.close()
-        super()._end()
+        self._committer.close()

@@ -9,11 +9,10 @@ from functools import partial
 import numpy as np
 
 from ..errors import CorruptionError, StorageError, ZstoreError
-from ..io.archives import open_shard_file
 from ..io.pool import Workers, in_turn
 from ..io.shards import ShardReader
 from .format import parse_json
-from .names import MANIFEST_FOLDER, METADATA_FILE, manifest_file
+from .layout import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .reader import CheckpointReader, StoredArray
 
 Advance = Callable[[int], None]
@@ -57,7 +56,7 @@ def verify_checkpoint(
     tasks: list[Callable[[], list[VerifyFault]]] = []
     for shard in range(max(num_shards.values(), default=0)):  # by the ranks that saved them, so that a drive reads on
         for name in (name for name, count in num_shards.items() if shard < count):
-            check = _ShardCheck(reader, reader.arrays[name], shard, sizes, has_manifest=shard not in unread)
+            check = _ShardCheck(reader, reader.arrays[name], shard, sizes, shard not in unread)
             tasks.append(partial(check.run, crcs.get((name, shard)), advance))
     faults += [
         VerifyFault(
@@ -123,32 +122,26 @@ def _read_manifests(reader: CheckpointReader, faults: list[VerifyFault]) -> tupl
     return crcs, unread
 
 
+@dataclass(frozen=True, eq=False)
 class _ShardCheck:
     """The check of one shard file."""
 
-    def __init__(
-        self,
-        reader: CheckpointReader,
-        array: StoredArray,
-        shard: int,
-        sizes: Mapping[str, int | None],
-        *,
-        has_manifest: bool,
-    ) -> None:
-        self._resources = replace(reader.shard_resources, verify=True)
-        self._array = array
-        self._shard = shard
-        self._file = array.shard_file(shard)
-        self._path = reader.folder.location_of(self._file)
-        self._sizes = sizes
-        self._has_manifest = has_manifest
-        """If not, that is a fault of its own."""
+    reader: CheckpointReader
+    array: StoredArray
+    shard: int
+    sizes: Mapping[str, int | None]
+    has_manifest: bool
+    """If not, that is a fault of its own."""
+
+    @property
+    def _file(self) -> str:
+        return self.array.shard_file(self.shard)
 
     def run(self, expected: Sequence[int] | None, advance: Advance | None) -> list[VerifyFault]:
         """Return the faults of the file and its chunks; `expected` are the manifest's checksums, None if it names no such
         shard."""
-        file_bytes, found = self._array.shard_file_bytes(self._shard), self._sizes.get(self._file)
-        if self._file not in self._sizes:
+        file_bytes, found = self.array.shard_file_bytes(self.shard), self.sizes.get(self._file)
+        if self._file not in self.sizes:
             faults = [self._fault("is missing")]
         elif found is None:
             faults = [self._fault("is a symbolic link or of another kind, expected a file")]
@@ -161,10 +154,11 @@ class _ShardCheck:
         return faults
 
     def _fault(self, problem: str, offset: int | None = None) -> VerifyFault:
-        return VerifyFault(file=self._file, problem=problem, array=self._array.spec.name, offset=offset)
+        return VerifyFault(file=self._file, problem=problem, array=self.array.spec.name, offset=offset)
 
     def _check_chunks(self, expected: Sequence[int] | None) -> list[VerifyFault]:
-        shard = open_shard_file(self._resources, self._path, self._array.cut, self._shard, check=False)
+        resources, path = replace(self.reader.shard_resources, verify=True), self.reader.folder.location_of(self._file)
+        shard = self.array.open_shard(resources, path, self.shard)
         try:
             if shard.layout.num_present and shard.layout.file_bytes < _INDEX_FIRST_BYTES:
                 shard.check_index_with_chunks()
@@ -173,10 +167,10 @@ class _ShardCheck:
             crcs = shard.verify()
         except (CorruptionError, StorageError):
             return self._find_damage(shard)
-        if not self._has_manifest:
+        if not self.has_manifest:
             return []
         if expected is None or len(expected) != shard.layout.num_present:
-            return [self._fault(f"{manifest_file(self._shard)} has no checksums for it")]
+            return [self._fault(f"{manifest_file(self.shard)} has no checksums for it")]
         return [
             self._fault(f"chunk {chunk} is whole, but not the one that the manifest names", shard.place(chunk)[0])
             for chunk, (found, wanted) in enumerate(zip(crcs, expected, strict=True))
@@ -192,17 +186,17 @@ class _ShardCheck:
         except StorageError as error:
             return [self._fault(str(error), error.offset)]
         faults: list[VerifyFault] = []
-        grid = self._array.grid
-        base = self._shard * grid.shard_numel
+        grid = self.array.grid
+        base = self.shard * grid.shard_numel
         for chunk in range(shard.layout.num_present):
             offset, nbytes = shard.place(chunk)
             # One element is enough: the chunk around it is read and checked.
             first = base + chunk * grid.chunk_numel
             try:
-                shard.read(first, first + 1, np.empty(self._array.spec.itemsize, np.uint8))
+                shard.read(first, first + 1, np.empty(self.array.spec.itemsize, np.uint8))
             except CorruptionError:
                 problem = f"chunk {chunk} ({nbytes} bytes) fails its crc32c" + (
-                    "" if self._array.codec is None else ", or does not decode"
+                    "" if self.array.codec is None else ", or does not decode"
                 )
                 faults.append(self._fault(problem, offset))
             except StorageError as error:

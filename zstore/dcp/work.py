@@ -21,7 +21,7 @@ from zstore.checkpoint import abort_reason, array_path, shard_file
 from zstore.errors import CheckpointError
 from zstore.format import ArraySpec, Box, Bytes, Grid, gather, grid_of_rows, make_grid
 from zstore.io import Files, Fill, FillRuns, IoResources, OpenFile, ShardSummary, write_shard
-from zstore.ranks.board import wait_until
+from zstore.io.closing import wait_until
 
 PIECES_FOLDER = "pieces"
 """In the temporary folder of a save: pieces on their way from rank to rank. Gone before the commit."""

@@ -13,12 +13,11 @@ from typing import Any, BinaryIO
 import numpy.typing as npt
 
 from ..checkpoint.format import Record
-from ..checkpoint.names import array_path, step_tag, tag_text
+from ..checkpoint.layout import array_path, step_tag, tag_text
 from ..checkpoint.reader import ArraySource, StoredArray
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError, ZstoreError, storage_error
 from ..format.arrays import ArraySpec, Bytes, make_grid
 from ..io.files import Files
-from ..io.queue import Priority
 from ..io.shards import IoResources
 
 
@@ -51,7 +50,7 @@ class ForeignSource(ArraySource):
         """Return nothing."""
         return {}
 
-    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any], priority: Priority = Priority.READ) -> None:
+    def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
         target = self.room_for(name, first, stop, out)
         if first == stop:
             return

@@ -29,21 +29,25 @@ def write_packed(
 ) -> ShardSummary:
     """Make a new compressed shard file from `fill` and return its summary; the data is durable when this returns.
 
-    `fill` is called from several threads, for one chunk at a time, roughly in order. Otherwise as `write_shard`.
+    `fill` is called in this thread, for one chunk at a time, in order. Otherwise as `write_shard`.
     """
     layout = layout_of(grid, shard, spec.dtype)
     in_flight = max(1, min(_MOST_IN_FLIGHT, res.pool.nbytes // (2 * layout.payload_bytes)))
 
-    def encode(chunk: int, buffer: Buffer) -> tuple[bytes, int]:
+    def encode(buffer: Buffer) -> tuple[bytes, int]:
         with buffer:
-            fill_chunk(buffer.bytes, fill, spec, grid, shard, chunk)
             stored = codec.encode(buffer.bytes)
         return stored, crc32c(stored)
 
     def chunks() -> Iterator[Ticket[tuple[bytes, int]]]:
         for chunk in range(layout.num_present):
             buffer = res.pool.acquire(layout.payload_bytes)
-            yield res.queue.submit(partial(encode, chunk, buffer), Priority.CHECKPOINT, buffer.bytes.size)
+            try:
+                fill_chunk(buffer.bytes, fill, spec, grid, shard, chunk)
+            except BaseException:
+                buffer.release()
+                raise
+            yield res.queue.submit(partial(encode, buffer), Priority.CHECKPOINT, buffer.bytes.size)
 
     sizes: list[int] = []
     crcs: list[int] = []
@@ -63,18 +67,10 @@ def write_packed(
 class PackedReader(ShardReader):
     """Reads one compressed shard file. As `ShardReader`; decoded chunks are checked too."""
 
-    def __init__(
-        self,
-        res: IoResources,
-        path: str | Path,
-        array: tuple[ArraySpec, Grid, Codec],
-        shard: int,
-        *,
-        check: bool = True,
-    ) -> None:
+    def __init__(self, res: IoResources, path: str | Path, array: tuple[ArraySpec, Grid, Codec], shard: int) -> None:
         spec, grid, self._codec = array
         self._offsets: npt.NDArray[np.int64] | None = None
-        super().__init__(res, path, spec, grid, shard, check=check)
+        super().__init__(res, path, spec, grid, shard, check=False)
 
     def check_file(self) -> None:
         self.check_size()
@@ -145,13 +141,3 @@ class PackedReader(ShardReader):
         if target is not None:
             target.take(chunk, room[np.newaxis])
         return crc
-
-
-def open_shard_file(
-    res: IoResources, path: str | Path, array: tuple[ArraySpec, Grid, Codec | None], shard: int, *, check: bool = True
-) -> ShardReader:
-    """Return the reader of a shard file, compressed or not; with `check`, size and index are checked first."""
-    spec, grid, codec = array
-    if codec is None:
-        return ShardReader(res, path, spec, grid, shard, check=check)
-    return PackedReader(res, path, (spec, grid, codec), shard, check=check)

@@ -1,4 +1,4 @@
-"""How things end: at the end of a `with` block, and at the end of the interpreter.
+"""How things end: at the end of a `with` block, at the end of the interpreter, and a wait for others.
 
 [Note: endings]
 Once the main thread has ended, Python waits for the threads that are no daemons, then calls the functions registered with
@@ -27,12 +27,22 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 import sys
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, Protocol, Self, TypeVar
+
+from ..errors import CheckpointError
+
+T = TypeVar("T")
+
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.1
+"""Pauses of `wait_until` between two looks, which double."""
 
 
 class Closing(ABC):
@@ -284,3 +294,52 @@ class _FailingOutput:
 
     def __repr__(self) -> str:
         return "the end of the program"
+
+
+def wait_until(
+    ready: Callable[[], T | None],
+    timeout_s: float,
+    failure: Callable[[], str],
+    *,
+    check: Callable[[], None],
+    pause: Callable[[float], object] = time.sleep,
+) -> T:
+    """Return what `ready()` returns, once that is true; look again after pauses that double, beginning with 1 ms.
+
+    `check` raises if waiting has become pointless; `pause` sleeps for so many seconds, or until something else ends it.
+    Raises CheckpointError with the text of `failure()` after `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = _LEAST_PAUSE_S
+    while not (found := ready()):
+        check()
+        if time.monotonic() > deadline:
+            raise CheckpointError(failure())
+        pause(pause_s)
+        pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+    return found
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Let a SIGINT that comes during the block take effect at its end; for blocks of milliseconds.
+
+    Python runs handlers in the main thread alone, so in other threads this does nothing.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)

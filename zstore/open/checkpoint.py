@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..checkpoint.names import natural_key, tag_text
+from ..checkpoint.layout import natural_key, tag_text
 from ..checkpoint.reader import ArraySource, CheckpointReader
 from ..checkpoint.verify import VerifyFault, verify_checkpoint
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from ..checkpoint.catalog import MOST_LATEST_BYTES, may_be_checkpoint
 from ..checkpoint.folder import Folder, LocalFolder
 from ..checkpoint.format import MAX_JSON_BYTES, MAX_RECORD_BYTES
-from ..checkpoint.names import LATEST_FILE, METADATA_FILE, RECORD_FILE, tag_folder, tag_text
+from ..checkpoint.layout import LATEST_FILE, METADATA_FILE, RECORD_FILE, tag_folder, tag_text
 from ..checkpoint.reader import ArraySource, open_checkpoint
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..io.closing import Closing

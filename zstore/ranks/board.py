@@ -1,23 +1,17 @@
-"""Messages that ranks leave for each other, from any thread and without collectives; and waiting for them."""
+"""Messages that ranks leave for each other, from any thread and without collectives."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from ..errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.1
-"""Pauses between two looks, which double."""
 _VALUE_BYTES = 4 * 1024 * 1024
 """Most bytes of one value: a store of torch.distributed refuses 8 MiB."""
 _CONNECT = timedelta(seconds=20)
@@ -94,27 +88,3 @@ def store_port() -> int | None:
     while isinstance(store, torch_dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     return store.port if isinstance(store, torch_dist.TCPStore) else None  # type: ignore[attr-defined]
-
-
-def wait_until(
-    ready: Callable[[], T | None],
-    timeout_s: float,
-    failure: Callable[[], str],
-    *,
-    check: Callable[[], None],
-    pause: Callable[[float], object] = time.sleep,
-) -> T:
-    """Return what `ready()` returns, once that is true; look again after pauses that double, beginning with 1 ms.
-
-    `check` raises if waiting has become pointless; `pause` sleeps for so many seconds, or until something else ends it.
-    Raises CheckpointError with the text of `failure()` after `timeout_s` seconds.
-    """
-    deadline = time.monotonic() + timeout_s
-    pause_s = _LEAST_PAUSE_S
-    while not (found := ready()):
-        check()
-        if time.monotonic() > deadline:
-            raise CheckpointError(failure())
-        pause(pause_s)
-        pause_s = min(2 * pause_s, _MOST_PAUSE_S)
-    return found

@@ -1,5 +1,4 @@
-"""`zstore serve` over HTTP: the connection, and the folder of a run that is read through it, and lines of its
-journal that are sent; and what a URL opens.
+"""`zstore serve` over HTTP: the connection, and the folder of a run that is read through it; and what a URL opens.
 
 [Note: URLs of a service]
 `http://host:port/<run>` is a run, `http://host:port/<run>/<checkpoint>` a checkpoint of it, each part percent-encoded. A proxy
@@ -17,7 +16,6 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
@@ -26,7 +24,7 @@ from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, SSLError
 
 from .._version import __version__
 from ..checkpoint.folder import Entries, NetworkTraffic
-from ..checkpoint.names import RECORD_FILE
+from ..checkpoint.layout import RECORD_FILE
 from ..errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -48,8 +46,6 @@ _MOST_CONNECTIONS = 32
 _MOST_PROBLEM_BYTES = 64 * 1024
 """Bytes that are read of an answer that says who is there, or names a problem."""
 _CONNECT_S = 10.0
-_MOST_LINES_BYTES = 512 * 1024
-"""Bytes of a journal that go in one request, unless one line is longer."""
 _READ_S = 120.0
 """Longest silence of a server."""
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -379,55 +375,3 @@ class UploadPlace:
             run = f"{folder.connection.base}/{quote_path(folder.run)}"
             raise UsageError(f"{self}: checkpoints are uploaded to a run of a service: name it as {run}")
         return folder
-
-
-class JournalTail:
-    """Sends the lines of the journal of training run `run_id` in the file `path`, from byte `start` on, to `place`, a run of a
-    service, after those that it has. Called by one thread at a time. `failed` is told of a refusal, and of lines that could not
-    be sent."""
-
-    def __init__(
-        self, path: Path, place: UploadPlace, run_id: str, start: int, *, failed: Callable[[str], None]
-    ) -> None:
-        self._path, self._place, self._run_id, self._failed = path, place, run_id, failed
-        self._sent = start
-        self._shift: int | None = None
-        """Bytes of the service's file before the first byte of this one; None: not known yet."""
-        self._folder: UrlFolder | None = None
-        self._is_refused = False
-
-    def send(self, *, is_end: bool = False) -> None:
-        """Send the new whole lines. A network that fails is tried at the next call, `is_end` says that there is none."""
-        if self._is_refused:
-            return
-        try:
-            retries = Retries(attempts=3 if is_end else 1)
-            folder = self._folder = self._folder or self._place.open(retries)
-            if isinstance(folder, ServiceFolder):
-                folder.connection.retries = retries
-                self._send(folder)
-        except (ZstoreError, OSError) as error:
-            self._is_refused = isinstance(error, UsageError | CheckpointError)
-            if is_end or self._is_refused:
-                self._failed(f"{error}")
-
-    def _send(self, folder: ServiceFolder) -> None:
-        url = f"/api/runs/{quote(folder.run, safe='')}/journals/{quote(self._run_id, safe='')}"
-        if self._shift is None:
-            self._shift = int(folder.connection.ask("GET", url)["bytes"]) - self._sent
-        while lines := self._next():
-            folder.connection.ask("POST", f"{url}?offset={self._shift + self._sent}", lines)
-            self._sent += len(lines)
-
-    def _next(self) -> bytes:
-        """Return whole lines that were not sent."""
-        lines: list[bytes] = []
-        room = _MOST_LINES_BYTES
-        with self._path.open("rb") as file:
-            file.seek(self._sent)
-            for line in file:
-                room -= len(line)
-                if not line.endswith(b"\n") or (lines and room < 0):
-                    break
-                lines.append(line)
-        return b"".join(lines)

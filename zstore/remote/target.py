@@ -47,7 +47,7 @@ from ..checkpoint.catalog import (
 )
 from ..checkpoint.commit import FOREIGN_LIFE_S, discard, owner_document, process_ended
 from ..checkpoint.folder import Entries, Folder
-from ..checkpoint.names import (
+from ..checkpoint.layout import (
     LATEST_FILE,
     LOCK,
     METADATA_FILE,

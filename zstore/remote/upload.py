@@ -29,8 +29,8 @@ from ..checkpoint.catalog import TagInfo
 from ..checkpoint.commit import sweep
 from ..checkpoint.folder import FolderLike
 from ..checkpoint.format import Record
-from ..checkpoint.names import RECORD_FILE, manifest_file, tag_folder
-from ..checkpoint.plan import SaveRequest, SaveSummary
+from ..checkpoint.layout import RECORD_FILE, manifest_file, tag_folder
+from ..checkpoint.part import SaveRequest, SaveSummary
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.save import Save, SaveHandle, begin_save
 from ..errors import BudgetError, CheckpointError
@@ -229,12 +229,9 @@ class _RemoteSave(Save):
     def _wait_within(self, ready: Callable[[], T | None], what: str) -> T:
         return self._wait_until(ready, lambda: f"{what} within {self._request.timeout_s} s")
 
-    def _check_alive(self) -> None:
-        if self._cancelled.is_set():
-            raise CheckpointError(f"{self.title} was cancelled")
+    def _failed_rank(self) -> tuple[int, str] | None:
         failed = self._posted("failed")
-        if failed is not None and failed["rank"] != self._request.rank:
-            raise CheckpointError(f"rank {failed['rank']} gave up {self.title}: {failed['reason']}")
+        return None if failed is None or failed["rank"] == self._request.rank else (failed["rank"], failed["reason"])
 
     def give_up(self, error: BaseException) -> None:
         """Rank 0 removes the files that were sent, too."""

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 
 from .._version import __version__
 from ..checkpoint.format import encode_state
-from ..checkpoint.names import natural_key
+from ..checkpoint.layout import natural_key
 from ..errors import ZstoreError
 from .library import Library, NamedRun, Shared
 from .models import (

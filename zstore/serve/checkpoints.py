@@ -2,7 +2,7 @@
 
 A committed checkpoint never changes, except for the names that its files have elsewhere. So records and files are read once for
 each state of the run's folder (inode and time of every folder in it), and afterwards only the names are counted again. See
-[Note: sizes] in `zstore.checkpoint.retention`. Behind a URL one listing counts for a few seconds.
+[Note: sizes] in `zstore.checkpoint.folder`. Behind a URL one listing counts for a few seconds.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..checkpoint.catalog import LOOPS_FOLDER, Catalog, TagInfo, list_nested, meant_of, newest_of, scan
-from ..checkpoint.folder import Folder
-from ..checkpoint.names import LATEST_FILE, parse_own_name
-from ..checkpoint.retention import StoredFiles, joined_files, shared_bytes, stored_files
+from ..checkpoint.folder import Folder, StoredFiles, joined_files, shared_bytes, stored_files
+from ..checkpoint.layout import LATEST_FILE, parse_own_name
 from ..errors import CheckpointNotFoundError
 from .models import CheckpointEntry, CheckpointList, Newest, RefusedFolder
 

@@ -37,7 +37,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from ..checkpoint.catalog import LOOPS_FOLDER
 from ..checkpoint.folder import Folder
-from ..checkpoint.names import LATEST_FILE
+from ..checkpoint.layout import LATEST_FILE
 from ..errors import CheckpointNotFoundError, UsageError
 from ..weights.companions import COMPANIONS
 from .library import Library, NamedRun, Shared

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..checkpoint.catalog import LOOPS_FOLDER, scan
 from ..checkpoint.folder import Folder, LocalFolder, links_elsewhere
-from ..checkpoint.names import RECORD_FILE, tag_folder
+from ..checkpoint.layout import RECORD_FILE, tag_folder
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..io.files import is_url
 from ..journal import run_of

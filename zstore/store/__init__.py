@@ -3,7 +3,7 @@
 The names below are public, for code built on it.
 """
 
-from ..checkpoint.plan import PinnedShard
+from ..checkpoint.part import PinnedShard
 from ..format.arrays import LocalShard
 from .options import StoreOptions, StoreStatistics
 from .runfolder import RUN_FOLDER

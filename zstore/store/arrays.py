@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..checkpoint.names import array_path, groups_of
+from ..checkpoint.layout import array_path, groups_of
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, LocalShard, make_grid, numpy_dtype
 from .tiers.base import View, copy_into, copy_out

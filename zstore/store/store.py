@@ -28,8 +28,8 @@ import numpy as np
 
 from ..checkpoint.catalog import check_tag_is_free
 from ..checkpoint.format import decode_state, encode_state
-from ..checkpoint.names import new_save_id
-from ..checkpoint.plan import KnownFile, SaveRequest, SaveSummary
+from ..checkpoint.layout import new_save_id
+from ..checkpoint.part import KnownFile, SaveRequest, SaveSummary
 from ..checkpoint.reader import ArraySource, open_checkpoint
 from ..checkpoint.retention import Keep
 from ..checkpoint.save import save_checkpoint

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..checkpoint.folder import Folder
-from ..checkpoint.names import ABORT_FILE, MANIFEST_FOLDER, METADATA_FILE, RECORD_FILE
+from ..checkpoint.layout import ABORT_FILE, MANIFEST_FOLDER, METADATA_FILE, RECORD_FILE
 from ..checkpoint.reader import ArraySource, CheckpointReader
 from ..errors import CorruptionError
 from ..io.files import Files

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint.names import natural_key
+from ..checkpoint.layout import natural_key
 from ..errors import CheckpointError, CheckpointMismatchError
 from ..format.arrays import (
     SAFETENSORS_DTYPES,

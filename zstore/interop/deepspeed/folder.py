@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...checkpoint.names import natural_key, tag_text
+from ...checkpoint.layout import natural_key, tag_text
 from ...errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError, listed
 
 _MODEL = re.compile(r"\A(?:zero_pp_rank_(\d+)_)?mp_rank_\d+_model_states\.pt\Z")

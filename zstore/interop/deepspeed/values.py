@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...checkpoint.metadata import MAX_NUMEL
+from ...checkpoint.layout import MAX_NUMEL
 from ...errors import CorruptionError
 from ...format.arrays import client_array
 from ...io.files import Files

@@ -20,7 +20,7 @@ from pathlib import Path
 from ...checkpoint.catalog import TagInfo, check_tag_is_free, find_tag, read_record, replaced_text, scan
 from ...checkpoint.commit import discard
 from ...checkpoint.format import Record
-from ...checkpoint.names import tag_folder
+from ...checkpoint.layout import tag_folder
 from ...checkpoint.retention import retire
 from ...errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
 from ...io.files import Files

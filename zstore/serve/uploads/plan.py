@@ -22,8 +22,16 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from ...checkpoint.format import Record, dump_metadata
-from ...checkpoint.names import ABORT_FILE, LATEST_FILE, MANIFEST_FOLDER, METADATA_FILE, RECORD_FILE, manifest_file
+from ...checkpoint.format import Record
+from ...checkpoint.layout import (
+    ABORT_FILE,
+    LATEST_FILE,
+    MANIFEST_FOLDER,
+    METADATA_FILE,
+    RECORD_FILE,
+    dump_metadata,
+    manifest_file,
+)
 from ...checkpoint.reader import StoredArray, checked_manifest, checked_metadata
 from ...errors import CorruptionError, UsageError
 from ...format.arrays import round_up

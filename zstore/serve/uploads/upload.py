@@ -29,8 +29,8 @@ import numpy as np
 
 from ...checkpoint.catalog import scan
 from ...checkpoint.commit import Committer, owner_is_dead, sweep
-from ...checkpoint.format import Record, dump_metadata
-from ...checkpoint.names import LOCK, METADATA_FILE, RECORD_FILE, TEMPORARY, own_name, tag_folder
+from ...checkpoint.format import Record
+from ...checkpoint.layout import LOCK, METADATA_FILE, RECORD_FILE, TEMPORARY, dump_metadata, own_name, tag_folder
 from ...checkpoint.reader import CheckpointReader
 from ...errors import (
     CheckpointMismatchError,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ...checkpoint.plan import PinnedShard
+from ...checkpoint.part import PinnedShard
 from ...errors import UsageError
 from ...format.arrays import Array, Bytes, LocalShard
 from ...io.closing import Closing

@@ -1,4 +1,12 @@
-"""The Zarr v3 documents of a checkpoint: one for every group level and array, the root's with a copy of all. Pure.
+"""The layout of a checkpoint on disk: names of tags, arrays and shard files, and those that a save uses on its way; and
+the Zarr v3 documents, one for every group level and array, the root's with a copy of all. Pure.
+
+[Note: names on disk]
+A user's name becomes one path component: its UTF-8 bytes, percent-encoded except for letters, digits and
+`-_.~=+@,`. Encoded too, although the characters are plain: a leading `.`, the first of two leading `_` (Zarr reserves
+`__`), the first letter of names that the format uses itself, and the `.` of an ending that looks like one of a save's
+own. A component over 180 bytes is cut and ends in `~` and the first 32 digits of the SHA-256 of the true name. The true
+name is in the metadata, and a reader accepts a folder only if encoding its true name gives the folder's name.
 
 [Note: objects of a save]
 Python's collector counts the objects that are made, and after so many walks over all that the program holds, modules of
@@ -10,13 +18,18 @@ Source: Zarr v3 core specification and the sharding codec, https://zarr-specs.re
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
+import reprlib
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 from ..errors import CheckpointMismatchError, CorruptionError, UsageError
 from ..format.arrays import (
@@ -30,8 +43,26 @@ from ..format.arrays import (
     numpy_dtype,
 )
 from ..format.codecs import Codec, parse_codec
-from .format import brief, dump_metadata
-from .names import METADATA_FILE, array_path, groups_of
+
+RECORD_FILE = "zstore.json"
+METADATA_FILE = "zarr.json"
+LATEST_FILE = "latest"
+MANIFEST_FOLDER = "manifest"
+ABORT_FILE = "abort.json"
+
+TEMPORARY = "tmp"
+"""A folder on its way in or out: never a checkpoint."""
+SET_ASIDE = "old"
+"""A committed checkpoint that is being replaced: it counts as long as nothing has its name."""
+LOCK = "lock"
+"""The file that a running save holds locked."""
+
+_MOST_BYTES = 180
+_RESERVED = frozenset({RECORD_FILE, METADATA_FILE, LATEST_FILE, MANIFEST_FOLDER})
+_OWN = re.compile(rf"\A(?P<folder>.+)\.(?P<kind>{TEMPORARY}|{SET_ASIDE}|{LOCK})-(?P<id>[0-9a-f]{{32}})\Z", re.DOTALL)
+_ID = re.compile(r"\A[0-9a-f]{32}\Z")
+_PARTIAL_ESCAPE = re.compile(r"%[0-9A-F]?\Z")
+_FORBIDDEN_IN_TAGS = re.compile(r"[/\x00-\x1f\x7f-\x9f]")
 
 # Bounds on the requests of metadata, before anything is allocated.
 MAX_NUMEL = 2**48
@@ -45,6 +76,124 @@ _BYTES: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}
 _CRC32C: dict[str, Any] = {"name": "crc32c"}
 _PLAIN_CODECS = [_BYTES, _CRC32C]
 _FILL_VALUES = {**dict.fromkeys(FLOATING, "NaN"), "complex64": ["NaN", "NaN"], "bool": False}
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 100
+
+
+def new_save_id() -> str:
+    """Return a fresh id for a save: 32 hex digits."""
+    return uuid.uuid4().hex
+
+
+def check_save_id(save_id: str) -> str:
+    """Return `save_id`; raises UsageError unless it is 32 hex digits."""
+    if not _ID.match(save_id):
+        raise UsageError(f"a save's id has 32 lower-case hex digits, got {save_id!r}: use new_save_id()")
+    return save_id
+
+
+def tag_text(tag: str | float) -> str:
+    """Return the tag as text; numbers are written as Python prints them.
+
+    Raises UsageError for a tag that is empty or has `/`, `..` or control characters.
+    """
+    text = tag if isinstance(tag, str) else str(tag)
+    if not text or ".." in text or _FORBIDDEN_IN_TAGS.search(text) or not _encodable(text):
+        raise UsageError(
+            f"{tag!r} cannot be a tag: expected any text or number without `/`, `..` and control characters, not empty"
+        )
+    return text
+
+
+def step_tag(step: int) -> str:
+    """Return the tag of a checkpoint that was given no tag: `step-00000060`."""
+    return f"step-{step:08d}"
+
+
+def tag_folder(tag: str) -> str:
+    """Return the name of the folder that holds the checkpoint `tag`."""
+    return encode_name(tag_text(tag))
+
+
+def encode_name(name: str) -> str:
+    """Return the path component of `name`. See [Note: names on disk]."""
+    if not name or not _encodable(name):
+        raise UsageError(f"{name!r} cannot name a file: expected text that is not empty and has no lone surrogates")
+    text = quote(name, safe="=+@,")
+    if text.startswith((".", "__")) or text.lower() in _RESERVED:
+        text = f"%{ord(text[0]):02X}{text[1:]}"
+    if own := _OWN.match(text):
+        dot = len(own["folder"])
+        text = f"{text[:dot]}%2E{text[dot + 1 :]}"
+    if len(text) <= _MOST_BYTES:
+        return text
+    head = _PARTIAL_ESCAPE.sub("", text[: _MOST_BYTES - 33])
+    return f"{head}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
+# A save asks several times for each.
+@lru_cache(maxsize=2**15)
+def array_path(name: str) -> str:
+    """Return the folder of an array inside a checkpoint: `model/<fqn>`, `optimizer/<slot>/<fqn>`, `buffer/<fqn>`."""
+    group, _, rest = name.partition("/")
+    if group == MANIFEST_FOLDER:
+        raise UsageError(f"array {name!r}: the group `{MANIFEST_FOLDER}` belongs to the format; choose another")
+    slot, _, fqn = rest.partition("/") if group == "optimizer" else (rest, "", "")
+    return "/".join(encode_name(part) for part in (group, slot, fqn) if part)
+
+
+def groups_of(path: str) -> list[str]:
+    """Return the folders of the groups that an array in the folder `path` is in, the outermost first."""
+    return [path[:at] for at, letter in enumerate(path) if letter == "/"]
+
+
+def shard_file(ndim: int, shard: int) -> str:
+    """Return the file name of shard number `shard` of an array stored with `ndim` extents: `c`, `c.0` or `c.0.0`."""
+    return f"c.{shard}" + ".0" * (ndim - 1) if ndim else "c"
+
+
+def manifest_file(rank: int) -> str:
+    """Return the path of rank `rank`'s manifest inside a checkpoint."""
+    return f"{MANIFEST_FOLDER}/rank-{rank:05d}.json"
+
+
+def own_name(folder: str, kind: str, save_id: str) -> str:
+    """Return the name that save `save_id` gives to something of tag folder `folder` that is not a checkpoint."""
+    return f"{folder}.{kind}-{save_id}"
+
+
+def parse_own_name(name: str) -> tuple[str, str, str] | None:
+    """Return (tag folder, kind, save id) of a name that a save uses on its way, None for every other name."""
+    found = _OWN.match(name)
+    return (found["folder"], found["kind"], found["id"]) if found else None
+
+
+def _encodable(text: str) -> bool:
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which `h.2` comes before `h.10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+def brief(value: object) -> str:
+    """Return a short text of a value from a file, however long or deep it is."""
+    return _BRIEF.repr(value)
+
+
+def dump_json(document: Mapping[str, Any], indent: int | None = None) -> bytes:
+    """Return the bytes of a JSON file of a checkpoint."""
+    separators = (",", ": ") if indent else (",", ":")
+    return json.dumps(document, indent=indent, separators=separators, allow_nan=False).encode()
+
+
+def dump_metadata(document: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a `zarr.json`."""
+    return dump_json(document, indent=1)
 
 
 def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> dict[str, Any]:
