@@ -140,13 +140,13 @@ class ClockedStreams(Streams):
     def record(self) -> float:
         return max(self.compute.free, time.perf_counter())
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: float) -> float:
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], after: float) -> float:
         _hold_the_lock(_CALL_S)
-        link, rate = (self.down, _DOWN) if self.is_host(target) else (self.up, _UP)
-        return link.give(target.nbytes / rate * self._slow, after)
+        link, rate = (self.down, _DOWN) if self.is_host(targets[0]) else (self.up, _UP)
+        return link.give(sum(target.nbytes for target in targets) / rate * self._slow, after)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.wait(self.copy(target, source, self.compute.free))
+        self.wait(self.copy([target], [source], self.compute.free))
 
     def wait(self, event: float) -> None:
         time.sleep(max(0.0, event - time.perf_counter()))
