@@ -11,8 +11,8 @@ from .shards import SMALL_SHARD_BYTES, ModeName
 from .store import Store
 from .stream import Stream
 from .tiers import Drives, Snapshot, TierName, Tile
+from .tiers.diskfiles import MANY_SMALL, is_packed, run_file_bytes
 from .tiers.memory import MEMORY_TILE_NUMEL, shared_bytes
-from .tiers.packs import MANY_SMALL, is_packed, run_file_bytes
 
 __all__ = [
     "MANY_SMALL", "MEMORY_TILE_NUMEL", "RUN_FOLDER", "SMALL_SHARD_BYTES", "Drives", "LocalShard", "ModeName",

@@ -37,13 +37,17 @@ from .base import ChunkSpan, Mode, Piece, Tier, View, being_changed, new_version
 from .diskfiles import (
     DiskFile,
     DiskShard,
+    Pack,
+    PackRun,
     checked_views,
     fill_file,
+    is_packed,
     read_elements,
     read_slots,
+    run_file_bytes,
+    runs_of,
     write_slots,
 )
-from .packs import Pack, PackRun, is_packed, run_file_bytes, runs_of
 
 if TYPE_CHECKING:
     import torch
