@@ -125,10 +125,8 @@ class Access:
             self._update.require_whole()
             if not self.guard.open_blocks:
                 self.guard.check_values()
-            if changes and self.guard.under_way:
-                raise UsageError(
-                    f"{call} within a {self.guard.under_way[-1]}: parameters can be changed between steps only"
-                )
+            if changes and (calls := self.guard.under_way):
+                raise UsageError(f"{call} within a {calls[-1]}: parameters can be changed between steps only")
             checked = check()
         if changes:
             self._before_changes()

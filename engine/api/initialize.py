@@ -151,10 +151,12 @@ def _take_back(model: nn.Module, config: Config) -> None:
     """Take the model's parameters out of the engines that hold them, whose hooks would meet those of the next (all ranks)."""
     engines = [engine for reference in _opened if (engine := reference()) is not None and engine.access in live_runs]
     _opened[:] = map(weakref.ref, engines)
+    parameters = set(model.parameters())
     for engine in engines:
-        if any(parameter in engine.access.guard.records for parameter in model.parameters()):
+        if not parameters.isdisjoint(records := engine.access.guard.records):
             _log.warning("the model is in another engine, which is closed: its optimizer state is dropped")
-            engine.hand_back(config)
+            # Parameters outside the model must not be in the store that the next engine takes over, and closes.
+            engine.hand_back(config if parameters.issuperset(records) else None)
 
 
 def _log_choices(loaded: Config, resolved: Config) -> None:

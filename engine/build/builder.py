@@ -51,10 +51,12 @@ _TRIM_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class BuildStatistics:
-    """Bytes of large parameters now."""
+    """Bytes of large parameters."""
 
     live_bytes: int = 0
     """In memory."""
+    live_peak_bytes: int = 0
+    """Most that were in memory at a time."""
     stored_bytes: int = 0
     """Rows in the store."""
 
@@ -160,7 +162,7 @@ class Builder:
         self._dead: deque[Built] = deque()
         self._count = 0
         self._freed_bytes = 0
-        self._live_bytes = 0
+        self._live_bytes = self._live_peak_bytes = 0
         self.failed = False
         """The ranks build different models, or one failed: they no longer agree on anything."""
         self.from_rank_0 = False
@@ -202,6 +204,7 @@ class Builder:
 
     def _note_live(self, built: Built, parameter: nn.Parameter) -> None:
         self._live_bytes += parameter.nbytes - built.live_bytes
+        self._live_peak_bytes = max(self._live_peak_bytes, self._live_bytes)
         built.live_bytes = parameter.nbytes
         self._live[built.number] = built
         self._live.move_to_end(built.number)
@@ -242,9 +245,8 @@ class Builder:
         for built in list(self._live.values()):
             if self._live_bytes <= live_bytes:
                 return
-            parameter = built.ref()
-            if parameter is not None and built.number not in (keep or ()) and _is_sole_owner(parameter):
-                self.release(built, parameter)
+            if (one := built.ref()) is not None and built.number not in (keep or ()) and _is_sole_owner(one):
+                self.release(built, one)
 
     def release_all(self) -> None:
         """Release every parameter; views of one no longer share its memory.
@@ -254,8 +256,7 @@ class Builder:
         self._sweep()
         seen = Counter(p.data_ptr() for built in self._live.values() if (p := built.ref()) is not None)
         for built in list(self._live.values()):
-            parameter = built.ref()
-            if parameter is not None and seen[parameter.data_ptr()] == 1:
+            if (parameter := built.ref()) is not None and seen[parameter.data_ptr()] == 1:
                 self.release(built, parameter)
 
     def release(self, built: Built, parameter: nn.Parameter) -> None:
@@ -338,9 +339,8 @@ class Builder:
     def agree_on_values(self, error: BaseException | None) -> None:
         """Return if every rank released the same values; else raise on all, as `agree` does (all ranks)."""
         self.agree("the end of the block", error)
-        resting = sorted(
-            (built for built in self._by_id.values() if built.placeholder is not None), key=lambda b: b.number
-        )
+        resting = [built for built in self._by_id.values() if built.placeholder is not None]
+        resting.sort(key=lambda built: built.number)
         told = self.world.all_gather_object([[built.number, built.crc] for built in resting])
         for rank, theirs in enumerate(told):
             if theirs != told[0]:
@@ -375,8 +375,7 @@ class Builder:
         """Forget a parameter that somebody else has taken over; its array too, unless that was taken over with it."""
         if keep_rows:
             built.rows = None
-        parameter = built.ref()
-        if parameter is not None:
+        if (parameter := built.ref()) is not None:
             self._by_id.pop(id(parameter), None)
         self._note_not_live(built)
         self._drop_rows(built)
@@ -390,8 +389,8 @@ class Builder:
     def statistics(self) -> BuildStatistics:
         """Return the bytes of parameters that exist."""
         self._sweep()
-        stored = (built.rows.nbytes for built in self._by_id.values() if built.rows is not None)
-        return BuildStatistics(live_bytes=self._live_bytes, stored_bytes=sum(stored))
+        stored = sum(built.rows.nbytes for built in self._by_id.values() if built.rows is not None)
+        return BuildStatistics(live_bytes=self._live_bytes, live_peak_bytes=self._live_peak_bytes, stored_bytes=stored)
 
     def close(self) -> None:
         """Close the store, unless it was handed over; values in it are gone. A second call does nothing."""

@@ -202,11 +202,12 @@ class Init(AbstractContextManager["Init"]):
                 self._enter_module(child)
 
     def enter(self, module: nn.Module, name: str) -> None:
-        """Shard the parameter `name` of a module that was built before, within the block."""
-        parameter = module._parameters[name]
-        if self._builder is not None and parameter is not None:
+        """Shard the parameter `name` of a module that its engine releases, within the block if that shards any."""
+        if (parameter := module._parameters[name]) is None:
+            return
+        trained.pop(parameter, None)  # type: ignore[no-untyped-call]
+        if self._builder is not None:
             with self._alone() as builder:
-                trained.pop(parameter, None)  # type: ignore[no-untyped-call]  # its engine lets it go
                 self._enter(builder, module, name, parameter)
 
     def _enter_module(self, root: nn.Module) -> None:
