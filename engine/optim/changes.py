@@ -23,7 +23,6 @@ In host memory one kernel takes phases 2 to 4 of Adam's tiles in one pass, if it
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import cache, partial
@@ -188,7 +187,6 @@ class _Portion:
         self._masters: list[torch.Tensor] = []
         self._slots: list[list[torch.Tensor]] = []
         self._own: list[torch.Tensor | None] = []
-        self._jobs = array("q")
 
     def add(
         self, record: ParameterRecord, number: int, place: InPlace, own: torch.Tensor | None, part: tuple[int, int]
@@ -209,7 +207,7 @@ class _Portion:
         factor, after = changes.settings.factor_of(self.records[0]), changes.last_read
         gradients = [rows[number] if part is None else rows[number][part] for number, part in self._parts]
         if self._host is not None:
-            tensors = StepTensors(self._masters, self._slots, gradients, self._own, self._jobs)
+            tensors = StepTensors(self._masters, self._slots, gradients, self._own)
             events = list(map(after, self.records)) if self._sends else None
             _in_one_pass(self._host, step, factor, tensors, h2d, events, num_threads=num_threads)
             return

@@ -226,12 +226,14 @@ class OptimizerState:
 
     def planned(self, key: tuple[Any, ...], make: Callable[[], T], fits: Callable[[T], bool] = lambda _: True) -> T:
         """Return what `make` made for `key`, once as long as it fits and the store is not rearranged."""
-        most = _MOST_PLANNED * (len(self.scalars) + _MOST_PLANNED)
-        if self._arrangement != self.store.arrangement or self._num_planned > most:
+        if self._arrangement != self.store.arrangement:
             self.plans.clear()
             self._arrangement, self._num_planned = self.store.arrangement, 0
         found: T | None = self.plans.get(key)
         if found is None or not fits(found):
+            if self._num_planned > _MOST_PLANNED * (len(self.scalars) + _MOST_PLANNED):  # not a plan that is read ahead
+                self.plans.clear()
+                self._num_planned = 0
             found = self.plans[key] = make()
             self._num_planned += len(key)
         return found

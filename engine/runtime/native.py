@@ -70,8 +70,6 @@ class StepTensors(NamedTuple):
     slots: Sequence[Tensors]
     gradients: Tensors
     weights: Sequence[torch.Tensor | None]
-    jobs: array[int] | None = None
-    """What adamw.c takes, which is filled once for the same masters and slots; None: it is made for one step."""
 
 
 class HostKernel:
@@ -94,12 +92,13 @@ class HostKernel:
     def update(self, settings: Mapping[str, float], tensors: StepTensors, num_threads: int = 1) -> None:
         """Take a step of tensors in host memory, 1-D and contiguous. The settings are those of `_Settings` but for types and
         form; gradients are multiplied by the factor in fp32, a negative one maximizes."""
-        jobs = array("q") if tensors.jobs is None else tensors.jobs
-        for master, slots in () if jobs else zip(tensors.masters, tensors.slots, strict=True):
-            largest = slots[2].data_ptr() if len(slots) > 2 else 0
-            jobs.extend((master.data_ptr(), slots[0].data_ptr(), slots[1].data_ptr(), largest, 0, 0, master.numel()))
+        # Of each step: other code may move memory under a tensor, as `share_memory_` does when a process is sent one.
+        jobs = array("q", bytes(8 * 7 * len(tensors.masters)))
+        for number, column in enumerate((tensors.masters, *zip(*tensors.slots, strict=True))):
+            jobs[number::7] = array("q", map(torch.Tensor.data_ptr, column))
         jobs[4::7] = array("q", map(torch.Tensor.data_ptr, tensors.gradients))
         jobs[5::7] = array("q", [0 if weight is None else weight.data_ptr() for weight in tensors.weights])
+        jobs[6::7] = array("q", map(torch.Tensor.numel, tensors.masters))
         weights = {weight.dtype for weight in tensors.weights if weight is not None} or {torch.bfloat16}
         (gradient_type,), (weight_type,) = {gradient.dtype for gradient in tensors.gradients}, weights
         types = {"gradient": TYPES[gradient_type], "weight": TYPES[weight_type]}

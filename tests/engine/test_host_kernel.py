@@ -138,9 +138,8 @@ def test_every_value_is_cast_as_torch_does(dtype: torch.dtype) -> None:
     gradients = halves.repeat(masters.numel() // halves.numel() + 1)[: masters.numel()]
     average, square, before = torch.zeros_like(masters), torch.zeros_like(masters), masters.clone()
     tensors = StepTensors([masters], [[average, square]], [gradients], [torch.empty_like(masters, dtype=dtype)])
-    kernel().update(
-        SETTINGS | {"lr": 0.0, "beta1": 0.0, "weight_decay": 0.0, "decoupled": True, "factor": 1.0}, tensors
-    )
+    casts = {"lr": 0.0, "beta1": 0.0, "weight_decay": 0.0, "decoupled": True, "factor": 1.0}
+    kernel().update(SETTINGS | casts, tensors)
     assert torch.equal(masters, before)
     assert torch.equal(tensors.weights[0].view(torch.int16), masters.to(dtype).view(torch.int16))
     assert torch.equal(average, gradients.float())
@@ -231,9 +230,7 @@ def test_an_engine_names_its_kernel_and_has_the_same_bits(tier: str, taken: list
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_an_offloaded_optimizer_has_it(
-    device: Any, dtype: torch.dtype, taken: list[torch.Tensor], tmp_path: Path
-) -> None:
+def test_offloaded_optimizers_have_it(device: Any, dtype: Any, taken: list[torch.Tensor], tmp_path: Path) -> None:
     parameter = torch.randn(70_000).to(dtype).requires_grad_()
     for settings in ({}, {"amsgrad": True, "maximize": True, "weight_decay": 0.1}):
         with Offloaded(torch.optim.Adam, [parameter], device=device, path=tmp_path, **settings) as optimizer:

@@ -124,11 +124,8 @@ def test_on_a_device_parameters_are_stepped_together_with_the_bits_of_torch(
     reference = make(plain.parameters())
     config = on_disk(tmp_path, zstore={"step_overlap": "none"})
     config["zero_optimization"].pop("offload_optimizer")
-    made = make(net.parameters())
-    with (
-        FakeDevice() as device,
-        zstore.initialize(model=net, optimizer=made, config=config, _streams=device)[0] as engine,
-    ):
+    given: dict[str, Any] = {"model": net, "optimizer": make(net.parameters()), "config": config}
+    with FakeDevice() as device, zstore.initialize(**given, _streams=device)[0] as engine:
         for step in range(3):
             counts.clear()
             train(engine, step)
@@ -166,6 +163,10 @@ def test_a_step_is_planned_anew_when_parameters_or_their_settings_differ(tier: s
                 engine.backward(loss) if each is engine else loss.backward()
             for each in (net, plain) if step == 4 else ():
                 each[2].weight.grad.mul_(0.5)
+            for p in net.parameters() if step == 6 else ():
+                p.data.share_memory_()  # as a queue of another process does, in place
+                with pytest.raises(UsageError, match="got other memory"):
+                    engine.require_parameters()
             calls.clear()
             sys.setprofile(lambda _, event, __: calls.append(event))
             engine.step()
@@ -175,6 +176,8 @@ def test_a_step_is_planned_anew_when_parameters_or_their_settings_differ(tier: s
             assert all(torch.equal(a, b) for a, b in zip(net.parameters(), plain.parameters(), strict=True)), step
         assert calls.count("call") < 800
         state = engine.training_state.state
+        kept = [state.planned(key, object) for key in (("ahead",), (*range(9999),), ("ahead",))]
+        assert kept[0] is kept[2]  # which may read already
         assert max(len(state.plans) for experts in range(999) if not state.planned(20 * (experts,), list)) < 40
         engine.offload_states()
         assert not state.plans  # they would keep the memory

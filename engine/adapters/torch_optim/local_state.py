@@ -106,6 +106,7 @@ class LocalState:
         if not local.is_contiguous():
             raise UsageError(f"parameter {record.name!r} got memory of another layout: make it contiguous again")
         record.full, record.address = local.data.view(-1), local.data_ptr()
+        self.arrays.plans.clear()  # they keep the former memory
         if self.arrays.is_master(record):
             store, name = self.arrays.store, model_array(record.name)
             store.remove(name)
