@@ -16,11 +16,7 @@ def s3_server() -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:
-            yield {
-                "key": "testing",
-                "secret": "testing",
-                "client_kwargs": {"endpoint_url": _address(process)},
-            }
+            yield {"key": "testing", "secret": "testing", "client_kwargs": {"endpoint_url": _address(process)}}
         finally:
             process.kill()
 

@@ -66,8 +66,7 @@ ENDINGS = {
     "exception": Ending("raise ValueError('of the user')", code=1, says="of the user"),
     "ctrl-c": Ending("signal.raise_signal(signal.SIGINT)", code=-signal.SIGINT, says="KeyboardInterrupt"),
     "ctrl-c while it ends": Ending(
-        held="first.acquire(blocking=False) and interrupt(); at_exit.wait()",
-        says="KeyboardInterrupt",
+        held="first.acquire(blocking=False) and interrupt(); at_exit.wait()", says="KeyboardInterrupt"
     ),
     "ctrl-c twice while it ends": Ending(
         held="first.acquire(); interrupt(); interrupt(over); first.acquire()",

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import zstore
 from tests.checkpoint.checkpoints import arrays_of_kinds, save_arrays
-from zstore.checkpoint import Keep, sweep, weigh
+from zstore.checkpoint import Keep, ReadAhead, sweep, weigh
 from zstore.checkpoint.layout import array_path
 from zstore.checkpoint.reader import CheckpointReader, open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
@@ -320,6 +320,21 @@ def test_a_folder_under_way_is_never_opened(several: Path, tmp_path: Path) -> No
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="never committed"):
         open_checkpoint(tmp_path / "again.tmp-0123456789abcdef0123456789abcdef")
+
+
+def test_reading_ahead_loses_nothing(tmp_path: Path) -> None:
+    values = np.arange(400_000, dtype=np.float32)
+    save_arrays(tmp_path, {"model/w": values}, world_size=1)
+    with open_checkpoint(tmp_path) as opened:
+        with ReadAhead(opened, [("model/w", 0, values.size)], memory_bytes=2**16) as ahead:
+            spans = list(iter(ahead.take, None))  # all of them, and none is released
+        assert len(spans) > 6
+        assert np.array_equal(np.concatenate([span.data.view(np.float32) for span in spans]), values)
+        ahead.release(spans[0])
+        with ReadAhead(opened, [("model/w", 5, 900)] * 2) as ahead:
+            for out in np.empty((2, 895), np.float32):
+                ahead.read("model/w", 5, 900, out)
+                assert np.array_equal(out, values[5:900])
 
 
 NAMES = ("one", "two")

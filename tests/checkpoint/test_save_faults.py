@@ -314,40 +314,30 @@ import pathlib
 import numpy as np
 from zstore.checkpoint.save import save_checkpoint
 from tests.checkpoint.checkpoints import open_world
-from zstore.testing.faults import DeadlyFiles
-files = DeadlyFiles({fail_at}, only=frozenset({{"rename"}}))
+from zstore.testing.faults import CallingFiles, DeadlyFiles
+files = {files}
 with open_world({{"model/w": np.ones((300, 100), np.float32)}}, world_size=2, files=[files, files]) as world:
-    request = world.request(pathlib.Path({folder!r}), {rank}, {save_id!r}, timeout_s={timeout_s})
+    request = world.request(pathlib.Path({folder!r}), {rank}, "0123456789abcdef" * 2, timeout_s={timeout_s})
     try:
         save_checkpoint(request).wait(200)
     except Exception as error:
         print(error)
 """
+# Rank 0 is killed when it would rename the folder, rank 1 when it would name its manifest; rank 0, which names its own once
+# the test knows of that, then waits for the manifest of rank 1.
+_KILLED_AT = 'DeadlyFiles({}, only=frozenset({{"rename"}}))'
+_TOLD = 'CallingFiles(lambda kind, path: input() if path.name == "rank-00000.json" else None)'
 
 
 @pytest.mark.parametrize(("killed", "words"), [(0, "rank 0 ended without committing"), (1, "ranks [1] did not finish")])
 def test_a_killed_rank_does_not_keep_the_others_waiting(killed: int, words: str, tmp_path: Path) -> None:
-    folder = tmp_path / "ckpt"
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                # Rank 0 is killed when it would rename the folder, rank 1 when it would name its manifest.
-                _RANK.format(
-                    fail_at=(1 if rank == 0 else 0) if rank == killed else None,
-                    folder=str(folder),
-                    rank=rank,
-                    save_id="0123456789abcdef0123456789abcdef",
-                    timeout_s=1.5 if killed else 20,
-                ),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    folder, processes = tmp_path / "ckpt", list[subprocess.Popen[str]]()
+    for rank, files in enumerate([_TOLD, _KILLED_AT.format(0)] if killed else [_KILLED_AT.format(1), "DeadlyFiles()"]):
+        code = _RANK.format(folder=str(folder), rank=rank, files=files, timeout_s=1.5 if rank < killed else 150)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen([sys.executable, "-c", code], **pipes))
+    processes[killed].wait(200)
+    outputs = [process.communicate("\n", timeout=200)[0] for process in processes]
     assert processes[killed].returncode == -signal.SIGKILL
     assert words in outputs[1 - killed]
     assert tags(folder) == []

@@ -94,13 +94,7 @@ class ReadAhead(Closing):
     errors of reading.
     """
 
-    def __init__(
-        self,
-        reader: ArraySource,
-        ranges: Sequence[Range],
-        *,
-        memory_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, reader: ArraySource, ranges: Sequence[Range], *, memory_bytes: int | None = None) -> None:
         self._reader = reader
         num_threads = reader.num_readers
         if memory_bytes is None:
@@ -128,7 +122,7 @@ class ReadAhead(Closing):
 
     def _begin(self) -> None:
         """Load the next span, for which there is memory now."""
-        span = next(self._coming, None)
+        span = None if self._closed else next(self._coming, None)
         if span is not None:
             self._begun.append((span, self._workers.submit(partial(self._load, span))))
 
@@ -141,6 +135,8 @@ class ReadAhead(Closing):
         """Return the next span, loaded, or None after the last; the caller releases it."""
         if self._closed:
             raise UsageError("the read-ahead was closed")
+        if not self._begun:
+            self._begin()  # all spans that were begun failed, or the caller has not released them
         if not self._begun:
             return None
         span, loaded = self._begun.popleft()
@@ -173,7 +169,7 @@ class ReadAhead(Closing):
     def _span_at(self, name: str, position: int) -> Span:
         """Return the span of an element, and release those before it."""
         span = self._current
-        while span is None or span.name != name or not span.first <= position < span.stop:
+        while span is None or span.slab is None or span.name != name or not span.first <= position < span.stop:
             if span is not None:
                 self.release(span)
             span = self._current = self.take()
