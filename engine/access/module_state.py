@@ -80,13 +80,14 @@ def hand_back(access: Access, config: Any, end: Callable[[], None]) -> None:
     end()
     with init:
         for record in records:
-            parameter = record.parameter
-            if not (record.residency is Residency.RESIDENT and state.is_master(record)):
+            if record.residency is Residency.RESIDENT and state.is_master(record):
+                values = record.full.view(record.shape)  # a call that failed may have released the parameter
+            else:
                 source = access.source(record, "model")
                 values = torch.empty(record.shape, dtype=source.dtype)
                 access.read_into({record: values.view(-1)}, [source])
-                record.point_at(values.to(device))
-            parameter.grad = None
+            record.point_at(values.to(device))
+            record.parameter.grad = None
             path, _, name = record.name.rpartition(".")
             init.enter(access.model.get_submodule(path), name)
 

@@ -227,8 +227,7 @@ class Builder:
     def touch(self, built: Built, *, overwritten: bool = False) -> None:
         """Make a parameter live: something reads or writes it now. `overwritten`: all of it, so nothing is read."""
         self._sweep()
-        parameter = built.ref()
-        if parameter is None:
+        if (parameter := built.ref()) is None:
             return
         if built.placeholder is not None:
             if overwritten:
