@@ -128,16 +128,18 @@ INLINE float load(const void *from, int64_t i, int type) {
 typedef void Store(uint16_t *to, const uint16_t *from, int64_t n);
 
 #ifdef __x86_64__
-/* In whole lines of the cache, each in as few stores as there are: in parts of 16 bytes they take a tenth of the step. */
-#define STORE(name, target, Vector, load, stream)                                             \
-    target static void name(uint16_t *to, const uint16_t *from, int64_t n) {                  \
-        const int64_t lanes = sizeof(Vector) / 2, before = -((uintptr_t)to / 2) & (LINE - 1); \
-        int64_t done = before < n ? before : n;                                               \
-        memcpy(to, from, (size_t)done * 2);                                                   \
-        for (; done + LINE <= n; done += LINE)                                                \
-            for (int64_t i = done; i < done + LINE; i += lanes)                               \
-                stream((void *)(to + i), load((const void *)(from + i)));                     \
-        memcpy(to + done, from + done, (size_t)(n - done) * 2);                               \
+/* In whole lines of the cache, each in as few stores as there are: in parts of 16 bytes they take a tenth of the step. Memory
+ * at an odd address, as of a mapped file, has no such lines. */
+#define STORE(name, target, Vector, load, stream)                                                      \
+    target static void name(uint16_t *to, const uint16_t *from, int64_t n) {                           \
+        const int64_t lanes = sizeof(Vector) / 2;                                                      \
+        const int64_t before = (uintptr_t)to & 1 ? n : (int64_t)(-((uintptr_t)to / 2) & (LINE - 1));   \
+        int64_t done = before < n ? before : n;                                                        \
+        memcpy(to, from, (size_t)done * 2);                                                            \
+        for (; done + LINE <= n; done += LINE)                                                         \
+            for (int64_t i = done; i < done + LINE; i += lanes)                                        \
+                stream((void *)(to + i), load((const void *)(from + i)));                              \
+        memcpy(to + done, from + done, (size_t)(n - done) * 2);                                        \
     }
 STORE(store_avx2, AVX2, __m256i, _mm256_loadu_si256, _mm256_stream_si256)
 STORE(store_avx512, AVX512, __m512i, _mm512_loadu_si512, _mm512_stream_si512)
