@@ -41,7 +41,7 @@ def _train(rank: int, run: Run, base: str, die: tuple[int, float] | None) -> Non
     step's seconds as `die[1]` says the process is killed."""
     folder, reference = Path(base), run.case.reference(run.world_size)
     (folder / "nvme").mkdir(exist_ok=True)
-    is_first = not any((folder / "ckpt").glob("[!.]*/zstore.json"))
+    is_first = all(".tmp-" in path.parent.name for path in (folder / "ckpt").glob("[!.]*/zstore.json"))
     with (
         (folder / f"log-{rank}").open("a") as log,
         zstore.initialize(model=make_net(0 if is_first else 9), config=run.config(folder))[0] as engine,

@@ -81,12 +81,7 @@ LISTS: list[tuple[str, dict[str, Any], str, list[list[Any]]]] = [
         [[0, 0], [0.25, 0.5]],
     ),
     ("LRRangeTest", {"lr_range_test_min_lr": [1, 2], "lr_range_test_step_size": 3}, "lr", [[1, 2], [2, 4]]),
-    (
-        "OneCycle",
-        {"cycle_min_lr": [1, 2], "cycle_max_lr": [5, 9], "cycle_first_step_size": 3},
-        "lr",
-        [[1, 2], [5, 9]],
-    ),
+    ("OneCycle", {"cycle_min_lr": [1, 2], "cycle_max_lr": [5, 9], "cycle_first_step_size": 3}, "lr", [[1, 2], [5, 9]]),
     (
         "OneCycle",
         {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_min_mom": [0.1, 0.2], "cycle_first_step_size": 3},

@@ -182,12 +182,14 @@ def test_a_closed_store_refuses_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("tier", ["host", "device"])
-def test_a_snapshot_that_is_never_released_does_not_hold_up_the_end(tier: str) -> None:
+@pytest.mark.parametrize(("tier", "program_ends"), [("host", False), ("device", False), ("host", True)])
+def test_a_snapshot_that_is_never_released_does_not_hold_up_the_end(tier: str, program_ends: bool) -> None:
     store = Store(StoreOptions())
     values = create(store, tier)
     store.snapshot()
     ticket = store.write("model/w", values)
+    if program_ends:
+        store._end()
     for end in (store.close, ticket.wait):
         with pytest.raises(UsageError, match="closed while a change waited for a snapshot"):
             end()

@@ -114,6 +114,8 @@ def flatten(name: str, value: Value) -> Array:
                 f"array {name!r}: expected all values of a tensor, got a DTensor: `zstore.dcp.Writer` saves those of all "
                 "ranks, and `tensor.to_local()` is this rank's part"
             )
+        if value.is_meta or str(value.layout) != "torch.strided":
+            raise UsageError(f"array {name!r}: expected dense values, got {value.layout} on {value.device}")
         dtype_name(value.dtype, name)
         return as_numpy(host_values(value)).reshape(-1)
     array = np.asarray(value)

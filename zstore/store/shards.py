@@ -18,7 +18,6 @@ from ..format.arrays import Array, ArraySpec, Grid, LocalShard, numpy_dtype
 from ..io.buffers import Budget, Pool, Rooms, make_slab
 from ..io.files import Files
 from ..io.pinning import PinnedSlabs
-from ..io.pool import Workers
 from ..io.queue import IoQueue, LinkCounters, Priority, Ticket
 from ..io.shards import IoResources
 from .arrays import ArraysByName, StoreArray, flatten
@@ -86,9 +85,6 @@ class Shards:
             self.order = ArrayOrder()
             """Of operations on arrays."""
             parts.callback(self.order.close)
-            self._workers = Workers(2, "zstore-passes")
-            """For what waits for operations on arrays."""
-            parts.callback(self._workers.close)
             self._parts = parts.pop_all()
             """What ends with the store, the last one first."""
 
@@ -164,7 +160,7 @@ class Shards:
         chosen = self._choose(local, tier)
         if chosen is former:
             return
-        moving = replace(local, spec=replace(local.spec, name=f"{name}.moving"))
+        moving = replace(local, spec=replace(local.spec, name=f"{name}\0moving"))  # no name of an array of the caller's
         self._add(moving, tier)
         try:
             with contextlib.closing(self.tiles([[name, moving.spec.name]], "fill", modes={name: "read"})) as tiles:
@@ -363,8 +359,7 @@ class Shards:
 
     def _has(self, array: StoreArray | None) -> bool:
         """Return whether the array under that name, of all operations that were carried out, is this one."""
-        present = None if array is None else self._shards.get(array.spec.name)
-        if present is None or array is None:
+        if array is None or (present := self._shards.get(array.spec.name)) is None:
             return False
         return (present.spec, present.grid, present.shard) == (array.spec, array.grid, array.shard)
 
@@ -413,10 +408,8 @@ class Shards:
         for tile in self._stream(what).tiles():
             low, high = max(tile.first, wanted.start), min(tile.stop, wanted.stop)
             if low < high:
-                yield (
-                    tile.views[0][low - tile.first : high - tile.first],
-                    slice(low - wanted.start, high - wanted.start),
-                )
+                part = slice(low - wanted.start, high - wanted.start)
+                yield tile.views[0][low - tile.first : high - tile.first], part
 
     def make_pool(self, nbytes: int) -> Pool:
         """Return separate buffers for passes that must not wait for others; counted against the host budget. Raises BudgetError

@@ -21,8 +21,8 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from functools import cached_property, partial
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -37,17 +37,14 @@ from ..errors import UsageError
 from ..format.arrays import ArraySpec, numpy_dtype
 from ..io.closing import OF_THE_PARENT, closing_with, tell_of_fork
 from ..io.files import Files, UserPath, user_location, user_path
-from ..io.pool import AsyncClosing, run_in_thread
+from ..io.pool import AsyncClosing, Workers, run_in_thread
 from ..io.queue import Ticket, wait_all
 from .arrays import StoreArray, Value, copy_view, flat_target, flatten, is_tensor, shaped, spec_of
 from .options import StoreOptions
 from .shards import Shards
-from .tiers import MemoryTier, Snapshot, TierName
+from .tiers import MemoryTier, Snapshot, Tier, TierName
 from .tiers.base import copy_into
 from .values import Mode, Unreported, Values
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -79,7 +76,7 @@ class Store(Shards, AsyncClosing):
         self._run = uuid.uuid4().hex
         self._known: Mapping[str, KnownFile] = {}
         """Shard files of earlier checkpoints, by array."""
-        closing_with(self, self._parts.close)
+        self._end = closing_with(self, _end, self._homes, self._parts)
         tell_of_fork(self)
 
     def _forked(self) -> None:
@@ -90,6 +87,11 @@ class Store(Shards, AsyncClosing):
         raise UsageError(
             "a store belongs to the process that opened it and cannot be pickled: open one in the other process"
         )
+
+    @cached_property
+    def _workers(self) -> Workers:
+        """For what waits for operations on arrays; made when first needed: an engine has none."""
+        return self._parts.enter_context(Workers(2, "zstore-passes"))
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -244,8 +246,7 @@ class Store(Shards, AsyncClosing):
             return self.order.submit(name, lambda: self.tier(name).name, changes=False)
 
     def __contains__(self, name: object) -> bool:
-        with self._lock:
-            return name in self._arrays
+        return name in self._arrays
 
     def __len__(self) -> int:
         return len(self._arrays)
@@ -259,7 +260,8 @@ class Store(Shards, AsyncClosing):
         """Wait for all changes so far; the ticket raises, once, the error of one that failed, unless a later one succeeded."""
         with self._lock:
             self._check_open()
-            return self._workers.submit(partial(self._settle, self.order.names(), self._loads.all()))
+            settle = partial(self._settle, self.order.names(), self._loads.all())
+        return self._workers.submit(settle)  # without the lock: if there are no threads, it is carried out here
 
     def _settle(self, names: Sequence[str], loads: Sequence[Ticket[Any]]) -> None:
         self.order.wait(names)
@@ -363,8 +365,7 @@ class Store(Shards, AsyncClosing):
 
     def _loaded_as(self, stored: ArraySpec) -> StoreArray:
         """Return the array that a checkpoint's is loaded as: the one of its name, if that is alike."""
-        with self._lock:
-            former = self._arrays.get(stored.name)
+        former = self._arrays.get(stored.name)
         alike = former is not None and (former.spec.shape, former.spec.dtype) == (stored.shape, stored.dtype)
         if former is not None and alike and former.grid.num_shards == 1:
             return former
@@ -396,11 +397,8 @@ class Store(Shards, AsyncClosing):
                 return
             self._closed = _CLOSED
         with contextlib.ExitStack() as last_to_first:
-            last_to_first.callback(self._parts.close)
             last_to_first.callback(self._settle, self.order.names(), self._loads.all())
-            for tier in self._homes.values():
-                if isinstance(tier, MemoryTier):
-                    last_to_first.callback(tier.stop_waiting)
+            last_to_first.callback(self._end)
             for save in self._saves.all():
                 last_to_first.callback(save.wait)
 
@@ -414,3 +412,10 @@ def _unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> No
             except UsageError:  # it is pinned
                 save.wait_for_end()
     return operation()
+
+
+def _end(tiers: Mapping[TierName, Tier], parts: contextlib.ExitStack) -> None:
+    """Give everything back; changes that wait for a pin fail first, as it may never be released."""
+    for tier in [each for each in tiers.values() if isinstance(each, MemoryTier)]:
+        tier.stop_waiting()
+    parts.close()
