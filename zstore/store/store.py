@@ -47,7 +47,6 @@ from .tiers.base import copy_into
 from .values import Mode, Unreported, Values
 
 T = TypeVar("T")
-
 _CLOSED = "the store is closed: what was put is gone, but for what `checkpoint` kept"
 
 
@@ -141,9 +140,10 @@ class Store(Shards, AsyncClosing):
         former = self._tiers[name].name if name in self._tiers else None
         is_new = not self._has(array) or tier not in (None, former)
         if is_new:
+            chosen = tier or former or ("disk" if self.options.all_paths else "host")
+            self._choose(array, chosen)  # a tier that the store does not have leaves the former array
             self._remove(name, saves)
-            usual: TierName = "disk" if self.options.all_paths else "host"
-            self._add(array, tier or former or usual)
+            self._add(array, chosen)
         try:
             fill(array)
         except BaseException:

@@ -31,10 +31,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 limits_of = st.builds(
-    PrefetchLimits,
-    prefetch_numel=st.integers(0, 20),
-    live_numel=st.integers(0, 40),
-    reuse_numel=st.integers(0, 20),
+    PrefetchLimits, prefetch_numel=st.integers(0, 20), live_numel=st.integers(0, 40), reuse_numel=st.integers(0, 20)
 )
 
 
