@@ -54,11 +54,10 @@ class Pairs:
 
 def measure_pairs(pairs: Pairs) -> None:
     """Print what saves of both writers take in turn, each rank a process."""
-    given, world_size = (pairs,), pairs.world_size
-    if world_size == 1:
-        _save_in_turn(0, *given)
+    if pairs.world_size == 1:
+        _save_in_turn(0, pairs)
     else:
-        mp.spawn(_save_in_turn, given, nprocs=world_size)  # type: ignore[attr-defined, no-untyped-call]
+        mp.spawn(_save_in_turn, (pairs,), nprocs=pairs.world_size)  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _save_in_turn(rank: int, pairs: Pairs) -> None:

@@ -376,7 +376,7 @@ class ZstoreSection(Section):
     persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" is treated as "none"."""
     host_kernel: Annotated[Literal["auto", "torch"], OneOf()] = built("auto")
     """Kernel that updates Adam and AdamW state in host memory and from disk; the bits are the same. "auto": a C kernel, in one
-    pass, if zstore was built with it or there is a compiler, `cc`. "torch": torch's fused kernel, between casts."""
+    pass, if built with zstore or by `cc`; on x86 with AVX2 and FMA. "torch": torch's fused kernel, between casts."""
     non_finite_gradients: Annotated[Literal["error", "skip", "apply"], OneOf()] = built("error")
     """Handling of steps whose gradients, in fp32 or bf16, are not finite (NaN or infinite). "error": NonFiniteError on
     every rank, and nothing is changed. "skip": nothing is changed, and training continues. "apply": the optimizer applies

@@ -176,7 +176,7 @@ INLINE void change(Part at, const Numbers *of, int kind, int largest, int gradie
         const float s = choose(square_gradient, by_gradient, choose(square_moment, by_moment, plain));
         float most = s;
         if (largest) { /* whatever NaN is */
-            const float body = (x[i] > s) | (x[i] != x[i]) ? x[i] : s, tail = x[i] < s ? s : x[i];
+            const float body = ((x[i] > s) | (x[i] != x[i])) ? x[i] : s, tail = x[i] < s ? s : x[i];
             x[i] = most = choose(is_tail, tail, body);
         }
         const float changed = p[i] * decay + rate * a / (sqrtf(most) / root + eps);

@@ -247,7 +247,7 @@ def _find_form(library: ctypes.CDLL) -> Form:
         for form in forms:
             if all(case.is_equal(form, library, of_body) for case in cases):
                 return form
-        raise ZstoreError("its bits are not torch's in any form")
+        raise ZstoreError("its bits are not torch's in any form; on x86 it needs AVX2 and FMA")
 
     found = first((Form(body) for body in _BODIES), True)
     return first((found._replace(tail=tail, width=width) for width in _WIDTHS for tail in _TAILS), False)
