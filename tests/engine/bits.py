@@ -1,12 +1,17 @@
-"""Cases of the engine's exactness, and the bits that it and the plain loop hold."""
+"""Cases of the engine's exactness, the bits that it and the plain loop hold, and the one comparison of both."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -14,8 +19,12 @@ from torch import nn
 import zstore
 from tests.engine.models import batch, draw_shape, make_net
 from tests.reference import Reference
+from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.params.record import ParameterRecord
+from zstore.engine.build.builder import find_built
+from zstore.engine.params.record import ParameterRecord, Residency
+from zstore.engine.report.statistics import placed_arrays
 from zstore.io.tensors import as_torch
 
 STEPS = 3
@@ -23,6 +32,29 @@ ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STATIC_SCALE = 128.0
 SPILLS = 4_000_000
 """A host budget that leaves gradients on disk, where parameters rest there too."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, and how: the same in the engine and in the plain loop."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int, int, int], Any]
+    """What the loss is of, by step, micro-batch and rank."""
+    loss: Callable[[Any, Any], torch.Tensor] = lambda model, batch: model(*batch)
+    groups: Callable[[dict[str, nn.Parameter]], list[Any]] | None = None
+    """The optimizer's groups of what is trained, by name; None: all is one."""
+    evaluates_in: tuple[Any, ...] = (torch.no_grad, torch.inference_mode)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer other than the config's AdamW."""
+
+    make: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
+    """Of what is trained, by name: in the plain loop of its masters."""
+    section: dict[str, Any] | None = None
+    """Of the config; None: the script makes the object and passes it."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +80,31 @@ class Case:
     """Bytes of the host budget, so small that gradients wait on disk."""
     counts: tuple[int, ...] | None = None
     """Micro-batches of each step, whose ends the caller names; None: what the config says."""
+    resume: int = 0
+    """Steps after which it is saved, and another engine goes on."""
+    built: bool = False
+    """Whether the model is built within `zstore.Init`."""
+    own_backward: bool = False
+    """Whether the script calls `loss.backward()`."""
+    own: dict[str, Any] | None = None
+    """Further keys of the config's section of ours."""
+    model: str = ""
+    """Name among the models that `compare_all` is given; empty: the usual one."""
+    optimizer: str = ""
+    """Name among the rules that `compare_all` is given; empty: the config's AdamW."""
 
     @property
-    def shape(self) -> dict[str, Any]:
-        """Arguments of the model."""
-        return {"vocab": 1203} if self.seed is None else draw_shape(self.seed)
+    def net(self) -> Model:
+        """The usual model, of a shape of its own where a seed says so."""
+        shape = {"vocab": 1203} if self.seed is None else draw_shape(self.seed)
+        return Model(partial(make_net, self.seed or 0, **shape), partial(batch, vocab=shape["vocab"]))
 
-    def make(self) -> nn.Module:
-        """Return a new model, alike each time."""
-        return make_net(self.seed or 0, **self.shape)
-
-    def reference(self, world_size: int) -> Reference:
+    def reference(self, world_size: int, model: Model | None = None, rule: Rule | None = None) -> Reference:
         """Return the plain loop of so many ranks."""
-        return Reference(
-            self.make(),
+        model = model or self.net
+        torch.manual_seed(self.seed or 0)
+        made = Reference(
+            model.make(),
             world_size,
             stage=self.stage,
             precision=self.precision,
@@ -71,7 +114,15 @@ class Case:
             accumulate=self.types[0],
             reduce=self.types[1],
             adam=ADAM,
+            loss=model.loss,
+            **({"groups": model.groups} if model.groups else {}),
         )
+        if rule is not None:
+            made.optimizer = rule.make(made.masters)
+            stepped = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
+            made.masters = {name: master for name, master in made.masters.items() if id(master) in stepped}
+            made.trained = {name: made.trained[name] for name in made.masters}
+        return made
 
     def config(self, world_size: int, nvme_path: str) -> dict[str, Any]:
         zero: dict[str, Any] = {
@@ -89,7 +140,7 @@ class Case:
             if self.parameters == "nvme":
                 zero["offload_param"]["nvme_path"] = nvme_path
         for name, value in (self.keys or {}).items():
-            zero[name] = {**zero[name], **value} if isinstance(value, dict) else value
+            zero[name] = {**zero.get(name, {}), **value} if isinstance(value, dict) else value
         config: dict[str, Any] = {
             "train_batch_size": 2 * world_size * self.accumulation,
             "gradient_accumulation_steps": self.accumulation,
@@ -97,7 +148,7 @@ class Case:
             "optimizer": {"type": "AdamW", "params": ADAM},
             "zero_optimization": zero,
             "steps_per_print": 0,
-            "zstore": {"step_overlap": self.overlap},
+            "zstore": {"step_overlap": self.overlap} | (self.own or {}),
         }
         if self.types[0] is not None:
             config["data_types"] = {"grad_accum_dtype": self.types[0]}
@@ -115,6 +166,15 @@ class Case:
 def digest(values: torch.Tensor) -> str:
     data = bytes(values.detach().cpu().view(torch.uint8).numpy()) if values.numel() else b""
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+def all_released(engine: Engine) -> bool:
+    """Return whether no parameter that is sharded is gathered, in other memory than it rests in."""
+    records = [record for record in engine.training_state.state.records if record.residency is not Residency.RESIDENT]
+    return all(
+        record.residency is Residency.RELEASED and (record.is_in_place or record.full.untyped_storage().nbytes() == 0)
+        for record in records
+    )
 
 
 def rows_at_rest(engine: Engine, record: ParameterRecord) -> torch.Tensor:
@@ -159,62 +219,208 @@ def slot_digests(engine: Engine, reference: Reference) -> dict[str, str]:
         wholes = {record.name: reference.trained[record.name], f"model/{record.name}": master}
         found |= {name: digest(whole.reshape(-1)[slice(*record.owned_range)].clone()) for name, whole in wholes.items()}
         for array in state.arrays_of(record)[1:] if master.grad is not None else ():
-            slot = reference.optimizer.state[master][array.split("/")[1]]
-            assert tuple(state.store.spec(array).shape) == tuple(slot.shape)
+            slot, spec = reference.optimizer.state[master][array.split("/")[1]], state.store.spec(array)
+            assert tuple(spec.shape) == tuple(slot.shape)
+            slot = slot.to(getattr(torch, spec.dtype))  # moments in bf16, which the plain loop rounds
             found[array] = digest(slot.reshape(-1)[slice(*state.owned_range(record, array))].clone())
     return found
 
 
-def differing_arrays(engine: Engine, reference: Reference, rows: dict[str, tuple[int, int]]) -> list[str]:
-    """Return the names of the reference's arrays of which the engine's rows have other bits."""
-    expected, mine = reference_digests(reference, rows), engine_digests(engine)
-    return [array for array in expected if mine.get(array) != expected[array]]
+def misplanned(engine: Engine) -> list[str]:
+    """Return the bytes that the store holds, by kind and tier, where the plan says others."""
+    training = engine.training_state
+    training.update.wait()
+    plan, counted = training.plan, training.state.store.statistics()
+    measured: Counter[tuple[str, str]] = Counter()
+    for name, tier, kind, nbytes in placed_arrays(training):
+        slot = {"master weights": "master", "optimizer state": name.split("/")[1]}.get(kind, kind)
+        measured[slot, tier] += nbytes
+    slots = {slot.name for record in training.state.scalars for slot in training.state.slots_of(record)}
+    kinds = {kind: held for kind, held in plan.held.items() if kind in slots | {"parameters", "master"}}
+    planned = Counter(
+        {(kind, tier): getattr(h, tier) for kind, h in kinds.items() for tier in ("device", "host", "disk")}
+    )
+    measured["all", "disk"], planned["all", "disk"] = counted.disk_bytes, plan.held_total.disk
+    in_store = (held.host for kind, held in plan.held.items() if kind not in ("gradients", "buffers"))
+    measured["all", "host"], planned["all", "host"] = counted.host_bytes, sum(in_store)
+    found = [f"{key}: {planned[key]}, {measured[key]}" for key in planned | measured if planned[key] != measured[key]]
+    return found + ["buffers"] * (counted.pool_bytes > plan.held["buffers"].host)
+
+
+SCALARS = ("step", "mu_product", "eta", "mu")
+
+
+class Run:
+    """An engine and the plain loop, side by side; a `with` block closes the engine."""
+
+    def __init__(
+        self,
+        case: Case,
+        rank: int,
+        world_size: int,
+        *,
+        model: Model | None = None,
+        rule: Rule | None = None,
+        **given: Any,
+    ) -> None:
+        """`given` goes to `initialize`."""
+        self.case, self.rank, self.world_size = case, rank, world_size
+        self.model, self.rule, self.given, self.is_usual = model or case.net, rule, given, model is None
+        self._folder = tempfile.TemporaryDirectory()
+        self.reference = case.reference(world_size, self.model, rule)
+        self.parameters = dict(self.reference.model.named_parameters())
+        self.engine = self._start(case.seed or 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._folder as folder:
+            self.engine.__exit__(*error)
+            assert error[0] is not None or not list(Path(folder).rglob("*.shard"))
+
+    def _start(self, seed: int) -> Engine:
+        case, given = self.case, dict(self.given)
+        config = case.config(self.world_size, self._folder.name)
+        with zstore.Init(config=config, live_bytes=0, enabled=case.built):
+            torch.manual_seed(seed)
+            model = self.model.make()
+        in_shards = case.built and case.stage == 3 and case.parameters != "none" and case.threshold < 1000
+        assert not in_shards or any(find_built(parameter) is not None for parameter in model.parameters())
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if self.model.groups:
+            given["model_parameters"] = self.model.groups(named)
+        if self.rule is not None:
+            config["optimizer"] = self.rule.section
+            given |= {} if self.rule.section else {"optimizer": self.rule.make(named)}
+        self.client = given.get("optimizer")
+        engine: Engine = zstore.initialize(model=model, config=config, **given)[0]
+        store = engine.training_state.state.store
+        if "host_budget_bytes" not in (case.own or {}):
+            on_disk = any(store.tier(name).name == "disk" for name in store.names())
+            assert on_disk or not self.is_usual or "nvme" not in (case.tier, case.parameters)
+            assert bool(engine.training_state.state.spilled) == (case.budget is not None)
+        return engine
+
+    def batches(self) -> list[list[Any]]:
+        """Return what the next step takes, by micro-batch and rank."""
+        number = self.engine.global_steps
+        count = self.case.accumulation if self.case.counts is None else self.case.counts[number]
+        return [[self.model.batch(number, m, r) for r in range(self.world_size)] for m in range(count)]
+
+    def step(self, between: Callable[[list[list[Any]]], object] = lambda batches: None) -> list[str]:
+        """Take a step with both; return what differs of what needs no end of the update. `between` is called with the step's
+        batches between its last backward and `engine.step()`."""
+        case, engine, batches = self.case, self.engine, self.batches()
+        losses, found = [], []
+        for number, micro in enumerate(batches):
+            is_last = number == len(batches) - 1
+            if case.counts is not None:
+                engine.set_gradient_accumulation_boundary(is_last)
+            with contextlib.nullcontext() if is_last else engine.no_sync():
+                loss = self.model.loss(engine, micro[self.rank])
+                losses.append(float(loss.detach()))
+                loss.backward() if case.own_backward else engine.backward(loss)  # type: ignore[no-untyped-call]
+            if case.stage == 3 and not case.keys and not all_released(engine):
+                found.append("still gathered after the backward")
+            if is_last:
+                between(batches)
+            engine.step()
+        assert all(p.grad is None for p in engine.parameters())
+        assert engine.was_step_applied()
+        self.reference.model.train()
+        self.reference.step(batches)
+        if engine.get_global_grad_norm() != self.reference.norm:
+            found.append(f"norm {engine.get_global_grad_norm()} != {self.reference.norm}")
+        if losses != reference_losses(self.reference, self.rank, case, self.world_size, len(batches)):
+            found.append(f"losses {losses}")
+        return found
+
+    def differences(self) -> list[str]:
+        """Return the arrays, buffers and scalars of the plain loop of which this rank has others."""
+        engine, reference = self.engine, self.reference
+        expected, found = slot_digests(engine, reference), engine_digests(engine)
+        if self.rule is None:
+            rows = {record.name: record.owned_range for record in engine.training_state.state.records}
+            expected |= reference_digests(reference, rows)
+        differing = [array for array in expected if found.get(array) != expected[array]]
+        theirs = dict(reference.at_rank(self.rank).named_buffers(remove_duplicate=False))
+        for name, buffer in engine.module.named_buffers(remove_duplicate=False):
+            same = buffer.dtype == theirs[name].dtype
+            if not same or digest(buffer.reshape(-1)) != digest(theirs[name].reshape(-1)):
+                differing.append(f"buffer {name}")
+        if self.rule is not None and self.rule.section is None and self.case.stage == 0:
+            return differing  # the script's object steps by itself, and keeps its own scalars
+        scalars = {record.name: scalars for record, scalars in engine.training_state.state.scalars.items()}
+        return differing + [
+            f"{scalar} of {name}: {scalars[name].get(scalar)}"
+            for name, master in reference.masters.items()
+            for scalar, value in reference.optimizer.state[master].items()
+            if master.grad is not None and scalar in SCALARS and scalars[name].get(scalar) != float(value)
+        ]
+
+    def evaluated(self) -> list[str]:
+        """Return what differs of losses in eval, in each of the model's modes."""
+        models, found = (self.engine, self.reference.at_rank(self.rank)), []
+        for mode in self.model.evaluates_in:
+            with mode(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a reentrant checkpoint without gradients
+                losses = [float(self.model.loss(model.eval(), self.model.batch(90, 0, self.rank))) for model in models]
+            if losses[0] != losses[1]:
+                found.append(f"{mode.__name__} gives {losses[0]} != {losses[1]}")
+            if not all_released(self.engine):
+                found.append(f"still gathered after {mode.__name__}")
+        self.engine.train()
+        return found
+
+    def resume(self) -> None:
+        """Save, and go on in another engine, whose model began otherwise; the checkpoint has no fault."""
+        folder = self._folder.name
+        if self.world_size > 1:
+            folder = self.engine.world.all_gather_object(folder)[0]
+        self.engine.save_checkpoint(f"{folder}/saved", client_state={"mine": 5})
+        self.engine.close()
+        self.engine = self._start((self.case.seed or 0) + 1)
+        assert self.engine.load_checkpoint(f"{folder}/saved")[1] == {"mine": 5}
+        with open_checkpoint(f"{folder}/saved") as saved:
+            assert verify_checkpoint(saved) == []
+
+    def change(self, name: str, change: Callable[[torch.Tensor], Any]) -> None:
+        """Change a parameter of the plain loop; its master becomes the new value."""
+        change(self.parameters[name].data)
+        if name in self.reference.masters:
+            self.reference.masters[name].data.copy_(self.parameters[name].data)
 
 
 def compare(
     case: Case,
     rank: int,
     world_size: int,
-    steps: int = STEPS,
+    steps: int | None = None,
     *,
-    between: Callable[[Engine], object] = lambda engine: None,
-    end: Callable[[Engine], object] = lambda engine: None,
+    end: Callable[[Run], object] = lambda run: None,
     **given: Any,
 ) -> list[str]:
-    """Return what differs between engine and plain loop, after each of so many steps; `between` is called with the engine
-    between each backward and `step()`, `end` after all steps, and `given` goes to `initialize`."""
-    differences: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        engine, *_ = zstore.initialize(model=case.make(), config=case.config(world_size, folder), **given)
-        with engine:
-            reference = case.reference(world_size)
-            assert bool(engine.training_state.state.spilled) == (case.budget is not None)
-            rows = {record.name: record.owned_range for record in engine.training_state.state.records}
-            for step in range(steps):
-                vocab = case.shape["vocab"]
-                count = case.accumulation if case.counts is None else case.counts[step]
-                batches = [[batch(step, m, r, vocab=vocab) for r in range(world_size)] for m in range(count)]
-                reference.step(batches)
-                losses = []
-                for number, micro in enumerate(batches):
-                    if case.counts is not None:
-                        engine.set_gradient_accumulation_boundary(number == count - 1)
-                    loss = engine(*micro[rank])
-                    losses.append(float(loss.detach()))
-                    engine.backward(loss)
-                    between(engine)
-                    engine.step()
-                assert all(p.grad is None for p in engine.parameters())
-                assert engine.was_step_applied()
-                # Reading the state would wait for the update: let it run into the next forward.
-                if case.overlap != "forward" or step == steps - 1:
-                    differences += [f"step {step}: {name}" for name in differing_arrays(engine, reference, rows)]
-                if engine.get_global_grad_norm() != reference.norm:
-                    differences.append(f"step {step}: norm {engine.get_global_grad_norm()} != {reference.norm}")
-                if losses != reference_losses(reference, rank, case, world_size, count):
-                    differences.append(f"step {step}: losses {losses}")
-            end(engine)
-    return differences
+    """Return what differs between engine and plain loop after each of so many steps, and between the plan and what is held;
+    `end` is called after all of them, and `given` goes to `Run`.
+
+    Where no number of steps is given several ranks take two: the second has moments, and units in the order that the
+    first recorded; or those whose ends the case names."""
+    steps = steps or len(case.counts or range(STEPS if world_size == 1 else 2))
+    found: list[str] = []
+    with Run(case, rank, world_size, **given) as run:
+        for step in range(steps):
+            differing = run.step()
+            # Reading the state would wait for the update: let it run into the next forward.
+            if case.overlap != "forward" or step == steps - 1:
+                differing += run.differences() + (run.evaluated() if given.get("model") else [])
+            found += [f"step {step}: {one}" for one in differing]
+            if case.resume == step + 1:
+                run.resume()
+        if case.counts is None:  # of more micro-batches than the config says gradients take more
+            found += [f"planned and held of {one}" for one in misplanned(run.engine)]
+        end(run)
+    return found
 
 
 def reference_losses(
@@ -226,16 +432,21 @@ def reference_losses(
 
 
 def compare_all(
-    rank: int, world_size: int, cases: list[dict[str, Any]], steps: int | None = None
+    rank: int,
+    world_size: int,
+    cases: Iterable[Case],
+    steps: int | None = None,
+    *,
+    models: Mapping[str, Model] | None = None,
+    rules: Mapping[str, Rule] | None = None,
 ) -> list[tuple[str, list[str]]]:
-    """Return the cases in which something differs, with it. Where no number of steps is given several ranks take two: the
-    second has moments, and units in the order that the first recorded; or those whose ends the case names."""
-    usual = STEPS if world_size == 1 else 2
-    return [
-        (str(case), found)
-        for case in (Case(**given) for given in cases)
-        if (found := compare(case, rank, world_size, steps or len(case.counts or range(usual))))
-    ]
+    """Return the cases in which something differs, with it; models and optimizers are looked up by their names."""
+    found = []
+    for case in cases:
+        model, rule = (models or {}).get(case.model), (rules or {}).get(case.optimizer)
+        if differences := compare(case, rank, world_size, steps, model=model, rule=rule):
+            found.append((str(case), differences))
+    return found
 
 
 def assert_equal(engine: Engine, expected: Reference) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,3 +134,23 @@ def num_released(model: nn.Module) -> int:
 
 def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*.shard"))
+
+
+_PEAK = """
+import sys, torch, zstore
+from torch import nn
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+torch.set_num_threads(1)
+folder = sys.argv[1]
+place = lambda: {"device": "nvme", "nvme_path": folder}
+config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
+          "zero_optimization": {"stage": 3, "offload_param": place(), "offload_optimizer": place()}}
+"""
+
+
+def grown_bytes(code: str, folder: Path) -> int:
+    """Return how far the peak of a process's memory grows while it runs `code` after it took `before`."""
+    command = [sys.executable, "-c", f"{_PEAK}{code}print(peak() - before)", str(folder)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)

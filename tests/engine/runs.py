@@ -16,7 +16,6 @@ from tests.engine.models import batch, make_net
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.params.record import Residency
 from zstore.engine.report.statistics import EngineStatistics
 from zstore.io import LinkStatistics
 
@@ -116,15 +115,60 @@ def whole(folder: Path) -> list[str]:
     return found
 
 
-def all_released(engine: Engine) -> bool:
-    """Return whether no parameter that is sharded is gathered, in other memory than it rests in."""
-    records = [record for record in engine.training_state.state.records if record.residency is not Residency.RESIDENT]
-    return all(
-        record.residency is Residency.RELEASED and (record.is_in_place or record.full.untyped_storage().nbytes() == 0)
-        for record in records
-    )
-
-
 def constant_rate_config(**keys: Any) -> dict[str, Any]:
     """All in memory, without a schedule."""
     return make_config(0, optimizer={"type": "AdamW", "params": {"lr": 1e-2}}, scheduler=None, **keys)
+
+
+# -- saved at one world size, resumed at another ----------------------------------------------------------------------
+
+
+def resume_config(stage: int, tier: str, folder: str, micro_batch: int = 2) -> dict[str, Any]:
+    """Of twelve samples a step."""
+    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": micro_batch}
+    found = make_config(stage, tier, folder, gradient_clipping=1.0, **sizes)
+    del found["gradient_accumulation_steps"]
+    return found
+
+
+def train_by_sample(engine: Engine, steps: int) -> list[float]:
+    """Train from where the engine stands; return this rank's losses. Data depends on the global sample number alone."""
+    losses = []
+    for _ in range(steps):
+        for micro in range(engine.gradient_accumulation_steps()):
+            number = micro * engine.world_size + engine.global_rank
+            loss = engine(*batch(engine.global_steps, 0, number))
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+# -- one linear layer -------------------------------------------------------------------------------------------------
+
+
+def linear_config(**changes: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "steps_per_print": 0,
+    } | changes
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(8, 4)
+
+
+def start_linear(model: nn.Module | None = None, **changes: Any) -> Engine:
+    engine, *_ = zstore.initialize(model=model or linear(), config=linear_config(**changes))
+    return engine
+
+
+def one_step(engine: Engine, x: torch.Tensor | None = None) -> float:
+    x = torch.ones(2, 8, dtype=next(engine.parameters()).dtype) if x is None else x
+    loss = engine(x).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())

@@ -87,18 +87,18 @@ def opening(files: GatedFiles, call: Callable[..., Any]) -> Callable[..., Any]:
 class Branches(nn.Module):
     """Uses the layers that it is told to, each as often; those of `reads` without a gradient; with checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
         self.order = [0, 1, 2, 3]
         self.reads: int | None = None
-        self.reentrant: bool | None = None
+        self.reentrant = reentrant
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
         x = x.requires_grad_()
         if self.reads is not None:
             x = nn.functional.linear(x, self.layers[self.reads].weight.detach())
-        for number in self.order:
+        for number in order or self.order:
             layer = self.layers[number]
             y = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
             x = x + torch.tanh(y)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +11,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import zstore
-from tests.engine.bits import Case, differing_arrays, engine_digests
-from tests.engine.models import batch, make_net
+from tests.engine.bits import Case, Run, engine_digests
+from tests.engine.models import batch
 from zstore.engine import Engine
 from zstore.engine.access import safe_access
 from zstore.errors import RankError, UsageError
@@ -35,44 +33,6 @@ CASES = {
     3: [Case(3, "nvme", "bf16", 1, 0.25, 40_000, parameters="cpu"), Case(2, "cpu", "fp16", 2, 0.0)],
 }
 CHANGED = ("embed.weight", "blocks.0.up.weight", "blocks.1.gain", "mix", "frozen.weight")
-
-
-class Run:
-    """An engine and the plain loop, side by side."""
-
-    def __init__(self, case: Case, rank: int, world_size: int, folder: str) -> None:
-        self.case, self.rank, self.world_size = case, rank, world_size
-        self.engine: Engine = zstore.initialize(model=make_net(), config=case.config(world_size, folder))[0]
-        self.reference = case.reference(world_size)
-        self.parameters = dict(self.reference.model.named_parameters())
-
-    def step(self, check: Callable[[list[list[Any]]], None] | None = None) -> None:
-        step, engine = self.engine.global_steps, self.engine
-        batches = [[batch(step, m, r) for r in range(self.world_size)] for m in range(self.case.accumulation)]
-        for number, micro in enumerate(batches):
-            engine.backward(engine(*micro[self.rank]))
-            if check is not None and number == len(batches) - 1:
-                check(batches)
-            engine.step()
-        self.reference.step(batches)
-
-    def change(self, name: str, change: Callable[[torch.Tensor], None]) -> None:
-        """Change a parameter of the plain loop; its master becomes the new value."""
-        change(self.parameters[name].data)
-        if name in self.reference.masters:
-            self.reference.masters[name].data.copy_(self.parameters[name].data)
-
-    def differences(self) -> list[str]:
-        rows = {record.name: record.owned_range for record in self.engine.training_state.state.records}
-        return differing_arrays(self.engine, self.reference, rows)
-
-
-@contextmanager
-def runs(rank: int, world_size: int, case: Case) -> Iterator[Run]:
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(case, rank, world_size, folder)
-        with run.engine:
-            yield run
 
 
 def same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
@@ -97,8 +57,8 @@ def check_reading(run: Run) -> None:
             else:
                 assert found is None, name
 
-    run.step()
-    run.step(gradients)
+    assert run.step() == []
+    assert run.step(gradients) == []
     assert run.differences() == []  # to look at gradients changes nothing
     assert all(engine.get_gradient(name) is None for name in names)
     for name, parameter in run.parameters.items():
@@ -125,7 +85,7 @@ def check_reading(run: Run) -> None:
 
 
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:
-    with runs(0, 1, CASES[1][0]) as run:
+    with Run(CASES[1][0], 0, 1) as run:
         engine = run.engine
         with pytest.raises(UsageError, match=r"no parameter 'blocks.0.up.wait'; did you mean 'blocks.0.up.weight'"):
             engine.get_full_parameter("blocks.0.up.wait")
@@ -145,7 +105,7 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
 def check_gathered_changes(run: Run) -> None:
     engine, last = run.engine, run.world_size - 1
     parameters = dict(engine.module.named_parameters())
-    run.step()
+    assert run.step() == []
     before = {name: p.detach().clone() for name, p in run.parameters.items()}
     with zstore.gather(engine.module):
         assert all(torch.equal(parameters[name], before[name]) for name in before)
@@ -169,19 +129,19 @@ def check_gathered_changes(run: Run) -> None:
         run.change(name, change)
     run.change("mix", lambda p: p.fill_(0.125))
     assert run.differences() == []
-    run.step()
+    assert run.step() == []
     with zstore.gather(parameters["start"], modifier_rank=0):
         with zstore.gather([parameters["start"], parameters["norm.bias"]], modifier_rank=last), torch.no_grad():
             parameters["start"].add_(1.0)
         assert torch.equal(parameters["start"], run.parameters["start"] + 1)
     run.change("start", lambda p: p.add_(1.0))
-    run.step()
+    assert run.step() == []
     assert run.differences() == []
 
 
 def check_setting(run: Run) -> None:
     engine, reference = run.engine, run.reference
-    run.step()
+    assert run.step() == []
     generator = torch.Generator().manual_seed(7)
     for name in CHANGED:
         parameter = run.parameters[name]
@@ -198,8 +158,8 @@ def check_setting(run: Run) -> None:
             state = reference.optimizer.state[reference.masters[name]]
             state["exp_avg_sq"].copy_(moment)
             state["step"].fill_(5.0)
-    run.step()
-    run.step()
+    assert run.step() == []
+    assert run.step() == []
     assert run.differences() == []
 
 
@@ -215,7 +175,7 @@ def check_training_in_a_block(run: Run) -> None:
     with pytest.raises(UsageError, match="within a forward: parameters can be changed between steps only"):
         engine(*batch(0, 0, run.rank))
     handle.remove()
-    batches = [[batch(0, m, r) for r in range(run.world_size)] for m in range(run.case.accumulation)]
+    batches = run.batches()
     for micro in batches:
         # A graph made before the block, one made in it, and a backward on either side.
         loss = engine(*micro[run.rank])
@@ -227,7 +187,7 @@ def check_training_in_a_block(run: Run) -> None:
                 engine.step()
         engine.step()
     run.reference.step(batches)
-    batches = [[batch(1, m, r) for r in range(run.world_size)] for m in range(run.case.accumulation)]
+    batches = run.batches()
     for micro in batches:
         with zstore.gather(engine.module):
             loss = engine(*micro[run.rank])
@@ -282,8 +242,8 @@ def check_refusals(run: Run) -> None:
         ):
             spoil(engine.module.embed.weight, run.rank)
         assert is_its_own_master or engine_digests(engine) == before
-    run.step()
-    run.step()
+    assert run.step() == []
+    assert run.step() == []
     assert run.differences() == []
 
 
@@ -303,7 +263,7 @@ def check_state_dicts(run: Run) -> None:
         model.load_state_dict(changed)
     for name in run.parameters:
         run.change(name, lambda p: p.add_(1))
-    run.step()
+    assert run.step() == []
     assert run.differences() == []
 
 
@@ -316,7 +276,7 @@ def test_parameters_without_an_engine_are_left_alone() -> None:
         pass
     with pytest.raises(UsageError, match="gather\\(\\) expects parameters, or a module, got str"):
         zstore.gather(["weight"]).__enter__()  # type: ignore[list-item]
-    with runs(0, 1, CASES[1][0]) as run:
+    with Run(CASES[1][0], 0, 1) as run:
         model = run.engine.module
     with zstore.gather(model, modifier_rank=3):
         pass
@@ -337,7 +297,7 @@ def test_optimizer_state_that_the_first_step_makes() -> None:
 
 def check_deepspeeds_names(run: Run) -> None:
     weight = run.engine.module.blocks[1].down.weight
-    run.step(lambda _: _check_gradient(run.engine, weight))
+    assert run.step(lambda _: _check_gradient(run.engine, weight)) == []
     master = run.engine.get_full_parameter("blocks.1.down.weight")
     assert master is not None
     assert same(safe_access.safe_get_full_fp32_param(weight), master)
@@ -377,7 +337,7 @@ CHECKS: dict[int, list[Callable[[Run], None]]] = {
 def _check(rank: int, world_size: int) -> None:
     for check in CHECKS[world_size]:
         for case in CASES[world_size]:
-            with runs(rank, world_size, case) as run:
+            with Run(case, rank, world_size) as run:
                 try:
                     check(run)
                 except BaseException as error:

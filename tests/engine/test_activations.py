@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.engine.bits import engine_digests
-from tests.engine.deep import BLOCKS, INPUT_BYTES, SAMPLES, WIDTH, data, deep
+from tests.engine.bits import Case, Model, Run, engine_digests
+from tests.engine.deep import BLOCKS, INPUT_BYTES, SAMPLES, WIDTH, Deep, data, deep
 from tests.engine.fake_device import FakeDevice
 from tests.engine.runs import make_config, start, state_of
 from tests.engine.transformers_models import checkpoint_layers
@@ -32,44 +33,44 @@ def config(stage: int = 0, **own: Any) -> dict[str, Any]:
     return make_config(stage, zstore={"journal": False} | own, train_micro_batch_size_per_gpu=SAMPLES)
 
 
-def step(engine: Engine, number: int, *, writes: bool = False) -> None:
-    """Take a step; if it `writes` activations, the backward waits for the first: what is not written yet is used as it is."""
-    torch.manual_seed(number)
-    for micro in range(2):
-        loss = engine(data(2 * number + micro))
-        if writes:
-            until(lambda: offloaded(engine).written_bytes, "nothing was written")
-        engine.backward(loss)
-        engine.step()
-
-
-def bits(engine: Engine, steps: int = 2) -> dict[str, Any]:
-    """Return everything after some steps."""
-    found, streams = engine.statistics().activations, engine.training_state.state.transfers.streams
-    writes = found is not None and (found.tier == "disk" or not streams.device_is_host)
-    for number in range(steps):
-        step(engine, number, writes=writes)
-    return state_of(engine)
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    """Everything after two steps that keep all activations."""
-    with start(config(), deep()) as engine:
-        return bits(engine)
-
-
 def offloaded(engine: Engine) -> Any:
     found = engine.statistics().activations
     assert found is not None
     return found
 
 
+def loss_of(model: Any, number: int) -> torch.Tensor:
+    """Of what an engine writes the backward waits for the first: what is not written yet is used as it is."""
+    torch.manual_seed(number)  # of dropout
+    loss: torch.Tensor = model(data(number))
+    found = model.statistics().activations if isinstance(model, Engine) and model.training else None
+    if found and (found.tier == "disk" or not model.training_state.state.transfers.streams.device_is_host):
+        until(lambda: offloaded(model).written_bytes, "nothing was written")
+    return loss
+
+
+def model_of(kind: str = "plain") -> Model:
+    return Model(partial(Deep, kind), lambda step, micro, _: 2 * step + micro, loss_of)
+
+
+def case_of(stage: int = 0, tier: str = "none", mode: str = "none", **own: Any) -> Case:
+    return Case(stage, tier, "bf16", 2, 0.0, parameters=tier, overlap=mode, own={"journal": False} | own)
+
+
+def bits(engine: Engine, steps: int = 2) -> dict[str, Any]:
+    """Return everything after some steps."""
+    for number in range(2 * steps):
+        engine.backward(loss_of(engine, number))
+        engine.step()
+    return state_of(engine)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_disk_they_keep_the_bits(kind: str, tmp_path: Path, expected: dict[str, Any]) -> None:
-    with start(config(activations="disk", activations_path=str(tmp_path)), deep(kind)) as engine:
-        assert bits(engine) == expected
-        found, links = offloaded(engine), engine.statistics().links
+def test_on_disk_they_keep_the_bits(kind: str, tmp_path: Path) -> None:
+    case = case_of(activations="disk", activations_path=str(tmp_path))
+    with Run(case, 0, 1, model=model_of(kind)) as run:
+        assert run.step() + run.step() + run.differences() == []
+        found, links = offloaded(run.engine), run.engine.statistics().links
         forwards = 4
         if kind == "plain":
             # Parts of one tensor travel once: of each block x, the projection, and what comes after.
@@ -91,16 +92,13 @@ def test_on_disk_they_keep_the_bits(kind: str, tmp_path: Path, expected: dict[st
     assert not any(tmp_path.rglob("*.shard"))
 
 
-def test_with_everything_on_disk_and_the_switch(tmp_path: Path, expected: dict[str, Any]) -> None:
-    chosen = config(3, activations="disk", gradient_checkpointing=True, step_overlap="backward")
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    chosen["zero_optimization"] |= {"offload_param": nvme, "offload_optimizer": nvme}
-    with start(chosen, deep()) as engine:
-        assert bits(engine) == expected
-        found = offloaded(engine)
-        assert found.kept_bytes == (1 + BLOCKS) * INPUT_BYTES * 4
-        pools = engine.statistics().store.pool_bytes
-        assert pools == engine.training_state.plan.held["buffers"].host
+def test_with_everything_on_disk_and_the_switch() -> None:
+    case = case_of(3, "nvme", "backward", activations="disk", gradient_checkpointing=True)
+    with Run(case, 0, 1, model=model_of()) as run:
+        assert run.step() + run.step() + run.differences() == []
+        assert offloaded(run.engine).kept_bytes == (1 + BLOCKS) * INPUT_BYTES * 4
+        pools = run.engine.statistics().store.pool_bytes
+        assert pools == run.engine.training_state.plan.held["buffers"].host
         assert pools % PAGE_BYTES == 0
 
 
@@ -119,19 +117,16 @@ def test_compiled_blocks_that_are_computed_again_keep_their_bits_on_disk(tmp_pat
     assert not any(tmp_path.rglob("*.shard"))
 
 
-def test_the_switch_alone_keeps_inputs_and_bits(expected: dict[str, Any]) -> None:
+def test_the_switch_alone_keeps_inputs_and_bits() -> None:
     kept = []
-    for chosen in (config(), config(gradient_checkpointing=True)):
-        with start(chosen, deep()) as engine:
+    for own in ({}, {"gradient_checkpointing": True}):
+        with Run(case_of(**own), 0, 1, model=model_of()) as run:
             sizes: list[int] = []
             with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.nbytes) or t, lambda t: t):
-                engine(data(0))
+                run.engine(data(0))
             kept.append(sum(sizes))
-            assert state_of(engine) != expected
-            torch.manual_seed(0)
+            assert run.step() + run.step() + run.differences() == []
     assert kept[1] < kept[0] / 4
-    with start(config(gradient_checkpointing=True), deep()) as engine:
-        assert bits(engine) == expected
     model: Any = nn.Linear(2, 2)
     model.supports_gradient_checkpointing = True  # and has no method for it
     with pytest.raises(UsageError, match="no blocks"):
@@ -143,13 +138,12 @@ def test_the_switch_alone_keeps_inputs_and_bits(expected: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_from_a_device_of_its_own_memory(tier: str, tmp_path: Path, expected: dict[str, Any]) -> None:
-    own = {"activations_path": str(tmp_path)} if tier == "disk" else {}
+def test_from_a_device_of_its_own_memory(tier: str, tmp_path: Path) -> None:
+    case = case_of(activations=tier, **({"activations_path": str(tmp_path)} if tier == "disk" else {}))
     with FakeDevice() as device:
-        with start(config(activations=tier, **own), deep("torch"), _streams=device) as engine:
-            assert bits(engine) == expected
-            found = offloaded(engine)
-            moved = engine.statistics().links
+        with Run(case, 0, 1, model=model_of("torch"), _streams=device) as run:
+            assert run.step() + run.step() + run.differences() == []
+            found, moved = offloaded(run.engine), run.engine.statistics().links
         assert device.num_under_way == 0
     assert found.tier == tier
     assert moved["device_to_host"].bytes == found.written_bytes > 0
@@ -189,20 +183,20 @@ def test_a_graph_that_is_kept_has_another_backward(tmp_path: Path) -> None:
                 assert offloaded(engine).resting_bytes > 0
             engine.backward(loss)
             engine.step()
-            step(engine, 1)
-            found.append(state_of(engine))
+            found.append(bits(engine, 1))
             if own:
                 assert offloaded(engine).resting_bytes == 0
     assert found[0] == found[1]
 
 
-def test_errors_leave_nothing_behind(tmp_path: Path, expected: dict[str, Any]) -> None:
+def test_errors_leave_nothing_behind(tmp_path: Path) -> None:
     files = FaultyFiles()
-    chosen = config(activations="disk", activations_path=str(tmp_path))
-    with start(chosen, deep("torch"), _files=files) as engine:
+    case = case_of(activations="disk", activations_path=str(tmp_path))
+    with Run(case, 0, 1, model=model_of("torch"), _files=files) as run:
+        engine = run.engine
         handle = engine.module.blocks[1].register_forward_hook(lambda m, a, out: out.register_hook(_raise) and None)
         with pytest.raises(ValueError, match="on purpose"):
-            step(engine, 0)
+            run.step()
         handle.remove()
         # No room for another array; then a write that fails, of which the next call tells.
         files.inject(Fault(kind="allocate", error_number=errno.ENOSPC, times=1))
@@ -227,7 +221,7 @@ def test_errors_leave_nothing_behind(tmp_path: Path, expected: dict[str, Any]) -
         engine.training_state.accumulation.restart()
         engine.training_state.gradients.drop()
         engine.training_state.counters.micro_steps = 0
-        assert bits(engine) == expected
+        assert run.step() + run.step() + run.differences() == []
         loss = engine(data(0))
         until(lambda: offloaded(engine).resting_bytes, "nothing was written")
         files.inject(Fault(kind="read", error_number=errno.EIO, times=1))

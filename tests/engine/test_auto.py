@@ -1,19 +1,31 @@
-"""A config that says "auto" wherever it may trains at every stage and tier; and what `zstore train` answers to it."""
+"""A config that says "auto" wherever it may, and the precision that it takes with and without 16-bit instructions."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import platform
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zstore
 from tests.engine.models import make_net
-from tests.engine.runs import state_of, step
+from tests.engine.runs import make_config, start, state_of, step
 from tests.tools.train_runs import rows
 from zstore.engine import Engine
-from zstore.engine.config.config import read_config
+from zstore.engine.config.config import load_config, read_config
+from zstore.engine.config.resolve import precision_note
+from zstore.engine.plan import run
+from zstore.engine.plan.run import find_native, native_types
+from zstore.ranks.world import World
+from zstore.testing.ranks import run_ranks
 from zstore.tools.train.command import train_command
 from zstore.tools.train.config import TrainOptions
 
@@ -40,7 +52,7 @@ def everything(folder: Path, stage: int, tier: str, **keys: Any) -> dict[str, An
     return config | keys
 
 
-def start(config: Any, **keys: Any) -> Engine:
+def start_auto(config: Any, **keys: Any) -> Engine:
     return zstore.initialize(model=make_net(), config=config, **keys)[0]
 
 
@@ -48,7 +60,7 @@ def start(config: Any, **keys: Any) -> Engine:
 def test_all_auto_trains_through_initialize(stage: int, tier: str, alone: Path) -> None:
     answers = {"optimizer": {"params": {"lr": 1e-2, "eps": 1e-6}}, "train_micro_batch_size_per_gpu": 2}
     more = {"scheduler.params.warmup_num_steps": 3, "bf16.enabled": True}
-    with start(everything(alone, stage, tier), auto=answers | more) as engine:
+    with start_auto(everything(alone, stage, tier), auto=answers | more) as engine:
         for _ in range(2):
             step(engine)
         assert (engine.global_steps, engine.train_batch_size()) == (2, 2)
@@ -67,7 +79,7 @@ def test_all_auto_trains_through_initialize(stage: int, tier: str, alone: Path) 
         "params": {"lr": 1e-2, "betas": [0.9, 0.999], "eps": 1e-6, "weight_decay": 0.0},
     }
     plain["scheduler"]["params"] = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 3}
-    with start(plain) as engine:
+    with start_auto(plain) as engine:
         for _ in range(2):
             step(engine)
         assert state_of(engine) == answered
@@ -95,3 +107,125 @@ def test_the_command_answers_what_its_options_say(alone: Path) -> None:
     assert max(rates) == rates[3] == pytest.approx(1e-4)
     assert rates[-1] == pytest.approx(1e-4 / 27)
     assert rows(metrics)[0]["tokens_per_s"] * rows(metrics)[0]["step_s"] == pytest.approx(3 * 2 * 4)
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+ROOT = Path(__file__).parents[2]
+NO_16_BITS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""Makes torch take the paths of a CPU that has AVX2 and no 16-bit instructions."""
+x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="imitates a lesser x86 CPU")
+
+
+def with_types(bf16: object, fp16: object = False) -> dict[str, object]:
+    return {"train_batch_size": 2, "bf16": {"enabled": bf16}, "fp16": {"enabled": fp16}}
+
+
+@x86
+@pytest.mark.parametrize(
+    ("flags", "native"),
+    [("", ""), ("avx512_bf16", "bf16"), ("amx_bf16 amx_fp16", "bf16 fp16"), ("avx512_fp16", "")],
+)
+def test_a_cpu_is_asked_for_its_instructions(flags: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")
+    found = {"architecture": "x86_64"} | {name: name in flags.split() for name in names}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    assert native_types(torch.device("cpu")) == set(native.split())
+
+
+@pytest.mark.parametrize(
+    ("config", "chosen", "line"),
+    [
+        (with_types("auto"), "fp32", 'precision: "auto" takes fp32, since this CPU has no fast bf16'),
+        (with_types("auto", "auto"), "bf16", 'precision: "auto" takes bf16, since this CPU computes bf16 natively'),
+        (with_types(True), "bf16", None),
+        (with_types("auto", True), "fp16", None),
+        (with_types(False), "fp32", None),
+    ],
+)
+def test_the_line_says_what_auto_took_and_why(config: dict[str, object], chosen: str, line: str | None) -> None:
+    note = precision_note(load_config(config).settings, chosen, ("bf16", "fp16"), "CPU")
+    assert note == (None if line is None else (logging.INFO, line))
+
+
+def _found_by_rank(rank: int) -> frozenset[str]:
+    run.native_types = lambda device: frozenset({"bf16"} if rank == 0 else {"fp16"})
+    return find_native(World.current())
+
+
+def test_the_types_of_rank_0_count_on_all_ranks() -> None:
+    assert run_ranks(_found_by_rank, 2) == [{"bf16"}, {"bf16"}]
+
+
+# -- a CPU without 16-bit instructions ----------------------------------------------------------------------------------
+
+
+def python(code: str, *words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, cwd=ROOT,
+        env={**os.environ, **env}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def quick_start(tmp_path: Path) -> str:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    assert "/tmp" in code
+    return str(code.replace("/tmp", str(tmp_path)))
+
+
+@x86
+def test_the_quick_start_runs_again_and_goes_on_where_bf16_is_slow(tmp_path: Path) -> None:
+    steps = "\nimport json; print(json.dumps([engine.global_steps, str(model[0].weight.dtype)]))"
+    names: dict[str, object] = {}
+    exec(quick_start(tmp_path), names)
+    assert isinstance(names["engine"], zstore.engine.Engine)
+    assert names["engine"].global_steps == 10
+    again = python(quick_start(tmp_path) + steps, env=NO_16_BITS)
+    assert json.loads(again.stdout) == [20, "torch.float32"]
+    assert '"auto" takes fp32, since this CPU has no fast bf16' in again.stderr
+    assert f"loaded {tmp_path}/ckpt/step-00000010; at step 10" in again.stderr
+    exec(quick_start(tmp_path), names)
+    assert names["engine"].global_steps == 30
+
+
+DEMANDING = """
+import sys, torch, zstore
+from tests.engine.models import make_net
+from tests.engine.runs import make_config
+from tests.engine.bits import engine_digests
+for enabled in (True, "auto"):
+    with zstore.initialize(model=make_net(), config=make_config(bf16={"enabled": enabled}))[0] as engine:
+        engine.load_checkpoint(sys.argv[1])
+        arrays = {k: v for k, v in engine_digests(engine).items() if k.startswith(("model/", "optimizer/"))}
+        print(engine.training_state.config.precision, sorted(arrays.items()))
+"""
+
+
+@x86
+def test_a_slow_type_is_obeyed_with_one_warning_and_its_checkpoint_goes_on_in_fp32(tmp_path: Path) -> None:
+    with start(make_config(bf16={"enabled": True}), make_net()) as engine:
+        for _ in range(2):
+            step(engine)
+        engine.save_checkpoint(str(tmp_path))
+    done = python(DEMANDING, str(tmp_path), env=NO_16_BITS)
+    warnings = [line for line in done.stderr.splitlines() if "WARNING" in line and "slower" in line]
+    assert len(warnings) == 1
+    assert "bf16.enabled: this CPU has no fast bf16" in warnings[0]
+    assert 'write "bf16": {"enabled": "auto"}' in warnings[0]
+    demanded, chosen = done.stdout.splitlines()
+    assert demanded.startswith("bf16 ")
+    assert chosen.startswith("fp32 ")
+    assert demanded.removeprefix("bf16 ") == chosen.removeprefix("fp32 ")
+
+
+def test_what_users_copy_says_auto() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.json"))]
+    found = [
+        value for page in pages for value in re.findall(r'"(?:bf16|fp16)": \{"enabled": ([^,}]+)', page.read_text())
+    ]
+    assert len(found) >= 4
+    assert set(found) == {'"auto"'}

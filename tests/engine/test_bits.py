@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,12 @@ from zstore.testing.ranks import run_ranks
 TIERS = ("none", "cpu", "nvme")
 PRECISIONS = ("bf16", "fp16", "fp32")
 MODES = ("none", "backward", "forward")
+
+
+def drawn_ways(rng: random.Random) -> dict[str, Any]:
+    """How a script may build, train and resume."""
+    ways = (rng.random() < 0.5 for _ in range(3))
+    return dict(zip(("resume", "built", "own_backward"), ways, strict=True))
 
 
 def sample_cases(world_size: int, count: int) -> list[Case]:
@@ -37,6 +42,7 @@ def sample_cases(world_size: int, count: int) -> list[Case]:
             parameters=rng.choice(TIERS) if stage == 3 else "none",
             overlap=rng.choice(MODES),
             seed=rng.randrange(10**6),
+            **drawn_ways(rng),
         )
         for stage, tier in pairs
     ]
@@ -48,8 +54,7 @@ def sample_cases(world_size: int, count: int) -> list[Case]:
     [(1, 10), pytest.param(2, 10, marks=pytest.mark.soak), (3, 5), pytest.param(4, 2, marks=pytest.mark.soak)],
 )
 def test_bits_equal_the_plain_loop(world_size: int, count: int) -> None:
-    cases = [asdict(case) for case in sample_cases(world_size, count)]
-    for failed in run_ranks(compare_all, world_size, world_size, cases):
+    for failed in run_ranks(compare_all, world_size, world_size, sample_cases(world_size, count)):
         assert failed == []
 
 
@@ -114,22 +119,32 @@ WRITTEN = {
         typed(3, ("nvme", "nvme"), "fp16", 2, "backward", None, "fp32", budget=SPILLS),
         typed(3, ("cpu", "cpu"), "bf16", 2, "backward", "bf16", None),
     ],
+    "models built in shards": [
+        Case(stage, tier, precision, 1, 0.0, parameters=own, built=True)
+        for stage, tier, own in ((3, "none", "none"), (3, "nvme", "nvme"), (3, "cpu", "none"), (3, "none", "nvme"))
+        for precision in ("bf16", "fp32")
+    ]
+    + [
+        Case(2, "nvme", "bf16", 1, 0.0, seed=3, built=True),
+        Case(3, "cpu", "fp32", 1, 0.0, parameters="cpu", built=True),
+    ],
     # Fewer micro-batches than the config says, as many and more.
     "ends that the caller names": [
-        typed(0, ("none", "none"), "bf16", 2, "none", None, None, counts=(1, 2, 3)),
+        typed(0, ("none", "none"), "bf16", 2, "none", None, None, counts=(1, 2, 3), resume=2),
         typed(1, ("cpu", "none"), "fp16", 1, "none", None, None, counts=(1, 3, 1)),
         typed(2, ("none", "none"), "bf16", 1, "backward", None, None, counts=(2, 1, 3)),
-        typed(3, ("nvme", "nvme"), "bf16", 1, "forward", None, None, counts=(1, 3, 2), budget=SPILLS),
+        typed(3, ("nvme", "nvme"), "bf16", 1, "forward", None, None, counts=(1, 3, 2), budget=SPILLS, resume=1),
         typed(3, ("cpu", "cpu"), "bf16", 2, "backward", None, None, counts=(1, 3, 1)),
     ],
 }
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_bits_of_what_is_seldom_drawn_equal_the_plain_loop(kind: str, world_size: int) -> None:
-    cases = [asdict(case) for case in WRITTEN[kind]]
-    for failed in run_ranks(compare_all, world_size, world_size, cases, timeout_s=180):
+    for failed in run_ranks(compare_all, world_size, world_size, WRITTEN[kind], timeout_s=180):
         assert failed == []
 
 
@@ -142,7 +157,7 @@ def all_cases() -> list[Case]:
 
     def drawn() -> dict[str, Any]:
         types = rng.choice((None, *PRECISIONS)), rng.choice((None, *PRECISIONS))
-        return {"threshold": rng.choice((0, 100, 1000)), "seed": rng.randrange(10**6), "types": types}
+        return {"threshold": rng.choice((0, 100, 1000)), "seed": rng.randrange(10**6), "types": types} | drawn_ways(rng)
 
     return [
         Case(stage, tier, *rest, parameters=parameters, overlap=overlap, **drawn())
@@ -158,7 +173,7 @@ CASES_A_PROCESS = 64
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_bits_equal_the_plain_loop_in_every_combination(world_size: int) -> None:
-    cases = [asdict(case) for case in all_cases()]
+    cases = all_cases()
     for first in range(0, len(cases), CASES_A_PROCESS):
         chunk = cases[first : first + CASES_A_PROCESS]
         for failed in run_ranks(compare_all, world_size, world_size, chunk, STEPS, timeout_s=900):

@@ -1,9 +1,10 @@
-"""Saving and loading through the engine: exact resume, other world sizes, and what is refused."""
+"""Saves and loads: what comes back, tags, what is refused, and every layout loaded at every other."""
 
 from __future__ import annotations
 
 import random
 from argparse import Namespace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,116 +14,46 @@ import pytest
 import torch
 from torch import nn
 
-import zstore
-from tests.engine.bits import engine_digests
+from tests.engine import runs
 from tests.engine.models import make_net
-from tests.engine.resume_runs import config, train
+from tests.engine.runs import constant_rate_config, resume_config, train_by_sample
 from zstore.checkpoint.reader import open_checkpoint
+from zstore.checkpoint.reshard import reshard_checkpoint
+from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.errors import CheckpointExistsError, CheckpointMismatchError, RankError, RunFolderError, UsageError
 from zstore.format.arrays import WHOLE_BYTES
-from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 
-STEPS = 2
+
+def start(stage: int, tier: str, folder: str, *, seed: int = 0) -> Engine:
+    return runs.start(resume_config(stage, tier, folder), make_net(seed))
 
 
-def start(*args: Any, model: nn.Module | None = None, seed: int = 0, **kwargs: Any) -> Engine:
-    engine, *_ = zstore.initialize(model=model or make_net(seed), config=config(*args, **kwargs))
-    return engine
+def _draw() -> list[float]:
+    return [torch.rand(1).item(), random.random(), float(np.random.rand())]
 
 
-def _save_and_go_on(rank: int, folder: str, stage: int, tier: str, precision: str) -> dict[str, Any]:
-    engine = start(stage, tier, folder, precision=precision)
-    with engine:
-        train(engine, STEPS)
+def _drawn(rank: int, folder: str, stage: int, tier: str) -> list[list[float]]:
+    """Return what the generators give after a save, and after its load; test_bits.py resumes runs."""
+    with start(stage, tier, folder) as engine:
+        train_by_sample(engine, 1)
         torch.rand(3 + rank), random.random(), np.random.rand()
         engine.save_checkpoint(f"{folder}/ckpt", "mid", {"epoch": 3, "best": [torch.arange(5) * 0.5, "x"]})
-        at_save = engine_digests(engine)
-        drawn = [torch.rand(1).item(), random.random(), float(np.random.rand())]
-        losses = train(engine, STEPS)
-        return {"at_save": at_save, "drawn": drawn, "losses": losses, "after": engine_digests(engine)}
-
-
-def _resume(rank: int, folder: str, stage: int, tier: str, precision: str) -> dict[str, Any]:
-    engine = start(stage, tier, folder, precision=precision, seed=1)
-    with engine:
+        drawn = [_draw()]
+    with start(stage, tier, folder, seed=1) as engine:
         path, state = engine.load_checkpoint(f"{folder}/ckpt")
         assert path == f"{folder}/ckpt/mid"
-        assert state["epoch"] == 3
-        assert state["best"][0].tolist() == [0, 0.5, 1, 1.5, 2]
-        assert state["best"][1] == "x"
-        assert (engine.global_steps, engine.skipped_steps) == (STEPS, 0)
-        at_save = engine_digests(engine)
-        drawn = [torch.rand(1).item(), random.random(), float(np.random.rand())]
-        losses = train(engine, STEPS)
-        return {"at_save": at_save, "drawn": drawn, "losses": losses, "after": engine_digests(engine)}
+        assert (state["epoch"], state["best"][0].tolist(), state["best"][1]) == (3, [0, 0.5, 1, 1.5, 2], "x")
+        assert (engine.global_steps, engine.skipped_steps) == (1, 0)
+        return [*drawn, _draw()]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "stage", "tier", "precision"),
-    [
-        (1, 0, "none", "fp32"),
-        (1, 3, "nvme", "fp16"),
-        (2, 3, "nvme", "bf16"),
-        pytest.param(2, 0, "none", "bf16", marks=pytest.mark.soak),
-        pytest.param(3, 1, "cpu", "fp32", marks=pytest.mark.soak),
-    ],
-)
-def test_resume_is_exact(tmp_path: Path, world_size: int, stage: int, tier: str, precision: str) -> None:
-    args = (str(tmp_path), stage, tier, precision)
-    saved = run_ranks(_save_and_go_on, world_size, *args)
-    resumed = run_ranks(_resume, world_size, *args)
-    assert resumed == saved
-    assert len({str(result["drawn"]) for result in saved}) == world_size
-
-
-def _save(rank: int, folder: str, stage: int, tier: str) -> list[float]:
-    with start(stage, tier, folder) as engine:
-        train(engine, STEPS)
-        engine.save_checkpoint(f"{folder}/ckpt", client_state={"note": "elastic"})
-        return train(engine, STEPS)
-
-
-def _load_elsewhere(rank: int, folder: str, stage: int, tier: str) -> tuple[list[float], str]:
-    with start(stage, tier, folder, seed=1, batch_size=2 * World.current().world_size) as e:
-        path, state = e.load_checkpoint(f"{folder}/ckpt")
-        assert path is not None
-        assert state == {"note": "elastic"}
-        assert e.train_batch_size() == 12
-        e.save_checkpoint(f"{folder}/again", tag=f"from-{e.world_size}", client_state=state)
-        return train(e, STEPS), path
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((2, 3, "nvme"), (1, 1, "cpu")),
-        pytest.param((1, 0, "none"), (3, 2, "nvme"), marks=pytest.mark.soak),
-        pytest.param((3, 3, "cpu"), (2, 0, "none"), marks=pytest.mark.soak),
-    ],
-)
-def test_another_world_size(tmp_path: Path, before: tuple[int, int, str], after: tuple[int, int, str]) -> None:
-    whole = run_ranks(_save, before[0], str(tmp_path), *before[1:])
-    loaded = run_ranks(_load_elsewhere, after[0], str(tmp_path), *after[1:])
-    per_step = [np.mean([loss for rank in whole for loss in _of_step(rank, step)]) for step in range(STEPS)]
-    here = [np.mean([loss for rank, _ in loaded for loss in _of_step(rank, step)]) for step in range(STEPS)]
-    np.testing.assert_allclose(here, per_step, rtol=2e-3)
-    with open_checkpoint(tmp_path / "ckpt") as one, open_checkpoint(tmp_path / "again") as other:
-        assert one.arrays.keys() == other.arrays.keys()
-        assert (one.record.world_size, other.record.world_size) == (before[0], after[0])
-        assert one.record.run == other.record.run
-        for name in one.arrays:
-            np.testing.assert_array_equal(one.read_array(name), other.read_array(name), err_msg=name)
-        # Small arrays are one file, those of each rank are of large ones alone.
-        for name, array in [*one.arrays.items(), *other.arrays.items()]:
-            assert array.spec.nbytes >= WHOLE_BYTES or array.grid.num_shards == 1, name
-        assert one.arrays["model/embed.weight"].grid.num_shards == before[0]
-
-
-def _of_step(losses: list[float], step: int) -> list[float]:
-    each = len(losses) // STEPS
-    return losses[step * each : (step + 1) * each]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_has_the_state_of_generators_and_client(world_size: int, tmp_path: Path) -> None:
+    found = run_ranks(_drawn, world_size, str(tmp_path), 3, "nvme")
+    assert all(before == after for before, after in found)
+    assert len({str(before) for before, _ in found}) == world_size
 
 
 # -- refusals, one process -------------------------------------------------------------------------------------------
@@ -131,9 +62,8 @@ def _of_step(losses: list[float], step: int) -> list[float]:
 def small(**changes: Any) -> Engine:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
-    base = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
-    engine, *_ = zstore.initialize(model=changes.pop("model", model), config=base | {"steps_per_print": 0} | changes)
-    return engine
+    model = changes.pop("model", model)
+    return runs.start(constant_rate_config(**({"bf16": {"enabled": False}} | changes)), model)
 
 
 def small_step(engine: Engine, micros: int = 2) -> None:
@@ -291,7 +221,7 @@ def _odd_ranks(rank: int, folder: str) -> dict[str, Any]:
         start(2, "nvme", f"{folder}/file/below" if rank == 1 else f"{folder}/nvme")
     engine = start(2, "none", folder)
     with engine:
-        train(engine, 1)
+        train_by_sample(engine, 1)
         # An index that the embedding does not have, on every rank.
         with pytest.raises(IndexError):
             engine(torch.full((1, 4), 99999))
@@ -308,7 +238,7 @@ def _odd_ranks(rank: int, folder: str) -> dict[str, Any]:
                 found[name] = type(error).__name__
         engine.save_checkpoint(folder, f"loss-{rank}", {"t": torch.full((2,), float(rank))})
         found["state back"] = engine.load_checkpoint(folder)[1]["t"].tolist()
-        losses = train(engine, 1)
+        losses = train_by_sample(engine, 1)
         found["finite"] = all(np.isfinite(losses))
     return found
 
@@ -326,3 +256,129 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     assert first["state back"] == second["state back"] == [0.0, 0.0]
     assert first["finite"]
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["loss-0", "nvme"]
+
+
+# -- other layouts ----------------------------------------------------------------------------------------------------
+
+
+Layout = tuple[int, int]
+"""World size and stage."""
+
+TIERS = {0: "none", 1: "cpu", 2: "nvme", 3: "nvme"}
+"""Of each stage's optimizer state: every tier is saved from and loaded into."""
+EVERY: list[Layout] = [(world_size, stage) for world_size in (1, 2, 3, 4) for stage in (0, 1, 2, 3)]
+
+
+def tag_of(layout: Layout) -> str:
+    return "world-{}-stage-{}".format(*layout)
+
+
+def start_at(stage: int, folder: str, seed: int) -> Engine:
+    return runs.start(resume_config(stage, TIERS[stage], folder, 1), make_net(seed))
+
+
+def _save_at(rank: int, folder: str, stage: int, tag: str) -> list[float]:
+    """Return the losses of the step that follows the save."""
+    with start_at(stage, folder, seed=0) as engine:
+        train_by_sample(engine, 1)
+        engine.save_checkpoint(f"{folder}/saved", tag, {"tag": tag})
+        return train_by_sample(engine, 1)
+
+
+def _load_all(rank: int, folder: str, stage: int, tags: Sequence[str], again: str) -> tuple[list[int], list[float]]:
+    with start_at(stage, folder, seed=1) as engine:
+        steps = []
+        for tag in tags:
+            path, state = engine.load_checkpoint(f"{folder}/saved", tag)
+            assert path == f"{folder}/saved/{tag}"
+            assert state == {"tag": tag}
+            engine.save_checkpoint(f"{folder}/{again}", tag, state)
+            steps.append(engine.global_steps)
+            assert engine.train_batch_size() == 12
+        return steps, train_by_sample(engine, 1)  # what was loaded last can be trained
+
+
+def check_elastic(folder: Path, saved: Iterable[Layout], loaded: Iterable[Layout]) -> None:
+    """Save at every layout of `saved`, load all of them at every one of `loaded`, and compare bytes."""
+    saved = list(saved)
+    losses = []
+    for layout in saved:
+        losses = run_ranks(_save_at, layout[0], str(folder), layout[1], tag_of(layout), timeout_s=180)
+    for layout in loaded:
+        tags = [tag_of(other) for other in saved if other != layout]
+        again = f"again-{tag_of(layout)}"
+        results = run_ranks(_load_all, layout[0], str(folder), layout[1], tags, again, timeout_s=600)
+        assert [steps for steps, _ in results] == [[1] * len(tags)] * layout[0]
+        np.testing.assert_allclose(np.mean([loss for _, loss in results]), np.mean(losses), rtol=2e-3)
+        for tag in tags:
+            with open_checkpoint(folder / "saved", tag) as one, open_checkpoint(folder / again, tag) as other:
+                assert other.record.world_size == layout[0]
+                assert verify_checkpoint(other) == []
+                assert one.arrays.keys() == other.arrays.keys()
+                assert one.record.run == other.record.run
+                # Small arrays are one file, those of each rank are of large ones alone.
+                for array in [*one.arrays.values(), *other.arrays.values()]:
+                    assert array.spec.nbytes >= WHOLE_BYTES or array.grid.num_shards == 1
+                assert other.arrays["model/embed.weight"].grid.num_shards == layout[0]
+                different = [
+                    name for name in one.arrays if one.read_array(name).tobytes() != other.read_array(name).tobytes()
+                ]
+                assert different == [], (tag, layout)
+
+
+def _read_bytes(rank: int, folder: str, stage: int) -> int:
+    """Return the bytes that this rank's load reads, of state in memory, so that nothing is linked."""
+    settings = resume_config(stage, "none" if stage == 1 else "cpu", folder, 1)
+    with runs.start(settings, make_net(1, vocab=60_000)) as engine:
+        engine.load_checkpoint(f"{folder}/saved")
+        assert engine.load_report is not None
+        assert engine.load_report.linked_bytes == 0
+        return engine.load_report.read_bytes
+
+
+def _save_wide(rank: int, folder: str) -> None:
+    with runs.start(resume_config(2, "cpu", folder), make_net(vocab=60_000)) as engine:
+        train_by_sample(engine, 1)
+        engine.save_checkpoint(f"{folder}/saved")
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "stage"),
+    [pytest.param(2, 2, 1, marks=pytest.mark.soak), (3, 2, 2), pytest.param(1, 3, 3, marks=pytest.mark.soak)],
+)
+def test_each_rank_reads_only_its_own_rows(tmp_path: Path, saved: int, loaded: int, stage: int) -> None:
+    run_ranks(_save_wide, saved, str(tmp_path))
+    with open_checkpoint(tmp_path / "saved") as reader:
+        state_bytes = sum(array.spec.nbytes for array in reader.arrays.values())
+    found = run_ranks(_read_bytes, loaded, str(tmp_path), stage)
+    # Beside its rows a rank reads the rest of the chunks in which they begin and end; small arrays are one chunk.
+    assert state_bytes <= sum(found) < 1.15 * state_bytes
+    assert max(found) < 1.2 * state_bytes / loaded
+
+
+def _load_from(rank: int, folder: str, source: str) -> Any:
+    with start_at(3, folder, seed=1) as engine:
+        engine.load_checkpoint(f"{folder}/{source}", "one")
+        engine.save_checkpoint(f"{folder}/again", source)
+        return train_by_sample(engine, 1)
+
+
+def test_an_archive_goes_on_as_what_it_was_made_of(tmp_path: Path) -> None:
+    """At the same layout too, where files that are not compressed would be linked."""
+    run_ranks(_save_at, 1, str(tmp_path), 3, "one")
+    with open_checkpoint(tmp_path / "saved") as reader:
+        reshard_checkpoint(reader, tmp_path / "archive", codec="zstd")
+    assert run_ranks(_load_from, 1, str(tmp_path), "archive") == run_ranks(_load_from, 1, str(tmp_path), "saved")
+    with open_checkpoint(tmp_path / "saved") as one, open_checkpoint(tmp_path / "again", "archive") as other:
+        assert verify_checkpoint(other) == []
+        assert {array.codec for array in other.arrays.values()} == {None}
+        assert all(one.read_array(name).tobytes() == other.read_array(name).tobytes() for name in one.arrays)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [([(2, 3)], [(1, 1)]), pytest.param(EVERY, EVERY, marks=pytest.mark.soak)],
+    ids=["one", "every"],
+)
+def test_every_layout_loads_at_every_other(saved: list[Layout], loaded: list[Layout], tmp_path: Path) -> None:
+    check_elastic(tmp_path, saved, loaded)

@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zstore
-from tests.engine.bits import engine_digests
-from tests.engine.block_models import WIDTH, Base, ids_of
-from tests.engine.models import Block
-from tests.engine.runs import all_released
+from tests.engine.bits import all_released, engine_digests
+from tests.engine.models import WIDTH, Base, Block, ids_of
+from tests.engine.runs import make_config
 from zstore.engine import Engine
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
@@ -87,18 +86,11 @@ class Net(Base):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def start(model: nn.Module, rest: str = "none", nvme: str | Path = "", *, frozen: bool = False) -> Engine:
-    offload = {"device": rest} | ({"nvme_path": str(nvme)} if rest == "nvme" else {})
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": offload}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "zero_optimization": zero,
-        "steps_per_print": 0,
-    }
-    if not frozen:
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
-    return zstore.initialize(model=model, config=config, frozen=frozen)[0]
+def start(model: nn.Module, rest: str = "none", nvme: str | Path = "") -> Engine:
+    keys = {"gradient_accumulation_steps": ACCUMULATION, "bf16": {"enabled": False}, "scheduler": None}
+    config = make_config(3, "none", nvme, rest, **keys)
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return zstore.initialize(model=model, config=config)[0]
 
 
 def step(engine: Engine) -> list[float]:

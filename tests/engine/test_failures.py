@@ -1,30 +1,38 @@
-"""A rank that dies, hangs or fails alone: every other rank raises soon, says who and why, and nothing hangs afterwards."""
+"""A rank that dies, hangs or fails alone, a full drive, a kill: all ranks raise soon and say why; the last save goes on."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import zstore
 from tests import warm
-from tests.engine.runs import make_config, start, step, take_steps, unchanged
+from tests.engine.bits import SPILLS, Case, assert_equal, engine_digests
+from tests.engine.models import batch, make_net
+from tests.engine.runs import make_config, start, state_of, step, take_steps, unchanged
 from tests.engine.step_modes import say
 from zstore.checkpoint.reader import tags
 from zstore.engine import Engine
 from zstore.engine.checkpoint import save as checkpointing
-from zstore.errors import RankError, UsageError
+from zstore.errors import DiskFullError, RankError, UsageError
 from zstore.ranks import incident
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
-from zstore.testing.ranks import run_ranks
+from zstore.testing.ranks import kill_ranks, run_ranks
 
 
 def _kill(*_: Any, **_keys: Any) -> None:
@@ -255,3 +263,203 @@ def test_of_a_rank_that_was_interrupted_no_traceback_is_shown() -> None:
     error = RankError("ranks 1 and 2 failed", texts)
     assert str(error) == "ranks 1 and 2 failed\n--- rank 2 ---\nTraceback ...\nValueError: odd"
     assert error.failures == texts
+
+
+# -- full drives ------------------------------------------------------------------------------------------------------
+
+
+# Parameters are on disk too: their files, or those of the state; or of gradients that wait there.
+FULL = [
+    ("allocate", "none", "*.shard"),
+    *(("write", mode, "*/parameter*.shard") for mode in ("forward", "backward")),
+    ("write", "none", "*/gradient*.shard"),
+]
+MORE_FULL = [
+    ("allocate", "forward", "*/model*.shard"),
+    *(("write", mode, "*.shard") for mode in ("none", "forward", "backward")),
+    ("write", "none", "*/parameter*.shard"),
+]
+
+
+def _full_in_mid_step(rank: int, folder: str, kind: str, mode: str, pattern: str) -> tuple[list[Any], list[Any], str]:
+    waits = {"host_budget_bytes": SPILLS} if "gradient" in pattern else {}
+    own = "none" if pattern == "*.shard" else "nvme"
+    config = make_config(3, "nvme", f"{folder}/nvme", own, zstore={"step_overlap": mode} | waits)
+    with start(config) as engine:
+        whole = [engine_digests(engine) for _ in range(4) if step(engine) is None]
+    files = FaultyFiles()
+    with start(config, _files=files) as engine:
+        assert bool(engine.training_state.state.spilled) == bool(waits)
+        take_steps(engine, 2)
+        engine.save_checkpoint(f"{folder}/ckpt")
+        if rank == 1:
+            full = {"first": int(pattern == "*.shard"), "times": None, "error_number": errno.ENOSPC}
+            files.inject(Fault(kind=kind, pattern=pattern, **full))  # type: ignore[arg-type]
+        with pytest.raises(DiskFullError if rank == 1 else RankError) as caught:
+            take_steps(engine, 1 if mode == "none" else 2)
+        files.heal()
+        if "parameter" in pattern:  # in the update, part of which was applied: a load mends that, in this engine too
+            for refused in (
+                lambda: step(engine),
+                lambda: engine.get_full_parameter("blocks.0.up.weight"),
+                lambda: engine.save_checkpoint(f"{folder}/torn"),
+            ):
+                with pytest.raises((UsageError, RankError, DiskFullError)) as told:
+                    refused()
+            assert "the state is inconsistent" in say(told.value) or "rank 1 of 2 failed" in say(told.value)
+            engine.load_checkpoint(f"{folder}/ckpt")
+            step(engine)
+            assert engine_digests(engine) == whole[2]
+    with start(config) as engine:
+        engine.load_checkpoint(f"{folder}/ckpt")
+        again = [engine_digests(engine)] + [engine_digests(engine) for _ in range(2) if step(engine) is None]
+    return whole[1:], again, say(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "pattern"), [*FULL, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_FULL)]
+)
+def test_a_full_disk_in_mid_step_and_the_last_checkpoint_goes_on_exactly(
+    tmp_path: Path, kind: str, mode: str, pattern: str
+) -> None:
+    (tmp_path / "nvme").mkdir()
+    for whole, again, text in run_ranks(_full_in_mid_step, 2, str(tmp_path), kind, mode, pattern, timeout_s=60):
+        assert again == whole
+        assert "No space left on device [ENOSPC]" in text
+        assert ("in the update of step 3, which was applied in part" if "parameter" in pattern else "step") in text
+    assert not (tmp_path / "torn").exists()
+
+
+def test_a_save_that_leaves_no_room_for_the_next_step_is_refused(nvme: Path) -> None:
+    files = FaultyFiles()
+    folder = nvme.parent / "ckpt"
+    with start(make_config(3, "nvme", nvme), _files=files) as engine:
+        step(engine)
+        shards = {path: path.stat().st_size for path in nvme.rglob("*.shard")}
+        before = state_of(engine)
+        files.free = sum(shards.values()) - 1
+        with pytest.raises(DiskFullError, match=f"the next step needs {files.free + 1} bytes .* only {files.free} are"):
+            engine.save_checkpoint(str(folder))
+        assert state_of(engine) == before
+        step(engine)
+        # Nothing was pinned: the files were changed in place.
+        assert {path: path.stat().st_size for path in nvme.rglob("*.shard")} == shards
+        files.free = sum(shards.values())
+        with pytest.raises(DiskFullError, match=f"and the next step {files.free} beside it, but only {files.free} are"):
+            engine.save_checkpoint(str(folder))
+        files.free *= 3
+        engine.save_checkpoint(str(folder))
+        step(engine)
+        assert not shards.keys() & set(nvme.rglob("*.shard"))
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+
+STEPS = 7
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What is trained, where its state is, and on how many ranks."""
+
+    case: Case
+    world_size: int = 1
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        found = self.case.config(self.world_size, str(folder / "nvme"))
+        found["zstore"]["keep"] = 1
+        return found
+
+
+def _train_or_die(rank: int, run: Killed, base: str, die: tuple[int, float] | None) -> None:
+    """Resume, compare with the plain loop, and go on to the last step; after the save of step `die[0]` and so many times that
+    step's seconds as `die[1]` says the process is killed."""
+    folder, reference = Path(base), run.case.reference(run.world_size)
+    (folder / "nvme").mkdir(exist_ok=True)
+    is_first = all(".tmp-" in path.parent.name for path in (folder / "ckpt").glob("[!.]*/zstore.json"))
+    with (
+        (folder / f"log-{rank}").open("a") as log,
+        zstore.initialize(model=make_net(0 if is_first else 9), config=run.config(folder))[0] as engine,
+    ):
+        path, _ = engine.load_checkpoint(f"{base}/ckpt")
+        assert (path is None) == is_first
+        print(json.dumps({"resumed": engine.global_steps}), file=log, flush=True)
+        for step in range(engine.global_steps):
+            reference.step([[batch(step, 0, each) for each in range(run.world_size)]])
+        assert_equal(engine, reference)
+        for step in range(engine.global_steps, STEPS):
+            began_s = time.monotonic()
+            engine.backward(engine(*batch(step, 0, rank)))
+            engine.step()
+            engine.save_checkpoint(f"{base}/ckpt", wait=False)
+            print(json.dumps({"saved": step + 1}), file=log, flush=True)
+            if die is not None and die[0] == step + 1:
+                after_s = die[1] * (time.monotonic() - began_s)
+                threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            reference.step([[batch(step, 0, each) for each in range(run.world_size)]])
+        engine.wait_for_checkpoint()
+        assert_equal(engine, reference)
+
+
+def _go(run: Killed, folder: Path, die: tuple[int, float] | None, least: int) -> tuple[bool, int]:
+    """Start the run, killed as `die` says on one rank; return whether it was, and the least step that the next start resumes.
+
+    Raises AssertionError if it resumed an earlier step than `least`, or ranks resumed different ones."""
+    for rank in range(run.world_size):
+        (folder / f"log-{rank}").unlink(missing_ok=True)
+    ended = kill_ranks(_train_or_die, run.world_size, run, str(folder), die, timeout_s=250)
+    lines = [json.loads(line) for path in folder.glob("log-*") for line in path.read_text().splitlines()]
+    resumed = {line["resumed"] for line in lines if "resumed" in line}
+    assert len(resumed) <= 1
+    assert all(step >= least for step in resumed)
+    # A save begins once the one before it is committed.
+    return not all(ended), max([least, *resumed, *(line["saved"] - 1 for line in lines if "saved" in line)])
+
+
+def _show(run: Killed, folder: Path, rng: random.Random, starts: int) -> int:
+    """Kill and resume a run so many times, then let it end; return how often it was killed."""
+    folder.mkdir()
+    least = kills = 0
+    for _ in range(starts):
+        if least >= STEPS - 2:
+            break
+        killed, least = _go(run, folder, (rng.randrange(least + 1, STEPS - 1), 1.5 * rng.random()), least)
+        kills += killed
+    killed, _ = _go(run, folder, None, least)
+    assert not killed
+    assert [info.record.step for info in tags(folder / "ckpt")] == [STEPS]
+    return kills
+
+
+KILLED = {
+    "device": Killed(Case(0, "none", "fp32", 1, 0.0)),
+    "disk": Killed(Case(3, "nvme", "fp32", 1, 0.0, parameters="nvme", overlap="forward")),
+    "two in memory": Killed(Case(2, "cpu", "bf16", 1, 0.0), 2),
+    "two on disk": Killed(Case(3, "nvme", "fp32", 1, 0.0, parameters="cpu"), 2),
+}
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_loop_that_saves_each_step_and_is_killed_has_the_bits_of_the_plain_loop(name: str, tmp_path: Path) -> None:
+    assert _show(KILLED[name], tmp_path / "run", random.Random(name), 2) > 0
+
+
+def _all_runs(rng: random.Random) -> list[Killed]:
+    places = [(0, "none", "none"), *((stage, tier, "none") for stage in (1, 2) for tier in ("none", "cpu", "nvme"))]
+    places += [(3, tier, other) for tier in ("none", "cpu", "nvme") for other in ("none", "cpu", "nvme")]
+    return [
+        Killed(
+            Case(stage, tier, rng.choice(("fp32", "bf16")), 1, 0.0, parameters=parameters, overlap=overlap), world_size
+        )
+        for world_size in (1, 2)
+        for stage, tier, parameters in places
+        for overlap in [rng.choice(("none", "backward", "forward", "auto"))]
+    ]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(14400)
+def test_several_hundred_kills(tmp_path: Path) -> None:
+    rng = random.Random(11)
+    assert sum(_show(run, tmp_path / str(n), rng, 12) for n, run in enumerate(4 * _all_runs(rng))) > 150

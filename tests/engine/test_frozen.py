@@ -25,18 +25,20 @@ BIG = {"vocab": 3001, "width": 48}
 
 def config_of(nvme: Path, tier: str, stage: int = 3, **keys: Any) -> dict[str, Any]:
     """A training run's config, with batch sizes left out and everything "auto" that may be."""
-    place = {"device": tier, "nvme_path": str(nvme)}
-    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 100, "reduce_bucket_size": "auto"}
-    zero |= {"offload_optimizer": place} if stage and tier != "none" else {}
-    zero |= {"offload_param": place} if stage == 3 and tier != "none" else {}
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": True},
-        "zero_optimization": zero,
-    } | keys
+    config = make_config(stage, tier if stage else "none", nvme, tier if stage == 3 else "none")
+    config["zero_optimization"]["reduce_bucket_size"] = "auto"
+    del config["gradient_accumulation_steps"], config["steps_per_print"]
+    params = {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+    return (
+        config
+        | {
+            "train_micro_batch_size_per_gpu": "auto",
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+            "scheduler": {"type": "WarmupLR", "params": params},
+            "gradient_clipping": "auto",
+        }
+        | keys
+    )
 
 
 def frozen(model: nn.Module, config: dict[str, Any], **kwargs: Any) -> Engine:

@@ -1,11 +1,9 @@
-"""`zstore.Init`: models built in shards have the plain model's values, in little memory."""
+"""`zstore.Init`: models built in shards have the plain model's values, in little memory; test_bits.py trains them."""
 
 from __future__ import annotations
 
 import gc
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +15,16 @@ import torch
 from torch import nn
 
 import zstore
-from tests.engine.init_models import Handmade, Stack, config_of, differences, files_in, num_released, seeded
+from tests.engine.init_models import (
+    Handmade,
+    Stack,
+    config_of,
+    differences,
+    files_in,
+    grown_bytes,
+    num_released,
+    seeded,
+)
 from tests.engine.models import make_net
 from tests.engine.runs import state_of, step
 from tests.engine.transformers_models import ARCHITECTURES
@@ -32,7 +39,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "net": make_net,
     **{name: ARCHITECTURES[name].make for name in ("GPT-Neo", "Llama", "T5", "Mixtral", "BERT")},
 }
-PLACES = [(3, "nvme", "nvme"), (3, "cpu", "cpu"), (3, "none", "nvme"), (2, "nvme", "none")]
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -87,45 +93,6 @@ def test_values_are_the_plain_models_on_every_rank(world_size: int, tmp_path: Pa
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-
-
-def _train(config: dict[str, Any], *, in_shards: bool, **shape: int) -> dict[str, Any]:
-    if in_shards:
-        with zstore.Init(config=config, live_bytes=0):
-            model = make_net(**shape)
-        assert num_released(model) > (3 if config["zero_optimization"]["stage"] == 3 else 0)
-    else:
-        model = make_net(**shape)
-    with zstore.initialize(model=model, config=config)[0] as engine:
-        for _ in range(2):
-            step(engine)
-        return state_of(engine)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("place", PLACES)
-def test_training_goes_as_from_a_plain_model(place: tuple[int, str, str], precision: str, tmp_path: Path) -> None:
-    config = config_of(tmp_path, *place, bf16={"enabled": precision == "bf16"})
-    shape = {}
-    if place[0] < 3:  # large parameters alone
-        config["zero_optimization"].pop("stage3_param_persistence_threshold")
-        shape["vocab"] = 2000
-    assert _train(config, in_shards=True, **shape) == _train(config, in_shards=False, **shape)
-    assert files_in(tmp_path) == []
-
-
-def _train_on_ranks(rank: int, folder: str) -> list[str]:
-    found: list[str] = []
-    for stage, state, own in [(3, "none", "none"), (3, "nvme", "nvme"), (3, "cpu", "none")]:
-        config = config_of(folder, stage, state, own)
-        if _train(config, in_shards=True) != _train(config, in_shards=False):
-            found.append(f"stage {stage}, {state}, {own}")
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.soak)])
-def test_training_goes_as_from_a_plain_model_on_every_rank(world_size: int, tmp_path: Path) -> None:
-    assert run_ranks(_train_on_ranks, world_size, str(tmp_path)) == [[]] * world_size
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -205,9 +172,7 @@ def test_dtype_is_the_default_of_the_block(tmp_path: Path) -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-_RSS = """
-import sys, torch, zstore
-from torch import nn
+_WIDE = """
 class Wide(nn.Module):
     def __init__(self):
         super().__init__()
@@ -216,25 +181,17 @@ class Wide(nn.Module):
     def _start(self, module):
         if isinstance(module, nn.Linear):
             module.weight.data.normal_()
-def peak():
-    lines = open("/proc/self/status").read().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
-torch.set_num_threads(1)
-config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "bf16": {"enabled": True},
-          "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": sys.argv[1]},
-                                "offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[1], "buffer_count": 4}}}
+config["zero_optimization"]["offload_optimizer"]["buffer_count"] = 4
 with zstore.Init(config=config, live_bytes=0):
     small = nn.Linear(1536, 1536)  # whatever the first use brings in
 before = peak()
 with zstore.Init(config=config, live_bytes=16 << 20):
     model = Wide()
-print(peak() - before)
 """
 
 
 def test_the_process_stays_small_while_a_large_model_is_built(tmp_path: Path) -> None:
-    grown_bytes = subprocess.check_output([sys.executable, "-c", _RSS, str(tmp_path)], text=True, timeout=120)
-    assert int(grown_bytes) < 130e6, "302 MB of parameters, 64 MiB of buffers"
+    assert grown_bytes(_WIDE, tmp_path) < 130e6, "302 MB of parameters, 64 MiB of buffers"
     assert files_in(tmp_path) == []
 
 
@@ -392,7 +349,10 @@ def test_an_engine_made_within_the_block_trains_as_from_a_plain_model(tmp_path: 
         for _ in range(2):
             step(engine)
         found.append(state_of(engine))
-    assert found == [_train(config, in_shards=False)] * 2
+    with zstore.initialize(model=make_net(), config=config)[0] as engine:
+        for _ in range(2):
+            step(engine)
+        assert found == [state_of(engine)] * 2
     assert files_in(tmp_path) == []
 
 

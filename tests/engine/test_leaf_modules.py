@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 import zstore
+from tests.engine.bits import Case, Model, compare_all
 from zstore.engine.adapters.deepspeed import utils
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
@@ -44,68 +47,40 @@ class Net(nn.Module):
         return self.end(self.second(self.first(self.start(x), expert), 1 - expert))
 
 
-def _net() -> Net:
-    torch.manual_seed(3)
-    return Net()
-
-
-def _inputs(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def _train(rank: int, leaf_module: dict[str, Any] | None, live_numel: int) -> list[list[float]]:
-    model = _net()
-    zero: dict[str, Any] = {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": live_numel,
-    }
-    if leaf_module is None:
-        utils.set_z3_leaf_modules(model, [Mixture])
-    else:
-        zero["leaf_module"] = leaf_module
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": zero,
-    }
-    with zstore.initialize(model=model, config=config)[0] as engine:
-        for step in range(3):
-            engine.backward(engine(_inputs(step, rank), rank).square().mean())
-            engine.step()
-        with zstore.gather(model):
-            return [p.flatten().tolist() for p in model.parameters()]
-
-
-def _plain() -> list[list[float]]:
-    model = _net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (model(_inputs(step, rank), rank).square().mean() / 2).backward()
-        optimizer.step()
-    return [p.flatten().tolist() for p in model.parameters()]
-
-
-@pytest.mark.parametrize(
-    ("leaf_module", "live_numel"),
-    [
-        pytest.param(None, 1_000_000_000, marks=pytest.mark.soak),
-        ({"classes": "Mixture", "names": ["first"]}, 1_000_000_000),
-        ({"classes": [f"{__name__}.Special"], "name_suffixes": ["cond"]}, 1),
-    ],
+LEAVES = Model(
+    Net,
+    lambda step, micro, rank: (torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank)), rank),
+    loss=lambda model, batch: model(*batch).square().mean(),
 )
-def test_ranks_call_different_experts_of_a_leaf(leaf_module: dict[str, Any] | None, live_numel: int) -> None:
-    for found in run_ranks(_train, 2, leaf_module, live_numel):
-        assert all(
-            ours == pytest.approx(theirs, rel=1e-5, abs=1e-7) for ours, theirs in zip(found, _plain(), strict=True)
-        )
+
+
+def _marked() -> Net:
+    model = Net()
+    utils.set_z3_leaf_modules(model, [Mixture])
+    return model
+
+
+MODELS = {"keys": LEAVES, "marked": replace(LEAVES, make=_marked)}
+
+
+def _leaf(live_numel: int, **leaf_module: Any) -> dict[str, Any]:
+    return {"stage3_max_live_parameters": live_numel, "leaf_module": leaf_module}
+
+
+def _on_ranks(rank: int) -> list[tuple[str, list[str]]]:
+    case = partial(Case, 3, "none", "fp32", 1, 0.0, threshold=0)
+    several = _leaf(1_000_000_000, classes="Mixture", names=["first"])
+    one = _leaf(1, classes=[f"{__name__}.Special"], name_suffixes=["cond"])
+    cases = [case(model="keys", keys=several), case(model="keys", keys=one), case(model="marked")]
+    return compare_all(rank, 2, cases, 3, models=MODELS)
+
+
+def test_ranks_call_different_experts_of_a_leaf_to_the_bits_of_the_plain_loop() -> None:
+    assert run_ranks(_on_ranks, 2) == [[], []]
 
 
 def test_marks_are_set_by_class_name_and_ending_and_taken_away(caplog: pytest.LogCaptureFixture) -> None:
-    model = _net()
+    model = Net()
     assert utils.set_z3_leaf_modules(model, ["Special"]) == [model.first]
     assert utils.set_z3_leaf_modules(model, [Mixture]) == [model.first, model.second]
     assert utils.get_z3_leaf_modules(model) == [model.first, model.second]

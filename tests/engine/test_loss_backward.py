@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import zstore
-from tests.engine.bits import engine_digests
+from tests.engine.bits import Case, Model, Run, all_released, compare
 from tests.engine.models import batch, make_net
-from tests.engine.runs import all_released, make_config, start, step, unchanged
+from tests.engine.runs import make_config, start, step, unchanged
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 
@@ -47,11 +47,6 @@ class Pair(nn.Module):
         return Output(sums[0] + sums[1], logits, {"sums": sums})
 
 
-def make_pair() -> Pair:
-    torch.manual_seed(3)
-    return Pair()
-
-
 LOSSES: dict[str, Callable[[Output], torch.Tensor]] = {
     "the model's": lambda out: out.loss,
     "of logits": lambda out: out.logits.float().sin().mean(),
@@ -60,54 +55,41 @@ LOSSES: dict[str, Callable[[Output], torch.Tensor]] = {
 }
 
 
-def pair_config(nvme: Path, overlap: str = "none", **keys: Any) -> dict[str, Any]:
-    place = {"device": "nvme", "nvme_path": str(nvme)}
-    zero = {"stage": 3, "offload_optimizer": place, "offload_param": place, "stage3_param_persistence_threshold": 0}
-    return make_config(3, zero_optimization=zero, zstore={"step_overlap": overlap}) | keys
+def pair(*names: str) -> Model:
+    """The model, with one of these losses after the other."""
+
+    def made(step: int, micro: int, rank: int) -> tuple[torch.Tensor, str]:
+        return batch(step, micro, rank, vocab=700)[0], names[(2 * step + micro) % len(names)]
+
+    return Model(Pair, made, lambda model, given: LOSSES[given[1]](model(given[0])))
 
 
-def train(config: dict[str, Any], *names: str, own: bool) -> tuple[list[str], float | None]:
-    """The state after two steps, with one of these losses after the other, by `engine.backward` or the loss' `own`."""
-    losses = itertools.cycle(LOSSES[name] for name in names)
-    with start(config, make_pair()) as engine:
-        for _ in range(2):
-            for micro in range(engine.gradient_accumulation_steps()):
-                loss = next(losses)(engine(batch(engine.global_steps, micro, engine.global_rank, vocab=700)[0]))
-                if own:
-                    loss.backward()  # type: ignore[no-untyped-call]
-                else:
-                    engine.backward(loss)
-                assert all_released(engine)
-                engine.step()
-            assert engine.was_step_applied()
-        return sorted(engine_digests(engine).items()), engine.get_global_grad_norm()
+ON_DISK = Case(3, "nvme", "fp32", 1, 0.0, threshold=0, parameters="nvme", own_backward=True)
 
 
-def check_ranks(rank: int, world_size: int, folder: str) -> None:
-    nvme = Path(folder)
-    for config in (pair_config(nvme, "forward"), pair_config(nvme, "backward"), make_config(1), make_config(2)):
-        assert train(config, *LOSSES, own=True) == train(config, *LOSSES, own=False)
+def on_rank(rank: int) -> list[list[str]]:
+    cases = [replace(ON_DISK, precision="bf16", accumulation=2, overlap=mode) for mode in ("forward", "backward")]
+    cases += [Case(stage, "none", "bf16", 2, 0.0, own_backward=True) for stage in (1, 2)]
+    return [compare(case, rank, 2, model=pair(*LOSSES)) for case in cases]
 
 
-def test_every_loss_trains_to_the_bits_of_engine_backward(tmp_path: Path) -> None:
-    run_ranks(check_ranks, 2, 2, str(tmp_path))
+def test_every_loss_trains_to_the_bits_of_the_plain_loop() -> None:
+    assert run_ranks(on_rank, 2) == [[[]] * 4] * 2
 
 
-@pytest.mark.parametrize("name", ["the model's", "of both"])
-def test_the_loss_scale_and_a_division_by_three_come_once(name: str, nvme: Path) -> None:
+def test_the_loss_scale_and_a_division_by_three_come_once() -> None:
     """To the bit where the loss is the model's, else to rounding, since three is no power of two."""
-    scaling = {"enabled": True, "initial_scale_power": 6}
-    config = pair_config(nvme, bf16={"enabled": False}, fp16=scaling, gradient_accumulation_steps=3)
-    own, engines = (train(config, name, own=each) for each in (True, False))
-    if name == "the model's":
-        assert own == engines
-    assert own[1] == pytest.approx(engines[1], rel=1e-3)
+    case = replace(ON_DISK, precision="fp16", accumulation=3)
+    assert compare(case, 0, 1, model=pair("the model's")) == []
+    with Run(case, 0, 1, model=pair("of both")) as run:
+        run.step()
+        assert run.engine.get_global_grad_norm() == pytest.approx(run.reference.norm, rel=1e-3)
 
 
-def test_several_forwards_and_backwards_make_the_gradients_of_the_plain_loop(nvme: Path) -> None:
-    fp32 = {"bf16": {"enabled": False}, "gradient_accumulation_steps": 1}
-    plain, ids = make_pair(), [batch(0, micro, 0, vocab=700)[0] for micro in range(3)]
-    with start(pair_config(nvme, **fp32), make_pair()) as engine:
+def test_several_forwards_and_backwards_make_the_gradients_of_the_plain_loop() -> None:
+    ids = [batch(0, micro, 0, vocab=700)[0] for micro in range(3)]
+    with Run(ON_DISK, 0, 1, model=pair("the model's")) as run:
+        plain, engine = run.reference.model, run.engine
         for model in (plain, engine):
             first, second = model(ids[0]), model(ids[1])
             with torch.no_grad():
@@ -116,32 +98,27 @@ def test_several_forwards_and_backwards_make_the_gradients_of_the_plain_loop(nvm
             first.logits.backward(gradient=torch.full_like(first.logits, 1e-3))
             torch.autograd.backward([model(ids[2]).loss, second.loss])
         for name, parameter in plain.named_parameters():
-            gradient = engine.get_gradient(name)
-            assert gradient is not None
-            assert parameter.grad is not None
-            torch.testing.assert_close(gradient, parameter.grad)
+            torch.testing.assert_close(engine.get_gradient(name), parameter.grad)
         engine.step()
         assert all_released(engine)
 
 
 def test_a_gradient_of_something_else_is_neither_scaled_nor_counted(nvme: Path) -> None:
-    config = pair_config(nvme, bf16={"enabled": False}, gradient_accumulation_steps=4)
-    plain = make_pair()
-    inputs = plain.embed(batch(0, 0, 0, vocab=700)[0]).detach().requires_grad_()
-    (expected,) = torch.autograd.grad(plain(inputs=inputs).loss, inputs)
-    other = nvme / "other"
-    other.mkdir()
-    frozen, *_ = zstore.initialize(model=make_pair(), config=pair_config(other, bf16={"enabled": False}), frozen=True)
-    with start(config, make_pair()) as engine, frozen:
+    config = make_config(3, "nvme", nvme, "nvme", bf16={"enabled": False})
+    with Run(replace(ON_DISK, accumulation=4), 0, 1, model=pair("the model's")) as run:
+        plain, engine = run.reference.model, run.engine
+        inputs = plain.embed(run.batches()[0][0][0]).detach().requires_grad_()
+        (expected,) = torch.autograd.grad(plain(inputs=inputs).loss, inputs)
         out = engine(inputs=inputs)
         (found,) = torch.autograd.grad(out.loss, inputs, retain_graph=True)
         assert torch.equal(found, expected)
         assert engine.get_gradient("embed.weight") is None
-        (found,) = torch.autograd.grad(frozen(inputs=inputs).loss, inputs)
-        assert torch.equal(found, expected)
-        frozen(inputs=inputs).loss.backward()
-        assert torch.equal(inputs.grad, expected)
-        assert all_released(frozen)
+        with zstore.initialize(model=copy.deepcopy(plain), config=config, frozen=True)[0] as frozen:
+            (found,) = torch.autograd.grad(frozen(inputs=inputs).loss, inputs)
+            assert torch.equal(found, expected)
+            frozen(inputs=inputs).loss.backward()
+            assert torch.equal(inputs.grad, expected)
+            assert all_released(frozen)
         out.loss.backward()
         assert all_released(engine)
         engine.step()
@@ -205,11 +182,11 @@ def test_what_the_engine_cannot_see_or_do_is_an_error() -> None:
 
 
 def test_the_loss_in_the_log_is_the_one_that_the_model_returned(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), start(make_config(0, steps_per_print=1), make_pair()) as engine:
+    with caplog.at_level("INFO"), start(make_config(0, steps_per_print=1), Pair()) as engine:
         for choose in (LOSSES["the model's"], LOSSES["of logits"]):
             for micro in range(2):
                 choose(engine(batch(0, micro, 0, vocab=700)[0])).backward()
                 engine.step()
     first, second = (record.getMessage() for record in caplog.records if "step" in record.getMessage())
-    assert first.startswith("step 1: loss 10.")
+    assert first.startswith("step 1: loss ")
     assert second.startswith("step 2: lr ")

@@ -15,8 +15,6 @@ import zstore
 from tests.engine.models import batch, make_net
 from tests.engine.runs import ADAM, make_config, start, state_of
 from zstore.engine import Engine
-from zstore.engine.config.config import load_config
-from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.sections import Fp16Section
 from zstore.engine.optim.optimizer import LossScaler
 from zstore.errors import NonFiniteError
@@ -263,10 +261,3 @@ def test_gradients_that_are_not_finite_are_skipped_where_asked(precision: str) -
         assert everything(engine) == before
         train(engine, 2)
         assert everything(engine) != before
-
-
-def test_the_setting_is_said_where_another_key_decides() -> None:
-    keys: dict[str, Any] = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
-    config = load_config(make_config(zstore={"non_finite_gradients": "apply"}, **keys))
-    notices = [str(notice) for notice in config.resolve(ResolveContext(world_size=1)).notices]
-    assert 'zstore.non_finite_gradients: is treated as "skip", because of fp16.enabled' in notices

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 import zstore
-from tests.engine.bits import digest
-from tests.engine.models import batch, make_net
+from tests.engine.bits import ADAM, Case, Rule, compare_all
 from tests.engine.runs import make_config, moved_since, start, step
-from zstore.engine import Engine
 from zstore.engine.config.optimizers import reduced_slots
 from zstore.errors import ConfigError, UsageError
 from zstore.io import LinkStatistics
+from zstore.optim import Lamb
 from zstore.testing.ranks import run_ranks
 
 KINDS = ("fp32", "bf16")
@@ -32,25 +31,6 @@ def with_moments(kind: str, stage: int = 1, tier: str = "none", nvme: str | Path
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def in_plain_python(model: nn.Module, steps: int) -> dict[str, torch.Tensor]:
-    """Train by torch's own AdamW, moments reduced after each step over whole tensors; return parameters and moments."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(named.values(), lr=1e-2, weight_decay=0.1, fused=True)
-    for number in range(1, steps + 1):
-        optimizer.zero_grad()
-        model(*batch(number - 1, 0, 0)).backward()
-        optimizer.step()
-        for name, parameter in named.items():
-            state = optimizer.state.get(parameter)
-            for half, slot in enumerate(("exp_avg", "exp_avg_sq") if state else ()):
-                state[slot].copy_(reduced(name, state[slot], number, half))
-    found = {f"model/{name}": p.detach() for name, p in named.items()}
-    for name, parameter in named.items():
-        state = optimizer.state.get(parameter, {})
-        found |= {f"{slot}/{name}": state[slot] for slot in ("exp_avg", "exp_avg_sq") if slot in state}
-    return found
-
-
 def reduced(name: str, values: torch.Tensor, number: int, half: int) -> torch.Tensor:
     """Return the values of a whole moment after stochastic rounding, in numpy."""
     flat = values.reshape(-1).numpy()
@@ -61,17 +41,51 @@ def reduced(name: str, values: torch.Tensor, number: int, half: int) -> torch.Te
     return torch.from_numpy(bits.astype(np.int32).view(np.float32)).view(values.shape)
 
 
-def test_a_run_has_the_bits_of_torch_s_adamw_with_moments_rounded_after_each_step() -> None:
-    expected = in_plain_python(make_net(), 3)
-    config = with_moments("bf16", bf16={"enabled": False}, gradient_accumulation_steps=1, scheduler=None)
-    with start(config) as engine:
-        for _ in range(3):
-            step(engine)
-        for key, values in expected.items():
-            slot, _, name = key.partition("/")
-            found = engine.get_full_parameter(name) if slot == "model" else engine.get_optimizer_state(name, slot)
-            assert found is not None
-            assert torch.equal(found, values), key
+def rounded(kind: Any, named: dict[str, nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
+    """An optimizer whose moments are rounded after each step, over whole tensors."""
+    optimizer: torch.optim.Optimizer = kind(named.values(), **settings)
+
+    def after(*_: object) -> None:
+        for name, parameter in named.items():
+            state = optimizer.state.get(parameter)
+            for half, slot in enumerate(("exp_avg", "exp_avg_sq") if state and parameter.grad is not None else ()):
+                state[slot].copy_(reduced(name, state[slot], int(state["step"]), half))
+
+    optimizer.register_step_post_hook(after)
+    return optimizer
+
+
+LAMB = {"lr": 1e-2, "weight_decay": 0.1}
+RULES = {
+    "AdamW": Rule(
+        lambda named: rounded(torch.optim.AdamW, named, **ADAM, fused=True), {"type": "AdamW", "params": ADAM}
+    ),
+    "Lamb": Rule(lambda named: rounded(Lamb, named, **LAMB), {"type": "Lamb", "params": LAMB}),
+}
+PLACES = [(0, "none", "none"), (1, "nvme", "forward"), (2, "cpu", "backward"), (3, "nvme", "forward")]
+
+
+def _bits(rank: int, world_size: int, precision: str, name: str) -> list[tuple[str, list[str]]]:
+    cases = [
+        Case(stage, tier, precision, 1, 0.0, overlap=overlap, own={"moments": "bf16"}, optimizer=name, resume=stage % 2)
+        for stage, tier, overlap in PLACES
+    ]
+    return compare_all(rank, world_size, cases, 3, rules=RULES)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "precision", "name"),
+    [
+        (1, "fp32", "AdamW"),
+        (2, "bf16", "AdamW"),
+        pytest.param(3, "fp32", "AdamW", marks=pytest.mark.soak),
+        pytest.param(2, "bf16", "Lamb", marks=pytest.mark.soak),
+    ],
+)
+def test_runs_have_the_bits_of_torch_with_moments_rounded_after_each_step(
+    world_size: int, precision: str, name: str
+) -> None:
+    assert run_ranks(_bits, world_size, world_size, precision, name) == [[]] * world_size
 
 
 def test_rounding_is_fair() -> None:
@@ -84,65 +98,6 @@ def test_rounding_is_fair() -> None:
         state.codec.of(record.name, 1, record.owned_range[0]).put([values], [out], 0)
     assert set(out.float().tolist()) == {1.0, 1 + 2**-7}
     assert out.double().mean().item() == pytest.approx(1 + 2**-9, abs=4 * 2**-7 * 0.43 / 2**8.5)
-
-
-RUNS = [(0, "none", "none"), (1, "nvme", "forward"), (2, "cpu", "backward"), (3, "nvme", "forward")]
-BITS = [("bf16", "AdamW", RUNS[:3])]
-"""Kind, optimizer and runs that are compared."""
-MORE_BITS = [("bf16", "AdamW", RUNS), ("bf16", "Lamb", RUNS)]
-
-
-def _bits(rank: int, nvme: str, folder: str, cases: list[Any]) -> list[list[dict[str, str]]]:
-    """Whole state after runs at several stages and tiers; one more goes on from a save."""
-    return [_bits_of(nvme, f"{folder}/{kind}-{name}", kind, name, runs) for kind, name, runs in cases]
-
-
-def _bits_of(nvme: str, folder: str, kind: str, name: str, runs: list[tuple[int, str, str]]) -> list[dict[str, str]]:
-    found = []
-    for stage, tier, overlap in runs:
-        keys: dict[str, Any] = {"zstore": {"step_overlap": overlap}}
-        keys["optimizer"] = {"type": name, "params": {"lr": 1e-2, "weight_decay": 0.1}}
-        config = with_moments(kind, stage, tier, nvme, train_batch_size=4, gradient_accumulation_steps=None, **keys)
-        with start({k: v for k, v in config.items() if v is not None}) as engine:
-            for number in range(3):
-                samples(engine)
-                if stage == 1 and number == 1:
-                    engine.save_checkpoint(folder, tag=kind)
-            found.append(whole_digests(engine))
-    with start({k: v for k, v in config.items() if v is not None}) as engine:
-        engine.load_checkpoint(folder, tag=kind)
-        samples(engine)
-        found.append(whole_digests(engine))
-    return found
-
-
-def samples(engine: Engine) -> None:
-    """One step on four samples, however many ranks share them."""
-    ids = torch.cat([batch(engine.global_steps, 0, rank)[0] for rank in range(2)])
-    for micro in range(engine.gradient_accumulation_steps()):
-        part = micro if engine.world_size == 1 else engine.global_rank
-        engine.backward(engine(ids[2 * part : 2 * part + 2]))
-        engine.step()
-
-
-def whole_digests(engine: Engine) -> dict[str, str]:
-    found = {}
-    for record in engine.training_state.trained:
-        for slot in ("exp_avg", "exp_avg_sq"):
-            values = engine.get_optimizer_state(record.name, slot)
-            assert values is not None
-            found[f"{slot}/{record.name}"] = digest(values.reshape(-1))
-        master = engine.get_full_parameter(record.name)
-        assert master is not None
-        found[record.name] = digest(master.reshape(-1))
-    return found
-
-
-@pytest.mark.parametrize("cases", [BITS, pytest.param(MORE_BITS, marks=pytest.mark.soak)], ids=["some", "more"])
-def test_every_stage_tier_step_mode_and_resume_has_the_same_bits(cases: list[Any], nvme: Path, tmp_path: Path) -> None:
-    for by_case in run_ranks(_bits, 2, str(nvme), str(tmp_path), cases):
-        for found in by_case:
-            assert all(one == found[0] for one in found)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------

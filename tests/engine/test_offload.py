@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import resource
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,15 @@ from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
 
 
-def _compare_direct(rank: int, cases: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+def _compare_direct(rank: int, cases: list[Case]) -> list[tuple[str, list[str]]]:
     fetch._DIRECT_NUMEL = 1
     return compare_all(rank, 3, cases)
 
 
 def test_large_parameters_are_gathered_in_place() -> None:
-    cases = [asdict(Case(3, "cpu", "bf16", 1, 0.25, threshold=0, parameters=tier)) for tier in ("cpu", "none")]
+    cases = [Case(3, "cpu", "bf16", 1, 0.25, threshold=0, parameters=tier) for tier in ("cpu", "none")]
     # More than a bucket holds goes the other way.
-    cases.append(asdict(Case(3, "cpu", "fp32", 1, 0.0, 2000, parameters="nvme")))
+    cases.append(Case(3, "cpu", "fp32", 1, 0.0, 2000, parameters="nvme"))
     for failed in run_ranks(_compare_direct, 3, cases):
         assert failed == []
 
@@ -50,9 +49,9 @@ def wide_net() -> torch.nn.Module:
 
 def offloaded(nvme: str | Path, tier: str = "nvme", **zero: Any) -> dict[str, Any]:
     """Return a config with parameters and optimizer state on `tier`."""
-    config = make_config(3, tier, nvme)
-    section = {"device": tier} | ({"nvme_path": str(nvme)} if tier == "nvme" else {})
-    config["zero_optimization"] |= {"offload_param": section | zero.pop("offload_param", {})} | zero
+    config = make_config(3, tier, nvme, tier)
+    config["zero_optimization"]["offload_param"] |= zero.pop("offload_param", {})
+    config["zero_optimization"] |= zero
     return config
 
 

@@ -1,10 +1,9 @@
-"""Optimizers of the client's: each element-wise one does on disk what torch does."""
+"""Optimizers: each has the bits of torch's class in a plain loop, on disk, on a device, on several ranks; and their names."""
 
 from __future__ import annotations
 
 import copy
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import zstore
-from tests.engine.bits import engine_digests, slot_digests
+from tests.engine.bits import Case, Model, Rule, compare, compare_all
 from tests.engine.fake_device import FakeDevice
-from tests.engine.models import batch, make_net
-from tests.engine.runs import make_config
-from tests.reference import Reference
-from zstore.engine import Engine
+from tests.engine.models import make_net
+from tests.engine.runs import make_config, start
 from zstore.engine.config.config import load_config
 from zstore.engine.config.optimizers import OPTIMIZERS
 from zstore.engine.config.resolve import ResolveContext
@@ -52,9 +48,13 @@ ELEMENT_WISE: dict[str, Make] = {
 }
 
 
+RULES = {
+    name: Rule(lambda named, make=make: make(named.values()))  # type: ignore[misc]
+    for name, make in ELEMENT_WISE.items()
+}
+
+
 def model() -> nn.Module:
-    """Its two weights are too large to stay in memory where state is on disk."""
-    torch.manual_seed(1)
     return nn.Sequential(nn.Linear(64, 301), nn.Tanh(), nn.Linear(301, 70))
 
 
@@ -62,57 +62,21 @@ def inputs(step: int) -> torch.Tensor:
     return torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
 
 
-def on_disk(folder: Path | str, stage: int = 1, **keys: Any) -> dict[str, Any]:
-    plain = {"gradient_accumulation_steps": 1, "bf16": {"enabled": False}, "scheduler": None, "optimizer": None}
-    return make_config(stage, "nvme", folder, **(plain | keys))
-
-
-def started(make: Make, folder: Path) -> Engine:
-    net = model()
-    return zstore.initialize(model=net, optimizer=make(net.parameters()), config=on_disk(folder))[0]
-
-
-def train(engine: Engine, step: int) -> None:
-    engine.backward(engine(inputs(step)).square().mean())
-    engine.step()
+def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
 
 
 @pytest.mark.parametrize("name", ELEMENT_WISE)
-def test_on_disk_each_does_what_torch_does_bit_for_bit(name: str, tmp_path: Path) -> None:
-    make, run, saves = ELEMENT_WISE[name], tmp_path / "run", tmp_path / "saves"
-    run.mkdir()
-    plain = model()
-    reference = make(plain.parameters())
-    with started(make, run) as engine:
-        for step in range(3):
-            train(engine, step)
-            reference.zero_grad()
-            plain(inputs(step)).square().mean().backward()
-            reference.step()
-            assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), plain.parameters(), strict=True))
-            if step == 0:
-                engine.save_checkpoint(str(saves))
-        state = engine.training_state.state
-        large = [r.name for r in state.records if r.numel * 4 > 64 << 10]
-        assert large == ["0.weight", "2.weight"]
-        for record, parameter in zip(state.records, plain.parameters(), strict=True):
-            for array in state.arrays_of(record)[1:]:
-                slot = reference.state[parameter][array.split("/")[1]].reshape(-1)
-                assert torch.equal(torch.from_numpy(state.store.read(array).wait()), slot), array
-        assert list(run.rglob("*.shard")) != []
-        whole = engine_digests(engine)
-    with started(make, run) as engine:
-        engine.load_checkpoint(str(saves))
-        for step in (1, 2):
-            train(engine, step)
-        assert engine_digests(engine) == whole
+def test_on_disk_each_does_what_torch_does_bit_for_bit(name: str) -> None:
+    assert compare(Case(1, "nvme", "fp32", 1, 0.0, resume=1), 0, 1, rule=RULES[name]) == []
 
 
 @pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_on_a_device_parameters_are_stepped_together_with_the_bits_of_torch(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, together = ELEMENT_WISE[name], TorchKernel.tiles
+    together = TorchKernel.tiles
     counts: list[int] = []
 
     def tiles(kernel: TorchKernel, scalars: Any, masters: Any, *others: Any) -> Any:
@@ -120,20 +84,11 @@ def test_on_a_device_parameters_are_stepped_together_with_the_bits_of_torch(
         return together(kernel, scalars, masters, *others)
 
     monkeypatch.setattr(TorchKernel, "tiles", tiles)
-    plain, net = model(), model()
-    reference = make(plain.parameters())
-    config = on_disk(tmp_path, zstore={"step_overlap": "none"})
-    config["zero_optimization"].pop("offload_optimizer")
-    given: dict[str, Any] = {"model": net, "optimizer": make(net.parameters()), "config": config}
-    with FakeDevice() as device, zstore.initialize(**given, _streams=device)[0] as engine:
-        for step in range(3):
-            counts.clear()
-            train(engine, step)
-            reference.zero_grad()
-            plain(inputs(step)).square().mean().backward()
-            reference.step()
-            assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), plain.parameters(), strict=True))
-    assert counts == [] if isinstance(reference, torch.optim.Adam) and "amsgrad" not in name else counts[-1] == 4
+    small = Model(model, lambda step, *_: inputs(step), loss_of)
+    with FakeDevice() as device:
+        case = Case(1, "none", "fp32", 1, 0.0)
+        assert compare(case, 0, 1, rule=RULES[name], model=small, _streams=device) == []
+    assert counts == [] if name in ("Adam", "AdamW") else counts[-1] == 4
 
 
 class Deep(nn.ModuleList):
@@ -146,13 +101,12 @@ class Deep(nn.ModuleList):
 
 
 @pytest.mark.parametrize("tier", ["none", "cpu"])
-def test_a_step_is_planned_anew_when_parameters_or_their_settings_differ(tier: str, tmp_path: Path) -> None:
+def test_a_step_is_planned_anew_when_parameters_or_their_settings_differ(tier: str) -> None:
     plain, calls = Deep(nn.Linear(130, 130) for _ in range(10)), list[str]()
     net = copy.deepcopy(plain)
     reference, made = (torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in (plain, net))
-    config = on_disk(tmp_path, 2, gradient_clipping=0)
-    config["zero_optimization"] = make_config(2, tier, tmp_path)["zero_optimization"]
-    with zstore.initialize(model=net, optimizer=made, config=config)[0] as engine:
+    plainly = {"gradient_accumulation_steps": 1, "bf16": {"enabled": False}, "scheduler": None, "optimizer": None}
+    with start(make_config(2, tier, **plainly), net, optimizer=made) as engine:
         for step, depth in enumerate((10, 10, 7, 7, 10, 10, 10, 10)):  # the last layers' step counts are behind
             torch.set_num_threads(1 + (step == 3))
             if step == 5:
@@ -183,85 +137,23 @@ def test_a_step_is_planned_anew_when_parameters_or_their_settings_differ(tier: s
         assert not state.plans  # they would keep the memory
 
 
-# -- on several ranks -------------------------------------------------------------------------------------------------
-
-# (precision, step mode, clip, accumulation, tier of the parameters)
+# Precision, micro-batches, clip, tier of the parameters, step mode.
 SETTINGS = [
-    ("bf16", "forward", 0.25, 2, "nvme"),
-    ("fp32", "backward", 0.0, 1, "none"),
-    ("bf16", "backward", 0.0, 1, "nvme"),
-    ("fp32", "forward", 0.25, 2, "none"),
+    ("bf16", 2, 0.25, "nvme", "forward"),
+    ("fp32", 1, 0.0, "none", "backward"),
+    ("bf16", 1, 0.0, "nvme", "backward"),
+    ("fp32", 2, 0.25, "none", "forward"),
 ]
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
-SCALARS = ("step", "mu_product", "eta", "mu")
-
-
-def scalars_that_differ(engine: Engine, reference: Reference) -> list[str]:
-    """Return the scalars that are not torch's, also of parameters of which this rank has no rows."""
-    found = {record.name: scalars for record, scalars in engine.training_state.state.scalars.items()}
-    return [
-        f"{scalar} of {name}: {found[name].get(scalar)}"
-        for name, master in reference.masters.items()
-        for scalar, value in reference.optimizer.state[master].items()
-        if master.grad is not None and scalar in SCALARS and found[name].get(scalar) != float(value)
-    ]
-
-
-def stepped(rank: int, name: str, precision: str, mode: str, clip: float, accumulation: int, tier: str) -> list[str]:
-    """Return what differs between engine and plain loop, on two ranks at stage 3, over three steps."""
-    differences: list[str] = []
-    make = ELEMENT_WISE[name]
-    with tempfile.TemporaryDirectory() as folder:
-        config = on_disk(folder, 3, bf16={"enabled": precision == "bf16"}, gradient_clipping=clip)
-        config |= {"gradient_accumulation_steps": accumulation, "zstore": {"step_overlap": mode}}
-        if tier != "none":
-            config["zero_optimization"]["offload_param"] = {"device": tier, "nvme_path": folder}
-        net = make_net()
-        reference = Reference(
-            make_net(), 2, stage=3, precision=precision, accumulation=accumulation, clip=clip, adam={"lr": 0.0}
-        )
-        reference.optimizer = make(reference.masters.values())
-        with zstore.initialize(model=net, optimizer=make(trained(net)), config=config)[0] as engine:
-            state = engine.training_state.state
-            rows = {record.name: record.owned_range for record in state.records}
-            # The scalar is the first rank's: the other takes its step without any rows.
-            assert (rows["blocks.0.gain"] == (0, 1)) == (rank == 0)
-            assert any(state.store.tier(array).name == "disk" for array in state.store.names())
-            for number in range(3):
-                batches = [[batch(number, micro, r) for r in range(2)] for micro in range(accumulation)]
-                reference.step(batches)
-                for micro in batches:
-                    engine.backward(engine(*micro[rank]))
-                    engine.step()
-                if clip:
-                    assert reference.norm > clip
-                assert engine.get_global_grad_norm() == reference.norm
-                differences += [f"step {number}: {scalar}" for scalar in scalars_that_differ(engine, reference)]
-                if number == 1:
-                    continue  # reading the state would wait for the update: let it run into the next forward
-                expected, found = slot_digests(engine, reference), engine_digests(engine)
-                differences += [f"step {number}: {key}" for key in expected if found.get(key) != expected[key]]
-            slots = {array.split("/")[1] for record in state.records for array in state.arrays_of(record)[1:]}
-            kept = {
-                slot for state in reference.optimizer.state.values() for slot, v in state.items() if torch.is_tensor(v)
-            }
-            assert slots == kept - set(SCALARS)
-    return differences
-
-
-def _stepped(rank: int, everything: bool) -> list[tuple[str, Any, list[str]]]:
+def _stepped(rank: int, everything: bool) -> list[tuple[str, list[str]]]:
     names = list(ELEMENT_WISE) if everything else list(ELEMENT_WISE)[1::2]
-    found = [
-        (name, settings, stepped(rank, name, *settings))
+    cases = [
+        Case(3, "nvme", *settings[:3], parameters=settings[3], overlap=settings[4], optimizer=name)
         for number, name in enumerate(names)
         for settings in (SETTINGS if everything else SETTINGS[number % 4 :][:1])
     ]
-    return [one for one in found if one[2]]
+    return compare_all(rank, 2, cases, 3, rules=RULES)
 
 
 @pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.soak)])
@@ -345,15 +237,17 @@ def test_arguments_that_a_class_refuses_are_an_error_of_the_config() -> None:
 
 def test_moments_are_used_as_they_are_without_bias_correction(tmp_path: Path) -> None:
     params = {"lr": 0.01, "bias_correction": False, "amsgrad": True, "maximize": True, "weight_decay": 0.1}
-    net, plain = model(), model()
-    section = {"type": "Adam", "params": params}
-    engine = zstore.initialize(model=net, config=on_disk(tmp_path, optimizer=section))[0]
+    net = model()
+    plain = copy.deepcopy(net)
+    keys: dict[str, Any] = {"gradient_accumulation_steps": 1, "bf16": {"enabled": False}, "scheduler": None}
+    engine = start(make_config(1, "nvme", tmp_path, optimizer={"type": "Adam", "params": params}, **keys), net)
     kept = {p: [torch.zeros_like(p) for _ in range(3)] for p in plain.parameters()}
     with engine, torch.no_grad():
         for number in range(3):
             with torch.enable_grad():
-                train(engine, number)
-                plain(inputs(number)).square().mean().backward()
+                engine.backward(loss_of(engine, inputs(number)))
+                engine.step()
+                loss_of(plain, inputs(number)).backward()
             for p, (moment, squares, largest) in kept.items():
                 moment.lerp_(-p.grad, 0.1)
                 squares.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)

@@ -1,19 +1,25 @@
-"""Schedules that a config names: DeepSpeed's values, and what a config may say of them."""
+"""Schedules: DeepSpeed's values, what a config may say of them, and training with them and torch's as in a plain loop."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
+import zstore
+from tests.engine.runs import make_config
 from tests.engine.schedule_cases import KNOWN, adam, made
+from zstore.engine import Engine
 from zstore.engine.config.config import load_config
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.optim.lr_schedules import LRSchedule, NamedSchedule, named_schedule
-from zstore.errors import ConfigError
+from zstore.errors import ConfigError, UsageError
 
 
 def setting_at_each_step(schedule: NamedSchedule, steps: int, name: str = "lr") -> list[list[Any]]:
@@ -142,42 +148,6 @@ def test_a_loops_own_step_of_an_engines_schedule_changes_nothing(caplog: pytest.
 
 # -- the config -------------------------------------------------------------------------------------------------------
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    (
-        {"type": "WarmupLR", "params": {"total_num_steps": 5}},
-        r"params\.total_num_steps: unknown key here \(.*have it\); the keys there are .*warmup_min_lr, warmup_max_lr",
-    ),
-    (
-        {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_min_lr": 0}},
-        r"warmup_min_lr: unknown key here \(.*have it\); did you mean scheduler\.params\.warmup_min_ratio\?",
-    ),
-    (
-        {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step": 1}},
-        r"cycle_first_step: unknown key; did you mean scheduler\.params\.cycle_first_step_size\?",
-    ),
-    ({"type": "WarmupLR", "params": {"lr": 1}}, r"params\.lr: unknown key; it belongs in optimizer\.params"),
-    ({"type": "WarmupDecayLR"}, r"scheduler\.params\.total_num_steps: the key is missing; expected a whole number"),
-    ({"type": "LRRangeTest", "params": {"lr_range_test_min_lr": []}}, r"or a list with one for each .*got \[\]"),
-    ({"type": "WarmupLR", "params": {"warmup_min_lr": [0, "auto"]}}, r"warmup_min_lr: expected a number of at least 0"),
-    (
-        {"type": "WarmupLR", "params": {"warmup_num_steps": -1}},
-        r"warmup_num_steps: expected a whole number of at least 0",
-    ),
-    ({"type": "OneCycle", "params": {"cycle_min_lr": "auto", "cycle_max_lr": 1}}, r'cycle_min_lr: .*got "auto"'),
-    ({"type": "WarmupLR", "params": 3}, r"scheduler\.params: expected an object .*got 3"),
-    (
-        {"type": "Cosine", "params": {"anything": 3}},
-        r'choose one of "WarmupLR", "WarmupDecayLR", .*"LRRangeTest"; got "Cosine"; or pass',
-    ),
-]
-
-
-@pytest.mark.parametrize(("scheduler", "message"), BAD, ids=[message[:40] for _, message in BAD])
-def test_a_wrong_key_is_named_with_what_is_near(scheduler: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        load_config({"scheduler": scheduler})
-    assert "problems" not in str(caught.value)
-
 
 def test_auto_as_hugging_face_users_write_it() -> None:
     keys = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
@@ -212,3 +182,87 @@ def test_a_schedule_goes_on_from_the_position_that_is_asked_for() -> None:
 
     whole = setting_at_each_step(schedule(), 9)
     assert setting_at_each_step(schedule(last_batch_iteration=3), 4) == whole[4:8]
+
+
+# -- in training ------------------------------------------------------------------------------------------------------
+
+
+def engine_with(scheduler: Any = None, **kwargs: Any) -> Engine:
+    torch.manual_seed(0)
+    keys = {"gradient_accumulation_steps": 1, "bf16": {"enabled": False}, "scheduler": scheduler}
+    return zstore.initialize(model=nn.Linear(4, 3), config=make_config(**keys), **kwargs)[0]
+
+
+def train(engine: Engine, steps: int) -> list[tuple[Any, ...]]:
+    """What each step used and left: rates, betas, weights."""
+    found = []
+    for _ in range(steps):
+        group = engine.optimizer.param_groups[0]
+        used = (group["lr"], tuple(group["betas"]))
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(engine.global_steps))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        found.append((*used, *(value for p in engine.parameters() for value in p.flatten().tolist())))
+    return found
+
+
+def plain_loop(steps: int, schedule: Callable[[torch.optim.Optimizer], Any]) -> list[tuple[Any, ...]]:
+    """The same in plain torch; `schedule` is one of torch's, or one of ours that is advanced."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    scheduler, found = schedule(optimizer), []
+    for step in range(steps):
+        group = optimizer.param_groups[0]
+        used = (group["lr"], tuple(group["betas"]))
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        (scheduler.advance if isinstance(scheduler, NamedSchedule) else scheduler.step)()
+        found.append((*used, *(value for p in model.parameters() for value in p.flatten().tolist())))
+    return found
+
+
+TORCHS: dict[str, Callable[[Any], Any]] = {
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=8),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=5, eta_min=1e-4),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[2]
+    ),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 4]),
+}
+
+
+NAMED = [{"type": name, "params": params} for name, params, _ in KNOWN[3::2]]
+
+
+@pytest.mark.parametrize("kind", [*NAMED, *TORCHS], ids=lambda kind: kind if isinstance(kind, str) else kind["type"])
+def test_the_engine_trains_with_those_of_a_config_and_torchs_and_resumes(kind: Any, tmp_path: Path) -> None:
+    def started() -> Engine:
+        return engine_with(lr_scheduler=TORCHS[kind]) if isinstance(kind, str) else engine_with(kind)
+
+    with started() as engine:
+        whole = train(engine, 3)
+        engine.save_checkpoint(str(tmp_path))
+        whole += train(engine, 4)
+    plain = TORCHS[kind] if isinstance(kind, str) else lambda o: made(kind["type"], kind["params"], o)
+    assert whole == plain_loop(7, plain)
+    with started() as engine:
+        engine.load_checkpoint(str(tmp_path))
+        assert train(engine, 4) == whole[3:]
+
+
+def test_a_scheduler_that_needs_a_metric_is_stepped_in_the_loop() -> None:
+    make = lr_scheduler.ReduceLROnPlateau
+    with pytest.raises(UsageError, match=r"ReduceLROnPlateau needs a metric .* leave it out of initialize"):
+        engine_with(lr_scheduler=make)
+    with engine_with() as engine:
+        scheduler = make(engine.optimizer, factor=0.5, patience=0)
+        used = []
+        for _ in range(3):
+            used += [step[0] for step in train(engine, 1)]
+            scheduler.step(1.0)
+    assert used == [1e-2, 1e-2, 5e-3]

@@ -6,7 +6,6 @@ import errno
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from tests import warm
 from tests.engine.bits import engine_digests
-from tests.engine.runs import make_config, start, state_of
+from tests.engine.runs import start, state_of
 from tests.engine.step_modes import (
     WIDTH,
     Branches,
@@ -30,40 +29,10 @@ from tests.engine.step_modes import (
     step,
 )
 from zstore.engine import Engine
-from zstore.engine.config.config import load_config
-from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.optim import update
 from zstore.errors import NonFiniteError, RankError, UsageError
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks
-
-NOTICES = [
-    ({"gradient_clipping": 1.0}, 3, 'is treated as "forward": clipping'),
-    ({"fp16": {"enabled": True}}, 3, 'is treated as "forward": clipping'),
-    ({"bf16": {"enabled": True, "check_grad_overflow": True}}, 3, 'is treated as "forward": clipping'),
-    ({"gradient_clipping": 1.0}, 2, 'is treated as "none": only what is gathered'),
-    ({}, 1, 'is treated as "none": at stages 0 and 1'),
-    ({}, 3, None),
-]
-
-
-@pytest.mark.parametrize(("keys", "stage", "message"), NOTICES)
-def test_what_the_mode_comes_to_is_reported_once(keys: dict[str, Any], stage: int, message: str | None) -> None:
-    given = make_config(stage, zstore={"step_overlap": "backward"}) | {"bf16": {"enabled": False}} | keys
-    notices = [str(n) for n in load_config(given).resolve(ResolveContext(world_size=2)).notices]
-    assert [n for n in notices if "step_overlap" in n] == ([] if message is None else notices[-1:])
-    assert message is None or message in notices[-1]
-
-
-@pytest.mark.parametrize(
-    ("offloads", "mode"), [((), "none"), (("offload_optimizer",), "forward"), (("offload_param",), "forward")]
-)
-def test_auto_runs_behind_where_anything_is_offloaded(offloads: tuple[str, ...], mode: str) -> None:
-    zero = {"stage": 3} | {key: {"device": "cpu"} for key in offloads}
-    given = {"train_batch_size": 1, "zero_optimization": zero, "zstore": {"step_overlap": "auto"}}
-    resolved = load_config(given).resolve(ResolveContext(world_size=1))
-    assert resolved.step_overlap == mode
-    assert [n for n in resolved.notices if n.key == "zstore.step_overlap"] == []
 
 
 def _non_finite(rank: int, folder: str) -> str:

@@ -6,6 +6,8 @@ import _thread
 import errno
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,14 @@ import pytest
 import torch
 
 import zstore
-from tests.engine.bits import engine_digests
+from tests.engine.bits import Case, Model, compare
 from tests.engine.runs import start, state_of
-from tests.engine.step_modes import WIDTH, Branches, config, data, expected, held, make_model, opening, plain, say, step
+from tests.engine.step_modes import WIDTH, Branches, config, data, expected, held, make_model, opening, plain, step
 from zstore.checkpoint.reader import tags
 from zstore.engine import Engine
-from zstore.errors import CheckpointError, RankError, StorageError, UsageError
+from zstore.errors import CheckpointError, StorageError, UsageError
 from zstore.io.files import OpenFile
 from zstore.testing.faults import Fault, FaultyFiles
-from zstore.testing.ranks import run_ranks
 
 # -- forward: step() fixes everything ---------------------------------------------------------------------------------
 
@@ -69,30 +70,18 @@ def test_any_forward_applies_the_update(nvme: Path) -> None:
         assert state_of(engine) == state_of(other)
 
 
-def _branches(given: dict[str, Any], orders: list[list[int]], reentrant: bool | None) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = Branches()
-    model.reentrant = reentrant
-    with start(given, model) as engine:
-        for order in orders:
-            model.order = order
-            engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)))
-            engine.step()
-        return engine_digests(engine)
-
-
 ORDERS = [[0, 1, 2, 3], [0, 2], [3, 1], [1, 1, 0], [0, 1, 2, 3]]
 """Layers that go unused keep every bit, though weight decay would change them."""
 
 
-@pytest.mark.parametrize("mode", ["forward", "backward"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_layers_that_come_and_go_have_the_bits_of_none(mode: str, reentrant: bool | None, nvme: Path) -> None:
+def test_layers_that_come_and_go_have_the_bits_of_the_plain_loop(reentrant: bool | None) -> None:
     orders = ORDERS if reentrant is not True else [[1, 1, 0, 2], [1, 1, 0], [1, 2, 0]]
-    wanted = _branches(plain(), orders, reentrant)
-    assert _branches(config(mode, nvme), orders, reentrant) == wanted
-    if mode == "backward":
-        assert _branches(plain(zstore={"step_overlap": mode}), orders, reentrant) == wanted
+    x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+    model = Model(partial(Branches, reentrant), lambda step, *_: (x.clone(), orders[step % len(orders)]))
+    on_disk = Case(3, "nvme", "bf16", 1, 0.0, threshold=0, parameters="nvme", overlap="backward")
+    for case in (on_disk, replace(on_disk, overlap="forward"), Case(0, "none", "bf16", 1, 0.0, overlap="backward")):
+        assert compare(case, 0, 1, len(orders), model=model) == []
 
 
 # -- forward: who waits -----------------------------------------------------------------------------------------------
@@ -248,67 +237,3 @@ def test_a_save_given_up_leaves_no_pin(nvme: Path, tmp_path: Path) -> None:
             engine.wait_for_checkpoint()
         engine.training_state.update.wait()
         assert _pins(engine) == 0
-
-
-# -- errors in the update's thread ------------------------------------------------------------------------------------
-
-
-def _disk_error(rank: int, mode: str, folder: str, world_size: int) -> dict[str, Any]:
-    """A write of rank 0's fails in the update of step 2; a load mends that, and step 2 is taken again."""
-    files = FaultyFiles()
-    found: dict[str, Any] = {}
-    with start(config(mode, f"{folder}/nvme"), make_model(), _files=files) as engine:
-        step(engine)
-        engine.save_checkpoint(f"{folder}/ckpt")
-        if rank == 0:
-            files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO, times=None))
-        try:
-            step(engine)
-            step(engine)
-        except (StorageError, RankError) as error:
-            found["error"] = type(error).__name__, say(error)
-        files.heal()
-        for name, refused in {
-            "train": lambda: step(engine),
-            "save": lambda: engine.save_checkpoint(f"{folder}/torn"),
-            "read": lambda: engine.get_full_parameter("blocks.0.up.weight"),
-        }.items():
-            try:
-                refused()
-            except Exception as error:
-                found[name] = say(error)
-        engine.load_checkpoint(f"{folder}/ckpt")
-        step(engine)
-        found["digests"] = engine_digests(engine)
-        return found
-
-
-def _without_error(rank: int, folder: str) -> dict[str, str]:
-    with start(config("none", folder), make_model()) as engine:
-        step(engine)
-        step(engine)
-        return engine_digests(engine)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "mode"),
-    [
-        (1, "backward"),
-        (2, "forward"),
-        pytest.param(1, "forward", marks=pytest.mark.soak),
-        pytest.param(2, "backward", marks=pytest.mark.soak),
-    ],
-)
-def test_a_disk_error_is_raised_on_every_rank_and_a_load_mends(world_size: int, mode: str, tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
-    good = run_ranks(_without_error, world_size, str(tmp_path / "nvme"))
-    for rank, found in enumerate(run_ranks(_disk_error, world_size, mode, str(tmp_path), world_size)):
-        kind, text = found["error"]
-        assert kind == ("StorageError" if rank == 0 else "RankError")
-        assert "in the update of step 2, which was applied in part" in text
-        assert "Input/output error" in text
-        assert "the state is inconsistent" in found["save"] or "rank 0 of 2 failed" in found["save"]
-        assert found["train"]
-        assert found["read"]
-        assert found["digests"] == good[rank]
-    assert not (tmp_path / "torn").exists()

@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,12 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zstore
-from tests.engine.runs import placed
+from tests.engine.bits import Case, Model, Run, compare
 from zstore.engine import Engine
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
-
-STEPS = 3
 
 
 class Block(nn.Module):
@@ -45,7 +43,7 @@ class Net(nn.Module):
         self.shift = nn.Parameter(torch.randn(24) * 0.1)
         self.way = WAYS[way]
         self.kept = [list(self.parameters())]
-        self.groups: list[dict[str, Any]] = []
+        self.groups = [{"params": self.kept[0]}]
         ups = [block.up.weight for block in self.blocks]
         self.closure = lambda: ups
 
@@ -131,131 +129,77 @@ WAYS: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
     "reentrant": lambda net, x: checkpointed(net, x, reentrant=True),
     "checkpointed": lambda net, x: checkpointed(net, x, reentrant=False),
 }
-ZEROS: dict[str, dict[str, Any]] = {
-    "cpu, little room": {
-        "offload_param": {"device": "cpu"},
-        "offload_optimizer": {"device": "cpu"},
-        "stage3_max_live_parameters": 5000,
-    },
-    "nvme": {"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
-    "nvme, no room": {"offload_param": {"device": "nvme"}, "stage3_max_live_parameters": 0},
+PLACES = {
+    "memory, little room": Case(
+        3, "cpu", "fp32", 1, 0.0, threshold=0, parameters="cpu", keys={"stage3_max_live_parameters": 5000}
+    ),
+    "disk": Case(3, "nvme", "fp32", 1, 0.0, threshold=0, parameters="nvme"),
+    "disk, no room": Case(
+        3, "none", "fp32", 1, 0.0, threshold=0, parameters="nvme", keys={"stage3_max_live_parameters": 0}
+    ),
+    "no tier": Case(3, "none", "fp32", 1, 0.0, threshold=0),
 }
 
 
-def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randint(50, (2, 7), generator=torch.Generator().manual_seed(10 * step + rank))
+def ids_of(step: int, micro: int, rank: int) -> tuple[torch.Tensor]:
+    return (torch.randint(50, (2, 7), generator=torch.Generator().manual_seed(10 * step + rank)),)
 
 
-def make(way: str) -> Net:
-    torch.manual_seed(0)
-    return Net(way)
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    if isinstance(model, Engine):
+        model.module.groups = model.optimizer.param_groups
+    loss: torch.Tensor = model(*batch)
+    return loss
 
 
-Found = tuple[list[float], dict[str, torch.Tensor]]
+MODELS = {way: Model(partial(Net, way), ids_of, loss_of, evaluates_in=(torch.no_grad,)) for way in WAYS}
 
 
-def plain(way: str, world_size: int = 1) -> Found:
-    net, losses = make(way), []
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
-    net.groups = optimizer.param_groups
-    for step in range(STEPS):
-        gradients = []
-        for rank in range(world_size):
-            loss = net(batch(step, rank))
-            losses += [loss.item()] if rank == 0 else []
-            (loss / world_size).backward()
-            gradients.append([p.grad for p in net.parameters()])
-            optimizer.zero_grad()
-        for p, *each in zip(net.parameters(), *gradients, strict=True):
-            p.grad = sum(each[1:], each[0])
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        losses.append(net(batch(STEPS, 0)).item())
-    return losses, {name: p.detach() for name, p in net.named_parameters()}
-
-
-def start(model: nn.Module, zero: dict[str, Any], folder: str) -> Engine:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **placed(zero, folder)},
-    }
-    return zstore.initialize(model=model, config=config)[0]
-
-
-def trained(engine: Engine, rank: int = 0) -> Found:
-    losses = []
-    engine.module.groups = engine.optimizer.param_groups
-    for step in range(STEPS):
-        loss = engine(batch(step, rank))
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    with torch.no_grad():
-        losses.append(engine(batch(STEPS, 0)).item())
-    assert not any(unit.is_in_use for unit in engine.training_state.hooks.units.all)
-    return losses, {name: engine.get_full_parameter(name) for name, _ in engine.module.named_parameters()}
-
-
-def differences(found: Found, wanted: Found) -> list[str]:
-    differing = [
-        f"{name}: {(one - wanted[1][name]).abs().max()}"
-        for name, one in found[1].items()
-        if not torch.equal(one, wanted[1][name])
-    ]
-    return differing + ([] if found[0] == wanted[0] else [f"losses {found[0]}, not {wanted[0]}"])
+def none_is_in_use(run: Run) -> None:
+    assert not any(unit.is_in_use for unit in run.engine.training_state.hooks.units.all)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_weight_has_its_values_however_a_forward_reaches_it(way: str, tmp_path: Path) -> None:
-    wanted = plain(way)
-    for zero in ZEROS.values():
-        with start(make(way), zero, str(tmp_path)) as engine:
-            assert differences(trained(engine), wanted) == []
+def test_a_weight_has_its_values_however_a_forward_reaches_it(way: str) -> None:
+    for place in ("memory, little room", "disk", "disk, no room"):
+        assert compare(PLACES[place], 0, 1, model=MODELS[way], end=none_is_in_use) == [], place
 
 
-def ways_of_rank(rank: int, folder: str) -> dict[str, Any]:
+def on_rank(rank: int) -> dict[str, list[str]]:
     found = {}
     for number, way in enumerate(WAYS):
-        zero = {} if number % 2 else ZEROS["nvme, no room"]
-        with start(make(way), zero, folder) as engine:
-            losses, state = trained(engine, rank)
-        found[way] = losses, {name: value.numpy() for name, value in state.items()}
-    return found
-
-
-def test_at_two_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(ways_of_rank, 2, str(tmp_path))
-    wanted = {way: plain(way, 2) for way in WAYS}
-    for name, (losses, state) in first.items():
-        found = losses[:STEPS], {key: torch.from_numpy(value) for key, value in state.items()}
-        losses_, weights = wanted[name]
-        if name == "reentrant":  # gradients in two parts, each of which is reduced in the first backward
-            torch.testing.assert_close(found[1], weights)
+        case = PLACES["no tier" if number % 2 else "disk, no room"]
+        if way == "reentrant":  # gradients in two parts, each of which is reduced in the first backward
+            with Run(case, rank, 2, model=MODELS[way]) as run:
+                run.step()
+                for name, parameter in run.parameters.items():
+                    torch.testing.assert_close(run.engine.get_full_parameter(name), parameter.detach())
         else:
-            assert differences(found, (losses_[:STEPS], weights)) == [], name
-        assert all((value == second[name][1][key]).all() for key, value in state.items()), name
+            found[way] = compare(case, rank, 2, model=MODELS[way], end=none_is_in_use)
+    return {way: differing for way, differing in found.items() if differing}
 
 
-def test_weights_take_turns_if_there_is_no_room_for_all(tmp_path: Path) -> None:
+def test_at_two_ranks() -> None:
+    assert run_ranks(on_rank, 2) == [{}, {}]
+
+
+def test_weights_take_turns_if_there_is_no_room_for_all() -> None:
     peaks = []
-    for more in ({"stage3_max_live_parameters": 0}, {}):
-        with start(make("parameters"), {"offload_param": {"device": "cpu"}, **more}, str(tmp_path)) as engine:
-            trained(engine)
-            sizes = [unit.numel for unit in engine.training_state.hooks.units.all]
-            peaks.append(engine.statistics().units.live_peak_numel)
+    for keys in ({"stage3_max_live_parameters": 0}, None):
+        case = Case(3, "none", "fp32", 1, 0.0, threshold=0, parameters="cpu", keys=keys)
+        with Run(case, 0, 1, model=MODELS["parameters"]) as run:
+            run.step()
+            sizes = [unit.numel for unit in run.engine.training_state.hooks.units.all]
+            peaks.append(run.engine.statistics().units.live_peak_numel)
     assert peaks[0] <= 2 * max(sizes)
-    assert peaks[1] == sum(p.numel() for p in make("parameters").parameters())
+    assert peaks[1] == sum(p.numel() for p in run.parameters.values())
 
 
 @pytest.fixture
-def resting(tmp_path: Path) -> Iterator[Engine]:
-    with start(make("list"), ZEROS["nvme"], str(tmp_path)) as engine:
-        trained(engine)
-        yield engine
+def resting() -> Iterator[Engine]:
+    with Run(PLACES["disk"], 0, 1, model=MODELS["list"]) as run:
+        run.step()
+        yield run.engine
 
 
 OUTSIDE: dict[str, Callable[[nn.Parameter], object]] = {
@@ -285,7 +229,7 @@ def test_outside_of_a_forward_the_first_operation_names_the_weight(way: str, res
 
 
 def test_whatever_needs_no_values_is_that_of_the_weight(resting: Engine) -> None:
-    for (name, ours), theirs in zip(resting.module.named_parameters(), make("list").parameters(), strict=True):
+    for (name, ours), theirs in zip(resting.module.named_parameters(), Net("list").parameters(), strict=True):
         assert isinstance(ours, nn.Parameter)
         for fact in ("shape", "dtype", "device", "layout"):
             assert getattr(ours, fact) == getattr(theirs, fact)
@@ -322,14 +266,13 @@ def test_copies_and_pickles_have_the_values(resting: Engine) -> None:
     assert copied[0].weight is copied[1].weight
 
 
-def test_a_closed_engines_weights_say_so(tmp_path: Path) -> None:
-    with start(make("list"), ZEROS["cpu, little room"], str(tmp_path)) as engine:
-        model, offloaded = engine.module, engine
-        offloaded.offload_states()
+def test_a_closed_engines_weights_say_so() -> None:
+    with Run(PLACES["memory, little room"], 0, 1, model=MODELS["list"]) as run:
+        model = run.engine.module
+        run.engine.offload_states()
         with pytest.raises(UsageError, match=r"'shift'.*"):
             model.shift.sum()
-        offloaded.reload_states()
-        engine.backward(engine(batch(0, 0)))
-        engine.step()
+        run.engine.reload_states()
+        run.step()
     with pytest.raises(UsageError, match=r"parameter 'embed\.weight', which has no values: its engine was closed"):
-        model(batch(0, 0))
+        model(*ids_of(0, 0, 0))

@@ -1,9 +1,11 @@
-"""Optimizers that need whole tensors: the bits of the class in a plain loop, at every stage, tier and world size."""
+"""Optimizers that need whole tensors: the bits of the class in a plain loop, at every stage, tier and world size; a client's
+own object at stage 0."""
 
 from __future__ import annotations
 
-import tempfile
-from collections import Counter
+import json
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,139 +14,167 @@ import torch
 from torch import nn
 
 import zstore
-from tests.engine.bits import digest, engine_digests, slot_digests
+from tests.engine.bits import Case, Rule, Run, compare, digest
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config
-from tests.reference import Reference
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
-from zstore.engine.config.config import load_config
-from zstore.engine.config.resolve import ResolveContext
-from zstore.engine.report.statistics import placed_arrays
-from zstore.errors import CheckpointMismatchError
+from zstore.errors import CheckpointMismatchError, UsageError
 from zstore.optim import Lamb, MuonWithAdam
 from zstore.testing.ranks import run_ranks
 
+Named = dict[str, nn.Parameter]
 PARAMS: dict[str, dict[str, Any]] = {
     "Lamb": {"lr": 1e-2, "weight_decay": 0.01},
     "Adafactor": {"lr": 1e-2, "weight_decay": 0.01},
     "Muon": {"muon_lr": 0.02, "adam_lr": 3e-3, "weight_decay": 0.01},
 }
-SETTINGS = [
-    (3, "nvme", "bf16", 0.25, 2, "nvme"),
-    (2, "cpu", "fp32", 0.0, 1, "none"),
-    (1, "nvme", "fp32", 0.25, 2, "none"),
-    (0, "none", "bf16", 0.0, 1, "none"),
-]
-"""Stage, tier of the state, precision, clip, micro-batches of a step, tier of the parameters."""
+MATRICES = {"unused.weight", *(f"blocks.{i}.{which}.weight" for i in (0, 1) for which in ("up", "down"))}
 
 
-def made(name: str, masters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """The class in a plain loop; Muon's groups are written down here."""
-    if name == "Lamb":
-        return Lamb(masters.values(), **PARAMS[name])
-    if name == "Adafactor":
-        return torch.optim.Adafactor(masters.values(), **PARAMS[name])
-    hidden = [p for n, p in masters.items() if n in MATRICES]
-    others = [p for n, p in masters.items() if n not in MATRICES]
+def _muon(named: Named) -> torch.optim.Optimizer:
+    """Muon's groups are written down here."""
+    hidden = [p for n, p in named.items() if n in MATRICES]
+    others = [p for n, p in named.items() if n not in MATRICES]
     muon = {"params": hidden, "use_muon": True, "lr": 0.02, "weight_decay": 0.01}
     adam = {"params": others, "use_muon": False, "lr": 3e-3, "weight_decay": 0.01, "fused": True}
     return MuonWithAdam([muon, adam])
 
 
-MATRICES = {"unused.weight", *(f"blocks.{i}.{which}.weight" for i in (0, 1) for which in ("up", "down"))}
+class OwnLamb(torch.optim.Optimizer):
+    """A step as long as the whole weight, along the mean of gradients that are clipped by the norm of all."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in trained]).norm().clamp(min=1.0)
+        for p in trained:
+            state = self.state[p]
+            if not state:
+                state |= {"step": 0, "mean": torch.zeros_like(p)}
+            state["step"] += 1
+            mean = state["mean"].lerp_(p.grad / total, 0.1)
+            p.sub_(mean * (self.defaults["lr"] * p.norm() / mean.norm().clamp(min=1e-6)))
+
+
+CLIENTS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
+    "client's Adafactor": lambda named: torch.optim.Adafactor(named.values(), lr=0.05, weight_decay=0.01),
+    "client's Lamb": lambda named: OwnLamb(named.values()),
+    "client's Muon": lambda named: torch.optim.Muon([p for p in named.values() if p.ndim == 2], lr=0.05),
+}
+RULES = {name: Rule(make) for name, make in CLIENTS.items()} | {
+    name: Rule(make, {"type": name.lower(), "params": PARAMS[name]})
+    for name, make in {
+        "Lamb": lambda named: Lamb(named.values(), **PARAMS["Lamb"]),
+        "Adafactor": lambda named: torch.optim.Adafactor(named.values(), **PARAMS["Adafactor"]),
+        "Muon": _muon,
+    }.items()
+}
+
+
+def _check_whole(run: Run) -> None:
+    """Whole slots are those of the plain loop."""
+    state, reference = run.engine.training_state.state, run.reference
+    for record in state.scalars:
+        for slot in state.slots_of(record):
+            own = reference.optimizer.state[reference.masters[record.name]].get(slot.name)
+            assert own is None or torch.equal(run.engine.get_optimizer_state(record.name, slot.name), own)
+
+
+def _trained(rank: int, world_size: int, cases: list[Case]) -> list[tuple[str, list[str]]]:
+    """Return what differs between engine and plain loop, where the second half of the steps is resumed."""
+    found = []
+    for case in cases:
+        end = {"end": _check_whole} if case.optimizer in PARAMS else {}
+        found.append((str(case), compare(case, rank, world_size, 2 * case.resume, rule=RULES[case.optimizer], **end)))
+    return [one for one in found if one[1]]
+
+
+# The first three have one of the rules each; the last has all.
+PLACES = [
+    Case(3, "nvme", "bf16", 2, 0.25, parameters="nvme", resume=1, optimizer="Lamb"),
+    Case(2, "cpu", "fp32", 1, 0.0, resume=1, optimizer="Adafactor"),
+    Case(1, "nvme", "fp32", 2, 0.25, resume=1, optimizer="Muon"),
+]
+WHOLE = [Case(0, "none", "bf16", 1, 0.0, resume=1, optimizer=name) for name in ("Muon", "Adafactor")]
+OWN = [
+    Case(0, "none", precision, 2, 0.3, resume=2, optimizer=name) for name in CLIENTS for precision in ("fp32", "bf16")
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (1, OWN),
+        (2, PLACES + OWN[1:2]),
+        pytest.param(1, PLACES + WHOLE, marks=pytest.mark.soak),
+        pytest.param(2, WHOLE + OWN, marks=pytest.mark.soak),
+    ],
+    ids=["1", "2", "1-more", "2-more"],
+)
+def test_each_does_what_its_class_does_bit_for_bit_and_resumes(world_size: int, cases: list[Case]) -> None:
+    for failed in run_ranks(_trained, world_size, world_size, cases, timeout_s=240):
+        assert failed == []
+
+
+# -- a client's own object at stage 0 ---------------------------------------------------------------------------------
+
+
+def started(make: Callable[[Any], torch.optim.Optimizer], **keys: Any) -> Engine:
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}, "gradient_clipping": 0.0} | keys
+    net = make_net()
+    return zstore.initialize(model=net, optimizer=make(net.parameters()), config=config)[0]
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_step_that_is_skipped_is_not_taken(skipped: bool) -> None:
+    with started(OwnLamb, fp16={"enabled": True, "initial_scale_power": 4}) as engine:
+        loss = engine(*batch(0, 0, 0))
+        engine.backward(loss * (math.inf if skipped else 1.0))
+        engine.step()
+        assert engine.skipped_steps == int(skipped)
+        assert bool(engine.optimizer.state) is not skipped
+
+
+def test_what_steps_whole_tensors_is_refused_where_that_cannot_be() -> None:
+    with pytest.raises(UsageError, match=r"LBFGS .* closure"):
+        started(torch.optim.LBFGS)
+    refused = [
+        ({"step_overlap": "backward"}, "Lamb .* take step_overlap out"),
+        ({"moments": "bf16"}, '"moments": .* OwnLamb, .* leave the key out'),
+    ]
+    for own, message in refused:
+        with pytest.raises(UsageError, match=message):
+            started(OwnLamb, zstore=own, bf16={"enabled": True})
+    message = r"Lamb .* sharded \(stages 1 to 3\) or offloaded .* stage 0 without offload"
+    with pytest.raises(UsageError, match=message):
+        started(OwnLamb, zero_optimization={"stage": 1})
+
+
+def test_a_checkpoint_without_the_optimizers_state_is_refused(tmp_path: Path) -> None:
+    with started(lambda parameters: torch.optim.SGD(parameters, lr=0.1)) as engine:
+        engine.backward(engine(*batch(0, 0, 0)))
+        engine.step()
+        engine.save_checkpoint(str(tmp_path))
+    with started(OwnLamb) as engine:
+        before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        with pytest.raises(CheckpointMismatchError, match="as OwnLamb does"):
+            engine.load_checkpoint(str(tmp_path))
+        assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+        engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+        with pytest.raises(UsageError, match="is a reserved key"):
+            engine.save_checkpoint(str(tmp_path), client_state={"zstore.client_optimizer": json.dumps({})})
 
 
 def config_of(name: str, folder: str, stage: int, tier: str, **keys: Any) -> dict[str, Any]:
     section = {"type": name.lower(), "params": PARAMS[name]}
     plain = {"gradient_accumulation_steps": 1, "bf16": {"enabled": False}, "scheduler": None, "optimizer": section}
     return make_config(stage, tier, folder, **(plain | keys))
-
-
-def misplanned(engine: Engine) -> list[str]:
-    """Return the slots whose planned bytes are not those that there are."""
-    training = engine.training_state
-    measured: Counter[tuple[str, str]] = Counter()
-    for name, tier, _, nbytes in placed_arrays(training):
-        measured[name.split("/")[1], tier] += nbytes
-    slots = {slot.name for record in training.state.scalars for slot in training.state.slots_of(record)}
-    held = {slot: training.plan.held[slot] for slot in slots}
-    planned = {(slot, tier): getattr(held[slot], tier) for slot in slots for tier in ("device", "host", "disk")}
-    return [f"{key}: {nbytes}, {measured[key]}" for key, nbytes in planned.items() if nbytes != measured[key]]
-
-
-def trained(
-    rank: int, world_size: int, name: str, settings: tuple[int, str, str, float, int, str], saves: str
-) -> list[str]:
-    """Return what differs between engine and plain loop over two steps, the last one resumed."""
-    stage, tier, precision, clip, accumulation, parameters = settings
-    differences: list[str] = []
-    reference = Reference(
-        make_net(), world_size, stage=stage, precision=precision, accumulation=accumulation, clip=clip, adam={"lr": 0.0}
-    )
-    reference.optimizer = made(name, reference.masters)
-    with tempfile.TemporaryDirectory() as folder:
-        keys = {"bf16": {"enabled": precision == "bf16"}, "gradient_clipping": clip}
-        keys |= {"gradient_accumulation_steps": accumulation}
-        config = config_of(name, folder, stage, tier, **keys)
-        if parameters != "none":
-            config["zero_optimization"]["offload_param"] = {"device": parameters, "nvme_path": folder}
-        for steps in (range(1), range(1, 2)):
-            with zstore.initialize(model=make_net(), config=config)[0] as engine:
-                assert misplanned(engine) == []
-                if steps.start:
-                    engine.load_checkpoint(saves)
-                for number in steps:
-                    batches = [[batch(number, micro, r) for r in range(world_size)] for micro in range(accumulation)]
-                    reference.step(batches)
-                    for micro in batches:
-                        engine.backward(engine(*micro[rank]))
-                        engine.step()
-                    if engine.get_global_grad_norm() != reference.norm:
-                        differences.append(f"step {number}: norm")
-                    expected, found = slot_digests(engine, reference), engine_digests(engine)
-                    differences += [f"step {number}: {key}" for key in expected if found.get(key) != expected[key]]
-                if not steps.start:
-                    engine.save_checkpoint(saves)
-                for record in engine.training_state.state.scalars:
-                    for slot in engine.training_state.state.slots_of(record):
-                        whole = engine.get_optimizer_state(record.name, slot.name)
-                        own = reference.optimizer.state[reference.masters[record.name]].get(slot.name)
-                        if own is not None and not torch.equal(whole, own):
-                            differences.append(f"whole {slot.name} of {record.name}")
-    return differences
-
-
-def _trained(rank: int, world_size: int, cases: list[tuple[str, Any]], saves: str) -> list[tuple[str, Any, list[str]]]:
-    found = []
-    for name, settings in cases:
-        one = trained(rank, world_size, name, settings, f"{saves}/{name}-{settings[0]}")
-        found += [(name, settings, one)] if one else []
-    return found
-
-
-SHARDED = list(zip(PARAMS, SETTINGS, strict=False))
-WHOLE = [("Muon", SETTINGS[3])]
-MORE_WHOLE = [("Adafactor", SETTINGS[3])]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [
-        pytest.param(1, WHOLE, marks=pytest.mark.soak),
-        (2, SHARDED),
-        pytest.param(1, SHARDED + MORE_WHOLE, marks=pytest.mark.soak),
-        pytest.param(2, WHOLE + MORE_WHOLE, marks=pytest.mark.soak),
-    ],
-    ids=["1", "2", "1-more", "2-more"],
-)
-def test_each_does_what_its_class_does_bit_for_bit_and_resumes(
-    world_size: int, cases: list[tuple[str, Any]], tmp_path: Path
-) -> None:
-    for failed in run_ranks(_trained, world_size, world_size, cases, str(tmp_path), timeout_s=240):
-        assert failed == []
 
 
 # -- elastic ----------------------------------------------------------------------------------------------------------
@@ -223,12 +253,3 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         pytest.raises(CheckpointMismatchError, match=r"missing: optimizer/exp_avg/"),
     ):
         engine.load_checkpoint(str(tmp_path))
-
-
-def test_a_step_mode_that_needs_a_second_exchange_acts_as_none_and_says_so() -> None:
-    for name, needs in (("Lamb", True), ("Lion", False)):
-        section = {"optimizer": {"type": name}, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-        config = load_config(section | {"train_batch_size": 1, "zstore": {"step_overlap": "forward"}})
-        resolved = config.resolve(ResolveContext(world_size=1))
-        assert resolved.step_overlap == ("none" if needs else "forward")
-        assert [n.key for n in resolved.notices if "whole tensors" in n.message] == ["zstore.step_overlap"] * needs

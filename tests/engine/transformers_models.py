@@ -49,117 +49,30 @@ def _speech(generator: torch.Generator) -> Batch:
     return {"input_features": features, "labels": torch.randint(2, VOCAB, (SAMPLES, 6), generator=generator)}
 
 
-def _gpt_neo() -> nn.Module:
-    config = transformers.GPTNeoConfig(
-        hidden_size=WIDTH,
-        num_layers=LAYERS,
-        attention_types=[[["global", "local"], 1]],
-        num_heads=HEADS,
-        window_size=4,
-        max_position_embeddings=32,
-        vocab_size=VOCAB,
-        bos_token_id=EOS,
-        eos_token_id=EOS,
-    )
-    return transformers.GPTNeoForCausalLM(config)
-
-
-_LLAMA: dict[str, Any] = {
+_SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": 2 * WIDTH,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
-    "vocab_size": VOCAB,
-    "pad_token_id": PAD,
-    "bos_token_id": EOS,
-    "eos_token_id": EOS,
 }
+_ENDS: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": PAD, "bos_token_id": EOS, "eos_token_id": EOS}
+_LLAMA = _SIZES | _ENDS | {"num_key_value_heads": 1, "max_position_embeddings": 32}
 
 
-def _llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LLAMA))
-
-
-def _mistral() -> nn.Module:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**_LLAMA, sliding_window=4))
-
-
-def _mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(
-        **_LLAMA, num_local_experts=8, num_experts_per_tok=1, output_router_logits=True, router_aux_loss_coef=0.1
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-def _t5() -> nn.Module:
-    config = transformers.T5Config(
-        d_model=WIDTH,
-        d_kv=WIDTH // HEADS,
-        d_ff=2 * WIDTH,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        dropout_rate=0.0,
-        vocab_size=VOCAB,
-        decoder_start_token_id=PAD,
-    )
-    return transformers.T5ForConditionalGeneration(config)
+def _made(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Return what makes a model of `transformers`, by the names of its config and of what comes behind."""
+    base, _, kind = name.partition(" ")
+    config = getattr(transformers, f"{base}Config")(**settings)
+    return lambda: getattr(transformers, f"{base}For{kind}")(config)
 
 
 def _bert() -> nn.Module:
     """With a pooler that no loss uses."""
-    config = transformers.BertConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        intermediate_size=2 * WIDTH,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        max_position_embeddings=32,
-        vocab_size=VOCAB,
-    )
-    model = transformers.BertForMaskedLM(config)
-    model.bert = transformers.BertModel(config, add_pooling_layer=True)
-    model.tie_weights()
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = _made("Bert MaskedLM", **_SIZES, **none, max_position_embeddings=32, vocab_size=VOCAB)()
+    model.bert = transformers.BertModel(model.config, add_pooling_layer=True)
+    model.tie_weights()  # type: ignore[operator]
     return model
-
-
-def _vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        intermediate_size=2 * WIDTH,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        image_size=16,
-        patch_size=4,
-        num_labels=10,
-    )
-    return transformers.ViTForImageClassification(config)
-
-
-def _whisper() -> nn.Module:
-    config = transformers.WhisperConfig(
-        vocab_size=VOCAB,
-        num_mel_bins=8,
-        d_model=WIDTH,
-        encoder_layers=LAYERS,
-        decoder_layers=LAYERS,
-        encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS,
-        encoder_ffn_dim=2 * WIDTH,
-        decoder_ffn_dim=2 * WIDTH,
-        dropout=0.0,
-        max_source_positions=12,
-        max_target_positions=16,
-        pad_token_id=PAD,
-        bos_token_id=EOS,
-        eos_token_id=EOS,
-        decoder_start_token_id=2,
-    )
-    return transformers.WhisperForConditionalGeneration(config)
 
 
 @dataclass(frozen=True)
@@ -168,35 +81,50 @@ class Architecture:
     batch: Callable[[torch.Generator], Batch]
 
 
+_NEO = {"hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "max_position_embeddings": 32, "window_size": 4}
+_MIXTURE = {"num_local_experts": 8, "num_experts_per_tok": 1, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+_T5 = {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 2 * WIDTH, "num_layers": LAYERS, "num_heads": HEADS}
+_VIT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "image_size": 16, "patch_size": 4}
+_WHISPER = {
+    f"{part}_{what}": value
+    for part in ("encoder", "decoder")
+    for what, value in (("layers", LAYERS), ("attention_heads", HEADS), ("ffn_dim", 2 * WIDTH))
+} | {"num_mel_bins": 8, "d_model": WIDTH, "max_source_positions": 12, "max_target_positions": 16}
+
 ARCHITECTURES = {
-    "GPT-Neo": Architecture(_gpt_neo, batch_of_ids),
-    "Llama": Architecture(_llama, batch_of_ids),
-    "Mistral": Architecture(_mistral, batch_of_ids),
-    "Mixtral": Architecture(_mixtral, batch_of_ids),
-    "T5": Architecture(_t5, _translation),
+    "GPT-Neo": Architecture(
+        _made("GPTNeo CausalLM", **_NEO, **_ENDS, attention_types=[[["global", "local"], 1]]), batch_of_ids
+    ),
+    "Llama": Architecture(_made("Llama CausalLM", **_LLAMA), batch_of_ids),
+    "Mistral": Architecture(_made("Mistral CausalLM", **_LLAMA, sliding_window=4), batch_of_ids),
+    "Mixtral": Architecture(_made("Mixtral CausalLM", **_LLAMA, **_MIXTURE), batch_of_ids),
+    "T5": Architecture(
+        _made("T5 ConditionalGeneration", **_T5, dropout_rate=0.0, vocab_size=VOCAB, decoder_start_token_id=PAD),
+        _translation,
+    ),
     "BERT": Architecture(_bert, _masked),
-    "ViT": Architecture(_vit, _image),
-    "Whisper": Architecture(_whisper, _speech),
+    "ViT": Architecture(_made("ViT ImageClassification", **_SIZES, **_VIT, num_labels=10), _image),
+    "Whisper": Architecture(
+        _made("Whisper ConditionalGeneration", **_WHISPER, **_ENDS, dropout=0.0, decoder_start_token_id=2), _speech
+    ),
 }
 
 
 def build(name: str) -> nn.Module:
     """Return the model in fp32 with the same random values in every call."""
     torch.manual_seed(0)
-    model = ARCHITECTURES[name].make()
-    model.train()
-    return model
+    return ARCHITECTURES[name].make().train()
 
 
-def batch_for(name: str, step: int, rank: int, dtype: torch.dtype) -> Batch:
-    """Return a batch; what is floating is of `dtype`, as the model's parameters are."""
-    batch = ARCHITECTURES[name].batch(torch.Generator().manual_seed(100 * step + rank))
-    return {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+def batch_for(name: str, step: int, rank: int) -> Batch:
+    return ARCHITECTURES[name].batch(torch.Generator().manual_seed(100 * step + rank))
 
 
-def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return what transformers calls the loss."""
-    loss: torch.Tensor = model(**batch).loss
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    """Return what transformers calls the loss; what is floating is of the parameters' type."""
+    dtype = next(model.parameters()).dtype
+    cast = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    loss: torch.Tensor = model(**cast).loss
     return loss
 
 

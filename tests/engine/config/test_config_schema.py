@@ -1,18 +1,17 @@
 import copy
-import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from zstore.engine.config.config import Config, load_config
 from zstore.engine.config.keys import Section, Status, about, description, known_keys, section_of, type_of
 from zstore.engine.config.optimizers import OPTIMIZERS
-from zstore.engine.config.parse import load_jsonc
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.sections import ConfigSections
 from zstore.engine.config.values import expected
@@ -126,12 +125,15 @@ def test_every_key_that_does_not_act_is_reported_when_set() -> None:
             pytest.fail(f"no value tried suits {path}")
 
 
-def test_keys_that_ask_for_what_happens_anyway_are_not_reported() -> None:
-    off = {"enabled": False, "output_path": "/somewhere"}
-    config = load_config(
+_OVERLAP = "zstore.step_overlap"
+_MODE = {"zstore": {"step_overlap": "backward"}}
+_CLIPS = {_OVERLAP: 'is treated as "forward": clipping'}
+_NO_CLIP = {"gradient_clipping": 0.0}
+REPORTED: list[tuple[dict[str, Any], dict[str, str]]] = [
+    (  # what asks for what happens anyway
         {
             "zero_optimization": {"reduce_scatter": True, "overlap_comm": False, "offload_param": {"device": "none"}},
-            "tensorboard": off,
+            "tensorboard": {"enabled": False, "output_path": "/somewhere"},
             "amp": {"enabled": False, "opt_level": "O1"},
             "tensor_parallel": {"autotp_size": 0},
             "compile": {},
@@ -139,13 +141,10 @@ def test_keys_that_ask_for_what_happens_anyway_are_not_reported() -> None:
             "fp16": {"enabled": False, "min_loss_scale": 0},
             "communication_data_type": None,
             "zstore": {"step_overlap": "none"},
-        }
-    )
-    assert keys_of(config) == []
-
-
-def test_keys_that_do_not_act_beside_others_are_reported() -> None:
-    config = load_config(
+        },
+        {},
+    ),
+    (
         {
             "optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}},
             "zero_optimization": {
@@ -153,19 +152,86 @@ def test_keys_that_do_not_act_beside_others_are_reported() -> None:
                 "stage3_param_persistence_threshold": 10,
                 "offload_optimizer": NVME | {"device": "cpu"},
             },
-        }
-    )
-    assert set(keys_of(config)) == {
-        "optimizer.params.adam_w_mode",
-        "zero_optimization.stage3_param_persistence_threshold",
-        "zero_optimization.offload_optimizer.nvme_path",
-    }
+        },
+        {
+            "optimizer.params.adam_w_mode": "",
+            "zero_optimization.stage3_param_persistence_threshold": "",
+            "zero_optimization.offload_optimizer.nvme_path": "",
+        },
+    ),
+    ({"wall_clock_breakdown": True, "memory_breakdown": True}, {}),
+    (  # lines that come with those of progress
+        {"wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 0},
+        {"wall_clock_breakdown": "", "memory_breakdown": ""},
+    ),
+    ({"seq_parallel_communication_data_type": "fp32"}, {"seq_parallel_communication_data_type": ""}),
+    ({"comet": {"enabled": True}}, {"comet": "not built: .*use tensorboard, wandb or csv_monitor"}),
+    ({"sparse_gradients": True}, {"sparse_gradients": "not built: .*sparse=False"}),
+    (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        {"bf16.bf16_master_weights_and_grads": "not built: .*zstore.moments"},
+    ),
+    ({"nebula": {"enabled": True}}, {"nebula": r"not built: .*save_checkpoint\(\)"}),
+    (
+        {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
+        {"zero_optimization.zero_quantized_nontrainable_weights": "not built: frozen weights keep the type"},
+    ),
+    (
+        {"zero_optimization": {"stage": 2, "cpu_offload_use_pin_memory": True}},
+        {"zero_optimization.cpu_offload_use_pin_memory": ""},
+    ),
+    (
+        {"fp16": {"enabled": True}, "zstore": {"non_finite_gradients": "apply"}},
+        {"zstore.non_finite_gradients": 'is treated as "skip", because of fp16.enabled'},
+    ),
+    # What the step mode comes to.
+    (_MODE | {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}, _CLIPS),
+    (_MODE | {"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}} | _NO_CLIP, _CLIPS),
+    (
+        _MODE | {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True, "check_grad_overflow": True}} | _NO_CLIP,
+        _CLIPS,
+    ),
+    (
+        _MODE | {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0},
+        {_OVERLAP: 'is treated as "none": only what is gathered'},
+    ),
+    (
+        _MODE | {"zero_optimization": {"stage": 1}} | _NO_CLIP,
+        {_OVERLAP: 'is treated as "none": at stages 0 and 1'},
+    ),
+    (_MODE | {"zero_optimization": {"stage": 3}} | _NO_CLIP, {}),
+    *(
+        (
+            {
+                "optimizer": {"type": name},
+                "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+                "zstore": {"step_overlap": "forward"},
+            },
+            reported,
+        )
+        for name, reported in (("Lamb", {_OVERLAP: 'is treated as "none": .*whole tensors'}), ("Lion", {}))
+    ),
+]
 
 
-def test_lines_that_come_with_those_of_progress_are_reported_where_there_are_none() -> None:
-    lines = {"wall_clock_breakdown": True, "memory_breakdown": True}
-    assert keys_of(load_config(lines)) == []
-    assert keys_of(load_config(lines | {"steps_per_print": 0})) == list(lines)
+@pytest.mark.parametrize(("given", "reported"), REPORTED)
+def test_each_key_that_comes_to_something_else_is_reported_once(
+    given: dict[str, Any], reported: dict[str, str]
+) -> None:
+    config = load_config({"train_micro_batch_size_per_gpu": 1} | given).resolve(ResolveContext(world_size=2))
+    assert sorted(keys_of(config)) == sorted(reported)
+    for notice in config.notices:
+        assert re.search(reported[notice.key], str(notice)), notice
+
+
+@pytest.mark.parametrize(
+    ("offloads", "mode"), [((), "none"), (("offload_optimizer",), "forward"), (("offload_param",), "forward")]
+)
+def test_auto_runs_behind_where_anything_is_offloaded(offloads: tuple[str, ...], mode: str) -> None:
+    zero = {"stage": 3} | {key: {"device": "cpu"} for key in offloads}
+    given = {"train_batch_size": 1, "zero_optimization": zero, "zstore": {"step_overlap": "auto"}}
+    resolved = load_config(given).resolve(ResolveContext(world_size=1))
+    assert (resolved.step_overlap, keys_of(resolved)) == (mode, [])
 
 
 def test_report_joins_keys_of_one_reason() -> None:
@@ -186,13 +252,6 @@ def test_other_spellings() -> None:
     assert settings.aio.thread_count == 3
     assert settings.zero_optimization.stage3_param_persistence_threshold == 5
     assert settings.zero_optimization.offload_optimizer.device == "cpu"
-
-
-def test_notices_and_problems_name_keys_as_they_were_written() -> None:
-    written = {"seq_parallel_communication_data_type": "fp32"}
-    assert keys_of(load_config(written)) == ["seq_parallel_communication_data_type"]
-    with pytest.raises(ConfigError, match=r"config: aio\.num_threads: expected a whole number"):
-        load_config({"aio": {"num_threads": 0}})
 
 
 @pytest.mark.parametrize(("value", "stage"), [(True, 1), (False, 0), ({"stage": 2.0}, 2), (None, 0)])
@@ -278,6 +337,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}, r'choose one of "log", "linear"'),
     ({"aio": {"block_size": 1_000_000}}, r"aio\.block_size: expected a positive multiple of 4096, got 1000000"),
     ({"aio": {"num_threads": 2, "thread_count": 3}}, r'"num_threads" and "thread_count" are the same .* 2 and one 3'),
+    ({"aio": {"num_threads": 0}}, r"config: aio\.num_threads: expected a whole number"),
     ({"zstore": {"host_budget_bytes": "all"}}, r'host_budget_bytes: expected .* or "auto", got "all"'),
     ({"zstore": {"step_overlap": "sideways"}}, r'step_overlap: choose one of "none", "backward", "forward", "auto"'),
     ({"amp": {"enabled": True}}, r"amp: \{\"enabled\": true\} is not supported: .*use bf16 or fp16"),
@@ -308,6 +368,49 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"elasticity": {"enabled": True, "max_train_batch_size": 2, "micro_batch_sizes": [4], "min_gpus": 0}},
         r"elasticity\.min_gpus: expected a whole number",
+    ),
+    *(
+        ({"scheduler": {"type": name, "params": params}}, message)
+        for name, params, message in (
+            (
+                "WarmupLR",
+                {"total_num_steps": 5},
+                r"total_num_steps: unknown key here \(.*have it\); the keys there are .*",
+            ),
+            (
+                "WarmupCosineLR",
+                {"total_num_steps": 5, "warmup_min_lr": 0},
+                r"did you mean scheduler\.params\.warmup_min_ratio\?",
+            ),
+            (
+                "OneCycle",
+                {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step": 1},
+                r"did you mean .*cycle_first_step_size\?",
+            ),
+            ("WarmupLR", {"lr": 1}, r"params\.lr: unknown key; it belongs in optimizer\.params"),
+            ("LRRangeTest", {"lr_range_test_min_lr": []}, r"or a list with one for each .*got \[\]"),
+            ("WarmupLR", {"warmup_min_lr": [0, "auto"]}, r"warmup_min_lr: expected a number of at least 0"),
+            ("WarmupLR", {"warmup_num_steps": -1}, r"warmup_num_steps: expected a whole number of at least 0"),
+            ("OneCycle", {"cycle_min_lr": "auto", "cycle_max_lr": 1}, r'cycle_min_lr: .*got "auto"'),
+            ("WarmupLR", 3, r"scheduler\.params: expected an object .*got 3"),
+            ("Cosine", {"anything": 3}, r'choose one of "WarmupLR", .*"LRRangeTest"; got "Cosine"; or pass'),
+        )
+    ),
+    *(
+        (
+            {"optimizer": {"type": "onebitadam"}} | beside,
+            f'{key} and optimizer.type: .*leave [a-z_.]*{key} out \\(stage 0 or 1\\), or write type "AdamW"',
+        )
+        for beside, key in (
+            ({"zero_optimization": {"stage": 2}}, r"zero_optimization\.stage"),
+            ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+            ({"zstore": {"moments": "bf16"}}, r"zstore\.moments"),
+            ({"gradient_clipping": 1.0}, "gradient_clipping"),
+        )
+    ),
+    (
+        {"optimizer": {"type": "Adam", "params": {"differentiable": True}}},
+        r"params\.differentiable: true is not supported: no gradient passes through",
     ),
     ({3: 4}, r"3: .*[Kk]eys? should be"),  # type: ignore[dict-item]
 ]
@@ -391,92 +494,3 @@ def test_what_is_no_config_is_named(tmp_path: Path) -> None:
     for source, message in sources:
         with pytest.raises(ConfigError, match=message):
             load_config(source)
-
-
-# --- JSON with comments
-
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=15
-)
-SPACE = ["", " ", "\n", "\r\n", "\t"]
-NOISE = st.sampled_from([*SPACE, '// , } ] "\n', "# { [ : '\n", '/* " // \n # */', "/**/", "/***/"])
-
-
-@st.composite
-def noisy_json(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
-    """Return an object and a text of it with comments, white space and trailing commas at every place for them."""
-    value = draw(st.dictionaries(st.text(), VALUES, max_size=4))
-
-    def write(value: Any) -> str:
-        def noise() -> str:
-            return draw(NOISE)
-
-        if isinstance(value, dict):
-            items = [f"{json.dumps(key)}{noise()}:{noise()}{write(item)}" for key, item in value.items()]
-            opening, closing = "{}"
-        elif isinstance(value, list):
-            items = [write(item) for item in value]
-            opening, closing = "[]"
-        else:
-            return json.dumps(value, ensure_ascii=draw(st.booleans()))
-        trailing = draw(st.sampled_from(["", ","])) if items else ""
-        return opening + noise() + f"{noise()},{noise()}".join(items) + noise() + trailing + noise() + closing
-
-    return value, draw(st.sampled_from(["", "\ufeff"])) + draw(NOISE) + write(value) + draw(NOISE)
-
-
-@settings(max_examples=40)
-@given(noisy_json())
-def test_comments_and_trailing_commas_do_not_change_the_value(case: tuple[dict[str, Any], str]) -> None:
-    value, text = case
-    assert load_jsonc(text, "ds.json") == value
-
-
-@given(st.dictionaries(st.text(), VALUES, max_size=4), st.data())
-def test_a_cut_text_is_an_error_with_line_and_column(value: dict[str, Any], data: st.DataObject) -> None:
-    text = json.dumps(value, indent=1)
-    end = data.draw(st.integers(0, len(text) - 1))
-    with pytest.raises(ConfigError, match=r"^ds\.json:\d+:\d+: "):
-        load_jsonc(text[:end], "ds.json")
-
-
-@given(st.text())
-def test_any_text_gives_an_object_or_a_config_error(text: str) -> None:
-    try:
-        assert isinstance(load_jsonc(text, "ds.json"), dict)
-    except ConfigError as error:
-        assert str(error).startswith("ds.json:")  # noqa: PT017 - either outcome is right
-
-
-def test_number_kinds_are_kept() -> None:
-    value = load_jsonc('{"a": 1e9, "b": 10, "c": -0.5, "d": 1E-8}', "ds.json")
-    assert value == {"a": 1e9, "b": 10, "c": -0.5, "d": 1e-8}
-    assert [type(item) for item in value.values()] == [float, int, float, float]
-
-
-def test_hjson_is_read_by_its_package_where_that_is_installed() -> None:
-    pytest.importorskip("hjson")  # comes with DeepSpeed
-    assert load_jsonc("{\n device: nvme # which\n betas: [0.9]\n}", "ds.json") == {"device": "nvme", "betas": [0.9]}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"a": 1,\n "b": {},\n "a": 2}', r'ds\.json: key "a" is given twice in one object; keep one'),
-        ('{"a": 1 "b": 2}', r"ds\.json:1:9: Expecting ',' delimiter, got '\"b\":'"),
-        ('{"a": True}', r"ds\.json:1:7: Expecting value, got 'True}'"),
-        ("{a: 1}", r"ds\.json:1:2: Expecting property name enclosed in double quotes, got 'a:'"),
-        ('{\n/* a\n */"a": 01}', r"ds\.json:3:10: "),
-        ('{"a": 1e999}', r"number 1e999 is too large"),
-        ('{"a": ' + "9" * 5000 + "}", r"ds\.json: Exceeds the limit .*digits"),
-        ('{"a": NaN}', r"expected a number, got NaN"),
-        ('{"a": 1 /* x }', r"ds\.json:1:9: "),
-        ("[1]", r"ds\.json: expected an object, starting with \"{\", got list"),
-        ("", r"ds\.json:1:1: Expecting value, got the end of the text"),
-        ('{"a":' * 100_000, r"nested too deep"),
-    ],
-)
-def test_bad_text_is_an_error_that_says_where(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_jsonc(text, "ds.json")

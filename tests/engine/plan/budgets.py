@@ -8,21 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.engine import runs
+
 
 def make_config(nvme: str, **keys: Any) -> dict[str, Any]:
-    where = {"device": "nvme", "nvme_path": nvme}
-    zero = {"stage": 3, "offload_optimizer": dict(where), "offload_param": dict(where)}
-    zero["stage3_param_persistence_threshold"] = 1000
-    zero |= keys.pop("zero", {})
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": zero,
-        "steps_per_print": 0,
-    }
-    return config | keys
+    zero = {"stage3_param_persistence_threshold": 1000} | keys.pop("zero", {})
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    usual = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.5, "optimizer": optimizer, "scheduler": None}
+    config = runs.make_config(3, "nvme", nvme, "nvme", **(usual | keys))
+    config["zero_optimization"] |= zero
+    return config
 
 
 def kept_by_autograd(model: nn.Module, forward: Callable[[], object]) -> int:

@@ -1,58 +1,39 @@
-"""A host budget and a ratio: what the plan says is what the engine holds and moves, and the bits stay the same."""
+"""A host budget and a ratio: what the plan says is what the engine holds and moves, with the same bits; and room on drives."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import zstore
-from tests.engine.bits import digest
+from tests.engine.bits import Case, Model, Run, compare
 from tests.engine.models import batch
 from tests.engine.plan.budgets import make_config
 from zstore.engine import Engine
 from zstore.engine.plan import run as placing
-from zstore.errors import BudgetError
+from zstore.errors import BudgetError, DiskFullError
 from zstore.io.hostmemory import GroupMemory, HostMemory
-from zstore.io.tensors import as_torch
 from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
 from zstore.tools.sample.models import build_model
 
 MIB = 1024 * 1024
-STEPS = 3
-
-
-def run(config: dict[str, Any], steps: int = STEPS) -> tuple[Engine, dict[str, str], list[float]]:
-    """Train the small GPT; return the closed engine, hashes of its state, and the losses."""
-    torch.manual_seed(0)
-    engine, *_ = zstore.initialize(model=build_model("gpt-tiny", 16), config=config)
-    losses = []
-    with engine:
-        for step in range(steps):
-            for micro in range(engine.gradient_accumulation_steps()):
-                ids = batch(step, micro, engine.global_rank)[0] % 256
-                loss = engine(ids, labels=ids)
-                losses.append(float(loss.detach()))
-                engine.backward(loss)
-                engine.step()
-        training = engine.training_state
-        training.update.wait()
-        store = training.state.store
-        names = [name for record in training.state.records for name in training.state.arrays_of(record)]
-        found = {name: digest(as_torch(store.read(name).wait())) for name in names}
-        counted = store.statistics()
-        plan = training.plan
-        assert counted.disk_bytes == plan.held_total.disk
-        assert counted.pool_bytes <= plan.held["buffers"].host
-        assert counted.host_bytes == sum(
-            held.host for kind, held in plan.held.items() if kind not in ("gradients", "buffers")
-        )
-    return engine, found, losses
+GPT = Model(
+    partial(build_model, "gpt-tiny", 16),
+    lambda step, micro, rank: batch(step, micro, rank)[0] % 256,
+    lambda model, ids: model(ids, labels=ids),
+)
+ON_DISK = Case(3, "nvme", "bf16", 1, 0.5, threshold=1000, parameters="nvme")
 
 
 def _spilled(engine: Engine) -> int:
@@ -70,29 +51,20 @@ def _spilled(engine: Engine) -> int:
         ),
     ],
 )
-def test_budgets_give_the_same_bits(tmp_path: Path, overlap: str, accumulation: int) -> None:
-    def config(budget: int | None, **keys: Any) -> dict[str, Any]:
-        clip = 0.0 if overlap == "backward" else 0.5
-        budgeted = {} if budget is None else {"host_budget_bytes": budget}
-        return make_config(
-            str(tmp_path),
-            gradient_clipping=clip,
-            gradient_accumulation_steps=accumulation,
-            zstore={"step_overlap": overlap} | budgeted,
-            **keys,
-        )
+def test_budgets_give_the_same_bits(overlap: str, accumulation: int) -> None:
+    traffic, spilled = [], []
 
-    _, expected, losses = run(config(None))
-    traffic = []
-    spilled = []
-    for budget in (3 * MIB, 6 * MIB, 8 * MIB, 96 * MIB):
-        engine, found, found_losses = run(config(budget))
-        assert found == expected
-        assert found_losses == losses
-        plan = engine.training_state.plan
+    def look(run: Run) -> None:
+        plan = run.engine.training_state.plan
         traffic.append(plan.read_bytes + plan.written_bytes)
-        spilled.append(_spilled(engine))
-        assert plan.budget_used_bytes <= budget
+        spilled.append(_spilled(run.engine))
+        assert plan.budget_used_bytes <= run.case.own["host_budget_bytes"]
+
+    for budget in (3 * MIB, 6 * MIB, 8 * MIB, 96 * MIB):
+        clip = 0.0 if overlap == "backward" else 0.5
+        own = {"host_budget_bytes": budget}
+        case = replace(ON_DISK, accumulation=accumulation, clip=clip, overlap=overlap, own=own)
+        assert compare(case, 0, 1, model=GPT, end=look) == []
     assert traffic == sorted(traffic, reverse=True)
     assert traffic[0] > 0
     assert traffic[-1] == 0
@@ -103,20 +75,13 @@ def test_budgets_give_the_same_bits(tmp_path: Path, overlap: str, accumulation: 
     assert spilled[-1] == 0
 
 
-def _two_ranks(rank: int, folder: str) -> list[str]:
-    different: list[str] = []
-    stage2: dict[str, Any] = {"zero": {"stage": 2, "offload_param": {"device": "none"}}}
-    for budget, keys in ((9_600_000, {}), (4_000_000, stage2)):
-        _, expected, losses = run(make_config(folder, **keys))
-        engine, found, found_losses = run(make_config(folder, zstore={"host_budget_bytes": budget}, **keys))
-        assert _spilled(engine) > 0
-        different += [name for name in expected if found[name] != expected[name]]
-        different += [] if losses == found_losses else ["losses"]
-    return different
+def _two_ranks(rank: int) -> list[str]:
+    cases = replace(ON_DISK, budget=9_600_000), Case(2, "nvme", "bf16", 1, 0.5, budget=4_000_000)
+    return [one for case in cases for one in compare(case, rank, 2, model=GPT)]
 
 
-def test_two_ranks_share_the_budget(tmp_path: Path) -> None:
-    assert run_ranks(_two_ranks, 2, str(tmp_path)) == [[], []]
+def test_two_ranks_share_the_budget() -> None:
+    assert run_ranks(_two_ranks, 2) == [[], []]
 
 
 def test_what_is_spilled_is_counted(tmp_path: Path) -> None:
@@ -142,18 +107,15 @@ def test_what_is_spilled_is_counted(tmp_path: Path) -> None:
         assert moved[-1][1] == plan.written_bytes
 
 
-def test_ratio_keeps_a_share_on_the_device(tmp_path: Path) -> None:
-    def config(ratio: float) -> dict[str, Any]:
-        offload = {"device": "nvme", "ratio": ratio, "nvme_path": str(tmp_path)}
-        return make_config(str(tmp_path), zero={"offload_optimizer": offload, "offload_param": {"device": "none"}})
+def test_ratio_keeps_a_share_on_the_device() -> None:
+    def look(run: Run) -> None:
+        held = run.engine.training_state.plan.held["exp_avg"]
+        largest = max(record.numel for record in run.engine.training_state.trained) * 4
+        assert held.device == pytest.approx(0.7 * held.total, abs=largest)
+        assert 0 < held.device < held.total
 
-    _, expected, losses = run(config(1.0))
-    engine, found, found_losses = run(config(0.3))
-    assert (found, found_losses) == (expected, losses)
-    held = engine.training_state.plan.held["exp_avg"]
-    largest = max(record.numel for record in engine.training_state.trained) * 4
-    assert held.device == pytest.approx(0.7 * held.total, abs=largest)
-    assert 0 < held.device < held.total
+    case = Case(3, "nvme", "bf16", 1, 0.5, threshold=1000, keys={"offload_optimizer": {"ratio": 0.3}})
+    assert compare(case, 0, 1, model=GPT, end=look) == []
 
 
 def machine(available: int, limit: int | None = None, total: int = 1 << 40) -> HostMemory:
@@ -164,16 +126,16 @@ def machine(available: int, limit: int | None = None, total: int = 1 << 40) -> H
 
 @pytest.mark.parametrize(("available", "limit"), [(10 * MIB, None), (1 << 38, 10 * MIB)])
 def test_auto_is_a_share_of_what_machine_and_control_group_leave(
-    available: int, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    available: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def look(run: Run) -> None:
+        plan = run.engine.training_state.plan
+        assert plan.settings.budget_bytes == 6 * MIB
+        assert 0 < plan.budget_used_bytes <= 6 * MIB
+        assert plan.held_total.disk > 0
+
     monkeypatch.setattr(placing, "read_host_memory", lambda: machine(available, limit))
-    engine, found, losses = run(make_config(str(tmp_path), zstore={"host_budget_bytes": "auto"}), steps=2)
-    plan = engine.training_state.plan
-    assert plan.settings.budget_bytes == 6 * MIB
-    assert 0 < plan.budget_used_bytes <= 6 * MIB
-    assert plan.held_total.disk > 0
-    _, expected, expected_losses = run(make_config(str(tmp_path), zstore={"host_budget_bytes": 6 * MIB}), steps=2)
-    assert (found, losses) == (expected, expected_losses)
+    assert compare(replace(ON_DISK, own={"host_budget_bytes": "auto"}), 0, 1, 2, model=GPT, end=look) == []
 
 
 def _refused(rank: int, total: int, group_of_each: bool) -> str:
@@ -220,8 +182,66 @@ def test_the_budget_that_an_error_names_is_enough(optimizer: str, tmp_path: Path
 
 def test_the_plan_is_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="zstore"):
-        run(make_config(str(tmp_path)), steps=1)
+        zstore.initialize(model=build_model("gpt-tiny", 16), config=make_config(str(tmp_path)))[0].close()
     printed = [record.message for record in caplog.records if "where the state is kept" in record.message]
     assert len(printed) == 1
     assert "disk" in printed[0]
     assert "not counted" in printed[0]
+
+
+# -- drives -----------------------------------------------------------------------------------------------------------
+
+
+Drives = Callable[[dict[Path, int]], None]
+
+
+@pytest.fixture
+def two_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, Drives]:
+    """Two folders that look like two drives to whoever asks; and what sets the bytes free on each."""
+    folders = (tmp_path / "one", tmp_path / "two")
+    free: dict[Path, int] = {}
+
+    def folder_of(path: Path) -> Path:
+        return next(folder for folder in folders if path.is_relative_to(folder))
+
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setattr(placing, "_drive_of", lambda path: folders.index(folder_of(path)))
+    monkeypatch.setattr(
+        "zstore.engine.plan.run.shutil.disk_usage",
+        lambda path: SimpleNamespace(free=free.get(folder_of(path), 1 << 40)),
+    )
+    return (*folders, free.update)
+
+
+def started(config: dict[str, Any]) -> Engine:
+    torch.manual_seed(0)
+    return zstore.initialize(model=build_model("gpt-tiny", 16), config=config)[0]
+
+
+def file_bytes(*folders: Path) -> Counter[Path]:
+    return Counter({folder: sum(file.stat().st_size for file in folder.rglob("*.shard")) for folder in folders})
+
+
+@pytest.mark.parametrize("parameters", ["spread", "apart"])
+def test_each_drive_has_to_have_room_for_its_share(parameters: str, two_drives: tuple[Path, Path, Drives]) -> None:
+    one, two, set_free = two_drives
+    spread = {"device": "nvme", "nvme_path": [str(one), str(two)]}
+    apart = {"device": "nvme", "nvme_path": str(two)}
+    optimizer, own = (spread, spread) if parameters == "spread" else ({**apart, "nvme_path": str(one)}, apart)
+    config = make_config(
+        "", zero={"offload_optimizer": optimizer, "offload_param": own}, zstore={"host_budget_bytes": 6 << 20}
+    )
+    with started(config) as engine:
+        needed = file_bytes(one, two)
+        assert sum(nbytes for _, nbytes in engine.training_state.plan.files) == needed.total()
+    assert min(needed.values()) > 0
+    set_free(dict(needed))
+    started(config).close()
+    for small in (one, two):
+        set_free({**needed, small: needed[small] - 1})
+        with pytest.raises(DiskFullError, match=f"in {small}, where"):
+            started(config)
+        set_free({one: 1 << 40, two: 1 << 40, small: needed[small] - 1})
+        with pytest.raises(DiskFullError, match="equal share"):
+            started(config)

@@ -1,8 +1,7 @@
-"""Gradients that a training loop reads and changes in `.grad` between backward and step, beside the plain loop."""
+"""Gradients and weights that a script reads and changes in place, and hooks of its own, beside the plain loop."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,22 @@ SHARDED = {
     }
     for place, device in (("memory", "cpu"), ("disk", "nvme"))
 }
+APART = [{"stage": stage, "offload_optimizer": {"device": device}} for stage in (1, 2) for device in ("cpu", "nvme")]
+"""Masters are not the parameters."""
 Act = Callable[[list[nn.Parameter]], Any]
+"""On gradients, before a step."""
+Change = Callable[[nn.Sequential, int], object]
+"""Of weights, after a step of this number."""
+Found = tuple[list[float], dict[str, Any]]
+"""Losses with what acts returned, and weights."""
+
+
+def _leave(_: list[nn.Parameter]) -> float:
+    return 0.0
+
+
+def _keep(_: nn.Sequential, step: int) -> None:
+    pass
 
 
 def _clip(parameters: list[nn.Parameter]) -> float:
@@ -50,29 +64,44 @@ def _edit(parameters: list[nn.Parameter]) -> float:
     return float(parameters[0].grad.abs().sum())  # type: ignore[union-attr]
 
 
+def _clamp(model: nn.Sequential, step: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
+def _initialise(model: nn.Sequential, step: int) -> None:
+    if step == 1:
+        nn.init.normal_(model[2].weight, std=0.3, generator=torch.Generator().manual_seed(5))
+        nn.init.zeros_(model[2].bias)
+
+
 def _net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
 
 
 def _batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _plain(act: Act, world_size: int = 1, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """What the plain loop saw, and its weights: ranks' mean gradients are those of their batches' mean loss."""
+def _plain(act: Act = _leave, change: Change = _keep, *, world_size: int = 1, rank: int = 0, steps: int = 4) -> Found:
+    """Ranks' mean gradients are those of their batches' mean loss."""
     model = _net()
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), []
     for step in range(steps):
-        for rank in range(world_size):
-            (model(_batch(step, rank)).square().mean() * 10 / world_size).backward()
+        for one in range(world_size):
+            loss = model(_batch(step, one)).square().mean() * 10
+            (loss / world_size).backward()
+            seen += [loss.item()] if one == rank else []
         seen.append(float(act(list(model.parameters()))))
         optimizer.step()
         optimizer.zero_grad()
-    return seen, model.state_dict()
+        change(model, step)
+    return seen, {name: value.detach() for name, value in model.named_parameters()}
 
 
-def _config(zero: dict[str, Any], folder: str, **more: Any) -> dict[str, Any]:
+def _config(zero: dict[str, Any], folder: Path | str, **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_clipping": 0.0,
@@ -84,44 +113,57 @@ def _config(zero: dict[str, Any], folder: str, **more: Any) -> dict[str, Any]:
 
 
 def _engine(zero: dict[str, Any], folder: Path | str, **more: Any) -> Engine:
-    return zstore.initialize(model=_net(), config=_config(zero, str(folder), **more))[0]
+    return zstore.initialize(model=_net(), config=_config(zero, folder, **more))[0]
 
 
-def _ours(act: Act, engine: Engine, rank: int = 0, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _ours(engine: Engine, act: Act = _leave, change: Change = _keep, *, rank: int = 0, steps: int = 4) -> Found:
     seen = []
     with engine:
         parameters = list(engine.module.parameters())
         for step in range(steps):
-            engine.backward(engine(_batch(step, rank)).square().mean() * 10)
-            seen.append(float(act(parameters)))
+            loss = engine(_batch(step, rank)).square().mean() * 10
+            engine.backward(loss)
+            seen += [loss.item(), float(act(parameters))]
             engine.step()
             assert all(parameter.grad is None for parameter in parameters)
+            change(engine.module, step)
         return seen, {name: engine.get_full_parameter(name) for name, _ in engine.module.named_parameters()}
 
 
-def _assert_close(found: tuple[list[float], dict[str, torch.Tensor]], wanted: Any) -> None:
+def _assert_equal(found: Found, wanted: Found) -> None:
+    assert found[0] == wanted[0]
+    assert all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
+
+
+def _assert_close(found: Found, wanted: Found) -> None:
     assert found[0] == pytest.approx(wanted[0], rel=1e-5)
-    torch.testing.assert_close({name: torch.as_tensor(value) for name, value in found[1].items()}, dict(wanted[1]))
+    torch.testing.assert_close({name: torch.as_tensor(value) for name, value in found[1].items()}, wanted[1])
+
+
+def _on_rank(rank: int, zeros: list[dict[str, Any]], act: Act, change: Change, folder: str) -> list[Any]:
+    found = [_ours(_engine(zero, folder), act, change, rank=rank) for zero in zeros]
+    return [(seen, {name: value.numpy() for name, value in state.items()}) for seen, state in found]
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("act", [_clip, _scale_some, _edit])
 @pytest.mark.parametrize("where", WHOLE)
 def test_whole_gradients_are_read_and_changed_as_in_a_plain_loop(act: Act, where: str, tmp_path: Path) -> None:
-    found, wanted = _ours(act, _engine(WHOLE[where], tmp_path)), _plain(act)
-    assert found[0] == wanted[0]
-    assert all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
+    _assert_equal(_ours(_engine(WHOLE[where], tmp_path), act), _plain(act))
 
 
 @pytest.mark.parametrize("act", [_clip, _scale_some])
 @pytest.mark.parametrize("where", SHARDED)
 def test_sharded_gradients_have_a_norm_and_take_factors(act: Act, where: str, tmp_path: Path) -> None:
-    _assert_close(_ours(act, _engine(SHARDED[where], tmp_path)), _plain(act))
+    _assert_close(_ours(_engine(SHARDED[where], tmp_path), act), _plain(act))
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
 def test_factors_hold_in_each_step_mode_and_with_a_loss_scale(overlap: str, tmp_path: Path) -> None:
     zero = SHARDED["stage 3, disk"]
-    _assert_close(_ours(_clip, _engine(zero, tmp_path, zstore={"step_overlap": overlap})), _plain(_clip))
+    _assert_close(_ours(_engine(zero, tmp_path, zstore={"step_overlap": overlap}), _clip), _plain(_clip))
     one, other = (_engine({"stage": stage}, tmp_path, fp16={"enabled": True, "loss_scale": 1024}) for stage in (0, 3))
     for engine in (one, other):
         with engine:
@@ -142,7 +184,7 @@ def test_all_else_on_a_sharded_gradient_is_refused(tmp_path: Path) -> None:
             lambda: weight.grad * 2.0,
             lambda: weight.grad.norm(1),
             lambda: weight.grad.norm(dim=0),
-            lambda: weight.grad.mul_(torch.ones(8, 4)),
+            lambda: weight.grad.mul_(torch.ones(64, 4)),
             lambda: weight.grad + 1,
             lambda: nn.utils.clip_grad_value_([weight], 0.1),
             lambda: torch.optim.SGD([weight], lr=0.1).step(),
@@ -152,7 +194,7 @@ def test_all_else_on_a_sharded_gradient_is_refused(tmp_path: Path) -> None:
             with pytest.raises(UsageError, match=r"get_gradient\('0\.weight'\)|'0\.weight' outside of a forward"):
                 act()
             engine.step()
-        for value in (None, torch.ones(8, 4)):
+        for value in (None, torch.ones(64, 4)):
             engine.backward(engine(_batch(0, 0)).sum())
             weight.grad = value
             with pytest.raises(UsageError, match=r"the \.grad of parameter '0\.weight' was replaced or cleared"):
@@ -182,19 +224,14 @@ def test_gradients_accumulate_in_sight(tmp_path: Path) -> None:
         assert engine.module[0].weight.grad is None
 
 
-def _rank(rank: int, zeros: list[dict[str, Any]], act: Act, folder: str) -> list[Any]:
-    found = [_ours(act, _engine(zero, folder), rank) for zero in zeros]
-    return [(seen, {name: value.numpy() for name, value in state.items()}) for seen, state in found]
-
-
 @pytest.mark.parametrize("act", [_clip, pytest.param(_scale_some, marks=pytest.mark.soak)])
 def test_two_ranks_act_on_the_mean(act: Act, tmp_path: Path) -> None:
     zeros: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)] + [SHARDED["stage 3, disk"]]
-    for found in run_ranks(_rank, 2, zeros, act, str(tmp_path)):
+    for rank, found in enumerate(run_ranks(_on_rank, 2, zeros, act, _keep, str(tmp_path))):
         for one in found:
-            _assert_close(one, _plain(act, 2))
-    for (found,) in run_ranks(_rank, 2, zeros[:1], _edit, str(tmp_path)):
-        _assert_close(found, _plain(_edit, 2))
+            _assert_close(one, _plain(act, world_size=2, rank=rank))
+    for rank, (one,) in enumerate(run_ranks(_on_rank, 2, zeros[:1], _edit, _keep, str(tmp_path))):
+        _assert_close(one, _plain(_edit, world_size=2, rank=rank))
 
 
 # -- clipping that the loop asks for ----------------------------------------------------------------------------------
@@ -240,28 +277,6 @@ def test_clipping_out_of_place_is_refused(tmp_path: Path) -> None:
         engine.step()
 
 
-def test_a_config_that_says_nothing_clips_to_1_as_deepspeed_does(caplog: pytest.LogCaptureFixture) -> None:
-    plain = _net()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    with caplog.at_level(logging.INFO, "zstore"):
-        engine, *_ = zstore.initialize(model=_net(), config=config)
-    text = "gradient_clipping is not set: gradients are clipped to a norm of 1, DeepSpeed's default"
-    assert caplog.text.count(text) == 1
-    with engine:
-        for value in (4.0, 5.0):
-            _backward(engine, value)
-            engine.step()
-            (plain(torch.full((1, 4), value)).square().mean() * 10).backward()
-            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
-            assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
-            assert norm > 1.0
-            optimizer.step()
-            optimizer.zero_grad()
-        for ours, theirs in zip(engine.module_state_dict().values(), plain.state_dict().values(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
 # -- hooks of the script's own, registered after initialize ------------------------------------------------------------
 
 HOOKED: dict[str, tuple[dict[str, Any], str]] = {
@@ -289,7 +304,7 @@ def _hook(model: nn.Module) -> dict[str, list[torch.Tensor]]:
     return seen
 
 
-def _plain_hooked(rank: int, steps: int = 3) -> tuple[dict[str, list[torch.Tensor]], dict[str, torch.Tensor]]:
+def _plain_hooked(rank: int, steps: int = 4) -> tuple[dict[str, list[torch.Tensor]], dict[str, torch.Tensor]]:
     model = _net()
     seen, optimizer = _hook(model), torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
     for step in range(steps):
@@ -304,7 +319,7 @@ def test_hooks_see_gradients_before_they_are_taken_and_may_change_them(where: st
     zero, overlap = HOOKED[where]
     engine = _engine(zero, tmp_path, zstore={"step_overlap": overlap})
     seen = _hook(engine.module)
-    _, weights = _ours(lambda _: 0.0, engine)
+    _, weights = _ours(engine)
     wanted, expected = _plain_hooked(0)
     assert seen.keys() == wanted.keys()
     assert all(torch.equal(one, other) for name in wanted for one, other in zip(seen[name], wanted[name], strict=True))
@@ -319,7 +334,7 @@ def test_hooks_of_before_and_after_initialize_are_called_in_order_and_can_be_rem
         return lambda one: called.append((name, one.grad is not None))
 
     first = weight.register_post_accumulate_grad_hook(hook("before"))
-    with zstore.initialize(model=model, config=_config(SHARDED["stage 3, memory"], str(tmp_path)))[0] as engine:
+    with zstore.initialize(model=model, config=_config(SHARDED["stage 3, memory"], tmp_path))[0] as engine:
         second = weight.register_post_accumulate_grad_hook(hook("after"))
         third = weight.register_post_accumulate_grad_hook(hook("last"))
         for expected in (["before", "after", "last"], ["before", "last"], ["last"], []):
@@ -359,3 +374,118 @@ def _hooked_rank(rank: int, folder: str) -> list[str]:
 
 def test_hooks_of_each_rank_see_its_own_gradients(tmp_path: Path) -> None:
     assert run_ranks(_hooked_rank, 2, str(tmp_path)) == [[], []]
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [_clamp, _initialise])
+def test_changed_weights_have_the_bits_of_a_plain_loop(change: Change, tmp_path: Path) -> None:
+    for zero in ({"stage": 0}, *APART):
+        _assert_equal(_ours(_engine(zero, tmp_path), change=change), _plain(change=change))
+
+
+@pytest.mark.parametrize("change", [pytest.param(_clamp, marks=pytest.mark.soak), _initialise])
+def test_changed_weights_at_two_ranks(change: Change, tmp_path: Path) -> None:
+    zeros: list[dict[str, Any]] = [{"stage": 0}, {"stage": 1}, {"stage": 2}, *APART]
+    first, second = run_ranks(_on_rank, 2, zeros, _leave, change, str(tmp_path))
+    for found, (_, other) in zip(first, second, strict=True):
+        _assert_close(found, _plain(change=change, world_size=2))
+        assert all((found[1][name] == value).all() for name, value in other.items())
+
+
+def test_unchanged_elements_keep_their_masters(tmp_path: Path) -> None:
+    for zero in ({"stage": 0}, *APART):
+        with _engine(zero, tmp_path, bf16={"enabled": True}) as engine:
+            for step in range(2):
+                engine.backward(engine(_batch(step, 0).bfloat16()).float().square().mean())
+                engine.step()
+            weight = engine.module[0].weight
+            master, before = engine.get_full_parameter("0.weight"), weight.detach().clone()
+            with torch.no_grad():
+                weight.clamp_(-0.1, 0.1)
+            changed = weight != before
+            assert 0 < int(changed.sum()) < weight.numel()
+            wanted = torch.where(changed, weight.detach().float(), master)
+            engine.save_checkpoint(str(tmp_path / "saves"), "clamped", overwrite=True)
+            saved = zstore.load_state_dict(tmp_path / "saves" / "clamped")
+            assert torch.equal(engine.get_full_parameter("0.weight"), wanted)
+            assert torch.equal(saved["0.weight"].float(), wanted)
+
+
+def _zero_bias(module: nn.Linear, _: Any) -> None:
+    nn.init.zeros_(module.bias)
+
+
+@pytest.mark.parametrize("place", SHARDED)
+def test_a_change_of_sharded_weights_is_refused(place: str, tmp_path: Path) -> None:
+    with _engine(SHARDED[place], tmp_path) as engine:
+        before = engine.get_full_parameter("2.bias")
+        for change in (
+            nn.init.zeros_,
+            nn.init.normal_,
+            lambda bias: bias.detach().mul_(2),
+            lambda bias: bias.data.add_(1),
+        ):
+            with pytest.raises(UsageError, match=r"'2\.bias' outside of a forward.*modifier_rank"):
+                change(engine.module[2].bias)
+        for call in (
+            lambda: engine(_batch(0, 0)),
+            lambda: engine.save_checkpoint(str(tmp_path / "saves")),
+            lambda: engine.get_full_parameter("0.weight"),
+        ):
+            with engine.module[0].register_forward_pre_hook(_zero_bias):
+                engine(_batch(0, 0))
+            with pytest.raises(UsageError, match=r"'0\.bias' changed in place, but is sharded.*modifier_rank"):
+                call()
+            assert torch.equal(engine.get_full_parameter("2.bias"), before)
+        with zstore.gather(engine.module[2].bias, modifier_rank=0):
+            nn.init.zeros_(engine.module[2].bias)
+        engine.backward(engine(_batch(0, 0)).sum())
+        engine.step()
+
+
+@pytest.mark.parametrize("zero", APART)
+def test_writes_through_data_are_told_at_the_step(zero: dict[str, Any], tmp_path: Path) -> None:
+    def step(engine: Engine) -> None:
+        engine.backward(engine(_batch(0, 0)).square().mean())
+        engine.step()
+
+    def swapped(model: nn.Sequential, number: int) -> None:
+        """Evaluate with other weights, as with those of an average."""
+        kept = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        with torch.no_grad():
+            model(_batch(0, 0))
+        for parameter, values in zip(model.parameters(), kept, strict=True):
+            parameter.data.copy_(values)
+
+    _assert_equal(_ours(_engine(zero, tmp_path), change=swapped), _plain(change=swapped))
+    with _engine(zero, tmp_path) as engine:
+        step(engine)
+        engine.set_full_parameter("0.weight", torch.zeros(64, 4))
+        step(engine)
+        for parameter in engine.module.parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+        with pytest.raises(UsageError, match=r"was changed through \.data"):
+            step(engine)
+
+
+def test_a_change_before_a_block_is_not_lost(tmp_path: Path) -> None:
+    with _engine(APART[0], tmp_path) as engine:
+        weight = engine.module[0].weight
+        nn.init.constant_(weight, 0.5)
+        with zstore.gather(weight, modifier_rank=0), torch.no_grad():
+            weight[0].zero_()
+        wanted = torch.full((64, 4), 0.5)
+        wanted[0] = 0
+        assert torch.equal(engine.get_full_parameter("0.weight"), wanted)
+    with _engine({"stage": 0}, tmp_path, zstore={"step_overlap": "backward"}) as engine:
+        for _ in range(2):  # its updates write to the weights too
+            engine.backward(engine(_batch(0, 0)).sum())
+            engine.step()
+        engine.backward(engine(_batch(0, 0)).sum())
+        nn.init.zeros_(engine.module[0].weight)
+        with pytest.raises(UsageError, match="between backward"):
+            engine.step()
