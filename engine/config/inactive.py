@@ -38,7 +38,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ConfigSections", "zero_force_ds_cpu_optimizer", Bool, True, _KERNEL),
     ("ConfigSections", "use_data_before_expert_parallelism", Bool, False, "there is no expert parallelism"),
     ("ConfigSections", "autotuning", Unread, None,
-     "a run trains with the config as it is written; `zstore plan --config FILE` says what fits"),
+     "a run trains with the config as written; `zstore plan --config FILE` says what fits"),
     ("ConfigSections", "vocabulary_size", Unread, None, "it follows from the model"),
     ("OffloadOptimizerSection", "fast_init", Bool, False,
      "new moments are not written at all: what was never written reads as zeros"),
@@ -93,7 +93,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("DataTypesSection", "param_dtype", DataType | None, None, "it follows from fp16 and bf16"),
     ("ThroughputSection", "synchronized", Bool, True, "a line of progress waits for its loss, and so for the device"),
     ("ElasticitySection", "min_time", Count, 0,
-     "it tells a cluster's scheduler how long to wait before it changes a job's size"),
+     "for a cluster's scheduler: how long to wait before it changes a job's size"),
 ),
 "not built": (
     ("ConfigSections", "comet trackio", Unread, None, "no metrics go there; use tensorboard, wandb or csv_monitor"),
