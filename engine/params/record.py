@@ -83,7 +83,7 @@ class ParameterRecord:
     """Ranks that `grid` cuts for."""
     group: int | None
     """Index of its parameter group; None: frozen, or not given to the optimizer."""
-    full: torch.Tensor
+    full: torch.Tensor = field(repr=False)
     """1-D [numel]. See [Note: the memory of a parameter]."""
     shard: torch.Tensor | None = None
     """1-D, this rank's rows without padding; None if the parameter is resident or in the store."""

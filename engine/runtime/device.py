@@ -161,7 +161,7 @@ def streams_for(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Copy:
     """A copy under way, of one tensor or of several. See [Note: the hand-over]."""
 

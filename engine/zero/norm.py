@@ -41,7 +41,7 @@ def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
     return [next(sums) if values.is_cpu else next(elsewhere) for values in shards]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SumOfSquares:
     """The sum of squares of a shard's elements, which nobody waits for yet; made by `begin_squares`. Any thread may ask for it,
     before it changes the values on the host."""

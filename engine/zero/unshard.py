@@ -135,7 +135,7 @@ class GatheredValues:
     units: list[ShardedUnit] = field(default_factory=list)
     callers: int = 0
     """Callers that hold it. See [Note: held by a caller]."""
-    own: torch.Tensor | None = None
+    own: torch.Tensor | None = field(default=None, repr=False)
     """The parameter's own memory, if its values are in a caller's."""
     are_there: bool = False
     coming: Fetch | None = None
