@@ -56,7 +56,7 @@ class Fetch:
     records: list[ParameterRecord]
     second: SecondCopy | None = None
     """Has the rows, so that its ranks alone take part; None: the shards of all ranks."""
-    rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict)
+    rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict, repr=False)
     """1-D memory for the rows from the store, with padding."""
     start: Event = None
     """When that may be written."""
@@ -219,8 +219,8 @@ class Fetcher:
             if fetch.ticket is not None:
                 fetch.error = fetch.error or fetch.ticket.error()
         if fetch.copy is not None:
-            self.last_copy = fetch.copy  # they are made in order
             fetch.copy.follow()
+            self.last_copy, fetch.copy = fetch.copy, None  # they are made in order; `unseen` is not to keep the rows
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 
