@@ -444,10 +444,17 @@ def _rows_of(built: Built) -> LocalShard:
     return built.rows
 
 
+def _uses(parameter: nn.Parameter) -> int:
+    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
+
+
+_SOLE_USES = _uses(nn.Parameter(torch.empty(1)))
+"""Those of a parameter whose memory has no other owner: one, and from torch 2.10 on another of Python's object."""
+
+
 def _is_sole_owner(parameter: nn.Parameter) -> bool:
     """Return whether the parameter alone uses its memory."""
-    # The other owner is the Python object of the storage, made by this very call.
-    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)) <= 2
+    return _uses(parameter) <= _SOLE_USES
 
 
 _builders: weakref.WeakSet[Builder] = weakref.WeakSet()

@@ -14,6 +14,7 @@ from torch import nn
 from zstore.errors import BudgetError, DiskFullError, UsageError
 from zstore.io import HostMemory, read_host_memory
 from zstore.io.tensors import dtype_name
+from zstore.ranks.torch_names import cpu_capabilities
 from zstore.ranks.world import World
 from zstore.sizes import format_bytes
 from zstore.store import Drives, Store
@@ -185,7 +186,7 @@ def native_types(device: torch.device | None = None) -> frozenset[str]:
             "fp16": torch.cuda.get_device_capability(device)[0] >= _FIRST_TENSOR_CORES,
         }
         return frozenset(name for name, found in has.items() if found)
-    found = torch.cpu.get_capabilities()
+    found = cpu_capabilities()
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     # oneDNN emulates bf16 on any x86 CPU with AVX-512, but asks an Arm CPU for its instructions.
     if not (has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()) or (

@@ -26,7 +26,7 @@ among them, have operations and no MFU.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -252,11 +252,13 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if torch._guards.TracingContext.try_get() is None:  # while torch.compile traces nothing is computed
             operator = getattr(func, "_overloadpacket", func)
-            attention: Callable[..., int] = sdpa_flop_count
             if operator in flop_registry:
                 self.total += int(flop_registry[operator](*args, **kwargs, out_val=out))
             elif operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-                self.total += int(attention(*(tensor.shape for tensor in args[:3])))
+                # Heads that share a key and a value compute as many products; torch's formula had refused them before 2.12.
+                batch, heads, *_ = args[0].shape
+                key, value = ((batch, heads, *tensor.shape[2:]) for tensor in args[1:3])
+                self.total += int(sdpa_flop_count(args[0].shape, key, value))  # type: ignore[no-untyped-call]
         return out
 
 

@@ -36,6 +36,7 @@ import torch.distributed as torch_dist
 from ..errors import RankError, UsageError
 from ..io.queue import LinkCounters
 from ..io.tensors import plain_memory
+from .torch_names import all_gather_single, reduce_scatter_single
 from .watch import Watch
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "transfer", "control"]
@@ -323,7 +324,7 @@ class World:
         return self._start(kind, others * mine.nbytes, self._gather(out, mine) if others and mine.numel() else None)
 
     def _gather(self, out: torch.Tensor, mine: torch.Tensor) -> Callable[..., Any]:
-        return partial(torch_dist.all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+        return partial(all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Send row r of `send` [world, n] to rank r, and receive its row in row r of `out`. Returns at once.
@@ -348,7 +349,7 @@ class World:
         """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
         reduction."""
         mean = torch_dist.ReduceOp.AVG
-        reduce = partial(torch_dist.reduce_scatter_single, out, send.view(-1), op=mean, group=self.group)
+        reduce = partial(reduce_scatter_single, out, send.view(-1), op=mean, group=self.group)
         sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
         return self._start(kind, sent_bytes, reduce if send.numel() else None)
 
