@@ -1,7 +1,7 @@
-"""Keeps the model's parameters and the engine's state of them together after `initialize`, and its state dicts honest: an
+"""Detects changes to the model that would desynchronise it from the engine after `initialize`, and guards its state dicts: an
 error with advice, in place of NaN or of values that the next step would replace.
 
-[Note: what would part them]
+[Note: what would desynchronise them]
 The engine updates the memory that it gave each parameter, of the type and on the device that the config asks for. Were a
 parameter given other memory, the updates would go on in the old one and the model would never see them. So:
 
@@ -13,10 +13,10 @@ parameter given other memory, the updates would go on in the old one and the mod
   nanoseconds for each parameter.
 
 [Note: changed in place]
-A script may write to parameters between steps (`clamp_`, `nn.init`, `copy_` under `no_grad`). Their version counters tell,
+A script may write to parameters between steps (`clamp_`, `nn.init`, `copy_` under `no_grad`). The version counters reveal it,
 at the next forward, step, save or call that reads the state. A resident parameter has the values that were written; its
-master, if that is another array, takes them over. A sharded one, which a forward changed, has them in memory that is gone
-by then: that is refused. A write through `.data` changes no counter. The memory of a parameter that is its own
+master, if that is another array, takes them over. A sharded one, which a forward changed, has them in memory already released
+by then, so this raises. A write through `.data` changes no counter. The memory of a parameter that is its own
 master keeps it; elsewhere the next update would overwrite it. So each step notes the first values of one parameter, in
 turn, and the next one refuses to begin if they have changed, and are not the master's. Only the step checks, since a script
 may swap weights through `.data` for an evaluation, and back.
@@ -62,9 +62,9 @@ _INSTEAD = (
 
 
 class ParameterGuard:
-    """Watches the parameters of one run, in the modules `roots`. See [Note: what would part them].
+    """Watches the parameters of one run, in the modules `roots`. See [Note: what would desynchronise them].
 
-    `state_dict()` raises if parameters are sharded, and `load_state_dict()` also if masters would not follow.
+    `state_dict()` raises if parameters are sharded, and `load_state_dict()` also if masters would get out of sync.
     """
 
     open_blocks = 0
@@ -74,14 +74,14 @@ class ParameterGuard:
     def __init__(self, roots: dict[str, nn.Module | None], training: Training) -> None:
         model, records = training.model, training.state.records
         self.under_way: list[str] = []
-        """Forwards and backwards of the engine."""
+        """Engine forwards and backwards currently running."""
         self._roots = roots
         self._update, self._state = training.update, training.state
         self._units = None if training.hooks is None else training.hooks.units
         self._model = model
         self.records = {record.parameter: record for record in records}
         """By parameter."""
-        trains = any(record.group is not None for record in records)  # else nothing would be missed
+        trains = any(record.group is not None for record in records)  # otherwise requires_grad does not matter
         self._laid_out = [
             (one, one.parameter, one.dtype, trains and one.group is None and not one.parameter.requires_grad)
             for one in records
@@ -92,7 +92,7 @@ class ParameterGuard:
         for record, _ in self._counting:
             record.note_version()
         self._later: dict[nn.Parameter, str] = {}
-        """Frozen parameters that were added later, which the user was told of, and their names."""
+        """Frozen parameters that were added later, already reported to the user, by name."""
         self._tables: list[dict[str, Any]] = []
         self._entries: list[Any] = []
         self._note_structure()
@@ -150,7 +150,7 @@ class ParameterGuard:
                 change = f"is {_kind(parameter)} and would become {_kind(made)}"
                 raise UsageError(f"{self._refusal(module)}: parameter {name!r} {change}. {_ADVICE}")
             if (made.data_ptr(), made.stride()) != (address, strides):
-                raise UsageError(f"{self._refusal(module)}: parameter {name!r} would move to other memory. {_ADVICE}")
+                raise UsageError(f"{self._refusal(module)}: parameter {name!r} would be reallocated. {_ADVICE}")
 
     def _refusal(self, module: nn.Module) -> str:
         which = "the model" if module is self._model else f"a {type(module).__name__} of the model"
@@ -159,9 +159,9 @@ class ParameterGuard:
     # -- changes that bypass them -----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise UsageError if a parameter is no longer the one that the engine trains; replaced memory is put back.
+        """Raise UsageError if a parameter is no longer the one that the engine trains; a replaced storage is restored.
 
-        Without gradients, frozen parameters may be thawed, as adapters are that serve as a reference.
+        Without gradients, frozen parameters may be thawed, as for adapters that double as a reference model.
         """
         trains = torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():  # a fifth of the time for released ones
@@ -187,10 +187,10 @@ class ParameterGuard:
         if self._update.is_in_backward:
             raise UsageError(
                 'parameters changed in place between backward() and step(), but with "step_overlap": "backward" '
-                "they are being updated then: change them after step()"
+                "they are being updated at that point: change them after step()"
             )
         self._update.drain()
-        self._state.follow_parameters([] if self._update.torn else self._apart(written))  # else its next use raises
+        self._state.follow_parameters([] if self._update.torn else self._apart(written))  # torn state raises anyway
         if self._units is not None:
             self._units.forget()
         for record in written:
@@ -201,12 +201,12 @@ class ParameterGuard:
         if sharded:
             raise UsageError(
                 f"parameter {listed([repr(record.name) for record in sharded], _NAMED)} changed in place, but is sharded or "
-                "offloaded: the values were written to memory that is not kept. Write them within `with "
+                "offloaded: the values were written to temporary memory and are lost. Write them within `with "
                 "zstore.gather(parameter, modifier_rank=0):`, or call engine.set_full_parameter(name, values)"
             )
 
     def _apart(self, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
-        """Return those that are resident, and whose master of this rank's rows is other memory."""
+        """Return those that are resident, and have a separate fp32 master."""
         resident = [r for r in records if r.residency is Residency.RESIDENT and r.group is not None and r.owned_numel]
         return [record for record in resident if not self._state.is_master(record)]
 
@@ -225,7 +225,7 @@ class ParameterGuard:
         master = as_torch(self._state.store.read(model_array(name), 0, now.numel()).wait())
         if not same_bits(now, master.to(now.device, now.dtype)):
             raise UsageError(
-                f"parameter {name!r} was changed through .data, which its fp32 master does not follow: this step would "
+                f"parameter {name!r} was changed through .data, which does not reach its fp32 master: this step would "
                 "undo it. Write `with torch.no_grad(): parameter.clamp_(...)` without .data, or call "
                 "engine.set_full_parameter(name, values)"
             )
@@ -241,8 +241,8 @@ class ParameterGuard:
         found = _kind(parameter)
         record.point_back()
         raise UsageError(
-            f"parameter {record.name!r} got other memory after initialize() ({found}; the engine trains it as "
-            f"{_kind(parameter)}), which no step would change. The engine's values are back in place. To change "
+            f"parameter {record.name!r} was given different storage after initialize() ({found}; the engine trains it as "
+            f"{_kind(parameter)}), which the optimizer would not update. The engine's values are back in place. To change "
             "values, call engine.set_full_parameter(name, values), or use `with zstore.gather(parameter, "
             f"modifier_rank=0):`. {_ADVICE}"
         )
@@ -272,7 +272,7 @@ class ParameterGuard:
         if added:
             more = f" and {len(added) - 1} more" if len(added) > 1 else ""
             _log.warning(
-                "parameter %r%s: added to the model after initialize(): checkpoints have it whole, as rank 0 has it",
+                "parameter %r%s: added to the model after initialize(): checkpoints store rank 0's full copy",
                 next(iter(added.values())),
                 more,
             )
@@ -282,10 +282,10 @@ class ParameterGuard:
     # -- state dicts ------------------------------------------------------------------------------------------------
 
     def give_empties(self, *, logs: bool) -> None:
-        """Let sharded parameters be empty tensors in a state dict, and log that once if `logs` is set."""
+        """Represent sharded parameters by empty tensors in state dicts, and log that once if `logs` is set."""
         self._gives_empties, self._told = True, not logs
         for module in self._model.modules():
-            # An object of its own, on which torch leaves a mark.
+            # A distinct object, because torch sets an attribute on it.
             hook = partial(self._after)
             self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
@@ -346,7 +346,7 @@ class ParameterGuard:
             self._is_suspended = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let copies and pickles of the model have hooks that do nothing."""
+        """Copies and pickles of the model get no-op hooks."""
         return _watches_nothing, ()
 
 
@@ -357,14 +357,14 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 _ADVICE = (
     'Choose the type in the config ("bf16", "fp16") or convert the model before initialize(); for other software, write '
-    "engine.save_16bit_model(folder, dtype=...) or take engine.module_state_dict(). After engine.close() the model may be "
+    "engine.save_16bit_model(folder, dtype=...) or use engine.module_state_dict(). After engine.close() the model may be "
     "converted"
 )
 
 
 def _added(name: str) -> str:
     return (
-        f"parameter {name!r} was added to the model, or put in the place of another, after initialize(): no step would change "
+        f"parameter {name!r} was added to the model, or replaced another one, after initialize(): it would not be trained "
         "it. Complete the model before initialize(); to change the values of a parameter, call "
         "engine.set_full_parameter(name, values)"
     )
@@ -375,7 +375,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 class _Shadow:
-    """A module's `_apply` while the engine is open. Copies and pickles of the module have the usual one."""
+    """A module's `_apply` while the engine is open. Copies and pickles keep the original method."""
 
     def __init__(self, module: nn.Module, check: Callable[[nn.Module, Convert], None]) -> None:
         self._module = weakref.ref(module)
@@ -388,7 +388,7 @@ class _Shadow:
         module = self._living()
         self._check(module, fn)
         usual = self._own or MethodType(type(module)._apply, module)
-        with torch._C.DisableTorchFunctionSubclass():  # which lets released parameters be as they are
+        with torch._C.DisableTorchFunctionSubclass():  # so that released parameters are not gathered
             result: nn.Module = usual(fn, *args, **kwargs)
         return result
 

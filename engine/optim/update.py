@@ -1,9 +1,9 @@
-"""The updates of a run: when each begins, who waits for it, and whether the state is whole.
+"""The updates of a run: when each begins, who waits for it, and whether the state is consistent.
 
 [Note: step modes]
 none      `step()` takes the norm and updates everything before it returns.
 backward  An update begins with the last backward of a step and changes each parameter once its gradient is final;
-          `step()` waits for the others. Nothing can be undone: so it is for runs without clipping and loss scaling,
+          `step()` waits for the others. It cannot be undone, so it requires a run without clipping and loss scaling,
           and a gradient that is not finite leaves a state that must be loaded again.
 forward   `step()` takes the norm and fixes the step's settings: skipped or not, learning rates, step counts. Resident
           parameters, which a plain read reaches, are updated in it; all others behind it, in order, while the loop
@@ -14,14 +14,14 @@ step, in every call that waits for the update, and the state is torn from then o
 are in docs/design/0005-step.md.
 
 [Note: which state is whole]
-An update or a load that fails partway leaves the state torn: inconsistent, and neither trained nor saved until a load
+An update or a load that fails partway leaves the state inconsistent, and neither trained nor saved until a load
 replaces it.
 
 | that fails | the state |
 |---|---|
 | a block of `changing`: an update in `step()`, a write of a caller, a load | torn |
 | an update behind `step()` | torn, on the other ranks as soon as they agree on its end |
-| `step()` before its update, or a backward | that of the step before |
+| `step()` before its update, or a backward | unchanged since the previous step |
 | the same with an update in the backward under way | torn: if it changed anything on any rank, and in `step()` always |
 
 [Note: who waits for an update]
@@ -66,7 +66,7 @@ _log = logging.getLogger("zstore")
 LEAST_WAITING_BYTES = 32 * 1024 * 1024
 """Bytes of gradients that may wait for their update in the backward whatever the size of a unit."""
 _UNITS_WAITING = 2
-"""Units of the largest size whose gradients may wait, if these are more bytes."""
+"""Gradients of this many largest units may be pending, if that is more."""
 
 
 class StepMode(Enum):
@@ -77,13 +77,13 @@ class StepMode(Enum):
     BACKWARD = "backward"
     """In the backward, as gradients arrive."""
     FORWARD = "forward"
-    """Behind `step()`, before the next forward needs it."""
+    """In the background after `step()`, before the next forward needs it."""
 
 
 class Update:
-    """A run's updates, of which at most one is under way on a thread, with a ticket for each of its records.
+    """A run's updates, at most one of which runs, on a background thread, with one ticket per record.
 
-    Updates run in the backward if the step mode says so and gradients are final there; `fetcher` brings the values that
+    Updates run in the backward if the step mode says so and gradients are final there; `fetcher` gathers parameters
     gradients are made of, once their update is done. Safe to use from several threads.
     """
 
@@ -102,7 +102,7 @@ class Update:
         self.stepper = stepper
         """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
         self._settings: StepSettings | None = None
-        """Those of an update that was started, whose end the ranks have not agreed on; they do in the next backward, or in step
+        """Settings of a started update whose outcome the ranks have not yet exchanged; they do in the next backward, or in step
         mode `backward` in `step()`."""
         self.tickets = Tickets(state)
         self._partial = False
@@ -111,11 +111,11 @@ class Update:
         self._workers: Workers | None = None
         self._running: Ticket[None] | None = None
         self._ahead: UpdatePlan | None = None
-        """That of an update whose state is read ahead."""
+        """Plan of the update whose state is being prefetched."""
         if fetcher is not None:
             fetcher.ready = self.tickets.wait_for
         if mode is StepMode.BACKWARD and not gradients.rules.each_backward:
-            # Gradients that are reduced once a step (stages 0 and 1 with more ranks) are final at its end alone.
+            # Gradients that are reduced once a step (stages 0 and 1 with more ranks) become final only at its end.
             self.mode = StepMode.NONE
         self._guard = ReadGuard(model, state.scalars, self.tickets.of) if self.runs_in_backward else None
 
@@ -144,7 +144,7 @@ class Update:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Let the state be torn if the block, which changes it, does not come to its end."""
+        """Mark the state inconsistent unless the block completes."""
         self._partial = True
         yield
         self._partial = False  # not after an error
@@ -158,7 +158,7 @@ class Update:
         records = self._gradients.having(self.state.scalars)
 
         def divide() -> tuple[list[ParameterRecord], list[ParameterRecord]]:
-            # Those first whose arrays share files: side by side they are transferred together.
+            # Packed arrays first: adjacent ones are transferred in one request.
             tier = self.state.store.tier
             records.sort(key=lambda one: not any(tier(name).is_packed(name) for name in self.state.all_arrays(one)))
             here = {one for one in records if self.mode is not StepMode.FORWARD or one.residency is Residency.RESIDENT}
@@ -168,20 +168,20 @@ class Update:
 
     def read_ahead(self) -> None:
         """Begin to read from disk the first of the records that are updated next."""
-        # It takes buffers: nobody may wait for any until the update.
+        # Holds pool buffers: nothing may block on the pool until the update runs.
         here, behind = self.split() if self.stepper is None else ([], [])
         if here or behind:
             self._ahead = UpdatePlan.of(self.state, here or behind, behind=not here)
             self._ahead.read_ahead(self.state.store)
 
     def drop_ahead(self) -> None:
-        """Free the memory of passes that were begun ahead and not used."""
+        """Free the memory of prefetched passes that were not used."""
         while self._ahead is not None and self._ahead.begun:
             self._ahead.begun.pop().drop()
         self._ahead = None
 
     def run(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
-        """Update `records` here and now, or the rest of those of an update in the backward.
+        """Update `records` synchronously, or finish an update started in the backward.
 
         Raises UsageError if the settings differ from those that the update in the backward began with.
         """
@@ -196,7 +196,7 @@ class Update:
         changes.note_scalars(records)
 
     def start_behind(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
-        """Start to update `records` behind `step()`, if there are any; their gradients are taken now."""
+        """Start updating `records` in the background, if any; takes ownership of their gradients now."""
         if not records:
             return
         held = dict(zip(records, self._gradients.take(records), strict=True))
@@ -213,7 +213,7 @@ class Update:
         if self._workers is None:
             # Daemon threads: at exit the interpreter would wait for others, and those for a backward that never comes.
             self._workers = Workers(1, "zstore-update")
-            # Idle threads of OpenMP spin, on cores that this one needs, unless a team of its own makes them too many.
+            # Idle threads of OpenMP spin, on cores that this one needs, unless a thread team of its own oversubscribes them.
             self._workers.submit(lambda: torch.ones(torch.get_num_threads() << 15).mul_(1.0))
         self.tickets.begin(changes.records, most_bytes, in_backward=self.runs_in_backward)
         self._settings = changes.settings
@@ -238,12 +238,12 @@ class Update:
     # -- waits: see [Note: who waits for an update] -------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until no update is under way but one in a backward; raise its error on every rank (all ranks)."""
+        """Wait for any running update, except one in a backward; raise its error on every rank (all ranks)."""
         self.drain()
         self.agree()
 
     def drain(self) -> None:
-        """Wait for an update behind `step()` on this rank; `agree` comes next, here if there are no other ranks."""
+        """Wait for an update behind `step()` on this rank; the caller calls `agree` next; on a single rank this does it."""
         if self._settings is not None and not self.runs_in_backward:
             self.join()
             if self.world.world_size == 1:
@@ -300,7 +300,7 @@ class Update:
             self._start(changes, most_bytes)
 
     def _note_final(self, records: Sequence[ParameterRecord]) -> None:
-        """Hand final gradients over, and wait for room (the backward's thread)."""
+        """Hand over final gradients, blocking while too many are pending (autograd thread)."""
         for record in records:
             torch.autograd.graph.increment_version(record.parameter)
             record.version += 1
@@ -311,7 +311,7 @@ class Update:
             self.tickets.put(record, num_unseen, last_read, 0 if values is None else values.nbytes)
 
     def end_backward(self, *, drop: bool = False) -> None:
-        """Let an update in the backward end with the final gradients; with `drop`, with those that it has begun to use."""
+        """Tell a backward update that no more gradients come; with `drop`, discard those it has not started on."""
         if self.is_in_backward:
             self.tickets.close(drop=drop)
             self._gradients.step.on_final = None
@@ -320,8 +320,8 @@ class Update:
         """Return whether a gradient is final and may be used, with `wait` at the end of the backward (the thread)."""
         ticket = self.tickets.find(record, wait=wait)
         if ticket.state is not TicketState.FINAL:
-            return ticket.is_begun  # a pass that had no room for it asks again
-        if self._fetcher is not None:  # raises if values that could not be read led to the gradient
+            return ticket.is_begun  # asked again by a pass that had no buffer for it
+        if self._fetcher is not None:  # raises if the gradient was computed from values that could not be read
             self._fetcher.check_before(ticket.num_unseen)
         squares = self._gradients.of[record].squares(self._gradients.of.values())
         if squares is not None and not math.isfinite(squares):  # `step()` finds that in the norm, on every rank
@@ -337,13 +337,13 @@ class Update:
         return rows
 
     def _finish(self, then: StepSettings, now: StepSettings) -> None:
-        """Return when an update in the backward has used every final gradient (in `step()`)."""
+        """Wait until the backward update has consumed every final gradient (called from `step()`)."""
         self.join()
         if self.tickets.error is not None:
             raise self.tickets.error
         used = [ticket for ticket in self.tickets.of.values() if ticket.state is not TicketState.EXPECTED]
         left = [ticket.record for ticket in used if not ticket.is_begun]
-        # Who called the backward may have read parameters since: without the events of their last reads.
+        # The caller may have read parameters since, so the recorded last-read events no longer hold.
         changes = Changes(self.state, left, then, self._gradients.take)
         changes.run()
         changes.note_scalars([ticket.record for ticket in used])
@@ -358,13 +358,13 @@ class Update:
 
     def abandon(self, *, in_step: bool = False) -> bool:
         """Abandon the update of a backward or, `in_step`, of a step that failed, after the changes that have begun; return
-        whether that tears the state."""
+        whether the state is now inconsistent."""
         if not self.is_in_backward:
             return False
         before, self._partial = self._partial, True  # also if this is interrupted
         self.end_backward(drop=True)
         self.join()
-        # What this rank did not change by the end of the backward, another did.
+        # Another rank may have changed what this one had not by the end of the backward.
         begun = any(ticket.is_begun for ticket in self.tickets.of.values()) or self._gradients.has_sent or in_step
         self.tickets.forget()
         self._settings = None

@@ -1,4 +1,4 @@
-"""All parts of one training run, and the steps that change it. The engine is the public face of it."""
+"""One training run: its components and the steps that advance it. `Engine` is the public API."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Training:
     sharding: Sharding
     model: nn.Module
     plan: Plan
-    """The tier of everything, decided before anything was laid out."""
+    """Which tier holds each array; fixed before any memory is allocated."""
     state: OptimizerState
     update: Update
     gradients: Gradients
@@ -52,7 +52,7 @@ class Training:
     optimizer: ZeroOptimizer
     scaler: LossScaler
     run_id: str
-    """Of the whole training run; a resumed one keeps it."""
+    """Identifies the training run; kept across resumes."""
     activations: ActivationOffload | None = None
     """None if activations stay on the device."""
     schedule: LRSchedule = field(default_factory=lambda: LRSchedule(None))
@@ -61,22 +61,22 @@ class Training:
     """None if no unit is compiled, or the whole model is."""
     counters: Counters = field(default_factory=Counters)
     earlier_samples: int = 0
-    """Samples that steps of other batch sizes had more than those of the present one."""
+    """Correction to `samples` for steps taken with an earlier batch size."""
     norm: float | None = None
     """Global norm of the last step's unscaled gradients."""
     was_applied: bool = False
     """Whether the last step changed parameters."""
     away: set[str] = field(default_factory=set)
-    """The states that `offload_states` moved away, by its names."""
+    """Names of the states currently offloaded by `offload_states`."""
 
     def __post_init__(self) -> None:
         self.accumulation = Accumulation(batch=self.config.batch, world_size=self.world.world_size)
-        # Of the config once, not in every step.
+        # Read once here, not on every step.
         self.clip_norm = self.config.gradient_clipping
         self._raw_norm: float | None = None
-        """Norm of the gradients as the loop scaled them, with the loss scale, once computed."""
+        """Norm of the gradients including the loss scale and the loop's own scaling; None until computed."""
         self._clip_factor: float | None = None
-        """Factor of the gradients in this step if the loop clipped them, the loss scale left out."""
+        """Factor of the gradients in this step if the loop clipped them, excluding the loss scale."""
         self.gradients.shown.acts = self
         self._needs_gradients = not self.config.zero.ignore_unused_parameters
         self._gather_numel = self.config.allgather_bucket_numel
@@ -88,7 +88,7 @@ class Training:
 
     @property
     def samples(self) -> int:
-        """Samples seen by all ranks, as far as accumulations were not ended early."""
+        """Samples seen by all ranks, assuming no accumulation was cut short."""
         return self.counters.global_steps * self.accumulation.batch.train_batch_size + self.earlier_samples
 
     def resize(self, batch: BatchSizes) -> None:
@@ -100,7 +100,7 @@ class Training:
         """Raise UsageError if nothing is trained."""
         if self.config.frozen:
             raise UsageError(
-                f"{call}: this engine was made without an optimizer, or with frozen=True, and keeps no gradients. For training "
+                f"{call}: this engine has no optimizer (or was created with frozen=True) and keeps no gradients. For training "
                 'call initialize() without frozen=True, with optimizer=... or an "optimizer" section in the config'
             )
 
@@ -120,7 +120,7 @@ class Training:
         away = sorted(self.away if states is None else self.away.intersection(states))
         if away:
             raise UsageError(
-                f"{call}: {', '.join(away)} were moved away by offload_states(): call engine.reload_states() first"
+                f"{call}: {', '.join(away)} are offloaded by offload_states(): call engine.reload_states() first"
             )
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Training:
         self.end_backward()
 
     def scaled(self, loss: torch.Tensor, *, divide: bool = True) -> torch.Tensor:
-        """Return the loss of a micro-batch as its backward takes it."""
+        """Return the micro-batch loss with loss scale and accumulation divisor applied."""
         scaled = loss.float()
         if divide and self.accumulation.batch.accumulation_steps > 1:
             scaled = scaled / self.accumulation.batch.accumulation_steps
@@ -163,12 +163,12 @@ class Training:
             raise
 
     def end_backward(self) -> None:
-        """Take the gradients of a backward that is done (all ranks)."""
+        """Finish a backward: collect and reduce its gradients (collective)."""
         try:
             self.gradients.end_backward()
             if self.hooks is not None:
                 self.hooks.end_backward()
-            # Not before: ranks whose forwards differ meet in the backward's own collectives, which tell them.
+            # Not earlier: if forwards differ between ranks, the backward's own collectives report it.
             self.update.agree()
             self.gradients.show(whole=self.scaler.scale == 1.0)
         except BaseException as raised:
@@ -181,19 +181,19 @@ class Training:
         self.accumulation.backwards += 1
 
     def abandon_backward(self, raised: BaseException) -> None:
-        """Forget a backward that failed, and with it the accumulation; `raised` gets a note if that cannot be."""
+        """Forget a backward that failed, and with it the accumulation; `raised` gets a note if that is impossible."""
         if self.update.abandon():
             raised.add_note(
-                'With "step_overlap": "backward" parameters were updated before: load a checkpoint before continuing.'
+                'With "step_overlap": "backward" parameters were already updated: load a checkpoint before continuing.'
             )
         self.restart_accumulation()
         if self.hooks is not None:
             self.hooks.abandon()
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the step under way if a backward came since the last `step()` (all ranks).
+        """Discard the current step's gradients if there was a backward since the last `step()` (all ranks).
 
-        Raises UsageError if the backward has updated parameters with them, and on a rank that is alone in this call.
+        Raises UsageError if the backward has updated parameters with them, and if other ranks do not make the same call.
         """
         if not self.accumulation.backwards:
             return
@@ -208,7 +208,7 @@ class Training:
             self.accumulation.backwards, self.accumulation.was_cleared = 0, True
 
     def notice_cleared(self) -> None:
-        """Do as `zero_grad` if the training loop has set all gradients to None itself (all ranks)."""
+        """Call `zero_grad` if the training loop set all gradients to None itself (all ranks)."""
         if self.accumulation.backwards and self.gradients.shown.are_cleared:
             self.zero_grad()
 
@@ -226,7 +226,7 @@ class Training:
         """Let the caller say whether the micro-batch under way is the last of its step, from now on; None: count again."""
         if self.update.is_in_backward and not is_boundary:
             raise UsageError(
-                "the micro-batch under way cannot be declared not the last of its step any more: with "
+                "the micro-batch under way can no longer be marked as not the last of its step: with "
                 '"step_overlap": "backward" its backward has updated parameters; call step() first'
             )
         self.accumulation.named = is_boundary
@@ -235,12 +235,12 @@ class Training:
 
     def measure(self, *, begin: bool = False) -> float:
         """Return the norm of the accumulated gradients, with the loss scale, once a step: no backward may follow before
-        `step` (all ranks). With `begin` state is read meanwhile for the update that comes next."""
+        `step` (all ranks). With `begin`, start prefetching state for the coming update."""
         self.update.require_whole()
         if self.gradients.sums is None:
             with labelled("reduce"):
                 self.gradients.reduce()
-            if self._needs_gradients and self.gradients.step.backwards:  # else they were forgotten
+            if self._needs_gradients and self.gradients.step.backwards:  # otherwise they were discarded
                 self.gradients.require(self.trained, self.counters.global_steps + 1, self._what_changed)
             if begin:
                 self.update.read_ahead()
@@ -288,7 +288,7 @@ class Training:
         if self.update.stepper is not None and self.update.stepper.owns_gradients:
             raise UsageError(
                 f"{what} beside {self.optimizer.kind.__name__}, which averages over ranks itself: each rank has its own "
-                "gradients until step(). Choose an optimizer whose gradients are reduced in the backward, as AdamW"
+                "gradients until step(). Choose an optimizer whose gradients are reduced in the backward, such as AdamW"
             )
 
     def step(self) -> None:
@@ -314,7 +314,7 @@ class Training:
                     self.gather_resident(self.trained)
                     self.update.start_behind(later, settings)
             else:
-                with self.world.agreeing():  # which brings a rank's requests to all, as every update does
+                with self.world.agreeing():  # still exchanges pending requests (stop signals), as every update does
                     pass
         finally:
             self.update.abandon(in_step=True)  # still there if the step failed
@@ -326,10 +326,10 @@ class Training:
     def _what_changed(self) -> str:
         if not self.update.is_in_backward:
             return "no parameter and no optimizer state was changed"
-        return 'with "step_overlap": "backward" parameters were changed before it was known: load a checkpoint'
+        return 'with "step_overlap": "backward" parameters changed before this was detected: load a checkpoint'
 
     def _factor(self, norm: float) -> float:
-        """Return the factor of gradients in this step, except for those that the loop multiplied itself."""
+        """Return the factor of gradients in this step, for all gradients that the loop did not scale itself."""
         if self._clip_factor is None:
             return scale_factor(norm, self.clip_norm, self.scaler.scale)
         return self._clip_factor / self.scaler.scale
@@ -348,7 +348,7 @@ class Training:
             all_gather_rows(self.world, resident, self._gather_numel)
 
     def _count(self, *, skipped: bool) -> None:
-        """Count the step and let loss scale and schedule follow."""
+        """Count the step and update the loss scale and the LR schedule."""
         before = self.scaler.scale
         self.was_applied = not skipped
         self.counters.global_steps += 1

@@ -1,4 +1,4 @@
-"""The gradient of one parameter in a step, and which gradients came in a backward.
+"""The gradient of one parameter in a step, and which gradients arrived in a backward.
 
 [Note: the life of a gradient]
 In each step a gradient goes through these states in this order. Its values are the sum over the backwards so far.
@@ -9,7 +9,7 @@ In each step a gradient goes through these states in this order. Its values are 
 | HELD | when its first values are sent | complete while no segment is under way; later backwards add to them |
 | FINAL | when it is complete in the step's last backward, or that ends | those of the step: an update may take them |
 
-Whether any rank had it (`is_agreed`) is no part of this order: that is known when a backward ends, before or after the
+Whether any rank had it (`is_agreed`) is independent of this order: it is known when a backward ends, before or after the
 gradient is final. Rows that the host budget cannot hold go to disk each time they are complete, and are added up there.
 """
 
@@ -37,19 +37,19 @@ from .norm import SumOfSquares, begin_squares
 from .spill import GradientSpill
 
 _MOST_DOWN_BYTES = 256 * 1024 * 1024
-"""Most memory of the device that is kept by copies on their way from it, or that of the two largest. A copy has half of it,
+"""Upper bound on device memory held by pending device-to-host copies (or the two largest copies). A copy has half of it,
 but for a tensor that is larger."""
 
 
 class GradientState(Enum):
-    """How far a gradient came in its step. See [Note: the life of a gradient]."""
+    """State of a gradient within its step. See [Note: the life of a gradient]."""
 
     EMPTY = "empty"
     """No value of this step was sent yet."""
     HELD = "held"
     """Values of this step are held, or on their way there."""
     FINAL = "final"
-    """Nothing is to be added in this step."""
+    """Nothing more will be added in this step."""
 
 
 class BackwardPhase(Enum):
@@ -58,7 +58,7 @@ class BackwardPhase(Enum):
     RUNNING = "running"
     """Autograd brings gradients."""
     CLOSING = "closing"
-    """Autograd is done, and the ranks agree on which gradients there are: until then no further one is final."""
+    """Autograd is done, and the ranks agree on which gradients there are: no other gradient becomes final until then."""
     OWN = "own"
     """No backward is under way, and each rank has sums of its own."""
     AVERAGED = "averaged"
@@ -66,12 +66,12 @@ class BackwardPhase(Enum):
 
 
 _Part = tuple["Gradient", torch.Tensor, torch.Tensor, torch.dtype | None]
-"""Values on their way to a gradient: it, the held rows, the values for them, and the type of the sum of both; None: the rows
+"""A pending copy: gradient, destination rows, source values, and accumulation dtype (None if the rows
 have no values yet."""
 
 
 class GradientStep:
-    """How the gradients of a run are held, how far their step is, and what is under way: gradients on their way to host
+    """How the gradients of a run are held, the phase of the step, and pending copies: gradients on their way to host
     memory, which arrive in the order in which they were put. Used from one thread at a time."""
 
     def __init__(
@@ -90,31 +90,31 @@ class GradientStep:
         self.after_backward = BackwardPhase.AVERAGED if rules.each_backward or world_size == 1 else BackwardPhase.OWN
         """The phase that a backward ends with."""
         self.order_is_agreed = False
-        """Whether a backward is over, so that it is known how often gradients come, and in which order."""
+        """Whether a first backward has completed, so the number of arrivals per gradient is known, and in which order."""
         self.comes_in_parts = True
         """Whether a gradient may come in several parts before that is known."""
         self.on_final: Callable[[Sequence[ParameterRecord]], None] | None = None
         """Called with the records whose gradients are complete in the last backward of a step, those of a unit together."""
         self.averaged: Callable[[], set[ParameterRecord]] | None = None
-        """Returns those of the step that are averaged over ranks; of others each rank keeps its own. None: all are."""
+        """Returns the parameters averaged across ranks in this step; the others stay local. None: all."""
         self._dtypes = dtypes
         self._under_way: deque[tuple[Copy, list[_Part], int]] = deque()
-        """Copies to host memory, with what they bring, and its bytes on the device."""
+        """Copies to host memory, with their payload and its size on the device."""
         self._most_bytes = _MOST_DOWN_BYTES
         self._leaving: list[_Part] = []
-        """What the next copy brings."""
+        """Payload of the next copy, not submitted yet."""
         self._leaving_bytes = 0
         self.unsquared: dict[Gradient, torch.Tensor] = {}
-        """Gradients whose sums of squares are to be begun, and the values that they are taken of."""
+        """Gradients whose squared norm has not been launched yet, with the values to use."""
         self.final: list[Gradient] = []
         """Gradients that `on_final` is to be called with."""
         self.reset()
         self._note_types()
 
     def reset(self) -> None:
-        """Begin a step, and forget what is under way, once nothing is written any more."""
+        """Start a step; discard pending copies after they stop writing."""
         self.backwards = 0
-        """Those of this step, the one under way included."""
+        """Number of backwards in this step, including the current one."""
         self.last = False
         """Whether the last backward of this step has begun."""
         self.phase = self.after_backward
@@ -125,7 +125,7 @@ class GradientStep:
         self.final.clear()
 
     def put(self, gradient: Gradient, rows: torch.Tensor, part: torch.Tensor, dtype: torch.dtype | None) -> None:
-        """Let `part`, on the device, arrive in the `rows` of a gradient: at once if these are there, else behind the caller,
+        """Let `part`, on the device, be stored in `rows`: immediately if they are on the same device, otherwise asynchronously,
         from `send` on."""
         if self.transfers.link(part, rows) is None:
             gradient.arrive(rows, part, dtype)
@@ -136,7 +136,7 @@ class GradientStep:
             self.send()
 
     def send(self) -> None:
-        """Do together what is due for the gradients that came so far, as those of a unit: one call for their norms, one copy
+        """Process all gradients that arrived so far as one batch (typically one unit): one call for their norms, one copy
         to host memory, one hand-over of those that are final."""
         self._begin_squares()  # before any of them is on disk
         if self._leaving:
@@ -176,7 +176,7 @@ class GradientStep:
             gradient.sum_of_squares = squares
 
     def drain(self) -> None:
-        """Do as `send`, and wait until all gradients that came are there."""
+        """`send`, then wait for all pending copies."""
         self.send()
         while self._under_way:
             self._arrive()
@@ -191,9 +191,9 @@ class GradientStep:
     def _note_types(self) -> None:
         several, held = self.backwards > 1, self.rules.types.held
         self.total = {dtype: held(dtype, several=several) for dtype in self._dtypes}
-        """Types of the sums of the gradients so far and the new ones, by that of the parameter."""
+        """Accumulation dtype including the current backward, by parameter dtype."""
         self.of_step = {dtype: held(dtype, several=several or not self.last) for dtype in self._dtypes}
-        """Types of the sums of the step's gradients, as far as it is known how many there are."""
+        """Accumulation dtype for the whole step, as far as the number of backwards is known."""
 
     @property
     def is_whole(self) -> bool:
@@ -208,13 +208,13 @@ class Gradient:
         self.record = record
         self.state = GradientState.EMPTY
         self.is_agreed = False
-        """Whether any rank had it in a backward of this step that is over; this rank, as long as each has its own sum."""
+        """Whether any rank had it in a backward completed in this step (only this rank's view while sums are local)."""
         self.is_taken = step.rules.each_backward
-        """Whether its values are added here as they come, not by autograd."""
+        """Whether we accumulate it ourselves instead of autograd."""
         self.came = 0
         """How often it, or a part of it, came in this backward."""
         self.expected = 1
-        """How often it came in the backward before; at least once if it came on any rank."""
+        """Number of arrivals in the previous backward; at least 1 if any rank had it."""
         self.segments_left = 0
         """Segments that were sent and are not in the values yet."""
         self.values: torch.Tensor | None = None
@@ -222,9 +222,9 @@ class Gradient:
         self.shown: torch.Tensor | None = None
         """The tensor that was put into `.grad`."""
         self.sum_of_squares: SumOfSquares | None = None
-        """That of this rank's rows, or of what they become, once it was begun."""
+        """Squared norm of this rank's rows (or of their final value), once launched."""
         self._spill = step.spill if step.spill is not None and record in step.spill else None
-        """Has the rows on disk; None: they wait in memory."""
+        """Set if the rows are spilled to disk."""
         self._step = step
 
     def note_sent(self) -> bool:
@@ -235,7 +235,7 @@ class Gradient:
         return adds
 
     def collect(self) -> None:
-        """Take the gradient off the parameter, and add it to the values held."""
+        """Detach the gradient from the parameter and accumulate it."""
         step, values = self._step, take_gradient(self.record)
         if values is None:
             return
@@ -253,13 +253,13 @@ class Gradient:
         self.put(None, values, adds=adds)
 
     def put(self, rows: slice | None, part: torch.Tensor, *, adds: bool) -> None:
-        """Copy a segment of the gradient into the held `rows`, None: all values, or add it to them."""
+        """Copy a segment of the gradient into (or, if `adds`, accumulate it onto) `rows`; None means all values."""
         held = self._make_room(part, add=adds)
         dtype = self._step.total[self.record.dtype] if adds else None
         self._step.put(self, held if rows is None else held[rows], part, dtype)
 
     def arrive(self, rows: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None) -> None:
-        """Take values, in the memory of the held `rows`: added in the type `dtype`, or None in place of them."""
+        """Store values on the same device as `rows`: accumulated in `dtype`, or overwriting if None."""
         if dtype is not None:
             add_in(rows, values, dtype)
         elif values is not rows:
@@ -277,7 +277,7 @@ class Gradient:
         if held is not None and not is_narrower(held.dtype, dtype):
             return held
         if record in rules.to_host:
-            # Of those that are used as they arrive few are there at a time, in memory that they share.
+            # Gradients consumed on arrival share one buffer: few are alive at a time.
             what = "" if rules.squares_at_once else record.name
             values = self._step.transfers.empty_host(record.owned_numel, dtype, what)
             self.values = values if held is None or not add else values.copy_(held)
@@ -288,7 +288,7 @@ class Gradient:
         return self.values
 
     def _count_segment(self) -> None:
-        """Note that a segment is held; it may be the last one."""
+        """Record that a segment arrived; finish if it was the last."""
         self.segments_left -= 1
         if self.segments_left:
             return
@@ -302,8 +302,8 @@ class Gradient:
                 f"parameter {record.name!r} got a part of its gradient after its update in this backward had begun: its "
                 'module is used more often than in the step before; set "step_overlap" to "forward" or "none"'
             )
-        is_known = step.order_is_agreed or not step.comes_in_parts  # else a first part is not known as one
-        if step.last and is_known and step.phase is BackwardPhase.RUNNING:  # in the end it may be no rank's
+        is_known = step.order_is_agreed or not step.comes_in_parts  # else this may be only a first part
+        if step.last and is_known and step.phase is BackwardPhase.RUNNING:  # it may turn out that no rank has it
             self.finish()
 
     def finish(self) -> None:
@@ -318,7 +318,7 @@ class Gradient:
         return self._rows_of(self.values) if self._spill is None else self._spill.owned(self.record)
 
     def _rows_of(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        """Return this rank's rows of values that are all or these."""
+        """Return this rank's rows, whether `values` is the full gradient or already the rows."""
         if values is None:
             return None
         flat, (first, stop) = values.view(-1), self.record.owned_range
@@ -366,7 +366,7 @@ class Gradient:
 
 
 class Arrivals:
-    """Which gradients came in a backward, in which order the units are reduced, and which of them may be by now."""
+    """Which gradients came in a backward, in which order the units are reduced, and which units are ready."""
 
     def __init__(
         self, units: Sequence[Unit], gradients: Mapping[ParameterRecord, Gradient], step: GradientStep
@@ -374,7 +374,7 @@ class Arrivals:
         found = ([gradients[one] for one in unit.owned if one in gradients] for unit in reversed(units))
         self._units = [some for some in found if some]
         self._order: Sequence[int] = range(len(self._units))
-        """Numbers of the units, in the order in which they are reduced."""
+        """Numbers of the units, in reduction order."""
         self.unit_of = {gradient: number for number, unit in enumerate(self._units) for gradient in unit}
         self.num_due = [0] * len(self._units)
         """How many of the expected gradients of each unit have not come as often as expected."""
@@ -384,7 +384,7 @@ class Arrivals:
         self.leaving: int | None = None
         """The unit of the last gradient that was taken without a reduction."""
         self._came: list[Gradient] = []
-        """Those of this backward, in their order, until that of the units is agreed on."""
+        """Gradients in arrival order, recorded until the unit order is fixed."""
 
     @property
     def units(self) -> list[list[Gradient]]:

@@ -87,7 +87,7 @@ def refuse_everything(run: Run) -> None:
         lambda: zstore.gather(engine.module).__enter__(),
         lambda: engine.save_16bit_model("nowhere"),
     ):
-        with pytest.raises(UsageError, match=r"moved away by offload_states\(\): call engine.reload_states\(\) first"):
+        with pytest.raises(UsageError, match=r"offloaded by offload_states\(\): call engine.reload_states\(\) first"):
             call()
 
 
@@ -142,10 +142,10 @@ def test_a_part_may_go_and_the_model_still_answers(nvme: Path) -> None:
             assert {tier for name, tier in tiers(engine).items() if name.startswith("optimizer/")} == {"host"}
             assert engine(*ids) == expected
         for call in (lambda: engine.backward(engine(*ids)), lambda: engine(*ids).backward()):
-            with pytest.raises(UsageError, match=r"hp_params, lp_grads, optim_states were moved away"):
+            with pytest.raises(UsageError, match=r"hp_params, lp_grads, optim_states are offloaded"):
                 call()
         engine.offload_states(["lp_params"])
-        with pytest.raises(UsageError, match="lp_params were moved away"):
+        with pytest.raises(UsageError, match="lp_params are offloaded"):
             engine(*ids)
         engine.reload_states()
         assert engine(*ids) == expected

@@ -119,7 +119,7 @@ def test_a_step_is_planned_anew_when_parameters_or_their_settings_differ(tier: s
                 each[2].weight.grad.mul_(0.5)
             for p in net.parameters() if step == 6 else ():
                 p.data.share_memory_()  # as a queue of another process does, in place
-                with pytest.raises(UsageError, match="got other memory"):
+                with pytest.raises(UsageError, match="was given different storage"):
                     engine.require_parameters()
             calls.clear()
             sys.setprofile(lambda _, event, __: calls.append(event))

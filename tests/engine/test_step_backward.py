@@ -57,7 +57,7 @@ def _non_finite(rank: int, folder: str) -> str:
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_gradients_that_are_not_finite_tear_the_state_on_every_rank(world_size: int, nvme: Path) -> None:
     for message in run_ranks(_non_finite, world_size, str(nvme)):
-        assert 'with "step_overlap": "backward" parameters were changed before it was known: load' in message
+        assert 'with "step_overlap": "backward" parameters changed before this was detected: load' in message
 
 
 def _fails(rank: int, folder: str) -> tuple[bool, bool]:
@@ -84,7 +84,7 @@ def _fails(rank: int, folder: str) -> tuple[bool, bool]:
                 engine.backward(loss)
             handle.remove()
             torn.append(engine.training_state.update.torn)
-            assert torn[-1] == ("parameters were updated before: load a checkpoint" in say(caught.value))
+            assert torn[-1] == ("parameters were already updated: load a checkpoint" in say(caught.value))
             if not torn[-1]:
                 assert engine_digests(engine) == before
     return torn[0], torn[1]
@@ -139,7 +139,7 @@ def test_what_a_loop_must_not_do_within_the_step(nvme: Path, tmp_path: Path) -> 
     unused["zero_optimization"]["ignore_unused_parameters"] = False
     with start(unused, make_model()) as engine:
         engine.backward(engine(*data(0)))
-        with pytest.raises(UsageError, match=r"'unused.weight'.*parameters were changed before it was known"):
+        with pytest.raises(UsageError, match=r"'unused.weight'.*parameters changed before this was detected"):
             engine.step()
         with pytest.raises(UsageError, match="the state is inconsistent"):
             step(engine)
@@ -163,7 +163,7 @@ def test_what_reads_a_parameter_after_its_update_is_an_error(offloaded: bool, nv
             ) as caught:
                 engine.backward(loss)
             # The update may not have begun with anything yet.
-            assert engine.training_state.update.torn == ("parameters were updated before: load" in say(caught.value))
+            assert engine.training_state.update.torn == ("parameters were already updated: load" in say(caught.value))
 
 
 def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_method_is_saved_and_loaded(method: str, tmp_path: Path, monkeypatch: 
 def test_a_method_that_gives_a_parameter_other_memory_is_refused() -> None:
     with zstore.initialize(model=adapted(REFUSED), config=STAGE_3)[0] as engine:
         engine(**batch(REFUSED))
-        with pytest.raises(UsageError, match=r"delta_embedding.weight' got other memory"):
+        with pytest.raises(UsageError, match=r"delta_embedding.weight' was given different storage"):
             engine(**batch(REFUSED))
 
 

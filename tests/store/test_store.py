@@ -180,7 +180,7 @@ def test_a_failed_write_whose_ticket_was_dropped_fails_the_commit_once(store: St
 def test_values_are_of_whole_arrays(store: Store) -> None:
     create(store, "host", world_size=2, shard=1)
     for act in (store.get, lambda name: store.update(name, 0), lambda name: store.stream([name]), store.checkpoint):
-        with pytest.raises(UsageError, match="is one of 2 shards: use `read`, `write` and `tiles`"):
+        with pytest.raises(UsageError, match="is sharded 2 ways: use `read`, `write` and `tiles`"):
             act("model/w")
 
 

@@ -178,7 +178,7 @@ def test_a_killed_rank_is_told_with_the_memory_as_a_cause(tmp_path: Path, enviro
     code, _, err = finish(tmp_path, environment, "--nproc", "2", "killed.py")
     assert code == 128 + signal.SIGKILL
     assert re.search(
-        r"zstore: rank 1 was ended by SIGKILL first; if the kernel .* lack of memory .*offload_optimizer", err
+        r"zstore: rank 1 was killed by SIGKILL first; if the kernel .* lack of memory .*offload_optimizer", err
     )
 
 
@@ -259,7 +259,7 @@ def test_no_host_keeps_ranks_alone(tmp_path: Path, environment: dict[str, str], 
             os.kill(int((tmp_path / "ssh-localhost").read_text()), signal.SIGKILL)
         code, _, err = rest(process)
     assert code == (-signal.SIGKILL if lost == "launcher" else 128 + signal.SIGKILL)
-    assert lost == "launcher" or "zstore: localhost was ended by SIGKILL" in err
+    assert lost == "launcher" or "zstore: localhost was killed by SIGKILL" in err
 
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)

@@ -1,9 +1,9 @@
-"""Starts the ranks of this machine and waits for them, whoever asks: `zstore run`, `zstore train`, or ssh.
+"""Starts the ranks of this machine and waits for them, for `zstore run`, `zstore train`, or ssh.
 
 [Note: how a run ends]
-Ranks save when a signal comes and end with 75, one a little after the other; when one fails, the others find out which and say
+On a signal, ranks save and exit with 75, at slightly different times; when one fails, the others find out which and say
 so. So signals are passed on and no rank is killed at once: only after a failure, SIGINT, or the loss of the launcher do those
-that still run have a limited time. Torch's elastic agent kills all ranks of a machine as soon as one has ended, so ranks are
+that still run get a grace period. Torch's elastic agent kills all ranks of a machine as soon as one has ended, so ranks are
 processes of our own here, with the variables that torchrun sets, and meet at a store in the first machine's launcher.
 """
 
@@ -25,21 +25,21 @@ from zstore.errors import ZstoreError
 from .guard import LauncherGuard
 
 STOPPED_EXIT_CODE = 75
-"""Of ranks that saved and stopped because of a signal; the engine's."""
+"""Exit code of ranks that saved and stopped on a signal (same as the engine's)."""
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)]
 _LOOK_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob:
-    """The ranks of a machine, and how they meet the others."""
+    """The ranks of one machine and their rendezvous settings."""
 
     command: tuple[str, ...]
     """Program and arguments, given to each rank as they are."""
     slots: tuple[int, ...] | None = None
     """Indices of the GPUs that ranks get, one each; None: not chosen."""
     num_ranks: int | None = None
-    """Ranks on this machine without slots; None: its GPUs, or one."""
+    """Number of ranks if `slots` is None; None: its GPUs, or one."""
     machine: str = ""
     """Its name, for messages; "": this one."""
     ssh: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class RunEnd:
 
     @property
     def exit_code(self) -> int:
-        """0; 75 if they stopped; 128 and the number of the signal that ended them; or the code of the first to fail."""
+        """0; 75 if they stopped; 128 plus the number of the signal that killed them; or the code of the first to fail."""
         if self.first is None:
             # No code at all: they were never started.
             return max(self.codes.values()) if self.codes else 128 + self.came[-1]
@@ -79,14 +79,14 @@ class RunEnd:
         return 128 - code if code < 0 else code
 
     def say(self, where: str = "") -> None:
-        """Print on stderr why they failed, if they did, with the machine `where`; ranks that stopped say so themselves."""
+        """Print the reason of a failure, if any, on stderr; `where` names the machine."""
         if self.exit_code in (0, STOPPED_EXIT_CODE):
             return
         if self.came:
             text = f"{where and f'{where}: '}stopped by {signal.Signals(self.came[-1]).name}"
         else:
             code = self.codes[self.first or ""]
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
             order, hint = " first" if len(self.codes) > 1 else "", "see its output above"
             if code == -signal.SIGKILL:
                 hint = (
@@ -98,7 +98,7 @@ class RunEnd:
 
 
 class Control:
-    """What a launcher on another machine says, as lines in a file descriptor: a job, then numbers of signals."""
+    """Control channel from a remote launcher: one line with the job, then one per forwarded signal."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -107,7 +107,7 @@ class Control:
         """Whether the launcher is gone."""
 
     def take(self) -> list[str]:
-        """Return the lines that came; wait for a part of one, or for the end."""
+        """Block until data or EOF, and return the complete lines received."""
         got = os.read(self._descriptor, 65536)
         self.lost = not got
         *lines, self._rest = (self._rest + got).split(b"\n")
@@ -123,7 +123,7 @@ class Control:
 
 @contextlib.contextmanager
 def catching_signals() -> Iterator[list[int]]:
-    """Yield a list to which the signals that come are added, in place of their effect; call it in the main thread.
+    """Yield a list that collects incoming signals instead of handling them; call it in the main thread.
 
     A signal that was ignored before, as under nohup, stays ignored.
     """
@@ -245,7 +245,7 @@ def _variables(job: RunJob, local_rank: int, num_ranks: int, port: int, attempt:
 
 
 def _store(job: RunJob) -> Any:
-    """The store at which the ranks meet, on the first machine; it is in this process, so that it outlives rank 0."""
+    """The rendezvous store of the ranks, on the first machine; it is in this process, so that it outlives rank 0."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if job.first_rank:
@@ -253,7 +253,7 @@ def _store(job: RunJob) -> Any:
     try:
         return TCPStore("localhost", job.master_port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
-        raise ZstoreError(f"port {job.master_port} cannot be had, give another --master-port: {error}") from error
+        raise ZstoreError(f"port {job.master_port} is in use; choose another --master-port: {error}") from error
 
 
 def count_gpus() -> int:

@@ -1,4 +1,4 @@
-"""Saving: every rank publishes its pinned shards behind training, and rank 0 commits.
+"""Saving: every rank publishes its pinned shards in the background, and rank 0 commits.
 
 [Note: who does what]
 On every rank, in one background thread and without collectives:
@@ -40,9 +40,9 @@ _SEE_FOLDER_S = 60.0
 """How long a rank looks for the temporary folder that rank 0 makes first."""
 _LOOK_AFTER_RANK_0_S = 2.0
 _MOST_FLUSHED_BYTES = 256 * 1024 * 1024
-"""Of a rank: more are as fast file by file, and wait for nobody else's."""
+"""Per rank; above this, per-file fsync is as fast and does not wait for other writers."""
 _FOR_SMALL_FILES = 3
-"""Threads beside the save's own that small files are worth: the caller waits until they have started."""
+"""Threads beside the save's own worth starting for small files: the caller waits for them to start."""
 
 
 class SaveHandle:
@@ -52,13 +52,13 @@ class SaveHandle:
         self._job = job
         self._cancelled = False
         self.stall_s = 0.0
-        """Seconds that training was paused for the save, if an engine took it."""
+        """Seconds that training was paused for the save, if an engine made the save."""
         # Waited for, not the thread: when Ctrl-C interrupts a join, Python 3.11 forgets that the thread runs.
         self._ticket, self._carry_out = promise(self._run)
         self._completion = _completions.begin(job.title, self.wait_for_end)
 
     def start(self) -> Self:
-        """Begin, and return this handle. If this raises, as on Ctrl-C, the save may be under way all the same: see `begun`."""
+        """Begin, and return this handle. If this raises, as on Ctrl-C, the save may still be running: see `begun`."""
         try:
             run_to_the_end(self._carry_out, "zstore-save")
         except BaseException:
@@ -69,7 +69,7 @@ class SaveHandle:
 
     @property
     def begun(self) -> bool:
-        """Whether its thread has it, or will; false when `start` raised before that."""
+        """Whether the save was handed to its thread."""
         return not self._ticket.future.cancelled()
 
     def _run(self) -> SaveSummary:
@@ -84,7 +84,7 @@ class SaveHandle:
 
     @property
     def ticket(self) -> Ticket[SaveSummary]:
-        """The save as a ticket, that is awaited or waited for."""
+        """The save as a ticket to await or wait for."""
         return Ticket(self._ticket.future, partial(_completions.mark_observed, self._completion))
 
     def wait(self, timeout_s: float | None = None) -> SaveSummary:
@@ -94,15 +94,15 @@ class SaveHandle:
         return self.ticket.wait()
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
-        """Wait until the save ended, well or badly; return whether it did."""
+        """Wait until the save has succeeded or failed; return whether it did."""
         return self._ticket.wait_for_end(timeout_s)
 
     def done(self) -> bool:
-        """Tell whether the save ended, well or badly."""
+        """Return whether the save has succeeded or failed."""
         return self._ticket.done()
 
     def cancel(self) -> None:
-        """Give the save up at the next shard, for instance if another rank could not begin it; `wait()` then raises."""
+        """Abort the save before its next shard, for instance if another rank could not begin it; `wait()` then raises."""
         self._cancelled = True
         self._job.cancel()
 
@@ -152,20 +152,20 @@ class Save:
         self._state = decode_state(encode_state(request.record, "record"))
         self._committer = Committer(self._files, request.folder, request.tag, save_id or request.save_id)
         self._folder = self._committer.temporary
-        """The folder that this rank's files come into."""
+        """The folder that this rank writes to."""
         self._cancelled = threading.Event()
         self._part = RankPart(request, self._folder, self._check_alive)
         self._flush: Flush | None = None
-        """Makes this rank's files durable at once, rank 0's as it commits; None: each file is by itself."""
+        """Makes this rank's files durable in one flush (rank 0's at commit time); None: each file is synced separately."""
         self._is_complete = False
-        """Whether this rank's part is there, and its manifest says so."""
+        """Whether this rank's part and its manifest are complete."""
         self._messages: list[str] = []
         self._started = time.monotonic()
-        # Here, by the thread that saves: see [Note: endings].
+        # Created on the saving thread: see [Note: endings].
         self.workers = Workers(num_threads or self._useful_threads(), f"zstore-save-{request.rank}")
 
     def _useful_threads(self) -> int:
-        """Return the threads beside its own that the save is worth, which writes its shards and, on rank 0, documents."""
+        """Return how many helper threads are worthwhile, which writes its shards and, on rank 0, documents."""
         request = self._request
         num_files = len(request.pins) + (2 * len(request.specs) if request.rank == 0 else 0)
         helpers = max(helpful_threads(request.written_bytes, 0), min(_FOR_SMALL_FILES, helpful_threads(0, num_files)))
@@ -177,7 +177,7 @@ class Save:
         return f"the save of {self._committer.target}"
 
     def check(self) -> None:
-        """Check all that can be checked at once."""
+        """Run every check that can fail before any work starts."""
         request = self._request
         if request.rank:
             return
@@ -188,16 +188,16 @@ class Save:
         try:
             request.check_room(request.folder, request.world_size)
         except DiskFullError:
-            # What dead saves left takes room too; else it goes behind the caller.
+            # Leftovers of dead saves take space; sweep now only if that is needed, otherwise in the background.
             self._messages += sweep(self._files, request.folder)
             request.check_room(request.folder, request.world_size)
 
     def cancel(self) -> None:
-        """Let `run` raise soon."""
+        """Make `run` raise at its next check."""
         self._cancelled.set()
 
     def run(self) -> SaveSummary:
-        """Carry the save out. Called once, by the save's thread."""
+        """Run the save. Called once, by the save's thread."""
         on_end = self._request.on_end or (lambda _: None)
         try:
             summary = self._summarise(self._run())
@@ -244,7 +244,7 @@ class Save:
         if request.rank == 0:
             self._committer.begin()
         else:
-            # What rank 0 makes last: a rank that has no rows comes straight to its manifest.
+            # What rank 0 makes last: a rank without rows goes straight to its manifest.
             manifests = self._folder / MANIFEST_FOLDER
             self._wait_until(manifests.is_dir, self._not_seen, min(_SEE_FOLDER_S, request.timeout_s))
         if request.written_bytes <= _MOST_FLUSHED_BYTES:
@@ -254,7 +254,7 @@ class Save:
         tasks = self._part.tasks()
         if self._request.rank:
             return tasks
-        # Metadata in between, so that the drive writes shards meanwhile; not first: to encode it would hold the caller up.
+        # Metadata in between, so that the drive writes shards meanwhile; not first: encoding it first would delay the caller.
         first = list(islice(tasks, self._request.num_threads))
         return chain(first, in_turn(tasks, self._part.metadata_tasks()))
 
@@ -340,10 +340,10 @@ class Save:
         if self._cancelled.is_set():
             raise CheckpointError(f"{self.title} was cancelled")
         if (failed := self._failed_rank()) is not None:
-            raise CheckpointError(f"rank {failed[0]} gave up {self.title}: {failed[1]}")
+            raise CheckpointError(f"rank {failed[0]} aborted {self.title}: {failed[1]}")
 
     def _failed_rank(self) -> tuple[int, str] | None:
-        """Return another rank that gave up, and why, as far as this one can go on by itself; None if there is none."""
+        """Return another rank that gave up, and why, while this rank's own work can still continue; None if there is none."""
         reason = abort_reason(self._folder / ABORT_FILE) if self._request.rank else None
         return None if reason is None else (0, reason)
 
@@ -357,7 +357,7 @@ class Save:
             if ended and not self._is_committed():
                 self._check_alive()
                 raise CheckpointError(
-                    f"rank 0 ended without committing {self._committer.target}; the previous checkpoint still counts"
+                    f"rank 0 ended without committing {self._committer.target}; the previous checkpoint remains the latest"
                 )
         return False
 
@@ -372,7 +372,7 @@ class Save:
     def _not_seen(self) -> str:
         return (
             f"rank {self._request.rank} does not see {self._folder}, which rank 0 makes: either rank 0 could not (its error "
-            "says why), or the checkpoint folder is local to a machine; give one that all ranks share, or a bucket"
+            "says why), or the checkpoint folder is local to a machine; use a folder that all ranks share, or a bucket"
         )
 
     def _ranks_missing(self) -> str:
@@ -390,7 +390,7 @@ class Save:
                 self._part.write_manifest(self._request.rank, f"failed: {reason}", [], self._rank_state)
 
     def _explain(self, error: BaseException) -> None:
-        """Raise the CheckpointError that an error means, if it means one."""
+        """Replace an OSError caused by another rank's abort by that rank's CheckpointError."""
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             self._check_alive()  # rank 0 may have given up, and removed this rank's files: it knows why
 

@@ -1,15 +1,15 @@
-"""Watching over the ranks of a run, so that a failure of one ends all, soon and with its cause.
+"""Failure detection: when one rank fails, all ranks stop promptly and report the cause.
 
 [Note: the watch]
-Each rank has a thread that looks at the ranks' board: twice a second whether somebody raised the alarm, and now and then it
+Each rank has a thread that polls a shared key-value board twice a second for an alarm; periodically it
 posts the rank's place, as a heartbeat, and looks for its neighbour's. The alarm is raised by a rank with an escaped error, with
 a failed collective (a process at the other end died), or whose neighbour sends no heartbeat. Then every rank's thread reports
-its place, whatever its main thread does, and each comes to the same outcome (`incident`). If the run is broken, connections
+its place, whatever its main thread does, and all reach the same verdict (`incident`). If the run is broken, connections
 are cut: whoever waits in a collective, here or elsewhere, gets its error at once and raises RankError with the reports.
-Nothing hangs afterwards, not even the end of the process. Time without a heartbeat is counted in the rank's own looks, so that
+Nothing hangs afterwards, not even the end of the process. Missed heartbeats are counted in the observer's own polls, so that
 a machine that was asleep reports no loss.
 
-A slow rank is no failure: its thread lives. One that hangs for good while its thread lives is found by the process
+A slow rank is not a failure. One that hangs while its thread keeps running is caught by the process
 group's own timeout.
 
 [Note: the watch's threads]
@@ -19,13 +19,13 @@ while the outcome of another is clear already is the next incident's.
 
     the watch's thread alone    `_incident`, and all of `Presence` but `of`
     all, under `_changed`       `_alarm`, `_what_others_said`, `_closing`, `_ended`, `failed`, which is set once
-    all, without it             `failed` and `_reports` are read, as wholes; `agreed` and `_raised` choose an error's text
+    all, without it             `failed` and `_reports` are read atomically; `agreed` and `_raised` choose an error's text
 
 [Note: meeting]
-Collectives of two different calls that meet fail with the backend's own error, and with gloo by an abort. Scripts
-written for replicated models save on the main process alone, so ranks meet on the board before the first collective of a
+If two ranks enter different collectives, these fail with the backend's own error, and with gloo by an abort. Scripts
+written for replicated models save on the main process only, so ranks synchronise on the board before the first collective of a
 save or a load. A waiting rank looks at the next rank: one that closed its engine, or that has entered a collective which this
-rank has not, will never come. Of ranks that are alone in a call, however many, one has a next rank that is elsewhere, and its
+rank has not, will never come. If only some ranks make a call, at least one of them has a neighbour elsewhere, and its
 error ends all.
 """
 
@@ -60,11 +60,11 @@ _LEAST_PAUSE_S = 0.001
 _ANSWER_S = ABSENT_S + SAME_S + 5
 _MOST_MISSED = 9
 """Heartbeats after which a rank counts as lost."""
-_GONE = "it does not answer: its process was killed, or its machine is lost or stopped"
+_GONE = "no response: the process was killed, or its machine is down or unreachable"
 
 
 class Watch:
-    """This rank's part of the watch; see the notes. Until `begin` errors are this rank's alone."""
+    """This rank's part of the watch; see the notes. Before `begin`, errors affect only this rank."""
 
     board: Board
     _presence: Presence
@@ -75,13 +75,13 @@ class Watch:
     def __init__(self) -> None:
         self.begun = False
         self.activity = Activity()
-        """The place of this rank in its work."""
+        """What this rank is currently doing."""
         self.connections = Connections()
         """To the other ranks, of all groups."""
         self.when_broken: list[Callable[[], None]] = []
-        """Further things to give up if the run is broken; called from the watch's thread."""
+        """Further cleanup callbacks for when the run is broken; called from the watch's thread."""
         self.failed: RankError | None = None
-        """Why the run is over; None while it is not."""
+        """The error that ended the run, if any."""
         self.agreed = False
         """Whether all ranks know of the error that is about to be raised in the call at hand, so that it is no failure."""
         self._raised = False
@@ -98,11 +98,11 @@ class Watch:
     def begin(
         self, gather: Callable[[Any], list[Any]], rank: int, world_size: int, *, aborts: bool, silent_s: float | None
     ) -> None:
-        """Begin to watch (all ranks); `gather` gives what every rank gives it. To cut a collective, the process group `aborts`,
-        or connections are shut down. `silent_s` is how long a rank may send no heartbeat; None: for ever."""
+        """Begin to watch (all ranks); `gather` is an all-gather. To cut a collective, the process group `aborts`,
+        or connections are shut down. `silent_s` is the heartbeat timeout; None disables it."""
         self._rank, self._world_size, self._aborts = rank, world_size, aborts
         self.connections.store_port = store_port()
-        # Connections are known before a rank can fail alone here.
+        # Learn the connections before any rank can fail on its own here.
         rows = gather([uuid.uuid4().hex, self.connections.listed()])
         self.connections.learn([listed for _, listed in rows], rank)
         self.board = Board.connect(f"watch/{rows[0][0]}")
@@ -125,8 +125,7 @@ class Watch:
             raise self.failed
         first = str(self.failed).splitlines()[0]
         raise UsageError(
-            f"the ranks of this run no longer talk to each other, since {first}. Start the processes anew and load the "
-            "last checkpoint"
+            f"this run's process group is down because {first}. Restart the processes and load the last checkpoint"
         )
 
     def require_others(self) -> None:
@@ -137,7 +136,7 @@ class Watch:
     def escaped(self, error: BaseException, *, final: bool = False) -> None:
         """Tell the others of an error that ends a call on this rank, and return once the outcome is clear.
 
-        Errors that all ranks agreed on since the call began are no news. `final` is one that nobody will handle.
+        Errors that all ranks agreed on since the call began are not reported again. `final`: nothing will handle it.
         """
         if not self.begun or self.agreed or error is self.failed:
             return
@@ -147,7 +146,7 @@ class Watch:
             details = "".join(traceback.format_exception(error))
             self._raise_alarm(self.activity.report(cause=cause, details=details, final=final))
         if self.failed is None and isinstance(error, RankError):
-            # It may name the rank alone, without its error.
+            # It may name only the rank, without its error.
             error.add_note(self._what_others_said)
         if self.failed is not None:
             if not self._raised and set(self.failed.failures) - {self._rank}:
@@ -159,7 +158,7 @@ class Watch:
         if self.failed is None:
             self._raise_alarm(self.activity.report(lost=f"{type(error).__name__}: {error}"))
         self._raised = True
-        return self._break({})  # if it is not broken, every other rank is gone by itself
+        return self._break({})  # if it is not broken, all other ranks have left on their own
 
     def close(self) -> None:
         """End the watch; a second call does nothing."""
@@ -170,7 +169,7 @@ class Watch:
             thread.join(timeout=2 * ABSENT_S)
 
     def tell_uncaught(self) -> None:
-        """Tell the others of the error that ends the interpreter, if one does."""
+        """Report the uncaught error that ends the interpreter, if any."""
         if not threading.main_thread().is_alive() and not self._ended:
             uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
             if uncaught is not None:
@@ -178,7 +177,7 @@ class Watch:
 
     @property
     def has_raised(self) -> bool:
-        """Whether the run is over, and this rank raised why."""
+        """Whether the run has ended and this rank has raised the reason."""
         return self.failed is not None and self._raised
 
     def _raise_alarm(self, report: RankReport) -> None:
@@ -193,10 +192,10 @@ class Watch:
     # -- meeting --------------------------------------------------------------------------------------------------
 
     def meet(self, call: str) -> None:
-        """Return once all ranks are in `call` (all ranks). Raises UsageError if another rank is somewhere else for good."""
+        """Return once all ranks are in `call` (all ranks). Raises UsageError if another rank will never make this call."""
         self._num_meetings += 1
         key = f"meeting/{self._num_meetings}"
-        # If the board fails, its process is gone: the call's own collectives tell more.
+        # If the board fails, its process is gone: the call's own collectives give a better error.
         with suppress(torch_dist.DistError):
             if self.board.add(f"{key}/ranks", 1) == self._world_size:
                 self.board.post(f"{key}/call", call)
@@ -234,10 +233,10 @@ class Watch:
 
     def _refuse(self, call: str, where: str) -> NoReturn:
         error = UsageError(
-            f"{call} was called on rank {self._rank} while {where}: all ranks call it together, so take it out of "
+            f"{call} was called on rank {self._rank} while {where}: every rank must call it, so move it out of "
             "conditions such as `if accelerator.is_main_process` or `if rank == 0`"
         )
-        self.escaped(error, final=True)  # the other ranks cannot fail alike
+        self.escaped(error, final=True)  # the other ranks will not raise the same error
         raise error
 
     # -- the thread -----------------------------------------------------------------------------------------------
@@ -283,7 +282,7 @@ class Watch:
             outcome = judge(reports, self._world_size, time.monotonic() - started)
             if outcome is Outcome.BROKEN or (outcome is None and self.board.read(f"broken/{number}")):
                 self.board.post(f"broken/{number}", True)
-                # A board in this process stays until all that reported have read: the others ask nothing more of it.
+                # If this process hosts the store, keep it alive until every reporting rank has read the verdict.
                 readers = sum(not report.left for report in reports.values())
                 num_read, end = self.board.add(f"read/{number}", 1), time.monotonic() + ABSENT_S
                 while self._rank == 0 and num_read < readers and time.monotonic() < end:
@@ -317,7 +316,7 @@ class Watch:
     # -- the end of the run, by whichever thread finds it first -------------------------------------------------------
 
     def _break(self, reports: Mapping[int, RankReport]) -> RankError:
-        """End the run: nobody waits for this rank any more, nor this rank for anybody."""
+        """End the run: unblock every rank waiting on this one, and vice versa."""
         with self._changed:
             if self.failed is not None:
                 return self.failed
@@ -327,7 +326,7 @@ class Watch:
             at = reports[self._rank].at if self._rank in reports else str(self.activity)
             broken = self.failed = explain(reports, self._world_size, self._rank, at, _GONE)
         if alarm is None and not self.activity.phase:
-            # Perhaps in a collective of the training loop, whose error does not say so.
+            # The script may be in its own collective, whose error would not mention this.
             _log.error("%s", str(broken).splitlines()[0])
         # Every collective ends that this rank waits in, or that others wait in for this rank.
         if self._aborts:
@@ -338,7 +337,7 @@ class Watch:
         return broken
 
     def _without_board(self) -> None:
-        """End the run when nobody can be asked for the cause."""
+        """End the run when the store is unreachable."""
         reports = dict.fromkeys(range(self._world_size), RankReport()) | self._reports
         if self.connections.store_port is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             del reports[0]  # it was rank 0's process that held it; otherwise torchrun's, or a file
@@ -347,7 +346,7 @@ class Watch:
 
 
 class Presence:
-    """The place of each rank on the board: posted once for each that it stays at, and anew as a heartbeat. After `silent_s`
+    """Each rank's status on the board: posted when it settles, and re-posted as a heartbeat. After `silent_s`
     without one the next rank that has not left counts as lost."""
 
     def __init__(self, board: Board, rank: int, world_size: int, activity: Activity, silent_s: float | None) -> None:
@@ -363,7 +362,7 @@ class Presence:
         self._missed = 0
 
     def of(self, rank: int) -> tuple[int, RankReport]:
-        """Return how often a rank posted its place, and the last one."""
+        """Return a rank's post counter and its latest status."""
         number, place = self._board.read(f"place/{rank}") or (0, {})
         return number, RankReport(**place)
 
@@ -390,7 +389,7 @@ class Presence:
         self._post(RankReport(at="the end", entered=self._activity.entered, left=True))
 
     def present(self, lost: str | None = None) -> RankReport:
-        """Return the present place of this rank, with its stack."""
+        """Return this rank's current status with a stack trace."""
         frame = sys._current_frames().get(self._trainer)
         details = "" if frame is None else "it is at\n" + "".join(traceback.format_stack(frame))
         return self._activity.report(details=details, lost=lost)
@@ -399,7 +398,7 @@ class Presence:
         collective = None if self._activity.collective else collective_of(self._trainer)
         if collective is None:
             return self._activity.report()
-        # The count is no proof by itself: it includes transfers between two ranks.
+        # The count alone proves nothing: it also includes point-to-point transfers.
         at = f"{self._activity}, collective {collective}"
         return RankReport(at=at, entered=self._activity.entered, entered_by_anybody=entered_by_anybody())
 

@@ -1,15 +1,15 @@
 """The store: named tensors that are put, read, changed in passes, and saved, in tiers of memory and disk.
 
 [Note: two ways to an array]
-A program has whole values: `put`, `get` and their like run behind the caller, who gets a ticket to await or wait for.
+User code works with whole values: `put`, `get` and so on run in the background and return a ticket to await or wait for.
 So there is one set of methods for programs with and without asyncio, usable from several tasks and threads, and no
-call of a coroutine blocks its loop. The engine has this rank's shards, in passes in its own threads: `Shards`, the base.
+call blocks an event loop. The engine has this rank's shards, in passes in its own threads: `Shards`, the base.
 Operations on one array are carried out in the order of the calls, those on several concurrently, by threads of this
 store; a pass waits for those of its arrays.
 
 [Note: who waits for whom]
-A checkpoint has the arrays' values when it was asked for: its pins are queued among the operations on each array. An
-operation that takes away an array that is pinned waits for checkpoints that were asked for before it, until it is not, and
+A checkpoint captures the values at the time of the call: its pins are queued among the operations on each array. An
+operation that removes a pinned array waits for earlier checkpoints to unpin it, and
 for no later one, whose pins wait for it in their turn.
 """
 
@@ -47,13 +47,13 @@ from .tiers.base import copy_into
 from .values import Mode, Unreported, Values
 
 T = TypeVar("T")
-_CLOSED = "the store is closed: what was put is gone, but for what `checkpoint` kept"
+_CLOSED = "the store is closed; only data saved with `checkpoint` survives"
 
 
 class Store(Shards, AsyncClosing):
     """Named tensors in tiers: "disk", "host" and "device". Use it in a `with` or `async with` block; see `open_store`.
 
-    An operation behind the caller gives a `Ticket`: `await ticket` or `ticket.wait()` gives its result or raises its error. A
+    A background operation returns a `Ticket`: `await ticket` or `ticket.wait()` gives its result or raises its error. A
     change whose ticket is dropped is not lost: `flush` waits for it and raises its error.
 
     Over 300 lines: it is the public surface, and half of it is docstrings.
@@ -70,7 +70,7 @@ class Store(Shards, AsyncClosing):
     ) -> None:
         super().__init__(options, rank=rank, files=files, cuda=cuda)
         self._open_source = open_source
-        """Opens what `load` names: the package of this class knows local checkpoints of our format alone."""
+        """Opens what `load` names: this package can open only local zstore checkpoints."""
         self._loads, self._saves = Unreported(), Unreported()
         self._run = uuid.uuid4().hex
         self._known: Mapping[str, KnownFile] = {}
@@ -79,7 +79,7 @@ class Store(Shards, AsyncClosing):
         tell_of_fork(self)
 
     def _forked(self) -> None:
-        """Belong to the parent, in a forked child: its threads and its folder are not the child's."""
+        """Disable the store in a forked child: threads and folder belong to the parent."""
         self._lock, self._closed = threading.RLock(), f"the store {OF_THE_PARENT}"
 
     def __reduce__(self) -> NoReturn:
@@ -108,7 +108,7 @@ class Store(Shards, AsyncClosing):
         return self._put(StoreArray.whole(spec, is_tensor(value)), lambda _: self._write(name, data, 0), tier)
 
     def _put(self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None) -> Ticket[None]:
-        """Queue to let `fill` set all values of an array."""
+        """Queue an operation in which `fill` sets all values of an array."""
         with self._lock:
             self._check_open()
             former = self._arrays.get(array.spec.name)
@@ -135,7 +135,7 @@ class Store(Shards, AsyncClosing):
     def _make(
         self, array: StoreArray, fill: Callable[[StoreArray], None], tier: TierName | None, saves: Sequence[Ticket[Any]]
     ) -> None:
-        """Let `fill` set all values of an array, made unless an equal one exists. A failure leaves no new one."""
+        """Let `fill` set all values of an array, made unless an equal one exists. On failure no new array remains."""
         name = array.spec.name
         former = self._tiers[name].name if name in self._tiers else None
         is_new = not self._has(array) or tier not in (None, former)
@@ -159,7 +159,7 @@ class Store(Shards, AsyncClosing):
         """Read an array, or `rows` of its first extent (a slice without a step), in the kind of value that was put.
 
         Into `out`, if it is given: of the rows' shape and the array's data type, contiguous, in host memory; else into new
-        memory, which is the caller's. Raises KeyError for a name that is not there, UsageError for anything but rows.
+        memory, which is the caller's. Raises KeyError for an unknown name, UsageError for anything but a row slice.
         """
         with self._lock:
             array = self._whole(name)
@@ -192,7 +192,7 @@ class Store(Shards, AsyncClosing):
         array = self._array(name)
         if array.grid.num_shards > 1:
             raise UsageError(
-                f"array {name!r} is one of {array.grid.num_shards} shards: use `read`, `write` and `tiles`"
+                f"array {name!r} is sharded {array.grid.num_shards} ways: use `read`, `write` and `tiles`"
             )
         return array
 
@@ -214,7 +214,7 @@ class Store(Shards, AsyncClosing):
         return self._queue(array, move, changes=True)
 
     def stream(self, names: Iterable[str] | None = None, *, prefetch: int = 2, mode: Mode = "update") -> Values:
-        """Return (name, value) of arrays one after the other, all of them by default: `for` and `async for` alike.
+        """Iterate over (name, value) pairs, all of them by default: `for` and `async for` alike.
 
         `prefetch` arrays are read ahead, within the budget. With "update" a value is changed in place and stored behind the
         loop, that at hand too when the loop is left; with "read" changes are lost. A value is valid until the next one.
@@ -284,8 +284,8 @@ class Store(Shards, AsyncClosing):
         Files on the same drive are linked, not copied; other data is written behind the caller, and a change of an array in
         memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
         `zstore.open_checkpoint` and zarr read it. `extra` is JSON to store with the arrays, with
-        numpy's numbers and paths, `step` a number to know it by.
-        With `keep` only so many of this store's checkpoints stay in the folder.
+        numpy's numbers and paths, `step` a number that identifies it.
+        With `keep`, only that many of this store's checkpoints are retained in the folder.
 
         Raises KeyError for a name that is not there, UsageError for `extra` that is not JSON; the ticket
         CheckpointExistsError unless `overwrite`, StorageError, DiskFullError.
@@ -343,7 +343,7 @@ class Store(Shards, AsyncClosing):
         """Put the arrays of a checkpoint, all of them by default, in place of those of the same names; the ticket gives its
         `extra`. See `zstore.open_checkpoint` for the forms of `path` and `tag`, and the errors raised.
 
-        Files on the same drive that are cut as this store has them are linked, whatever number of ranks saved them.
+        Files on the same drive with the same layout as in this store are linked, whatever number of ranks saved them.
         """
         self._check_open()
         opened = partial(self._open_source, user_location(path), tag)
@@ -364,7 +364,7 @@ class Store(Shards, AsyncClosing):
             return dict(source.record.state.get("extra", {}))
 
     def _loaded_as(self, stored: ArraySpec) -> StoreArray:
-        """Return the array that a checkpoint's is loaded as: the one of its name, if that is alike."""
+        """Return the array that a checkpoint's is loaded as: the existing one of that name if shape and dtype match."""
         former = self._arrays.get(stored.name)
         alike = former is not None and (former.spec.shape, former.spec.dtype) == (stored.shape, stored.dtype)
         if former is not None and alike and former.grid.num_shards == 1:
@@ -373,7 +373,7 @@ class Store(Shards, AsyncClosing):
         return StoreArray.whole(spec_of(stored.name, stored.shape, stored.dtype, dims), "torch" in sys.modules)
 
     def _fill_from(self, source: ArraySource, array: StoreArray) -> None:
-        """Replace all values by those of a checkpoint: link its file, if the array on disk is laid out alike, else read."""
+        """Replace all values by those of a checkpoint: link its file, if the array on disk has the same layout, else read."""
         name, stored = array.spec.name, source.array(array.spec.name)
         if self.tier(name).name == "disk" and (stored.grid, stored.spec.dtype) == (array.grid, array.spec.dtype):
             path, crcs = source.file_of(name, 0), source.shard_crcs(name, 0)
@@ -404,7 +404,7 @@ class Store(Shards, AsyncClosing):
 
 
 def _unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> None:
-    """Take an array away, after as many of the checkpoints that were asked for before as it takes until none pins it."""
+    """Remove an array, waiting for earlier checkpoints until none of them pins it."""
     for save in saves:
         if not save.done():
             try:
