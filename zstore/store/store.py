@@ -191,9 +191,7 @@ class Store(Shards, AsyncClosing):
     def _whole(self, name: str) -> StoreArray:
         array = self._array(name)
         if array.grid.num_shards > 1:
-            raise UsageError(
-                f"array {name!r} is sharded {array.grid.num_shards} ways: use `read`, `write` and `tiles`"
-            )
+            raise UsageError(f"array {name!r} is sharded {array.grid.num_shards} ways: use `read`, `write` and `tiles`")
         return array
 
     def delete(self, name: str) -> Ticket[None]:
