@@ -394,6 +394,9 @@ class Builder:
     def close(self) -> None:
         """Close the store, unless it was handed over; values in it are gone. A second call does nothing."""
         self.is_closed = self.is_closed or self._finalizer.alive
+        for built in self._by_id.values():
+            if (parameter := built.ref()) is not None:
+                with_init[parameter] = self  # kept by it, to say that its values are gone
         self._finalizer()
 
 
