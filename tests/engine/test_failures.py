@@ -125,7 +125,7 @@ def test_a_failure_of_one_rank_ends_the_others_soon(
         go_on = (
             "the state is inconsistent; load a checkpoint"
             if where == "read"
-            else "Start the processes anew and load the last"
+            else "Restart the processes and load the last"
         )
         assert go_on in found["refusal"]
         if what == "raise" and rank == FAILING:
@@ -135,7 +135,7 @@ def test_a_failure_of_one_rank_ends_the_others_soon(
         assert f"rank 1 of {world_size} failed" in found["text"]
         if what != "raise":
             assert "rank 1 is gone" in found["text"]
-            assert "its process was killed, or its machine is lost or stopped" in found["text"]
+            assert "the process was killed, or its machine is down or unreachable" in found["text"]
             # The rank that is gone cannot say where it was; this one says where it waited.
             unit = "backward, unit '[a-z0-9.]+'"
             at = unit if where != "step" else f"(step|{unit})" if mode == "backward" else "step"

@@ -177,9 +177,7 @@ def test_what_needs_an_optimizer_is_refused_and_the_way_out_named(tmp_path: Path
             lambda: engine.save_on_signal(str(tmp_path)),
             lambda: engine.set_train_batch_size(4),
         ):
-            with pytest.raises(
-                UsageError, match=r"without an optimizer.* call initialize\(\) without frozen=True, with"
-            ):
+            with pytest.raises(UsageError, match=r"has no optimizer.* call initialize\(\) without frozen=True, with"):
                 call()
         assert engine.get_lr() == []
         assert engine.get_gradient("norm.weight") is None

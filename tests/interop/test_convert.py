@@ -1,5 +1,6 @@
 """`zstore convert`: every kind into every other, each read by the software that it is for; whole folders of models."""
 
+import enum
 import hashlib
 import json
 import os
@@ -212,6 +213,13 @@ def test_bytes_and_pickles_are_read_in_ranges_and_not_held(tmp_path: Path) -> No
 
 
 # -- a plain state dict -----------------------------------------------------------------------------------------------
+
+
+def test_metadata_of_an_early_python_is_read(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(theirs, tmp_path / "a")
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))  # up to 3.11.3
+    edited(tmp_path / "a", lambda _: None)
+    convert(tmp_path / "a", tmp_path / "out")
 
 
 def test_torch_loads_the_weights_with_weights_only(theirs: Path, tmp_path: Path) -> None:
