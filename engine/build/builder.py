@@ -452,7 +452,7 @@ def _uses(parameter: nn.Parameter) -> int:
 
 
 _SOLE_USES = _uses(nn.Parameter(torch.empty(1)))
-"""Those of a parameter whose memory has no other owner: one, and from torch 2.10 on another of Python's object."""
+"""Those of a parameter whose memory has no other owner: one in torch 2.9, two in 2.13."""
 
 
 def _is_sole_owner(parameter: nn.Parameter) -> bool:

@@ -255,7 +255,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if operator in flop_registry:
                 self.total += int(flop_registry[operator](*args, **kwargs, out_val=out))
             elif operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-                # Heads that share a key and a value compute as many products; torch's formula had refused them before 2.12.
+                # Heads that share a key and a value compute as many products; torch 2.9's formula refuses them.
                 batch, heads, *_ = args[0].shape
                 key, value = ((batch, heads, *tensor.shape[2:]) for tensor in args[1:3])
                 self.total += int(sdpa_flop_count(args[0].shape, key, value))  # type: ignore[no-untyped-call]

@@ -14,12 +14,12 @@ all_gather_single: Callable[..., Any] = (
 reduce_scatter_single: Callable[..., Any] = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
 )
-"""Before 2.13 by their former names, which are deprecated."""
+"""By their former names, now deprecated, in torch 2.9."""
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """Return what this machine's CPU has, by torch's names: `torch.cpu.get_capabilities`, or before 2.12 the part of it that
-    zstore asks for."""
+    """Return what this machine's CPU has, by torch's names: `torch.cpu.get_capabilities`, or in torch 2.9, which
+    has none, the part of it that zstore asks for."""
     if hasattr(torch.cpu, "get_capabilities"):
         return torch.cpu.get_capabilities()
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\nflags")[2].partition("\n")[0].split()
