@@ -4,7 +4,7 @@
 `block_mask` makes a pattern's mask for `torch.nn.attention.flex_attention`.
 """
 
-from zstore.engine.extras.sparse_attention.attend import apply, attend, block_mask, dense_mask, pattern_of
-from zstore.engine.extras.sparse_attention.section import Pattern
+from zstore.engine.extras.sections import Pattern
+from zstore.engine.extras.sparse_attention import apply, attend, block_mask, dense_mask, pattern_of
 
 __all__ = ["Pattern", "apply", "attend", "block_mask", "dense_mask", "pattern_of"]

@@ -1,7 +1,7 @@
 """Optimizers of torch whose state is on disk or in host memory, and classes that torch lacks: `zstore.optim.Offloaded`."""
 
 from zstore.engine.adapters.torch_optim import Offloaded, StoredTensor
-from zstore.engine.extras.whole_tensors.muon import MuonWithAdam, split_for_muon
+from zstore.engine.extras.whole_tensors import MuonWithAdam, split_for_muon
 from zstore.engine.optim.classes import Lamb, Lion
 
 __all__ = [

@@ -8,9 +8,15 @@ from importlib import import_module
 from ..config.optimizers import OPTIMIZERS
 from ..config.sections import add_section
 from .elasticity import ElasticitySection
-from .one_bit.section import OneBitAdamParams, OneBitLambParams, ZeroOneAdamParams
-from .sparse_attention.section import Pattern
-from .whole_tensors.section import AdafactorParams, LambParams, MuonParams
+from .sections import (
+    AdafactorParams,
+    LambParams,
+    MuonParams,
+    OneBitAdamParams,
+    OneBitLambParams,
+    Pattern,
+    ZeroOneAdamParams,
+)
 
 add_section("sparse_attention", Pattern)
 add_section("elasticity", ElasticitySection)
@@ -20,5 +26,5 @@ for _params in (LambParams, AdafactorParams, MuonParams, OneBitAdamParams, ZeroO
 
 def register_parts() -> None:
     """Register the rules, codecs and exchanges of the extras, with torch."""
-    for name in ("moments", "one_bit.step", "whole_tensors.step", "zeropp"):
+    for name in ("moments", "one_bit", "whole_tensors", "zeropp"):
         import_module(f"{__name__}.{name}")

@@ -17,7 +17,7 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.engine.config.config import load_config
-from zstore.engine.extras.one_bit.step import (
+from zstore.engine.extras.one_bit import (
     AdamRule,
     LambRule,
     OneBitStep,

@@ -15,7 +15,7 @@ from torch import nn
 import zstore
 from zstore.attention import Pattern, apply, attend, block_mask, dense_mask, pattern_of
 from zstore.engine.config.config import load_config
-from zstore.engine.extras.sparse_attention.attend import layout_of
+from zstore.engine.extras.sparse_attention import layout_of
 from zstore.errors import ConfigError, UsageError
 from zstore.tools.sample.models import Attention, Gpt, GptConfig
 

@@ -23,7 +23,7 @@ from zstore.engine.config.parse import explain, load_jsonc
 from zstore.engine.config.resolve import ResolveContext
 from zstore.engine.config.sections import ConfigSections
 from zstore.engine.extras import register_parts
-from zstore.engine.extras.one_bit.step import OneBitStep
+from zstore.engine.extras.one_bit import OneBitStep
 from zstore.engine.optim.rules import classes, rule_of
 from zstore.engine.plan.plan import placement_settings
 from zstore.errors import ConfigError

@@ -42,13 +42,13 @@ from zstore.format import optimizer_array, round_up
 from zstore.io.tensors import as_torch
 from zstore.ranks.world import World, on_device
 
-from ...optim.changes import Changes
-from ...optim.classes import lamb_root, lamb_step
-from ...optim.kernel import FusedAdam, Kernel, ParameterStep, Scalars
-from ...optim.rules import Kind, Rule, Stepper, register, whole_gradient
-from ...optim.state import OptimizerState
-from ...params.record import ParameterRecord
-from ...plan.plan import Slots, TensorSlot
+from ..optim.changes import Changes
+from ..optim.classes import lamb_root, lamb_step
+from ..optim.kernel import FusedAdam, Kernel, ParameterStep, Scalars
+from ..optim.rules import Kind, Rule, Stepper, register, whole_gradient
+from ..optim.state import OptimizerState
+from ..params.record import ParameterRecord
+from ..plan.plan import Slots, TensorSlot
 
 Phase = Literal["exact", "compressed", "local"]
 Group = Mapping[str, Any]

@@ -20,8 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from zstore.errors import UsageError
 
-from ...config.config import load_config
-from .section import Pattern
+from ..config.config import load_config
+from .sections import Pattern
 
 _UNSUPPORTED = ("softcap", "position_bias", "s_aux")
 """Arguments of transformers' attention beside a mask."""

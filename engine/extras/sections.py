@@ -1,0 +1,272 @@
+"""Sections of the extras in a config: arguments of the optimizers whose step needs a whole tensor, of those that send signs,
+and the pattern of sparse attention. Loads no torch."""
+
+from collections.abc import Iterator, Mapping
+from pkgutil import resolve_name
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ..config.keys import Notice, Section, Status, built
+from ..config.optimizers import Betas, MomentParams, OptimizerParams
+from ..config.values import Auto, BelowOne, Bool, Count, Number, OneOf, Positive, Real, Words
+
+EpsPair = Annotated[tuple[Real | None, Real], Words("two numbers of at least 0; null for the first is fp32's epsilon")]
+
+
+# -- optimizers -----------------------------------------------------------------------------------------------------------
+
+
+class LambParams(MomentParams):
+    """Arguments of LAMB: Adam whose step is scaled, for each tensor, by the norm of the weights over that of the update."""
+
+    whole_tensors = True
+
+    eps_inside_sqrt: Bool = built(False)
+    """Add eps under the square root."""
+    weight_decay: Real | Auto = built(0.0)
+    """Decay of the weights, a part of the update before it is scaled."""
+    bias_correction: Bool = built(True)
+    """Correct the moments for starting at zero."""
+    max_coeff: Real = built(10.0)
+    """Largest factor of a tensor's step."""
+    min_coeff: Real = built(0.01)
+    """Smallest factor of a tensor's step."""
+
+
+class AdafactorParams(OptimizerParams):
+    """Arguments of Adafactor, as torch has them: of a matrix it keeps one number for each row and each column."""
+
+    whole_tensors = True
+
+    lr: Real | Auto = built(1e-2)
+    """Learning rate; the default is torch's. The step is at most 1 / sqrt(steps), times the weights' root mean square."""
+    beta2_decay: Annotated[Number, Field(le=0), Words("a number of at most 0")] = built(-0.8)
+    """The second moment's decay is 1 - step to this power."""
+    eps: EpsPair = built((None, 1e-3))
+    """Least of the second moment, and least root mean square of the weights."""
+    d: Annotated[Real, Field(ge=1), Words("a number of at least 1")] = built(1.0)
+    """Updates with a larger root mean square are scaled down to it."""
+    weight_decay: Real | Auto = built(0.0)
+    """Decoupled decay of the weights per step, times lr."""
+    maximize: Bool = built(False)
+    """Ascend."""
+
+
+class MuonParams(OptimizerParams):
+    """Arguments of Muon for matrices, and of AdamW for embeddings, heads and parameters that are no matrices. A parameter's
+    own attribute `use_muon` decides for it."""
+
+    whole_tensors = True
+
+    lr: Real | Auto | None = built(None)
+    """Learning rate of both. Unset: 0.02 for Muon and 0.0003 for Adam, as DeepSpeed has it."""
+    muon_lr: Real | None = built(None)
+    """Learning rate of Muon, in place of lr."""
+    adam_lr: Real | None = built(None)
+    """Learning rate of Adam, in place of lr."""
+    momentum: BelowOne = built(0.95)
+    """Muon's momentum."""
+    nesterov: Bool = built(True)
+    """Nesterov's momentum, which DeepSpeed always uses."""
+    ns_steps: Annotated[Positive, Field(le=99)] = built(5)
+    """Newton-Schulz iterations."""
+    adjust_lr_fn: Annotated[Literal["original", "match_rms_adamw"], OneOf()] = built("original")
+    """How Muon's rate follows a matrix's shape: sqrt(max(1, rows / columns)), or 0.2 sqrt(max(rows, columns))."""
+    betas: Betas | Auto = built((0.9, 0.95))
+    """Decay of Adam's moments."""
+    eps: Real | Auto = built(1e-10)
+    """Added to Adam's denominator."""
+    weight_decay: Real | Auto = built(0.0)
+    """Decoupled decay of the weights per step, times the rate, of both."""
+
+
+class _OneBitParams(MomentParams):
+    """Arguments that the 1-bit optimizers share."""
+
+    whole_tensors = True
+    keeps_whole = True
+    exact: ClassVar[str] = "AdamW"
+    """The optimizer that sends gradients."""
+
+    bias_correction: Bool = built(True)
+    """Correct the moments for starting at zero, so that the warm-up is that of the exact optimizer; false: use them as
+    they are, which DeepSpeed does whatever this says."""
+    weight_decay: Real | Auto = built(0.0)
+    """Decoupled decay of the weights per step, times lr."""
+
+    @classmethod
+    def conflicts(cls, settings: Any, kind: str) -> Iterator[Notice]:
+        zero, clip = settings.zero_optimization, settings.gradient_clipping
+        asked = {
+            "zero_optimization.stage": zero.stage > 1,
+            "zero_optimization.offload_optimizer": zero.offload_optimizer.device != "none",
+            "gradient_clipping": "gradient_clipping" in settings.model_fields_set and clip not in {0.0, "auto"},
+            "zstore.moments": settings.zstore.moments == "bf16",
+            "bf16.bf16_optimizer_states": settings.bf16.bf16_optimizer_states,
+            "optimizer.params.fp32_optimizer_states": not settings.optimizer.params.fp32_optimizer_states,
+        }
+        for key in (key for key, is_asked in asked.items() if is_asked):
+            text = (
+                f"every rank keeps all state of {kind} on the device in fp32, and its own gradients, which no norm "
+                f'clips: leave {key} out (stage 0 or 1), or write type "{cls.exact}" in place of {kind}'
+            )
+            yield Notice(Status.WRONG, text, (key, "optimizer.type"))
+
+
+class OneBitAdamParams(_OneBitParams):
+    """Arguments of 1-bit Adam, at stages 0 and 1: AdamW that sends its momentum as signs after a warm-up."""
+
+    freeze_step: Positive = built(100000)
+    """Updates that are AdamW's; in later ones the variance stays, and signs are sent. Take 15 to 25% of the run, and not
+    less than the warm-up of the rate; the default is DeepSpeed's."""
+
+
+class ZeroOneAdamParams(_OneBitParams):
+    """Arguments of 0/1 Adam, at stages 0 and 1: AdamW that sends signs from the start, and later not in every step."""
+
+    var_freeze_step: Positive = built(100000)
+    """Last update that may change the variance; after it ranks take steps of their own. The end of the warm-up of the rate
+    is a good one; the default is DeepSpeed's."""
+    var_update_scaler: Positive = built(16)
+    """Updates of the variance after which their interval doubles; it starts at 1."""
+    local_step_scaler: Positive = built(32678)
+    """Updates after which the interval between exchanges doubles; it starts at 1."""
+    local_step_clipper: Positive = built(16)
+    """Longest interval between exchanges, in updates; 1: ranks exchange in every one."""
+
+
+class OneBitLambParams(_OneBitParams):
+    """Arguments of 1-bit LAMB, at stages 0 and 1: LAMB that sends its momentum as signs after a warm-up."""
+
+    exact = "Lamb"
+
+    weight_decay: Real | Auto = built(0.0)
+    """Decay of the weights, a part of the update before it is scaled."""
+    freeze_step: Positive = built(100000)
+    """Updates that are LAMB's; in later ones the variance stays, and signs are sent. The default is DeepSpeed's."""
+    eps_inside_sqrt: Bool = built(False)
+    """Add eps under the square root."""
+    max_coeff: Real = built(10.0)
+    """Largest factor of a tensor's step in the warm-up."""
+    min_coeff: Real = built(0.01)
+    """Smallest factor of a tensor's step in the warm-up."""
+    coeff_beta: BelowOne = built(0.9)
+    """Decay of the average of the warm-up's factors, which later steps take; freeze_step should be well above 1 / (1 -
+    coeff_beta)."""
+    factor_max: Real = built(4.0)
+    """Largest correction of that average."""
+    factor_min: Real = built(0.5)
+    """Smallest correction of that average."""
+    factor_threshold: Real = built(0.1)
+    """Part by which the correction may change in an update."""
+
+
+# -- sparse attention -----------------------------------------------------------------------------------------------------
+
+_Blocks = Annotated[tuple[Count, ...], Words("a list of whole numbers")]
+_Sizes = Annotated[tuple[Positive, ...], Words("a list of whole numbers of at least 1")]
+
+ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
+    "dense": {},
+    "fixed": {
+        "num_local_blocks": 4,
+        "num_global_blocks": 1,
+        "num_different_global_patterns": 1,
+        "horizontal_global_attention": False,
+    },
+    "variable": {
+        "num_random_blocks": 0,
+        "local_window_blocks": (4,),
+        "global_block_indices": (0,),
+        "global_block_end_indices": None,
+        "horizontal_global_attention": False,
+    },
+    "bigbird": {"num_random_blocks": 1, "num_sliding_window_blocks": 3, "num_global_blocks": 1},
+    "bslongformer": {"num_sliding_window_blocks": 3, "global_block_indices": (0,), "global_block_end_indices": None},
+}
+"""The arguments of each mode beside those of all, and their defaults, which are DeepSpeed's."""
+_OF_ALL = ("mode", "block", "attention", "different_layout_per_head")
+
+
+class Pattern(Section):
+    """Attention in blocks: each token attends to a part of the sequence. Acts on the models of `zstore train` and on those of
+    transformers, and by `zstore.attention.attend` in any other; see docs/models.md. An argument of another mode is an
+    error."""
+
+    mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], OneOf()] = built("fixed")
+    """Which blocks attend to which: "dense" all to all, "fixed" local windows and the last blocks of each, "variable" windows
+    of given sizes, random blocks and global ones, "bigbird" a sliding window, random blocks and the first ones,
+    "bslongformer" a sliding window and global blocks."""
+    block: Positive = built(16)
+    """Tokens of a block."""
+    attention: Annotated[Literal["unidirectional", "bidirectional"], OneOf()] = built("bidirectional")
+    """"unidirectional": tokens attend to no later ones; a causal model is so in any case."""
+    different_layout_per_head: Bool = built(False)
+    """Let heads have layouts of their own: other random blocks, other global blocks of "fixed"."""
+    num_local_blocks: Positive | None = built(None)
+    """Blocks of a window of "fixed". Unset: 4."""
+    num_global_blocks: Count | None = built(None)
+    """Global blocks: of "fixed" the last of each window, of "bigbird" the first of the sequence. Unset: 1."""
+    num_different_global_patterns: Positive | None = built(None)
+    """Places of the global blocks in a window of "fixed", over which heads are spread. Unset: 1."""
+    horizontal_global_attention: Bool | None = built(None)
+    """Let global blocks of "fixed" and "variable" attend to all blocks too. Unset: false."""
+    num_random_blocks: Count | None = built(None)
+    """Random blocks that a block attends to, the same on every rank and in every run. Unset: 0 for "variable", 1 for
+    "bigbird"."""
+    local_window_blocks: _Sizes | None = built(None)
+    """Sizes of the windows of "variable" in blocks; the last repeats. Unset: [4]."""
+    num_sliding_window_blocks: Positive | None = built(None)
+    """Width of the window of "bigbird" and "bslongformer" in blocks. Unset: 3."""
+    global_block_indices: _Blocks | None = built(None)
+    """Global blocks of "variable" and "bslongformer". Unset: [0]."""
+    global_block_end_indices: _Blocks | None = built(None)
+    """Ends of ranges of global blocks, which begin at `global_block_indices`. Unset: each range is one block."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens attend to no later ones."""
+        return self.attention == "unidirectional"
+
+    def argument(self, name: str) -> Any:
+        """Return an argument of the mode: as given, or its default."""
+        given = getattr(self, name)
+        return ARGUMENTS[self.mode][name] if given is None else given
+
+    def prepare(self, model: Any) -> None:
+        """Let the model's attention follow the pattern. Raises UsageError for a model of another kind."""
+        resolve_name(f"{__package__}.sparse_attention:apply")(
+            model, self
+        )  # by name: it loads torch, and knows patterns
+
+    def model_post_init(self, context: Any) -> None:
+        """Raise ValueError for arguments that do not fit together, of a config or of a script's own pattern."""
+        known = (*_OF_ALL, *ARGUMENTS[self.mode])
+        for name in self.model_fields_set.difference(known):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is not an argument of mode {self.mode}; it has {', '.join(known[1:])}")
+        if self.is_causal and self.horizontal_global_attention:
+            raise ValueError(
+                'horizontal_global_attention needs "attention": "bidirectional": global blocks would attend to later tokens'
+            )
+        if self.mode == "fixed":
+            self._check_windows()
+        starts, ends = self.global_block_indices or (0,), self.global_block_end_indices
+        if ends is not None and (len(ends) != len(starts) or any(a >= b for a, b in zip(starts, ends, strict=True))):
+            raise ValueError(
+                f"global_block_end_indices: expected {len(starts)} ends, each after its start in global_block_indices, got "
+                f"{list(ends)}"
+            )
+
+    def _check_windows(self) -> None:
+        local, each, places = (self.argument(name) for name in list(ARGUMENTS["fixed"])[:3])
+        if each < 1 or local % each:
+            raise ValueError(f"num_local_blocks ({local}) must be a multiple of num_global_blocks ({each})")
+        if places > local // each:
+            raise ValueError(
+                "num_different_global_patterns must be at most num_local_blocks / num_global_blocks = "
+                f"{local // each}, got {places}"
+            )
+        if places > 1 and not self.different_layout_per_head:
+            raise ValueError(f"num_different_global_patterns is {places}: set different_layout_per_head to true")

@@ -1,1 +1,0 @@
-"""Optimizers whose step needs a whole tensor: Adafactor, LAMB and Muon."""
