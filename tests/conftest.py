@@ -42,7 +42,7 @@ ranks.PRELOADED += [
     "tests.engine.runs",
     "tests.loaded",
 ]
-ranks.PRELOADED += ["zstore.serve.server"]  # what uploads lose by kills
+ranks.PRELOADED += ["zstore.serve.app"]  # what uploads lose by kills
 
 
 WORKER_BYTES = 2**31

@@ -16,8 +16,18 @@ from zstore.weights.companions import Companions
 from zstore.weights.files import FileLayout, Lost, lost_text, plan_model
 from zstore.weights.from_checkpoint import DTYPES, frozen_weights, list_weights, write_weights
 
-from .opening import DEFAULTS, Common, open_location, reporting, say_left
-from .options import Dtype, Location, Tag, require_choice, size_option
+from .options import (
+    DEFAULTS,
+    Common,
+    Dtype,
+    Location,
+    Tag,
+    open_location,
+    report_left_behind,
+    reporting,
+    require_choice,
+    size_option,
+)
 from .printing import ProgressBar
 
 
@@ -82,7 +92,7 @@ def write_folder(
         beside.copy(folder, source.resources.files)
     progress.say(f"wrote {size_of(layouts)} to {target}{beside.text}")
     progress.document |= {"path": str(target), "files": [layout.name for layout in layouts]}
-    say_left(progress, beside)
+    report_left_behind(progress, beside)
 
 
 def refuse_lost(lost: Sequence[Lost], dtype: str) -> None:

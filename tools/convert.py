@@ -25,8 +25,7 @@ from zstore.weights.files import MAX_FILE_BYTES, Lost, Weight, plan_model
 from zstore.weights.from_checkpoint import DTYPES, list_weights
 
 from .consolidate import refuse_lost, write_folder
-from .opening import DEFAULTS, Common, open_location, reporting, say_left
-from .options import Dtype, Tag, require_choice
+from .options import DEFAULTS, Common, Dtype, Tag, open_location, report_left_behind, reporting, require_choice
 from .printing import ProgressBar
 from .reshard import reshard_into
 
@@ -116,7 +115,7 @@ def _to_torch(source: ArraySource, out: Path, weights: list[Weight], dtype: str,
     progress.document |= {"path": str(out)}
     beside = Companions.of(source, beside=False)
     beside.left = [*beside.files, *beside.left]
-    say_left(progress, beside)
+    report_left_behind(progress, beside)
 
 
 # -- a torch file ---------------------------------------------------------------------------------------------------------

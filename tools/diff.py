@@ -12,7 +12,7 @@ import typer
 
 from zstore.checkpoint import ArraySource, ReadAhead, StoredArray, natural_key
 
-from .opening import DEFAULTS, Common, open_location, reporting
+from .options import DEFAULTS, Common, open_location, reporting
 from .printing import ProgressBar, cell, make_console, make_table
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zstore.checkpoint import ArraySource, CheckpointReader, StoredArray, natural_key, stored_files
 from zstore.sizes import format_bytes, format_count
 
-from .opening import DEFAULTS, Common, array_bytes, open_location
-from .options import Location, Tag
+from .options import DEFAULTS, Common, Location, Tag, array_bytes, open_location
 from .printing import cell, make_console, make_table, print_json, printable
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from zstore.errors import CheckpointNotFoundError
 from zstore.open.sources import folder_of
 from zstore.sizes import format_bytes
 
-from .opening import DEFAULTS, Listing
-from .options import FolderLocation
+from .options import DEFAULTS, FolderLocation, Listing
 from .printing import cell, make_console, make_table, print_json, printable
 
 if TYPE_CHECKING:

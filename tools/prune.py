@@ -13,8 +13,7 @@ from zstore.errors import UsageError
 from zstore.open.sources import folder_of
 from zstore.remote.target import remover
 
-from .opening import DEFAULTS, Listing, reporting
-from .options import FolderLocation
+from .options import DEFAULTS, FolderLocation, Listing, reporting
 from .printing import printable
 
 

@@ -17,8 +17,7 @@ from zstore.remote.upload import upload_checkpoint
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.companions import Companions
 
-from .opening import DEFAULTS, Common, array_bytes, open_location, reporting, say_left
-from .options import Location, Tag
+from .options import DEFAULTS, Common, Location, Tag, array_bytes, open_location, report_left_behind, reporting
 from .printing import ProgressBar
 
 
@@ -99,7 +98,7 @@ def reshard_into(
         ) from error
     if beside.copied:
         progress.say(f"copied into the checkpoint: {', '.join(beside.copied)}")
-    say_left(progress, beside)
+    report_left_behind(progress, beside)
     return path
 
 

@@ -37,8 +37,8 @@ def serve_command(
     this machine is answered, and nothing is taken.
     """
     try:
-        from zstore.serve.server import run
-        from zstore.serve.settings import Root, Settings
+        from zstore.serve.app import run
+        from zstore.serve.runs import Root, Settings
     except ImportError as error:
         raise UsageError(f"zstore serve needs the package {error.name}: pip install 'zstore[serve]'") from error
     from zstore.io import is_url

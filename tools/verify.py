@@ -11,8 +11,7 @@ from zstore.checkpoint import CheckpointReader, VerifyFault, refused, verify_che
 from zstore.errors import CheckpointNotFoundError, CorruptionError, UsageError
 from zstore.open.sources import folder_of, split_location
 
-from .opening import DEFAULTS, Common, open_location
-from .options import Location, Tag
+from .options import DEFAULTS, Common, Location, Tag, open_location
 from .printing import ProgressBar, print_json, printable
 
 

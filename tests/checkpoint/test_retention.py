@@ -24,7 +24,7 @@ from zstore.engine.config.config import load_config
 from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
 from zstore.remote.service import open_folder
 from zstore.remote.upload import upload_checkpoint
-from zstore.tools.opening import Common
+from zstore.tools.options import Common
 from zstore.tools.prune import prune_folder
 
 ARRAYS = {"model/w": np.arange(100_000, dtype=np.float32)}

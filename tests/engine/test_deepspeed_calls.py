@@ -25,7 +25,7 @@ from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.inspect import inspect_command
-from zstore.tools.opening import Common
+from zstore.tools.options import Common
 
 
 class Regression(nn.Module):

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zstore
+from docs.config_docs import missing_keys, updated
 from tests.engine.runs import make_config, one_step, start, start_linear
 from tests.engine.transformers_models import ARCHITECTURES, REENTRANT, WRITERS, build
 from zstore.checkpoint import tags
@@ -29,7 +30,6 @@ from zstore.errors import UsageError
 from zstore.io.buffers import PAGE_BYTES
 from zstore.store.options import StoreStatistics
 from zstore.testing.ranks import run_ranks
-from zstore.tools.config_docs import missing_keys, updated
 
 DOCS = Path(__file__).parents[2] / "docs"
 CONFIG = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -231,7 +231,7 @@ def told(cells: list[str]) -> list[str]:
 def test_the_keys_that_do_not_act_are_up_to_date() -> None:
     page = text_of("deepspeed")
     assert missing_keys() in page
-    assert updated(page) == page, "run: python -m zstore.tools.config_docs"
+    assert updated(page) == page, "run: python docs/config_docs.py"
 
 
 def test_names_that_are_said_to_be_missing_are_missing() -> None:

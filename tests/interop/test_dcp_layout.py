@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstore.checkpoint.layout import array_document, parse_array
-from zstore.dcp.work import PIECES_FOLDER, ArrayLayout, RankWork, RankWriter
+from zstore.dcp.save import PIECES_FOLDER, ArrayLayout, RankWork, RankWriter
 from zstore.errors import CheckpointError, CheckpointMismatchError, CorruptionError
 from zstore.format.arrays import ArraySpec, make_grid
 from zstore.format.boxes import Box

@@ -17,7 +17,7 @@ from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, Corr
 from zstore.io.tensors import as_torch
 from zstore.open.sources import open_source
 from zstore.tools.inspect import inspect_command
-from zstore.tools.opening import Common
+from zstore.tools.options import Common
 from zstore.tools.verify import verify_command
 
 CLIENT = {"client/tensor", "client/numpy.state"}

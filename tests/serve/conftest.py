@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import urllib3
 
-from zstore.serve.server import serving
-from zstore.serve.settings import Root, Settings
+from zstore.serve.app import serving
+from zstore.serve.runs import Root, Settings
 
 Serve = Callable[..., str]
 TOKEN = "secret-of-the-tests"

@@ -25,7 +25,7 @@ from tests.serve.test_browser import needs_chromium, open_browser, watch
 from zstore.errors import UsageError
 from zstore.remote.upload import upload_checkpoint
 from zstore.serve.app import ASSETS, make_app
-from zstore.serve.settings import Root, Settings
+from zstore.serve.runs import Root, Settings
 from zstore.tools.serve import serve_command
 
 READ, WRITE = "reading-token-of-the-tests", "writing-token-of-the-tests"

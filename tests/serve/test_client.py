@@ -24,8 +24,8 @@ from zstore.errors import CheckpointNotFoundError, CorruptionError, StorageError
 from zstore.open.sources import folder_of
 from zstore.remote.bucket import BucketFolder, Retries
 from zstore.remote.service import ServiceConnection, ServiceFolder, UploadPlace, open_folder
-from zstore.serve.server import serving
-from zstore.serve.settings import Root, Settings
+from zstore.serve.app import serving
+from zstore.serve.runs import Root, Settings
 
 RNG = np.random.default_rng(3)
 ARRAYS = {

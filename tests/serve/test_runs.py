@@ -22,7 +22,7 @@ from tests.waiting import until
 from zstore import journal
 from zstore.journal import encode, read, steps
 from zstore.tools.ls import ls_command
-from zstore.tools.opening import Common
+from zstore.tools.options import Common
 
 FIRST, LAST = "step-00000060", "step-00000300"
 

@@ -31,8 +31,8 @@ _PORT_FILE = "operations"
 
 def _serve(runs: str, port: int, fail_at: int | None) -> None:
     """A service that is killed at file operation `fail_at` of its uploads; else it leaves how many there were."""
-    from zstore.serve.server import run
-    from zstore.serve.settings import Root, Settings
+    from zstore.serve.app import run
+    from zstore.serve.runs import Root, Settings
 
     files: FaultyFiles = DeadlyFiles(fail_at)
     settings = Settings(roots=(Root.parse(runs),), port=port, token=TOKEN, files=files)

@@ -42,13 +42,13 @@ from zstore.format.arrays import WHOLE_BYTES, make_grid
 from zstore.io.shards import open_resources
 from zstore.io.tensors import as_torch
 from zstore.open.sources import open_source
-from zstore.serve.server import serving
-from zstore.serve.settings import Root, Settings
+from zstore.serve.app import serving
+from zstore.serve.runs import Root, Settings
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import random_values
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.convert import convert_command
-from zstore.tools.opening import Common
+from zstore.tools.options import Common
 from zstore.tools.reshard import reshard_command
 from zstore.weights.cast import Castor, cast_into, castors
 from zstore.weights.files import Weight, plan_files

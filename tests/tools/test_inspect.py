@@ -22,7 +22,7 @@ from zstore.open.sources import split_location
 from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
-from zstore.tools.opening import Common
+from zstore.tools.options import Common
 from zstore.tools.prune import prune_folder
 from zstore.tools.train.resume import resume_source
 from zstore.tools.verify import verify_command

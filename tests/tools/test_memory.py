@@ -23,7 +23,7 @@ from tests.checkpoint.checkpoints import save_arrays
 from tests.interop.deepspeed_data import states, write
 from tests.tools.commands import run
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.tools.opening import LEAST_MEMORY_BYTES, MIB
+from zstore.tools.options import MIB, MIN_MEMORY_BYTES
 from zstore.tools.reshard import reshard_command
 
 Array = npt.NDArray[Any]
@@ -155,8 +155,8 @@ COMMANDS = {
 }
 
 
-CASES = [pytest.param(name, LEAST_MEMORY_BYTES, id=name) for name in COMMANDS]
-CASES.append(pytest.param("consolidate", 2 * LEAST_MEMORY_BYTES, id="consolidate-more"))
+CASES = [pytest.param(name, MIN_MEMORY_BYTES, id=name) for name in COMMANDS]
+CASES.append(pytest.param("consolidate", 2 * MIN_MEMORY_BYTES, id="consolidate-more"))
 
 
 @pytest.mark.parametrize(("name", "memory_bytes"), CASES)

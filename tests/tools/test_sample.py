@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 from tests.engine.runs import make_config, start, step
 from zstore.errors import ConfigError
-from zstore.serve.runs import RunTable
-from zstore.serve.settings import Root, Settings
+from zstore.serve.runs import Root, RunTable, Settings
 from zstore.tools import cli
 from zstore.tools.demo import SAVE_EVERY, Demo, next_commands
 from zstore.tools.sample.corpus import Corpus, open_corpus

@@ -3,7 +3,7 @@
     torch.distributed.checkpoint.save(state_dict, storage_writer=zstore.dcp.Writer("ckpt/step-100"))
     torch.distributed.checkpoint.load(state_dict, storage_reader=zstore.dcp.Reader("ckpt/step-100"))
 
-`docs/dcp.md` describes the mapping of names. Read in this order: work, save, writer, reader.
+`docs/dcp.md` describes the mapping of names. Read in this order: save, writer, reader.
 """
 
 from .reader import Reader

@@ -36,8 +36,7 @@ from zstore.io import Files, UserPath, Workers, open_resources, user_path
 from zstore.io.closing import closing_with
 from zstore.io.tensors import bytes_of, dtype_name
 
-from .save import EntryReport, Save
-from .work import RankWork, RankWriter, box_of
+from .save import EntryReport, RankWork, RankWriter, Save, box_of
 
 _of_thread = threading.local()
 

@@ -1,4 +1,4 @@
-"""The application: its routes, who may use them, and the status that an error is.
+"""The application: its routes, who may use them, the status of each error; and the server that runs it.
 
 [Note: who may do what]
 One token reads and writes, another only reads; without any, the service listens on this machine alone and only reads. Programs
@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import os
+import resource
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from secrets import compare_digest
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -39,8 +44,8 @@ from ..errors import (
     ZstoreError,
 )
 from . import api, files, receive, weights
-from .library import Library, Runs
-from .settings import Settings
+from .api import Library, Runs
+from .runs import Settings
 
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (CheckpointNotFoundError, 404),
@@ -54,6 +59,9 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (CheckpointError, 409),
 )
 """The first that fits counts; other errors of ours are 500."""
+_GRACE_S = 3
+"""How long requests may take to end after a signal."""
+_BACKLOG = 2048
 ASSETS = Path(__file__).parent / "assets"
 _PAGE_HEADERS = {
     "Cache-Control": "no-cache",
@@ -195,3 +203,59 @@ def _page() -> FileResponse:
 def _run(run: str, runs: Runs) -> RedirectResponse:
     runs.get(run)
     return RedirectResponse(f"./#/run/{quote(run, safe='')}", 307)
+
+
+# -- the server ----------------------------------------------------------------------------------------------------------
+
+
+def run(settings: Settings, announce: Callable[[str], None] = lambda _: None) -> None:
+    """Serve until SIGINT or SIGTERM ends it; `announce` is told the URL once it listens.
+
+    Raises UsageError for an address that cannot be listened on.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a client takes two
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
+    with listen(settings) as listening:
+        announce(url_of(settings, listening))
+        _server(settings).run(sockets=[listening])
+
+
+def _server(settings: Settings) -> uvicorn.Server:
+    config = uvicorn.Config(
+        make_app(settings), ws="none", log_level="error", access_log=False, timeout_graceful_shutdown=_GRACE_S
+    )
+    return uvicorn.Server(config)
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Return the socket that listens. Raises UsageError that says why it cannot."""
+    host, port = settings.host, settings.port
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except socket.gaierror as error:
+        raise UsageError(f"{host!r} is no address of this machine: {error.strerror}") from error
+    except OSError as error:
+        advice = "choose another with --port, or 0 for a free one"
+        raise UsageError(f"cannot listen on {host}, port {port}: {os.strerror(error.errno or 0)}; {advice}") from error
+
+
+def url_of(settings: Settings, listening: socket.socket) -> str:
+    """Return the URL of the service, without a `/` at its end."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{listening.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def serving(settings: Settings) -> Iterator[str]:
+    """Serve from a thread for the length of a `with` block; yields the base URL, without a `/` at its end."""
+    server = _server(settings)
+    with listen(settings) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="zstore-serve", daemon=True)
+        thread.start()
+        try:
+            yield url_of(settings, listening)
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -40,7 +40,7 @@ from ..checkpoint.folder import Folder
 from ..checkpoint.layout import LATEST_FILE
 from ..errors import CheckpointNotFoundError, UsageError
 from ..weights.companions import COMPANIONS
-from .library import Library, NamedRun, Shared
+from .api import Library, NamedRun, Shared
 from .runs import Run
 
 _RUN_FILES = (LATEST_FILE, "journal-*.jsonl", *COMPANIONS)

@@ -36,9 +36,9 @@ from starlette.requests import ClientDisconnect
 
 from ..errors import CheckpointError, UsageError, storage_error
 from ..journal import JournalFile, journal_file
-from .library import Library, Shared, library_of
+from .api import Library, Shared, library_of
 from .uploads.inbox import require_own
-from .uploads.messages import Claims, Committed, JournalSize, Linked, UploadFile, UploadList, UploadOffer, UploadState
+from .uploads.offer import Claims, Committed, JournalSize, Linked, UploadFile, UploadList, UploadOffer, UploadState
 from .uploads.upload import Upload
 
 _MOST_OFFER_BYTES = 160 * 1024 * 1024

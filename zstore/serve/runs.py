@@ -1,4 +1,4 @@
-"""The runs in the roots, and their names.
+"""The settings of a service, the runs in its roots, and their names.
 
 [Note: names of runs]
 A root that has checkpoints or a journal itself is one run, called as the root is; the folders in any other root that have
@@ -8,28 +8,99 @@ is one segment of a URL, percent-encoded there. A link in a root that leads out 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.catalog import LOOPS_FOLDER, scan
 from ..checkpoint.folder import Folder, LocalFolder, links_elsewhere
 from ..checkpoint.layout import RECORD_FILE, tag_folder
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
-from ..io.files import is_url
+from ..io.files import Files, is_url, user_location
 from ..journal import run_of
 from ..open.sources import folder_of
-from .settings import Root, Settings
 
+DEFAULT_PORT = 8700
+MIN_TOKEN = 16
+"""A shorter one could be guessed."""
 UPLOADS_FOLDER = ".uploads"
 """Folder of a run's uploads that are not committed."""
 _TAKEN = frozenset({"api", "assets", "healthz"})
 """First parts of the service's own URLs."""
 _FRESH_S = 2.0
 """How long a list of runs is valid: people look often, folders change seldom."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """A folder or URL that is served: a run's own folder, or a folder of runs."""
+
+    location: str
+    name: str
+    """The name of its run, if it is a run's own folder."""
+
+    @classmethod
+    def parse(cls, text: str) -> Root:
+        """Return the root of `PATH_OR_URL` or `NAME=PATH_OR_URL`. Raises UsageError for an empty name or place."""
+        name, equals, location = text.partition("=")
+        if not equals or "/" in name or "://" in name:
+            name, location = "", text
+        name = name or location.rstrip("/").rpartition("/")[2] or "root"
+        if not location:
+            raise UsageError(f"expected a folder, a URL, or NAME=FOLDER, got {text!r}")
+        location = user_location(location)
+        if name in (".", ".."):
+            name = Path(location).name or "root"
+        return cls(location=location, name=name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a service runs. Raises UsageError for settings that are not safe or make no sense."""
+
+    roots: tuple[Root, ...]
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    """0: any free one."""
+    token: str | None = field(default=None, repr=False)
+    """Whoever shows it may read and upload. None: nobody uploads."""
+    read_token: str | None = field(default=None, repr=False)
+    """Whoever shows it may read."""
+    files: Files = field(default_factory=Files, repr=False)
+    """Makes uploads durable."""
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.roots:
+            raise UsageError("name at least one folder or URL to serve")
+        for token in filter(None, (self.token, self.read_token)):
+            if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+                raise UsageError(
+                    f"a token has {MIN_TOKEN} or more ASCII characters without blanks: make one with `openssl rand -hex 16`"
+                )
+        if self.is_open and not self.is_loopback:
+            raise UsageError(
+                f"whoever reaches {self.host} could read all runs: set a token (ZSTORE_TOKEN, or ZSTORE_READ_TOKEN for one "
+                "that only reads), or leave --host out"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether reading needs no token."""
+        return self.token is None and self.read_token is None
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the address."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,8 @@ from ..weights.companions import companions, is_companion
 from ..weights.files import MAX_FILE_BYTES, FileLayout, index_document, index_file, plan_model
 from ..weights.from_checkpoint import DTYPES, list_weights
 from ..weights.parts import cut_blocks, read_block
+from .api import Library, NamedRun, Shared
 from .files import Blocks, Place, Representation, answer, open_place
-from .library import Library, NamedRun, Shared
 from .models import WeightsFile, WeightsFolder
 from .runs import Run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zstore
-from tests import warm
+from docs.config_docs import END, all_keys, mark, missing_keys, updated
 from zstore.engine.build.store import store_key
 from zstore.engine.config.config import add_config_arguments, load_config
 from zstore.engine.config.keys import Status, about, known_keys, section_of
@@ -27,7 +28,6 @@ from zstore.engine.extras.one_bit import OneBitStep
 from zstore.engine.optim.rules import classes, rule_of
 from zstore.engine.plan.plan import placement_settings
 from zstore.errors import ConfigError
-from zstore.tools.config_docs import END, all_keys, mark, missing_keys, updated
 
 EVERYTHING = Path(__file__).parents[2] / "configs" / "zero3_nvme_everything.json"
 
@@ -291,7 +291,7 @@ GIVEN_WHOLE = ("optimizer.params.", "scheduler.params.", "sparse_attention.")
 def test_the_document_is_up_to_date() -> None:
     page = DOCUMENT.read_text(encoding="utf-8")
     assert all_keys() in page
-    assert page == updated(page), "run: python -m zstore.tools.config_docs"
+    assert page == updated(page), "run: python docs/config_docs.py"
 
 
 def test_every_key_is_in_a_table_of_those_that_act_or_of_those_that_do_not() -> None:
@@ -306,7 +306,7 @@ def test_the_command_writes_it(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     for name in ("config.md", "deepspeed.md"):
         (tmp_path / "docs" / name).write_text(f"before\n{mark('keys')}old\n{END}after\n")
-    warm.run([sys.executable, "-m", "zstore.tools.config_docs"], check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, DOCUMENT.with_name("config_docs.py")], check=True, cwd=tmp_path)
     assert (tmp_path / "docs/config.md").read_text() == f"before\n{mark('keys')}{all_keys()}{END}after\n"
 
 

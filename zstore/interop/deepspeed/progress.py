@@ -9,8 +9,7 @@ from typing import Any
 from ...checkpoint.format import Record
 from ...io.files import Files
 from ..torchfile import Inert, TorchTensor
-from .pieces import States
-from .values import Fields, Plain, number_of, table_of
+from .values import Fields, Plain, States, number_of, table_of
 
 DEEPSPEEDS_OWN = (
     {"module", "buffer_names", "optimizer", "lr_scheduler", "ds_config", "ds_version", "data_sampler", "random_ltd"}

@@ -19,10 +19,9 @@ from ...io.shards import IoResources
 from ..source import ForeignSource
 from ..torchfile import TorchTensor
 from .folder import CheckpointFiles, check_ranks, find, refusal
-from .pieces import MASTER, Elements, MemoryPart, States
 from .progress import Progress
 from .states import StateReader
-from .values import Fields, buffer_names, shapes_of, table_of, tensor_of
+from .values import MASTER, Elements, Fields, MemoryPart, States, buffer_names, shapes_of, table_of, tensor_of
 
 _ALWAYS_LOST = "the states of random number generators"
 

@@ -23,8 +23,23 @@ from ...format.arrays import numpy_dtype
 from ...io.files import Files
 from ..torchfile import Inert, TorchTensor, brief, load_torch_file
 from .folder import CheckpointFiles, check_ranks, refusal
-from .pieces import MASTER, Elements, Part, Shapes, States, TrainedParameter
-from .values import Fields, buffer_names, flat_of, indices_of, number_of, scalars_of, shapes_of, table_of, tensor_of
+from .values import (
+    MASTER,
+    Elements,
+    Fields,
+    Part,
+    Shapes,
+    States,
+    TrainedParameter,
+    buffer_names,
+    flat_of,
+    indices_of,
+    number_of,
+    scalars_of,
+    shapes_of,
+    table_of,
+    tensor_of,
+)
 
 _COMPARED_NUMEL = 4096
 

@@ -25,7 +25,7 @@ from ...checkpoint.retention import retire
 from ...errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ZstoreError
 from ...io.files import Files
 from ..runs import UPLOADS_FOLDER, RunTable
-from .messages import ALIVE_S, OFFER_FILE, Committed, UploadOffer, UploadState
+from .offer import ALIVE_S, OFFER_FILE, Committed, UploadOffer, UploadState
 from .upload import Upload
 
 KEPT_S = 24 * 3600.0

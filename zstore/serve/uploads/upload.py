@@ -42,12 +42,15 @@ from ...errors import (
 from ...io.files import Files, make_read_only
 from ...io.pool import Workers
 from ..runs import UPLOADS_FOLDER
-from .messages import OFFER_FILE, UploadFile, UploadOffer, UploadState
-from .plan import (
+from .offer import (
+    OFFER_FILE,
     Content,
     KnownContent,
     ShardContent,
+    UploadFile,
+    UploadOffer,
     UploadPlan,
+    UploadState,
     check_extras,
     documents_of,
     file_sha256,

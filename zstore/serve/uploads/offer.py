@@ -1,4 +1,6 @@
-"""The expected files of an upload, by its record: every file with its size and how its content is known. Believes no client.
+"""An upload by its offer: the messages under `/api/uploads`, and the files to expect. Nothing that a client says is trusted.
+
+See [Note: an upload] in `upload`.
 
 [Note: known contents]
 The record has its own digest and those of the metadata and of each manifest; the metadata says which shard files there are and
@@ -16,11 +18,12 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
+from pydantic import BaseModel, ConfigDict
 
 from ...checkpoint.format import Record
 from ...checkpoint.layout import (
@@ -33,11 +36,15 @@ from ...checkpoint.layout import (
     manifest_file,
 )
 from ...checkpoint.reader import StoredArray, checked_manifest, checked_metadata
+from ...checkpoint.retention import Keep
 from ...errors import CorruptionError, UsageError
 from ...format.arrays import round_up
 from ...format.codecs import decode_packed_index, most_stored_bytes, packed_file_bytes
 from ...format.shardfile import BLOCK_BYTES, CRC_BYTES, check_index, checksum_error, layout_of
 
+OFFER_FILE = "upload.json"
+ALIVE_S = 15 * 60.0
+"""An upload counts as going on for this long after its client's last request."""
 MAX_DOCUMENT_BYTES = 64 * 1024 * 1024
 """Of the metadata, and of a manifest: one is parsed at a time."""
 MAX_DOCUMENT_VALUES = 2**22
@@ -46,6 +53,101 @@ MAX_EXTRA_BYTES = 2**40
 _PLAIN_NAME = re.compile(r"[^/\\\x00-\x1f\x7f-\x9f]{1,200}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RESERVED = frozenset({RECORD_FILE, METADATA_FILE, LATEST_FILE, MANIFEST_FOLDER, ABORT_FILE})
+
+
+# -- messages ------------------------------------------------------------------------------------------------------------
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ExtraFile(_Message):
+    """A file at the top of a checkpoint that a program left there, such as `config.json`."""
+
+    bytes: int
+    sha256: str
+
+
+class UploadOffer(_Message):
+    """Body of `POST /api/uploads`."""
+
+    run: str
+    """Name that the run has, or gets, in the service."""
+    record: str
+    """The checkpoint's `zstore.json`."""
+    documents: dict[str, int]
+    """Bytes of the root's `zarr.json`, and of each rank's manifest by its path."""
+    extras: dict[str, ExtraFile] = {}
+    overwrite: bool = False
+    """Replace a committed checkpoint of the same tag, whatever run saved it."""
+    replaces_own: bool = False
+    """Replace one of the same run."""
+    keep: Keep | None = None
+    """Which checkpoints of the run stay after the commit."""
+
+
+class UploadFile(_Message):
+    """A file of an upload."""
+
+    path: str
+    bytes: int
+    received: int
+    """Equal to `bytes`: the file is complete and was checked."""
+    candidate: bool = False
+    """A committed checkpoint has a file with the same checksums: show its SHA-256 before sending it."""
+
+
+class UploadState(_Message):
+    """Answer to `POST /api/uploads`, `GET /api/uploads/{id}?rank=` and `POST /api/uploads/{id}/plan`."""
+
+    id: str
+    run: str
+    tag: str
+    run_id: str
+    state: Literal["begun", "planned", "committed"]
+    """begun: metadata and manifests are to be sent, then a plan asked for."""
+    files: list[UploadFile]
+    """Begun: metadata and manifests. Planned: those that are not whole yet, of the rank that was asked for, else of all."""
+
+
+class UploadList(_Message):
+    """`GET /api/uploads?run=`: those that are not committed, of one run or all; `files` is empty."""
+
+    uploads: list[UploadState]
+
+
+class Claims(_Message):
+    """Body of `POST /api/uploads/{id}/claims`: the SHA-256 of candidates, by path."""
+
+    files: dict[str, str]
+
+
+class Linked(_Message):
+    """Answer to it: those that need not be sent."""
+
+    linked: list[str]
+
+
+class Committed(_Message):
+    """Answer to `POST /api/uploads/{id}/commit`."""
+
+    tag: str
+    committed_ns: int
+    linked_bytes: int
+    """Bytes of files that are links to those of another checkpoint."""
+    messages: list[str]
+    """Messages for the user: checkpoints that could not be removed."""
+
+
+class JournalSize(_Message):
+    """Answer to `GET` and `POST /api/runs/{run}/journals/{run_id}`."""
+
+    bytes: int
+    """Of the whole lines that are there."""
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

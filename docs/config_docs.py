@@ -1,4 +1,4 @@
-"""Generates the reference of config keys in the docs from the schema: `python -m zstore.tools.config_docs`.
+"""Generates the reference of config keys in the docs from the schema: `python docs/config_docs.py`.
 
 In `docs/config.md` that is the tables of the keys that act, in `docs/deepspeed.md` those of the others: the parts
 between two marks. Everything else is written by hand.
@@ -113,7 +113,7 @@ END = "<!-- end of keys -->\n"
 
 def mark(part: str) -> str:
     """Return the line that begins a part of `PARTS`, which goes on up to `END`."""
-    return f"<!-- {part}: python -m zstore.tools.config_docs -->\n"
+    return f"<!-- {part}: python docs/config_docs.py -->\n"
 
 
 def updated(page: str) -> str:
