@@ -48,13 +48,13 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        55_471,
+        55_306,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_706),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_034),
-    "lines of tools": (lambda: _layout().lines("tools/"), 4_474),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_697),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_004),
+    "lines of tools": (lambda: _layout().lines("tools/"), 4_348),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 46_488),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 46_483),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_915),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_983),
     "lines of engine without adapters and extras": (
