@@ -17,7 +17,7 @@ from zstore.errors import CheckpointNotFoundError
 from zstore.io.files import Files
 from zstore.remote.bucket import BucketFolder
 from zstore.remote.service import open_folder
-from zstore.tools import cli, opening
+from zstore.tools import cli, options
 from zstore.tools.consolidate import consolidate_command
 from zstore.tools.convert import convert_command
 from zstore.tools.diff import diff_command
@@ -122,7 +122,7 @@ def test_the_plan_is_printed_before_anything_is_written_or_removed(
 @pytest.mark.parametrize("name", sorted({"inspect"} | set(READING) | set(WRITING) - {"prune", "prune URL"}))
 def test_memory_that_was_asked_for_holds_or_is_refused(name: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(name, "--memory", "63MiB")[0] == 2
-    monkeypatch.setattr(opening, "_ARRAY_BYTES", 200 * 2**20)
+    monkeypatch.setattr(options, "_ARRAY_BYTES", 200 * 2**20)
     # What is asked for by name does not give way, even where it is the default.
     code, out, err = run(name, "--memory", "256MiB")
     assert (code, out) == (1, "")
