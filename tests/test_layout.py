@@ -15,7 +15,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 32, "iteration": 37, "save": 39, "load": 49, "reshard": 28, "consolidate": 27, "initialize": 77}
+JOURNEYS = {"step": 32, "iteration": 37, "save": 39, "load": 49, "reshard": 28, "consolidate": 27, "initialize": 76}
 
 
 @cache
@@ -48,9 +48,9 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        55_306,
+        55_292,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_697),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_683),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 24_004),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_348),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
@@ -59,12 +59,12 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_983),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        20_151,
+        20_137,
     ),
-    "files of the core": (lambda: len(_layout().core), 28),
-    "lines of the core": (lambda: _layout().lines(*_layout().core), 7_529),
+    "files of the core": (lambda: len(_layout().core), 27),
+    "lines of the core": (lambda: _layout().lines(*_layout().core), 7_503),
     "imports of engine and tools from zstore": (lambda: len(_layout().upward()), 0),
-    "widest hub": (lambda: max(map(len, _layout().imports.values())), 22),
+    "widest hub": (lambda: max(map(len, _layout().imports.values())), 21),
     "rooms inside engine": (lambda: _rooms("engine")[0], 16),
     "arrows inside engine": (lambda: _rooms("engine")[1], 67),
     "floors inside engine": (lambda: _rooms("engine")[2], 9),
@@ -78,7 +78,7 @@ LIMITS = {
     '"where" in 10,000 words of prose': (lambda: per_ten_thousand_words(_layout().prose, r"\bwhere\b"), 6),
     '"what is" in 10,000 words of prose': (
         lambda: per_ten_thousand_words(_layout().prose, r"\bwhat (is|are|was|were|has|it|they|the)\b"),
-        7,
+        6,
     ),
     '"lies", "rests" and "stands" in 10,000 words of prose': (
         lambda: per_ten_thousand_words(_layout().prose, r"\b(lie|lies|rest|rests|stand|stands)\b"),

@@ -26,7 +26,7 @@ from zstore.weights.files import MAX_FILE_BYTES, plan_files
 from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
 
 from ..config.config import Config
-from ..params.units import mark_leaves, of_classes
+from ..params.sharding import mark_leaves, of_classes
 from ..runtime.process import warn_once
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)

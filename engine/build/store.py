@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from zstore.errors import UsageError
+from zstore.format import make_grid, stored_shape
 from zstore.io import Files, map_large_blocks, return_free_memory
 from zstore.io.tensors import plain_memory
 from zstore.ranks.world import World
 from zstore.store import Store, StoreOptions, TierName
 
 from ..config.config import Config
-from ..params.record import PRECISIONS, ParameterRecord, RowsInStore, make_record
+from ..params.record import PRECISIONS, ParameterRecord, RowsInStore
 from ..params.sharding import Sharding
 from ..plan.plan import Places, Plan, Slots, store_options
 from ..plan.run import budget_of_rank, check_drives, plan_run
@@ -276,7 +277,18 @@ class Layout:
         else:  # memory that nobody writes to, of the type in which it is trained
             tensor.grad, dtype = None, self._dtype if tensor.is_floating_point() else tensor.dtype
             tensor.data = torch.empty(tensor.shape, dtype=dtype, device=self._world.device)
-        record = make_record(name, aliases, tensor, group=group, sharding=self._sharding, rank=self._world.rank)
+        shape, sharding = stored_shape(tuple(tensor.shape)), self._sharding
+        record = ParameterRecord(
+            name=name,
+            aliases=aliases,
+            parameter=tensor,
+            grid=make_grid(shape, sharding.world_size),
+            state_grid=sharding.state_grid(shape),
+            state_shard=sharding.state_shard(self._world.rank),
+            world_size=sharding.world_size,
+            group=group,
+            full=tensor.data.view(-1),
+        )
         placement = self._plan.placements[name]
         offloaded = placement.parameter != "device"
         if not offloaded and self._is_released(name):

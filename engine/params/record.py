@@ -31,11 +31,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from zstore.errors import UsageError
-from zstore.format import ArraySpec, Grid, make_grid, stored_shape
+from zstore.format import ArraySpec, Grid
 from zstore.io import advise_huge_pages
 from zstore.io.tensors import dtype_name
-
-from .sharding import Sharding
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a precision in a config -> torch data type."""
@@ -411,21 +409,3 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], n
                     f"assign the parameter itself (`a.weight = b.weight`) before initialize()"
                 )
         yield name, tuple(aliases), parameter
-
-
-def make_record(
-    name: str, aliases: tuple[str, ...], parameter: nn.Parameter, *, group: int | None, sharding: Sharding, rank: int
-) -> ParameterRecord:
-    """Return the record of a parameter whose values are contiguous in memory of their own."""
-    shape = stored_shape(tuple(parameter.shape))
-    return ParameterRecord(
-        name=name,
-        aliases=aliases,
-        parameter=parameter,
-        grid=make_grid(shape, sharding.world_size),
-        state_grid=sharding.state_grid(shape),
-        state_shard=sharding.state_shard(rank),
-        world_size=sharding.world_size,
-        group=group,
-        full=parameter.data.view(-1),
-    )

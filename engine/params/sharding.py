@@ -1,4 +1,5 @@
-"""The parts of the training state that a rank holds, by ZeRO stage, and the types of its gradients. Pure.
+"""How the training state is cut: over the ranks, by ZeRO stage, with the types of gradients; and into units, the parameters
+that are gathered together. Pure: reads a module tree, changes nothing. A plan needs no torch, so functions import it.
 
 [Note: types of gradients]
 Autograd makes a gradient in the parameter's type. `communication_data_type` is the type in which it is sent to other
@@ -6,10 +7,10 @@ ranks, by default the parameter's: the mean is summed in fp32 and rounded to it 
 type in which micro-batches accumulate, by default fp32 over more than one: in 16 bits a sum of 256 equal gradients of
 bf16 no longer grows. The gradient of a single micro-batch needs no more than its original type.
 
-The held rows may be of a wider type than their sum. In the first micro-batch of a step a parameter may get its gradient in
-parts (reentrant checkpointing of a shared module), which autograd would add in the parameter's type: so the first sum is in
-the type of a single micro-batch, in memory that has room for later ones. A step that turns out to have more
-micro-batches than expected widens the rows when the second one comes. So the bits do not depend on what was expected.
+The accumulated rows may be of a wider type than their sum. In the first micro-batch of a step a parameter may get its
+gradient in parts (reentrant checkpointing of a shared module), which autograd would add in the parameter's type: so the
+first sum is in the type of a single micro-batch, in memory that has room for later ones. If a step turns out to have more
+micro-batches than expected, the second one widens the rows. So the bits do not depend on what was expected.
 
 [Note: the mean of two]
 a + b is b + a, so between two ranks gloo's own all-reduce has the bits of a sum in rank order, and works in the
@@ -17,10 +18,25 @@ gradients' own memory, without buckets, their padding and copies. It rounds the 
 halving is exact except below the least normal number, and there the sum is exact. A sum beyond the greatest number has no
 finite mean here. In fp32 it has none by rows either; in bf16 that concerns gradients of 1.6e38 alone; fp16, whose greatest
 number is small, uses the exchange of rows.
+
+[Note: units of a model]
+- A child of an outermost ModuleList that has parameters is a unit with all of its subtree: a transformer block. If it has
+  more elements than may be gathered at a time, it is split into its own parameters and its children, and so on.
+- A leaf, a module marked by `mark_leaves`, is a unit with all of its subtree wherever it is, and is never split: ranks may
+  call different ones of its modules, such as the experts that their tokens go to.
+- Every other module with parameters of its own is a unit: an embedding, a final norm, an output head.
+- Containers without a forward (ModuleList, ModuleDict, ParameterList) are never called, so they are no units: their
+  modules are, and their own parameters go with the module that has them. nn.MultiheadAttention reads its output
+  projection without calling it and is a unit as a whole.
+- Parameters outside of callable modules make up a last unit without modules; nothing gathers it, so it stays resident.
+- A parameter belongs to the first unit that uses it in module order, which reduces its gradient; every unit that uses
+  it gathers it.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -28,6 +44,9 @@ from zstore.format import Grid, make_grid
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+    from .record import ParameterRecord
 
 D = TypeVar("D")
 """A data type: torch's, or for a plan its name."""
@@ -35,11 +54,9 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """The parts of the training state of which each rank holds only its own rows, by ZeRO stage. A stage is data, and this
-    is all of it.
+    """The parts of the training state that are sharded over ranks. It is all that a ZeRO stage means.
 
-    At world size 1 only `parameters` may be true: if they are offloaded, "its own rows" are all of them, and they are
-    gathered from their store.
+    At world size 1 only `parameters` may be true: offloaded ones are gathered from the store.
     """
 
     world_size: int
@@ -63,11 +80,11 @@ class Sharding:
         )
 
     def state_grid(self, stored_shape: tuple[int, ...]) -> Grid:
-        """Return how the state of a parameter of `stored_shape` is cut over the ranks."""
+        """Return the grid of the state of a parameter of `stored_shape`."""
         return make_grid(stored_shape, self.world_size if self.optimizer_state else 1)
 
     def state_shard(self, rank: int) -> int:
-        """Return the number of the shard of the state that `rank` holds."""
+        """Return the number of the shard of the state that `rank` owns."""
         return rank if self.optimizer_state else 0
 
 
@@ -76,9 +93,9 @@ class GradientTypes(Generic[D]):
     """The gradient types of a run. See [Note: types of gradients]."""
 
     summed: D
-    """Type in which gradients of several micro-batches are held by default: fp32."""
+    """Type in which several micro-batches accumulate by default: fp32."""
     accumulation: D | None = None
-    """Type in which gradients are held whatever the number of micro-batches; None: the default."""
+    """Type in which gradients accumulate whatever the number of micro-batches; None: the default."""
     reduction: D | None = None
     """Type in which they are reduced; None: the parameter's. With one rank always None."""
     accumulates: bool = False
@@ -89,8 +106,7 @@ class GradientTypes(Generic[D]):
         return self.reduction or dtype
 
     def held(self, dtype: D, *, several: bool) -> D:
-        """Return the type of the sum of one micro-batch's, or `several` micro-batches' gradients of parameters of
-        `dtype`."""
+        """Return the type of accumulated gradients of parameters of `dtype`, of one or of `several` micro-batches."""
         if self.accumulation is not None:
             return self.accumulation
         return self.summed if several else self.reduced(dtype)
@@ -101,8 +117,8 @@ class GradientTypes(Generic[D]):
 
 
 def sums_in_place(dtype: str, world_size: int, *, native: bool) -> bool:
-    """Return whether gradients that are sent in `dtype` and that every rank gets whole are summed in place; `native`: the
-    backend has its own reductions of a bucket. See [Note: the mean of two]."""
+    """Return whether whole gradients sent in `dtype` are averaged in place; `native`: the backend reduces buckets itself.
+    See [Note: the mean of two]."""
     return world_size == 2 and not native and dtype in ("float32", "bfloat16")
 
 
@@ -117,3 +133,123 @@ def add_in(held: torch.Tensor, part: torch.Tensor, dtype: torch.dtype) -> None:
 def is_narrower(dtype: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether memory of `dtype` has no room for values of the type `wanted`."""
     return dtype.itemsize < wanted.itemsize
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Parameters that are gathered, released and reduced together."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    """Modules whose forward needs the unit: its root first, then those of its subtree with parameters."""
+    parameters: tuple[ParameterRecord, ...]
+    """All parameters that the modules use, in module order."""
+    owned: tuple[ParameterRecord, ...]
+    """Those that belong to this unit."""
+
+
+def find_units(
+    model: nn.Module, records: Mapping[nn.Parameter, ParameterRecord], live_numel: int | None = None
+) -> list[Unit]:
+    """Return the units of `model` in module order; every parameter belongs to exactly one.
+
+    A block of more than `live_numel` elements is several units.
+    """
+    units: list[Unit] = []
+    taken: set[ParameterRecord] = set()
+    for name, modules, parameters in unit_parameters(model, live_numel):
+        used = tuple(records[p] for p in parameters)
+        owned = tuple(record for record in used if record not in taken)
+        taken.update(owned)
+        units.append(Unit(name, modules, used, owned))
+    return units
+
+
+def unit_parameters(
+    model: nn.Module, live_numel: int | None = None
+) -> list[tuple[str, tuple[nn.Module, ...], list[nn.Parameter]]]:
+    """Return (name, modules, parameters that these use, in module order) of each unit, as in `find_units`."""
+    found = [
+        (name, modules, list(dict.fromkeys(p for module in modules for p in _own_parameters(module))))
+        for name, modules in _unit_modules(model, "", False, live_numel)
+    ]
+    called = {p for _, _, parameters in found for p in parameters}
+    uncalled = [p for p in model.parameters() if p not in called]
+    if uncalled:
+        found.append(("(in no module that is called)", (), uncalled))
+    return [unit for unit in found if unit[2]]
+
+
+def called_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that some unit gathers."""
+    return {p for _, modules, parameters in unit_parameters(model) for p in parameters if modules}
+
+
+def _unit_modules(
+    module: nn.Module, name: str, in_list: bool, live_numel: int | None
+) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+    """Yield (name, modules) of each unit in the subtree; `in_list` if the parent is a ModuleList, or was split."""
+    from torch import nn
+
+    callable_ = _has_forward(module)
+    whole = isinstance(module, nn.MultiheadAttention) or module in _leaves
+    split = (
+        in_list and not whole and live_numel is not None and sum(p.numel() for p in module.parameters()) > live_numel
+    )
+    if callable_ and (whole or (in_list and not split)):
+        yield name, tuple(dict.fromkeys(m for m in module.modules() if m is module or _own_parameters(m)))
+        return
+    if callable_ and _own_parameters(module):
+        yield name, (module,)
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        # A ModuleDict in a ModuleList is not called either: its children are the blocks.
+        below = isinstance(module, nn.ModuleList) or split or (in_list and not callable_)
+        yield from _unit_modules(child, path, below, live_numel)
+
+
+_leaves: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def mark_leaves(modules: Iterable[nn.Module], *, marked: bool = True) -> None:
+    """Make each of these modules a unit in engines created from now on; `marked=False` undoes it."""
+    (_leaves.update if marked else _leaves.difference_update)(modules)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return whether a module was marked."""
+    return module in _leaves
+
+
+def of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Return the modules of `model` of these classes: types, whose subclasses count too, or names, short or qualified by
+    their module."""
+    kinds = tuple(kind for kind in classes if isinstance(kind, type))
+    names = {kind for kind in classes if isinstance(kind, str)}
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, kinds)
+        or names & {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
+    ]
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that a call of `module` itself may read: its own and those of its parameter lists."""
+    return list(_with_uncallable(module)) if _has_forward(module) else []
+
+
+def _with_uncallable(module: nn.Module) -> Iterator[nn.Parameter]:
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not _has_forward(child):
+            yield from _with_uncallable(child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    from torch import nn
+
+    return type(module).forward is not nn.Module.forward

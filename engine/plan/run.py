@@ -21,7 +21,7 @@ from zstore.store import Drives, Store
 
 from ..config.config import Config
 from ..params.record import named_parameters
-from ..params.units import called_parameters, unit_parameters
+from ..params.sharding import called_parameters, unit_parameters
 from .costs import AUTO_PERCENT
 from .placement import fill_device, make_plan, without_headroom
 from .plan import ParameterShape, Plan, Slots, Width, activations_of, describe, find_needs, placement_settings

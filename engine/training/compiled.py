@@ -30,7 +30,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 
-from ..params.units import Unit
+from ..params.sharding import Unit
 from ..zero.hooks import UnitHooks
 
 _log = logging.getLogger("zstore")

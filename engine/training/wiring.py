@@ -19,8 +19,7 @@ from ..optim.rules import CLIENT, check_client, codec_of, rule_of
 from ..optim.state import OptimizerState
 from ..optim.update import StepMode, Update
 from ..params.record import PRECISIONS, named_parameters
-from ..params.sharding import Sharding
-from ..params.units import Unit, find_units
+from ..params.sharding import Sharding, Unit, find_units
 from ..plan.plan import activation_pool_bytes, gradient_types
 from ..runtime.device import Streams, Transfers, streams_for
 from ..zero.exchanges import Exchanges, GradientRules, exchanges_of

@@ -29,8 +29,7 @@ from zstore.io.tensors import plain_memory
 from zstore.ranks.world import World
 
 from ..params.record import ParameterRecord
-from ..params.sharding import add_in, is_narrower
-from ..params.units import Unit
+from ..params.sharding import Unit, add_in, is_narrower
 from ..runtime.device import Copy, Transfers
 from .exchanges import GradientRules
 from .norm import SumOfSquares, begin_squares

@@ -33,8 +33,7 @@ from zstore.errors import UsageError, listed
 from zstore.ranks.world import World, agree_any, on_device
 
 from ..params.record import ParameterRecord
-from ..params.sharding import Sharding
-from ..params.units import Unit
+from ..params.sharding import Sharding, Unit
 from ..runtime.device import Transfers, labelled
 from .collectives import Bucket, rows_in
 from .exchanges import GradientRules, Reductions

@@ -22,7 +22,7 @@ from zstore.store import Store
 
 from ..config.config import Config
 from ..params.record import ParameterRecord, Residency
-from ..params.units import Unit
+from ..params.sharding import Unit
 from ..plan.plan import parameter_pool_bytes
 from ..plan.schedule import PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from ..runtime.device import Transfers, labelled

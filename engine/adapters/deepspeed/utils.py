@@ -23,7 +23,7 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from zstore.engine.config.config import read_config
-from zstore.engine.params.units import is_leaf, mark_leaves, of_classes
+from zstore.engine.params.sharding import is_leaf, mark_leaves, of_classes
 from zstore.engine.runtime.process import show_messages
 from zstore.errors import UsageError
 from zstore.io import resident_bytes
