@@ -20,9 +20,8 @@ from zstore.format import Bytes, numpy_dtype
 from zstore.io import Files, user_path
 from zstore.sizes import format_bytes, format_count
 from zstore.weights.cast import cast_into
-from zstore.weights.companions import Companions
 from zstore.weights.files import MAX_FILE_BYTES, Lost, Weight, plan_model
-from zstore.weights.from_checkpoint import DTYPES, list_weights
+from zstore.weights.from_checkpoint import DTYPES, Companions, list_weights
 
 from .consolidate import refuse_lost, write_folder
 from .options import DEFAULTS, Common, Dtype, Tag, open_location, report_left_behind, reporting, require_choice

@@ -26,7 +26,7 @@ from .printing import ProgressBar, print_json
 
 if TYPE_CHECKING:
     from zstore.checkpoint import ArraySource
-    from zstore.weights.companions import Companions
+    from zstore.weights.from_checkpoint import Companions
 
 MIB = 1024 * 1024
 DEFAULT_MEMORY_BYTES = 256 * MIB

@@ -15,7 +15,7 @@ from zstore.errors import CheckpointExistsError, shown
 from zstore.io import is_url, user_location
 from zstore.remote.upload import upload_checkpoint
 from zstore.sizes import format_bytes, format_count
-from zstore.weights.companions import Companions
+from zstore.weights.from_checkpoint import Companions
 
 from .options import DEFAULTS, Common, Location, Tag, array_bytes, open_location, report_left_behind, reporting
 from .printing import ProgressBar

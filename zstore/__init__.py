@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .errors import ZstoreError
     from .open.checkpoint import load_state_dict, open_checkpoint, open_checkpoint_async
-    from .open.store import open_store
+    from .open.sources import open_store
     from .store import Store
 
 __all__ = [
@@ -55,7 +55,7 @@ _HOMES = {
     "load_state_dict": "zstore.open.checkpoint",
     "open_checkpoint": "zstore.open.checkpoint",
     "open_checkpoint_async": "zstore.open.checkpoint",
-    "open_store": "zstore.open.store",
+    "open_store": "zstore.open.sources",
     "zero": "zstore.zero",
 }
 """Public name -> the module that defines it, or is it."""

@@ -21,9 +21,8 @@ from zstore.format import buffer_array, model_array
 from zstore.io import Files
 from zstore.io.tensors import dtype_name, plain_memory
 from zstore.ranks.world import World
-from zstore.weights.companions import Companions
 from zstore.weights.files import MAX_FILE_BYTES, plan_files
-from zstore.weights.from_checkpoint import DTYPES, list_weights, write_weights
+from zstore.weights.from_checkpoint import DTYPES, Companions, list_weights, write_weights
 
 from ..config.config import Config
 from ..params.sharding import mark_leaves, of_classes

@@ -28,7 +28,7 @@ from zstore.errors import BudgetError, CheckpointError, CheckpointMismatchError,
 from zstore.format.arrays import ArraySpec
 from zstore.io.tensors import as_torch
 from zstore.open import sources
-from zstore.open.lazy import LazyArray
+from zstore.open.checkpoint import LazyArray
 from zstore.weights.from_checkpoint import choose
 
 Array = npt.NDArray[Any]
@@ -324,7 +324,7 @@ def test_every_key_selects_what_numpy_selects(data: st.DataObject) -> None:
     values = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
     key = data.draw(keys(shape))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zstore.open.lazy._BLOCK_BYTES", data.draw(st.integers(1, 2000)))
+        patch.setattr("zstore.open.checkpoint._BLOCK_BYTES", data.draw(st.integers(1, 2000)))
         found, wanted = Stored(values).lazy[key], values[key]
     assert type(found) is type(wanted)
     assert found.shape == wanted.shape
@@ -335,7 +335,7 @@ def test_every_key_selects_what_numpy_selects(data: st.DataObject) -> None:
     ("key", "numel"), [(np.s_[10:20], 10 * 80), (np.s_[::50], 2 * 80), (np.s_[3, 2], 20), (np.s_[::30, 1, ::7], 4 * 15)]
 )
 def test_rows_that_are_apart_are_read_apart(key: Any, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zstore.open.lazy._BLOCK_BYTES", 2000)
+    monkeypatch.setattr("zstore.open.checkpoint._BLOCK_BYTES", 2000)
     values = np.arange(100 * 4 * 20, dtype=np.int32).reshape(100, 4, 20)
     stored = Stored(values)
     assert np.array_equal(stored.lazy[key], values[key])
@@ -380,7 +380,7 @@ def test_a_lazy_array_says_what_it_is() -> None:
 def test_rows_are_iterated_without_reading_chunks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.arange(60, dtype=np.int32).reshape(12, 5)
     stored = Stored(values)
-    monkeypatch.setattr("zstore.open.lazy._BLOCK_BYTES", 80)
+    monkeypatch.setattr("zstore.open.checkpoint._BLOCK_BYTES", 80)
     assert np.array_equal(np.stack(list(stored.lazy)), values)
     assert len(stored.reads) == 3
 

@@ -17,8 +17,8 @@ from torch import nn
 from tests.engine import runs
 from tests.engine.models import make_net
 from tests.engine.runs import constant_rate_config, resume_config, train_by_sample
+from zstore.checkpoint.build import reshard_checkpoint
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.errors import CheckpointExistsError, CheckpointMismatchError, RankError, RunFolderError, UsageError

@@ -17,8 +17,8 @@ import zstore
 from tests.engine.bits import Case, Rule, Run, compare, digest
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config
+from zstore.checkpoint.build import reshard_checkpoint
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError

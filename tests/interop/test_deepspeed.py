@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.interop.deepspeed_data import CASES, NUMBERS, expected, facts, root_of, states, write
+from zstore.checkpoint.build import reshard_checkpoint
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError, ZstoreError
 from zstore.io.tensors import as_torch
 from zstore.open.sources import open_source

@@ -19,8 +19,8 @@ from tests.serve.conftest import BEARER, OPTIONS, TOKEN, Serve
 from tests.serve.proxy import proxy_to
 from tests.serve.test_upload_kills import digests
 from tests.waiting import until
+from zstore.checkpoint.build import reshard_checkpoint
 from zstore.checkpoint.reader import open_checkpoint, tags
-from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.retention import Keep
 from zstore.errors import (
     CheckpointError,

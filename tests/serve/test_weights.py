@@ -21,8 +21,7 @@ from tests.serve.conftest import Serve, serving_of
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.tools.consolidate import consolidate_command
 from zstore.weights.files import plan_files
-from zstore.weights.from_checkpoint import DTYPES, list_weights
-from zstore.weights.parts import cut_blocks, read_block
+from zstore.weights.from_checkpoint import DTYPES, list_weights, read_file
 
 RNG = np.random.default_rng(9)
 ARRAYS: dict[str, Array] = {
@@ -104,10 +103,9 @@ def test_any_range_in_blocks_of_any_size_is_the_files(data: st.DataObject, run: 
     block_bytes = data.draw(st.sampled_from([4096, 100_001, 1 << 20]))
     with open_checkpoint(run / "step-00000001") as reader:
         (layout,) = plan_files(list_weights(reader, DTYPES[dtype]), 10**9)
-        blocks = list(cut_blocks(reader, layout, start, stop, block_bytes))
-        assert b"".join(read_block(reader, block, "error") for block in blocks) == expected[start:stop]
-    assert all(sum(piece.nbytes for piece in block.pieces) <= block_bytes for block in blocks)
-    assert [block.nbytes for block in blocks if not block.nbytes] == []
+        blocks = list(read_file(reader, layout, start, stop, "error", block_bytes=block_bytes))
+    assert b"".join(blocks) == expected[start:stop]
+    assert all(0 < len(block) <= block_bytes for block in blocks)
 
 
 def test_numbered_files_their_index_and_what_lies_beside(base: str, truth: dict[str, Path]) -> None:

@@ -26,8 +26,8 @@ from tests.checkpoint.checkpoints import arrays_of_model, check_weights, save_ar
 from tests.engine.models import make_net
 from tests.engine.runs import make_config, start
 from tests.interop.deepspeed_data import DATA
+from zstore.checkpoint.build import reshard_checkpoint
 from zstore.checkpoint.reader import open_checkpoint, tags
-from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import (
     CheckpointError,

@@ -1,7 +1,7 @@
 """Checkpoints: the format, saving and committing, reading and verifying, retention. Imports no torch.
 
 Read `docs/format.md` for the bytes, and in this order: layout, format; build, part, save, commit; folder, catalog,
-reader, lookahead, verify, reshard, retention.
+reader, lookahead, verify, retention.
 
 The names below are for code that builds on the store.
 """
@@ -9,7 +9,7 @@ The names below are for code that builds on the store.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .build import CheckpointBuilder, CheckpointPlan
+from .build import CheckpointBuilder, CheckpointPlan, reshard_checkpoint
 from .catalog import LOOPS_FOLDER, Catalog, Refusal, TagInfo, find_tag, list_nested, list_tags, resolve, scan, tags_text
 from .commit import Committer, abort_reason, discard, new_folder, sweep, temporary_folder
 from .folder import Folder, LocalFolder, StoredFiles, joined_files, shared_bytes, stored_files
@@ -38,7 +38,6 @@ from .reader import (
     refused,
     tags,
 )
-from .reshard import reshard_checkpoint
 from .retention import (
     Fate,
     Keep,

@@ -1,4 +1,4 @@
-"""Opens the checkpoint that a path or URL names: one of ours, or one of other software.
+"""Opens the checkpoint that a path or URL names: one of ours, or one of other software; and a store that loads them.
 
 [Note: read ahead]
 A coroutine opens a checkpoint by the same code in a thread. The files that this will most likely read are read before, through
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..checkpoint.catalog import MOST_LATEST_BYTES, may_be_checkpoint
 from ..checkpoint.folder import Folder, LocalFolder
@@ -24,9 +24,12 @@ from ..checkpoint.layout import LATEST_FILE, METADATA_FILE, RECORD_FILE, tag_fol
 from ..checkpoint.reader import ArraySource, open_checkpoint
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..io.closing import Closing
-from ..io.files import UserPath, is_url, user_location, user_path
+from ..io.files import Files, UserPath, is_url, user_location, user_path
 from ..io.pool import run_in_thread
 from ..io.shards import IoResources
+
+if TYPE_CHECKING:
+    from ..store import Store
 
 _URL_WITH_PATH = re.compile(r".+://[^/]+/.")
 """An `@` before the path belongs to the address."""
@@ -158,3 +161,42 @@ async def _read_ahead(folder: LocalFolder, tag: str | None) -> dict[str, bytes]:
             meant = tag or found.get(folder.location_of(LATEST_FILE), b"").decode().strip()
             await read(folder.child(tag_folder(meant)), METADATA_FILE)
     return found
+
+
+def open_store(
+    path: UserPath | None = None,
+    *,
+    host_budget_bytes: float | None = None,
+    pin_memory: bool = False,
+    num_threads: int = 8,
+    verify: bool = True,
+    device: str = "cpu",
+) -> Store:
+    """Open a store that keeps its arrays in a folder of its own below `path`, on a fast drive, or without a path in memory.
+
+    Arrays live as long as the store is open; `Store.checkpoint` saves them, and `Store.load` brings them back, both by links
+    if drive and layout allow. All memory that the store takes is counted against `host_budget_bytes`: transfer buffers,
+    arrays in host memory, data read ahead; None: buffers of 128 MiB, else no bound. `pin_memory` registers the buffers with
+    CUDA. `num_threads` read and write; `verify` checks the crc32c of all that is read from the drive; tier "device" is on
+    `device`.
+
+    Raises UsageError for arguments that make no sense, StorageError for a folder that cannot be written.
+    """
+    from ..store import Store, StoreOptions
+
+    if host_budget_bytes is not None and host_budget_bytes < 1:
+        raise UsageError(f"open_store(host_budget_bytes={host_budget_bytes!r}): expected a number of at least 1")
+    run_path = None if path is None else user_path(path)
+    if run_path is not None:
+        Files().make_folder(run_path)
+    options = StoreOptions(
+        run_path=run_path,
+        host_budget_bytes=None if host_budget_bytes is None else int(host_budget_bytes),
+        shares_folders=True,
+        reserves=False,
+        num_threads=num_threads,
+        verify=verify,
+        device=device,
+        pin_buffers=pin_memory,
+    )
+    return Store(options, open_source=open_source)

@@ -39,7 +39,7 @@ from ..checkpoint.catalog import LOOPS_FOLDER
 from ..checkpoint.folder import Folder
 from ..checkpoint.layout import LATEST_FILE
 from ..errors import CheckpointNotFoundError, UsageError
-from ..weights.companions import COMPANIONS
+from ..weights.from_checkpoint import COMPANIONS
 from .api import Library, NamedRun, Shared
 from .runs import Run
 

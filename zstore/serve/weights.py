@@ -31,10 +31,8 @@ from ..checkpoint.reader import CheckpointReader
 from ..errors import CheckpointMismatchError, CheckpointNotFoundError, ZstoreError
 from ..format.arrays import SUFFIX
 from ..sizes import parse_bytes
-from ..weights.companions import companions, is_companion
 from ..weights.files import MAX_FILE_BYTES, FileLayout, index_document, index_file, plan_model
-from ..weights.from_checkpoint import DTYPES, list_weights
-from ..weights.parts import cut_blocks, read_block
+from ..weights.from_checkpoint import DTYPES, companions, is_companion, list_weights, read_file
 from .api import Library, NamedRun, Shared
 from .files import Blocks, Place, Representation, answer, open_place
 from .models import WeightsFile, WeightsFolder
@@ -172,9 +170,10 @@ async def _made(source: _Source, file: _File, start: int, stop: int) -> Blocks:
         yield file.data[start:stop]
         return
     try:
-        for block in cut_blocks(source.reader, file.layout, start, stop, _BLOCK_BYTES):
-            make = partial(read_block, source.reader, block, source.wanted.overflow)
-            yield await anyio.to_thread.run_sync(make, limiter=source.library.casts)
+        overflow = source.wanted.overflow
+        blocks = read_file(source.reader, file.layout, start, stop, overflow, block_bytes=_BLOCK_BYTES)
+        while block := await anyio.to_thread.run_sync(next, blocks, None, limiter=source.library.casts):
+            yield block
     except (ZstoreError, OSError) as error:
         _log.warning("a download of %s from %s ended: %s", file.name, source.info.location, error)
         if isinstance(error, CheckpointMismatchError):

@@ -24,8 +24,8 @@ from torch import nn
 import zstore
 import zstore.dcp
 from tests.checkpoint.checkpoints import save_arrays
+from zstore.checkpoint.build import reshard_checkpoint
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.reshard import reshard_checkpoint
 from zstore.engine import Engine
 from zstore.engine.access.safe_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from zstore.testing.ranks import run_ranks
