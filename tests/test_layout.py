@@ -15,7 +15,7 @@ import pytest
 from .layout import Layout, circles, floors, inside, per_ten_thousand_words
 
 # Files that a run in the default config passes through (journeys.py).
-JOURNEYS = {"step": 32, "iteration": 37, "save": 39, "load": 49, "reshard": 28, "consolidate": 27, "initialize": 76}
+JOURNEYS = {"step": 32, "iteration": 37, "save": 39, "load": 49, "reshard": 26, "consolidate": 25, "initialize": 76}
 
 
 @cache
@@ -48,18 +48,18 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        55_292,
+        55_162,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_683),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 24_004),
-    "lines of tools": (lambda: _layout().lines("tools/"), 4_348),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_682),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_877),
+    "lines of tools": (lambda: _layout().lines("tools/"), 4_346),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 46_483),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 46_481),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_915),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_983),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        20_137,
+        20_136,
     ),
     "files of the core": (lambda: len(_layout().core), 27),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 7_503),
