@@ -32,7 +32,7 @@ from bench.limits import disk_limit, limit_name
 from zstore.format.arrays import Bytes, make_grid
 from zstore.format.shardfile import ShardLayout, checksum, finish_slots, layout_of, slot_views, stored_crcs
 from zstore.io.buffers import make_slab
-from zstore.tools.sample.models import build_model
+from zstore.tools.sample import build_model
 
 _ARRAYS = 3
 _SMALL_BYTES = 64 * 1024

@@ -45,7 +45,7 @@ from bench.plain import plain_step
 from bench.process import synchronize
 from zstore.engine import Engine
 from zstore.testing.ranks import run_ranks
-from zstore.tools.sample.models import Gpt, GptConfig
+from zstore.tools.sample import Gpt, GptConfig
 
 _LR = 1e-4
 _CLIP = 1.0

@@ -32,7 +32,7 @@ from bench.machine import choose_device
 from bench.plain import plain_step
 from bench.process import device_peak_bytes, disk_bytes, synchronize
 from zstore.engine import Engine
-from zstore.tools.sample.models import build_model, loss_of
+from zstore.tools.sample import build_model, loss_of
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from bench.limits import disk_limit
 from bench.links import least_phases, least_seconds, link_rates
 from bench.machine import choose_device, machine
 from bench.process import synchronize
-from zstore.tools.sample.models import build_model, loss_of
+from zstore.tools.sample import build_model, loss_of
 
 _ROOT = Path(__file__).resolve().parent.parent
 _WARM_UP, _STEPS = 3, 4

@@ -38,7 +38,8 @@ ranks.PRELOADED += ["pytest", "hypothesis", "transformers.models.gpt_neo.modelin
 ranks.PRELOADED += [
     "torch.distributed.run",
     "zstore.tools.cli",
-    "zstore.tools.train.loop",
+    "zstore.tools.sample",
+    "zstore.tools.train.command",
     "tests.engine.runs",
     "tests.loaded",
 ]

@@ -112,7 +112,7 @@ class Demo:
         import torch
         from safetensors.torch import load_file
 
-        from .sample.models import build_model
+        from .sample import build_model
 
         _say("Load the weights into a plain torch model and generate text")
         torch.set_num_threads(1)  # see ONE_THREAD

@@ -157,7 +157,7 @@ def _model(options: PlanOptions) -> dict[str, Any]:
     from zstore.engine.plan.plan import Width
     from zstore.engine.plan.run import shapes_of_model, units_of_model
 
-    from .sample.models import build_model, on_meta
+    from .sample import build_model, on_meta
 
     with on_meta():
         model = build_model(str(options.model), options.seq_length)

@@ -17,7 +17,7 @@ from zstore.attention import Pattern, apply, attend, block_mask, dense_mask, pat
 from zstore.engine.config.config import load_config
 from zstore.engine.extras.sparse_attention import layout_of
 from zstore.errors import ConfigError, UsageError
-from zstore.tools.sample.models import Attention, Gpt, GptConfig
+from zstore.tools.sample import Attention, Gpt, GptConfig
 
 CAUSAL: dict[str, Any] = {"attention": "unidirectional"}
 PATTERNS = {

@@ -21,8 +21,6 @@ from tests.engine.schedule_cases import OWN_LR, adam
 from zstore.engine.access import safe_access
 from zstore.engine.adapters.deepspeed import optimizers
 from zstore.engine.adapters.deepspeed.engine import initialize
-from zstore.engine.adapters.deepspeed.modules import KNOWN as KNOWN_MODULES
-from zstore.engine.adapters.deepspeed.modules import AnsweredModule, absent, fill
 from zstore.engine.adapters.deepspeed.names import (
     ABSENT,
     LEAVES,
@@ -30,7 +28,11 @@ from zstore.engine.adapters.deepspeed.names import (
     SAFE,
     SCHEDULES,
     TORCH_COMM,
+    AnsweredModule,
+    absent,
+    fill,
 )
+from zstore.engine.adapters.deepspeed.names import KNOWN as KNOWN_MODULES
 from zstore.engine.adapters.deepspeed.utils import cleaned, raw_config
 from zstore.errors import ConfigError, UsageError
 from zstore.journal import run_of
@@ -295,7 +297,7 @@ def test_schedules_take_deepspeeds_order_of_arguments_and_a_first_step() -> None
 def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from zstore.engine.adapters.deepspeed import engine as engines
     from zstore.engine.adapters.deepspeed import optimizers, utils, zero
-    from zstore.engine.adapters.deepspeed.modules import VALUES
+    from zstore.engine.adapters.deepspeed.names import VALUES
     from zstore.engine.adapters.deepspeed.zero import ZeroParamStatus
     from zstore.tools import zero_to_fp32
 

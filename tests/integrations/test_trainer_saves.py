@@ -18,8 +18,7 @@ from transformers import TrainerCallback
 from tests import warm
 from tests.integrations.tokens import preferences, sentences, tokenizer, write_bert
 from tests.integrations.trainers import VOCAB, Texts, config, history, open_door, train, weights
-from zstore.engine.adapters.deepspeed import saves
-from zstore.engine.adapters.deepspeed.engine import DeepSpeedEngine
+from zstore.engine.adapters.deepspeed.engine import DeepSpeedEngine, complete_saves
 from zstore.engine.api.initialize import initialize
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import kill_ranks, run_ranks
@@ -72,7 +71,7 @@ def test_a_listing_and_a_removal_wait_for_the_commit(tmp_path: Path) -> None:
         assert handle.done()
         assert listed == ["global_step2"]
         assert (tmp_path / "copy" / "global_step2" / "zstore.json").exists()
-        saves.complete()
+        complete_saves()
         assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-2"]
         stepped(engine)
         engine.save_checkpoint(out / "checkpoint-3")
@@ -89,7 +88,7 @@ def test_a_save_that_fails_keeps_the_older_checkpoint(tmp_path: Path, caplog: py
     stepped(engine)
     engine.save_checkpoint(out / "checkpoint-2")
     shutil.rmtree(out / "checkpoint-1")
-    saves.complete()
+    complete_saves()
     assert (out / "checkpoint-1" / "global_step1" / "zstore.json").exists()
     assert "is not removed: the save of the newer checkpoint failed" in caplog.text
     with pytest.raises(OSError, match="global_step2"):

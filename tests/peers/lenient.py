@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zstore.engine.adapters.deepspeed import modules
+from zstore.engine.adapters.deepspeed import names
 
 _BUILDERS = {
     "CPUAdam": "cpu_adam", "CPUAdagrad": "cpu_adagrad", "CPULion": "cpu_lion", "FusedAdam": "fused_adam",
@@ -33,7 +33,7 @@ _SCHEDULES = {
     "WARMUP_DECAY_LR": "WarmupDecayLR", "WARMUP_LR": "WarmupLR",
 }  # fmt: skip
 _KINDS = {"WARMUP_LINEAR_RATE": "linear", "WARMUP_LOG_RATE": "log"} | _SCHEDULES
-_own: Any = modules.AnsweredModule.__getattr__
+_own: Any = names.AnsweredModule.__getattr__
 
 
 def _lenient(module: Any, name: str) -> Any:
@@ -50,8 +50,8 @@ def _lenient(module: Any, name: str) -> Any:
         return _KINDS.get(name, name.lower())
     if name.endswith("Builder"):
         return type(name, (), {"NAME": _BUILDERS.get(name.removesuffix("Builder"), name.lower())})
-    return importlib.import_module(dotted) if name in ("ds_to_universal", "lr_schedules") else modules.absent(dotted)
+    return importlib.import_module(dotted) if name in ("ds_to_universal", "lr_schedules") else names.absent(dotted)
 
 
-modules.AnsweredModule.__getattr__ = _lenient  # type: ignore[method-assign]
-modules.require = lambda dotted: None
+names.AnsweredModule.__getattr__ = _lenient  # type: ignore[method-assign]
+names.require = lambda dotted: None

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from zstore.format import FLOATING, ArraySpec, layout_of, numpy_dtype
 from zstore.format.arrays import ALIGN_NUMEL, MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, Grid, make_grid, plan_reads
 from zstore.format.boxes import Box, BoxRun, flat_ranges, gather, tiles
-from zstore.tools.sample import models
+from zstore.tools.sample import build_model
 
 Shape = tuple[int, ...]
 
@@ -160,7 +160,7 @@ def llama(layers: int, hidden: int, inner: int, kv: int, vocabulary: int) -> lis
 
 def shipped(name: str) -> list[Shape]:
     with torch.device("meta"):
-        return [tuple(parameter.shape) for parameter in models.build_model(name, 128).parameters()]
+        return [tuple(parameter.shape) for parameter in build_model(name, 128).parameters()]
 
 
 MODELS: dict[str, list[Shape]] = {

@@ -34,7 +34,7 @@ from bench.children import run_group
 from bench.gpu_parts import FAULTS
 from tests import warm
 from tests.tools.commands import run_here
-from zstore.tools.sample.models import build_model
+from zstore.tools.sample import build_model
 
 Bench = Callable[..., Any]
 

@@ -18,7 +18,7 @@ from zstore.ranks.world import World
 from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
 from zstore.tools.plan import PlanOptions, headline, make_run, plan_command, slots_of_module
-from zstore.tools.sample.models import build_model, loss_of, on_meta
+from zstore.tools.sample import build_model, loss_of, on_meta
 
 GB = 10**9
 SEQ = 16

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from tests import warm
 from tests.tools import commands
 from zstore.errors import UsageError
-from zstore.tools.run import plan as planning
-from zstore.tools.run.hosts import Hosts, limit, parse_hostfile, select
-from zstore.tools.run.plan import RunOptions, make_jobs
+from zstore.tools.run import command as planning
+from zstore.tools.run.command import Hosts, RunOptions, limit, make_jobs, parse_hostfile, select
 from zstore.tools.run.ranks import RunJob
 
 SSH = """

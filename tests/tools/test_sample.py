@@ -21,8 +21,7 @@ from zstore.errors import ConfigError
 from zstore.serve.runs import Root, RunTable, Settings
 from zstore.tools import cli
 from zstore.tools.demo import SAVE_EVERY, Demo, next_commands
-from zstore.tools.sample.corpus import Corpus, open_corpus
-from zstore.tools.sample.models import Gpt, GptConfig, build_model, loss_of
+from zstore.tools.sample import Corpus, Gpt, GptConfig, build_model, loss_of, open_corpus
 
 
 def make_folder(root: Path, sizes: list[int]) -> tuple[Corpus, bytes]:

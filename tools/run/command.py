@@ -1,11 +1,28 @@
-"""`zstore run`: starts a script's ranks on this machine, or on several over ssh."""
+"""`zstore run`: starts a script's ranks on this machine, or on several over ssh. From options and hostfiles to the jobs to
+start, where, and with which variables.
+
+Each option may be written with underscores as well, as torchrun and DeepSpeed do.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
 
-from .plan import RunOptions, make_jobs
-from .ranks import count_gpus, run_ranks
+import typer
+
+from zstore.errors import UsageError
+
+from .ranks import RunJob, count_gpus, run_machines, run_ranks
 
 CONTEXT_SETTINGS = {
     # Arguments after the script are the script's.
@@ -28,16 +45,84 @@ Exit codes: 0 all ranks ended well, 75 they saved and stopped because of a signa
 signal ended them, 2 wrong usage, else that of the rank, or the machine, that failed first.
 """
 
+_JOB_HOSTFILE = Path("/job/hostfile")
+"""Where DeepSpeed's launcher looks for one."""
+_PORT = 29500
+_FAR_END = "import sys; from zstore.tools.run.ranks import main; sys.exit(main())"
+_HERE = ("localhost", "127.0.0.1", "::1")
+_RANKS = "Ranks on each machine. Default: its slots, else its GPUs, or 1."
+_EXPORT = "Environment variable to pass to ranks on other machines, NAME or NAME=VALUE; may be repeated."
+_DEEPSPEED = "Make `import deepspeed` in the script import zstore, for this run only."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options on the command line. None or "": not given."""
+
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Script, or with --module a module.")]
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments passed to the script.")] = (
+        None
+    )
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc", "--nproc-per-node", "--num-gpus", "--num-accelerators", help=_RANKS, min=1, metavar="N"
+        ),
+    ] = None
+    nnodes: Annotated[
+        int | None,
+        typer.Option("--nnodes", "--num-nodes", help="Use the first N machines.", min=1, metavar="N"),
+    ] = None
+    hostfile: Annotated[
+        Path | None,
+        typer.Option("--hostfile", "-H", help="File with a line `HOST slots=N` for each machine.", metavar="FILE"),
+    ] = None
+    include: Annotated[
+        str, typer.Option("--include", "-i", help="Use only these slots: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
+    ] = ""
+    exclude: Annotated[
+        str, typer.Option("--exclude", "-e", help="Use all but these slots: HOST[:SLOT,...][@HOST...]", metavar="HOSTS")
+    ] = ""
+    as_deepspeed: Annotated[bool, typer.Option("--as-deepspeed", help=_DEEPSPEED)] = False
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for `python -m`.")] = False
+    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program; do not start it by Python.")] = (
+        False
+    )
+    no_local_rank: Annotated[
+        bool, typer.Option("--no-local-rank", help="With --as-deepspeed: do not pass --local_rank=N to the script.")
+    ] = False
+    launcher_args: Annotated[str, typer.Option(help="Arguments for ssh, like '-p 2222'.", metavar="ARGS")] = ""
+    master_addr: Annotated[
+        str, typer.Option(help="Address of the first machine. Default: its name.", metavar="HOST")
+    ] = ""
+    master_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port on the first machine. Default: 29500, alone a free one.", min=1, max=65535, metavar="PORT"
+        ),
+    ] = None
+    export: Annotated[list[str] | None, typer.Option(help=_EXPORT, metavar="NAME[=VALUE]")] = None
+    max_restarts: Annotated[int, typer.Option(help="Restarts of the ranks after a failure; on one machine.", min=0)] = 0
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds to wait for ranks to exit after a failure or Ctrl-C.", min=0, metavar="S"),
+    ] = 30.0
+
+    def __post_init__(self) -> None:
+        together = [
+            ("--module", self.module, "--no-python", self.no_python),
+            ("--as-deepspeed", self.as_deepspeed, "--no-python", self.no_python),
+            ("--include", bool(self.include), "--exclude", bool(self.exclude)),
+        ]
+        for one, has_one, other, has_other in together:
+            if has_one and has_other:
+                raise UsageError(f"{one} and {other} cannot both be given; leave one out")
+
 
 def run_command(options: RunOptions) -> int:
     """Run the script as `options` say; return the exit code of the run."""
     jobs = make_jobs(options, os.environ, _count_gpus)
-    if jobs[0].ssh:
-        from .machines import run_machines
-
-        ended = run_machines(jobs)
-    else:
-        ended = run_ranks(jobs[0])
+    ended = run_machines(jobs) if jobs[0].ssh else run_ranks(jobs[0])
     ended.say()
     return ended.exit_code
 
@@ -50,3 +135,219 @@ def _count_gpus() -> int:
     finally:
         if visible is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
+
+
+# -- jobs ---------------------------------------------------------------------------------------------------------------
+
+
+def make_jobs(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> list[RunJob]:
+    """Return the job of each machine: one with `ssh` for every machine, or a single one without, which runs here.
+
+    `count_gpus` is called only if the slots of this machine matter. Raises UsageError if the options cannot be met.
+    """
+    hosts = _hosts(options, count_gpus)
+    job = _job(options, environment)
+    if not hosts:
+        return [job]
+    hosts = limit(hosts, num_hosts=options.nnodes, ranks_per_host=options.nproc)
+    if len(hosts) == 1 and _is_here(*hosts):
+        return [replace(job, slots=slots) for slots in hosts.values()]
+    return _over_ssh(options, environment, hosts, job)
+
+
+def _is_here(name: str) -> bool:
+    return name in _HERE or name == socket.gethostname()
+
+
+def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
+    """The machines that files and filters name; empty if there is neither."""
+    path = options.hostfile
+    if path is None and options.as_deepspeed and _JOB_HOSTFILE.is_file():
+        path = _JOB_HOSTFILE
+    if path is not None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from error
+        pool = parse_hostfile(text, name=str(path))
+    elif options.include or options.exclude:
+        pool = _this_machine(options, count_gpus)
+    elif (options.nnodes or 1) > 1:
+        raise UsageError(
+            f"--nnodes {options.nnodes}: which machines? Give a --hostfile, or start each machine's ranks by torchrun"
+        )
+    else:
+        return {}
+    return select(pool, include=options.include, exclude=options.exclude)
+
+
+def _this_machine(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
+    """Without GPUs a slot is just a rank, so that there are as many as are named."""
+    option = "--include" if options.include else "--exclude"
+    named = parse_filter(options.include or options.exclude, option=option)
+    if other := next((name for name in named if not _is_here(name)), None):
+        raise UsageError(f"{option}: unknown host {other!r}; without a --hostfile there is only localhost")
+    name, slots = next(iter(named.items()))
+    count = count_gpus() or (max(slots) + 1 if slots and options.include else options.nproc or 1)
+    return {name: tuple(range(count))}
+
+
+def _job(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
+    command = [options.script, *(options.args or ())]
+    if not options.no_python:
+        command = ["-m"] * options.module + command
+        if options.as_deepspeed:
+            rank = ["--no_local_rank"] if options.no_local_rank else []
+            command = ["-m", "zstore.as_deepspeed", *rank, *command]
+        command = [sys.executable, "-u", *command]
+    own = _exported(options.export or (), environment)
+    return RunJob(
+        command=tuple(command),
+        num_ranks=options.nproc,
+        master_port=options.master_port or 0,
+        environment=own | ({"ZSTORE_AS_DEEPSPEED": "1"} if options.as_deepspeed else {}),
+        max_restarts=options.max_restarts,
+        shutdown_timeout_s=options.shutdown_timeout,
+    )
+
+
+def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: Hosts, job: RunJob) -> list[RunJob]:
+    if job.max_restarts:
+        raise UsageError("--max-restarts: ranks restart on one machine only; start a run of several again as a whole")
+    first = next(iter(hosts))
+    # Not localhost: that is another machine on each of them.
+    address = options.master_addr or (socket.gethostname() if first in _HERE and len(hosts) > 1 else first)
+    path = environment.get("PYTHONPATH")
+    words = [*(["env", f"PYTHONPATH={path}"] if path else []), sys.executable, "-u", "-c", _FAR_END]
+    shell = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
+    # ssh takes the first value that it gets of an option, so the user's come first.
+    ssh = ["ssh", *shlex.split(options.launcher_args), "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15"]
+    theirs = {name: value for name, value in environment.items() if _PASSED.fullmatch(name)}
+    job = replace(
+        job,
+        environment={**theirs, **job.environment},
+        master_addr=address,
+        master_port=options.master_port or _PORT,
+        world_size=sum(map(len, hosts.values())),
+    )
+    first_ranks = itertools.accumulate(map(len, hosts.values()), initial=0)
+    return [
+        replace(job, slots=slots, machine=host, first_rank=rank, ssh=(*ssh, host, shell))
+        for (host, slots), rank in zip(hosts.items(), first_ranks, strict=False)
+    ]
+
+
+_PASSED = re.compile(
+    r"(NCCL|GLOO|UCX|MLFLOW|WANDB|HF|HUGGINGFACE|TOKENIZERS|TRANSFORMERS|TORCH|PYTORCH|PYTHON|OMP|MKL|ZSTORE|DEEPSPEED|AWS)_?.*"
+    r"|CUDA_(HOME|LAUNCH_BLOCKING|DEVICE_ORDER|DEVICE_MAX_CONNECTIONS)|LD_LIBRARY_PATH|PATH|VIRTUAL_ENV|TMPDIR"
+)
+"""Names of variables that other machines get unasked: those that training libraries read, and search paths."""
+
+
+def _exported(given: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `--export NAME` and `--export NAME=VALUE`."""
+    found = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(f"--export: expected NAME or NAME=VALUE, got {name!r}")
+        if not equals and name not in environment:
+            raise UsageError(f"--export {name}: the variable is not set here; write --export {name}=VALUE")
+        found[name] = value if equals else environment[name]
+    return found
+
+
+# -- machines and slots: hostfiles, `--include` and `--exclude` -----------------------------------------------------------
+
+_HOSTFILE_LINE = re.compile(r"([^\s-]\S*)\s+slots=(\d+)(\s.*)?")
+
+
+Hosts = dict[str, tuple[int, ...]]
+"""The machines of a run, in order, each with the indices of its GPUs, ascending."""
+
+
+def parse_hostfile(text: str, *, name: str) -> Hosts:
+    """Return the machines of a hostfile in its order: a line `HOST slots=N` each; empty lines and `#` comments are skipped.
+
+    Raises UsageError, which names the file `name` and the line.
+    """
+    hosts: Hosts = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = _HOSTFILE_LINE.fullmatch(content)
+        where = f"{name}, line {number}"
+        if match is None:
+            raise UsageError(f"{where}: expected HOST slots=N, got {content!r}")
+        host, slots = match.group(1), int(match.group(2))
+        if host in hosts:
+            raise UsageError(f"{where}: host {host!r} stands there twice; give each machine one line")
+        if slots < 1:
+            raise UsageError(f"{where}: expected at least one slot, got slots=0; remove the line to leave {host} out")
+        hosts[host] = tuple(range(slots))
+    if not hosts:
+        raise UsageError(f"{name}: no host in the file; expected a line HOST slots=N for each machine")
+    return hosts
+
+
+def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]:
+    """Return the slots that an `--include` or `--exclude` names, by host; None: all of the host's.
+
+    Raises UsageError, which names `option`.
+    """
+    named: dict[str, tuple[int, ...] | None] = {}
+    for part in text.split("@"):
+        host, colon, listed = part.strip().partition(":")
+        if not host or (colon and not re.fullmatch(r"\d+(,\d+)*", listed)):
+            raise UsageError(f"{option}: expected HOST[:SLOT,...], joined by @ as in a@b:0,2, got {part!r}")
+        if host in named:
+            raise UsageError(f"{option}: host {host!r} is named twice; name it once, with all its slots")
+        named[host] = tuple(sorted({int(slot) for slot in listed.split(",")})) if colon else None
+    return named
+
+
+def select(pool: Hosts, *, include: str = "", exclude: str = "") -> Hosts:
+    """Return the machines of `pool` that are left, in its order, each with the slots that are left.
+
+    Raises UsageError for a host or slot that `pool` does not have, and an empty result.
+    """
+    if not include and not exclude:
+        return pool
+    option = "--include" if include else "--exclude"
+    named = parse_filter(include or exclude, option=option)
+    for host, listed in named.items():
+        if host not in pool:
+            raise UsageError(f"{option}: unknown host {host!r}; expected one of {', '.join(pool)}")
+        for slot in listed or ():
+            if slot not in pool[host]:
+                raise UsageError(
+                    f"{option}: host {host!r} has no slot {slot}; it has {', '.join(map(str, pool[host]))}"
+                )
+    chosen: Hosts = {}
+    for host, there in pool.items():
+        listed = named.get(host, ())
+        matched = there if listed is None else listed
+        if slots := matched if include else tuple(slot for slot in there if slot not in matched):
+            chosen[host] = slots
+    if not chosen:
+        raise UsageError(f"--exclude {exclude}: leaves no slot on any host; leave fewer out")
+    return chosen
+
+
+def limit(hosts: Hosts, *, num_hosts: int | None, ranks_per_host: int | None) -> Hosts:
+    """Return the first `num_hosts` of `hosts`, each with its first `ranks_per_host` slots (None: all).
+
+    Raises UsageError if there are fewer.
+    """
+    if num_hosts is not None and num_hosts > len(hosts):
+        names = ", ".join(hosts)
+        raise UsageError(f"--nnodes {num_hosts}: there are only {len(hosts)} ({names}); add hosts or ask for fewer")
+    first = dict(islice(hosts.items(), num_hosts))
+    for host, slots in first.items():
+        if ranks_per_host is not None and ranks_per_host > len(slots):
+            raise UsageError(
+                f"--nproc {ranks_per_host}: host {host!r} has {len(slots)} slots; ask for fewer ranks, or give the host "
+                "more slots"
+            )
+    return {host: slots[:ranks_per_host] for host, slots in first.items()}

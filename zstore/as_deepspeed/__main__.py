@@ -2,7 +2,7 @@
 
 import sys
 
-from zstore.tools.as_deepspeed.command import main
+from zstore.tools.as_deepspeed.installing import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

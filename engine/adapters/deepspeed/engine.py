@@ -1,32 +1,48 @@
 """DeepSpeed's engine: zstore's, with the other names that scripts and libraries call on it; and `deepspeed.initialize`, with
-DeepSpeed's arguments."""
+DeepSpeed's arguments.
+
+[Note: what waits for a commit]
+With `checkpoint.writer.decoupled` a save is committed while training continues. Libraries do not expect that: they remove the
+oldest checkpoint (`save_total_limit`), upload the newest, or copy it in a callback. So while a save of this process is in
+progress, a listing of its folder by any thread but zstore's own waits for the commit, and so does the removal of a folder that
+contains it. Another checkpoint of the folder is removed in the background after the commit. It is renamed first, since removing
+files would make it the newest by modification time. If the save fails, the older checkpoint stays.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import shutil
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch import nn
 
+from zstore.checkpoint import SaveHandle
+from zstore.engine.access.module_state import state_entries
 from zstore.engine.api.engine import Engine
 from zstore.engine.api.initialize import config_source
 from zstore.engine.api.initialize import initialize as zstore_initialize
 from zstore.engine.checkpoint.record import ClientValues
 from zstore.engine.params.record import Residency
 from zstore.errors import UsageError
-from zstore.io import UserPath, is_url, user_path
+from zstore.io import Ticket, UserPath, is_url, run_in_thread, user_path
 
-from . import saves
 from .names import VERSION, missing_of_engine
-from .saves import adapter_names, is_peft
 from .utils import cleaned, log_dist, raw_config
 from .zero import ZeroParamStatus, mark
+
+_log = logging.getLogger("zstore")
 
 _TO_FP32 = "zero_to_fp32.py"
 _TO_FP32_TEXT = """#!/usr/bin/env python3
@@ -161,8 +177,8 @@ class DeepSpeedEngine(Engine):
         A checkpoint of that name is replaced, as in DeepSpeed, and beside it is a `zero_to_fp32.py`, which writes its weights.
         """
         options.setdefault("overwrite", True)
-        if exclude_frozen_parameters and is_peft(self.module):
-            options.setdefault("keep_frozen", adapter_names(self))
+        if exclude_frozen_parameters and _is_peft(self.module):
+            options.setdefault("keep_frozen", _adapter_names(self))
         handle = super().save_checkpoint(
             save_dir,
             f"global_step{self.global_steps}" if tag is None else tag,
@@ -173,7 +189,7 @@ class DeepSpeedEngine(Engine):
         )
         decoupled = self.training_state.config.settings.checkpoint.writer.decoupled
         if not options.get("wait", not decoupled) and not is_url(save_dir):
-            saves.watch(os.fspath(user_path(save_dir)), handle)
+            _watch_save(os.fspath(user_path(save_dir)), handle)
         if self.global_rank == 0 and not is_url(save_dir):
             folder = user_path(save_dir)
             if not (script := folder / _TO_FP32).exists():
@@ -198,7 +214,7 @@ class DeepSpeedEngine(Engine):
                 "engine.load_checkpoint(custom_load_fn=...): tensors are read by name; for others call "
                 "load_module_state_dict(state, custom_load_fn=...)"
             )
-        saves.complete()
+        complete_saves()
         return super().load_checkpoint(
             load_dir,
             tag,
@@ -217,7 +233,7 @@ class DeepSpeedEngine(Engine):
         """
         found = self.module_state_dict()
         if exclude_frozen_parameters:
-            kept = adapter_names(self) if is_peft(self.module) else ()
+            kept = _adapter_names(self) if _is_peft(self.module) else ()
             frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
             found = {name: value for name, value in found.items() if name not in frozen or name in kept}
         self.access.guard.give_whole(found)
@@ -230,7 +246,7 @@ class DeepSpeedEngine(Engine):
     def close(self) -> None:
         """See `zstore.engine.Engine.close`; the removals that waited for a save end too."""
         super().close()
-        saves.complete()
+        complete_saves()
 
     def __getattr__(self, name: str) -> Any:
         """Return the value that DeepSpeed's engine has under that name, else the model's attribute."""
@@ -276,7 +292,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     given = cleaned(source)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model_parameters)
-    saves.complete()  # of an engine before this one: a resume looks for its checkpoint now
+    complete_saves()  # of an engine before this one: a resume looks for its checkpoint now
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad] if model is not None else []
     frozen = optimizer is None and (not isinstance(given, Mapping) or given.get("optimizer") is None)
     engine, *others = zstore_initialize(
@@ -316,3 +332,119 @@ def _require_agreement() -> None:
         "only on GPUs, and on CPUs if it is told: TrainingArguments(use_cpu=True), or accelerate.PartialState(cpu=True) before "
         "the Accelerator"
     )
+
+
+# -- saves in the background -------------------------------------------------------------------------------------------
+
+_REMOVED = ".removed"
+_saves: dict[str, SaveHandle] = {}
+"""Absolute folder -> the save in it that was begun last."""
+_removals: list[Ticket[None]] = []
+_rmtree: Callable[..., Any] = shutil.rmtree
+
+
+def _watch_save(folder: str, handle: SaveHandle) -> None:
+    """Let whoever lists or removes the folder of a save wait for its commit. See [Note: what waits for a commit]."""
+    for ended in [each for each, save in _saves.items() if save.done()]:
+        del _saves[ended]
+    _saves[os.path.abspath(folder)] = handle
+    _begin_watching()
+
+
+@functools.cache
+def _begin_watching() -> None:
+    sys.addaudithook(_on_audit_event)
+    shutil.rmtree = _remove  # type: ignore[assignment]
+
+
+def complete_saves() -> None:
+    """Wait until the saves and removals of this process that are under way have ended."""
+    for handle in list(_saves.values()):
+        handle.wait_for_end()
+    while _removals:
+        _removals.pop().wait_for_end()
+
+
+def _is_own_thread() -> bool:
+    return threading.current_thread().name.startswith("zstore")
+
+
+def _on_audit_event(
+    event: str,
+    args: tuple[Any, ...],
+    listings: frozenset[str] = frozenset({"os.listdir", "os.scandir"}),
+    saves: dict[str, SaveHandle] = _saves,
+) -> None:
+    """Hold up a listing: `listings` are the events of all ways to do it. An audit hook hears of every event to the end of the
+    process, when the module's own names are gone already."""
+    if event not in listings or not saves or isinstance(args[0], int) or _is_own_thread():
+        return
+    listed = os.path.abspath(os.fsdecode(args[0] or "."))
+    for folder, handle in list(saves.items()):
+        if _contains(folder, listed):
+            handle.wait_for_end()
+
+
+def _remove(path: Any, *args: Any, **options: Any) -> None:
+    """Remove a folder as `shutil.rmtree` does, except for checkpoints next to a save under way."""
+    saves = {} if isinstance(path, int) or _is_own_thread() else dict(_saves)
+    removed = os.path.abspath(os.fsdecode(path)) if saves else ""
+    for folder, handle in saves.items():
+        if _contains(removed, folder):
+            handle.wait_for_end()
+        elif os.path.dirname(folder) == os.path.dirname(removed) and Path(removed, "latest").is_file():  # saved to
+            _removals.append(run_in_thread(partial(_remove_after, handle, Path(removed)), "zstore-remove"))
+            return
+    _rmtree(path, *args, **options)
+
+
+def _contains(folder: str, path: str) -> bool:
+    return f"{path}{os.sep}".startswith(f"{folder.rstrip(os.sep)}{os.sep}")
+
+
+def _remove_after(handle: SaveHandle, folder: Path) -> None:
+    try:
+        handle.wait()
+    except Exception as error:
+        _log.warning("%s is not removed: the save of the newer checkpoint failed: %s", folder, error)
+        return
+    aside = folder.with_name(f".{folder.name}{_REMOVED}")
+    try:
+        os.replace(folder, aside)
+    except FileNotFoundError:  # asked for twice
+        return
+    for left in folder.parent.glob(f".*{_REMOVED}"):  # also those of a process that was killed
+        _rmtree(left, ignore_errors=True)
+
+
+# -- adapters of peft -----------------------------------------------------------------------------------------------------
+
+
+def _is_peft(model: nn.Module) -> bool:
+    """Return whether a model has adapters of peft, its own class or transformers' own loading of them."""
+    peft: Any = sys.modules.get("peft")
+    wrapped = peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
+    return wrapped or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _adapter_names(engine: Engine) -> list[str]:
+    """Return the names in the state dict of what peft saves of a model's adapters, frozen parameters and buffers among them
+    (all ranks)."""
+    from peft import get_peft_model_state_dict
+
+    chosen: list[str] = []
+    with engine.world.agreeing():
+        if engine.global_rank == 0:
+            entries = state_entries(engine.access)
+            # peft hands out what it was given: each entry is known by a tensor of its own.
+            views = {name: torch.empty(0) for name, value in entries.items() if isinstance(value, torch.Tensor)}
+            ids = {id(views[name]) for name, value in entries.items() if getattr(value, "requires_grad", False)}
+            model: Any = engine.module
+            for adapter, config in model.peft_config.items():
+                if not config.is_prompt_learning:
+                    with warnings.catch_warnings(action="ignore"):  # the save itself gives them
+                        taken = get_peft_model_state_dict(model, state_dict=views, adapter_name=adapter)
+                    ids |= {id(value) for value in taken.values()}
+            chosen = [name for name, view in views.items() if id(view) in ids]
+    names: list[str] = engine.world.broadcast_object(chosen)
+    return names

@@ -25,7 +25,7 @@ from zstore.errors import BudgetError, DiskFullError
 from zstore.io.hostmemory import GroupMemory, HostMemory
 from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
-from zstore.tools.sample.models import build_model
+from zstore.tools.sample import build_model
 
 MIB = 1024 * 1024
 GPT = Model(

@@ -16,7 +16,7 @@ from zstore.engine.plan.placement import make_plan
 from zstore.engine.plan.plan import Plan, find_needs, placement_settings
 from zstore.engine.plan.run import shapes_of_model, units_of_model
 from zstore.testing.ranks import run_ranks
-from zstore.tools.sample.models import SHIPPED, Gpt, build_model
+from zstore.tools.sample import SHIPPED, Gpt, build_model
 
 
 def _config(stage: int, tier: str, precision: str, nvme: str, own: str = "none", **keys: Any) -> dict[str, Any]:

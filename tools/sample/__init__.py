@@ -1,1 +1,0 @@
-"""The text, tokens and models that `zstore train` has of its own."""
