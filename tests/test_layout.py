@@ -48,11 +48,11 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        55_162,
+        55_099,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_682),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_669),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_877),
-    "lines of tools": (lambda: _layout().lines("tools/"), 4_346),
+    "lines of tools": (lambda: _layout().lines("tools/"), 4_296),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 46_481),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_915),
