@@ -127,7 +127,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     warn_of_doubles(model, resolved)
     if resolved.stage == 3:
         mark_leaves_of(resolved, model)
-    with _watched(world, resolved.own.silent_rank_s or None):
+    with _watched(world, resolved.zstore.silent_rank_s or None):
         _take_back(model, loaded)
         facade = _optimizer(resolved, optimizer, model_parameters, model)
         schedule = _schedule(resolved, lr_scheduler, facade)

@@ -42,7 +42,7 @@ StoreKey = tuple[StoreOptions, tuple[Path, ...], int | Literal["auto"] | None]
 def store_key(config: Config) -> StoreKey:
     """Return the settings of a config's store, whether or not there will be an optimizer."""
     written = replace(config, frozen=False)
-    return store_options(written, None), written.offload_optimizer.nvme_paths, config.own.host_budget_bytes
+    return store_options(written, None), written.offload_optimizer.nvme_paths, config.zstore.host_budget_bytes
 
 
 def open_store(

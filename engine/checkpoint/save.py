@@ -170,8 +170,8 @@ class Checkpoints:
         remote = UploadPlace(location, config.storage_options)
         # One folder for each URL: tags of different runs do not meet.
         name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
-        if config.own.upload_folder is not None:
-            return config.own.upload_folder / name, remote
+        if config.zstore.upload_folder is not None:
+            return config.zstore.upload_folder / name, remote
         above = drives[0] if drives else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         return above / _FOLDER / name, remote
 
@@ -270,7 +270,7 @@ class Checkpoints:
                 known=self._known,
                 disk_folder=store.options.run_path,
                 disk_folders=store.disk_folders(),
-                keep=training.config.own.keep,
+                keep=training.config.zstore.keep,
                 overwrite=options.overwrite,
                 before_commit=before_commit,
                 reserve_bytes=reserve_bytes,

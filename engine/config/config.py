@@ -95,7 +95,7 @@ class Config:
     def _otherwise(self, world_size: int) -> Iterator[Notice]:
         """Yield the step mode that is used, and the policy on gradients that are not finite, if they are not the requested
         ones."""
-        asked, used = self.own.step_overlap, self.step_overlap
+        asked, used = self.zstore.step_overlap, self.step_overlap
         gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
         text = ""
         if asked in ("backward", "forward") and self.whole_tensors:
@@ -115,7 +115,7 @@ class Config:
         if text:
             yield Notice(Status.BUILT, text, ("zstore.step_overlap",))
         policy = self.non_finite_gradients
-        if self.own.non_finite_gradients != policy and "non_finite_gradients" in self.own.model_fields_set:
+        if self.zstore.non_finite_gradients != policy and "non_finite_gradients" in self.zstore.model_fields_set:
             by = "fp16.enabled" if self.precision == "fp16" else "bf16.check_grad_overflow"
             yield Notice(Status.BUILT, f'is treated as "{policy}", because of {by}', ("zstore.non_finite_gradients",))
 
@@ -130,7 +130,7 @@ class Config:
         return self.settings.zero_optimization
 
     @property
-    def own(self) -> ZstoreSection:
+    def zstore(self) -> ZstoreSection:
         """The section `zstore`."""
         return self.settings.zstore
 
@@ -160,7 +160,7 @@ class Config:
     def non_finite_gradients(self) -> Literal["error", "skip", "apply"]:
         """The policy for a step whose gradients are not finite."""
         checked = self.precision == "bf16" and self.settings.bf16.check_grad_overflow
-        return "skip" if self.precision == "fp16" or checked else self.own.non_finite_gradients
+        return "skip" if self.precision == "fp16" or checked else self.zstore.non_finite_gradients
 
     @property
     def optimizer(self) -> OptimizerSection | None:
@@ -174,7 +174,7 @@ class Config:
         section = self.settings.optimizer
         asked = self.settings.bf16.bf16_optimizer_states
         asked = asked or (section is not None and not section.params.fp32_optimizer_states)
-        return self.own.moments or ("bf16" if asked else "fp32")
+        return self.zstore.moments or ("bf16" if asked else "fp32")
 
     @property
     def scheduler(self) -> SchedulerSection | None:
@@ -214,20 +214,20 @@ class Config:
         if self.frozen:
             return "device"
         on_host = self.settings.activation_checkpointing.cpu_checkpointing
-        return self.own.activations or ("host" if on_host else "device")
+        return self.zstore.activations or ("host" if on_host else "device")
 
     @property
     def activations_paths(self) -> tuple[Path, ...]:
         """Folders of the drives that activations go to; none if they stay in memory."""
         if self.activations != "disk":
             return ()
-        return self.own.activations_path or self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
+        return self.zstore.activations_path or self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
 
     @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
         """When updates run. Within the backward the norm is not known yet; "auto" runs updates behind the forward if state
         or parameters are offloaded, since an update then moves bytes while the computation can go on."""
-        chosen = "none" if self.frozen or self.whole_tensors else self.own.step_overlap
+        chosen = "none" if self.frozen or self.whole_tensors else self.zstore.step_overlap
         if chosen == "auto":
             offloads = any(each.device != "none" for each in (self.offload_optimizer, self.offload_param))
             chosen = "forward" if offloads else "none"
@@ -268,7 +268,7 @@ class Config:
     @property
     def storage_options(self) -> Mapping[str, Any]:
         """Options of the file system of URLs that are saved to and loaded from."""
-        return self.own.storage_options or {}
+        return self.zstore.storage_options or {}
 
 
 _ON_DEVICE = OffloadSection.model_construct(device="none")

@@ -1,4 +1,4 @@
-"""The status of a config key, messages about keys, and the base of all sections of the schema."""
+"""The status of a config key, messages about keys, the base of all sections of the schema, and the keys that do not act."""
 
 import ast
 import inspect
@@ -8,13 +8,12 @@ from enum import Enum
 from functools import cache
 from itertools import pairwise
 from types import NoneType
-from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from .inactive import INACTIVE
-from .values import Auto
+from .values import Anything, Auto, Bool, Count, DataType, Fraction, OneOf, Position, Positive, Real, Unread
 
 
 class Status(Enum):
@@ -71,12 +70,7 @@ def problem_text(source: str, problems: Sequence[str]) -> str:
 
 def built(default: Any, *, stages: tuple[int, ...] = (), text: str | None = None) -> Any:
     """A key that acts, at these ZeRO stages alone if any are named; without a docstring it is described by `text`."""
-    return _key(default, Status.BUILT, stages=stages, text=text)
-
-
-def _key(default: Any, status: Status, why: str = "", stages: tuple[int, ...] = (), text: str | None = None) -> Any:
-    extra: Any = {"status": status, "why": why, "stages": stages}
-    return Field(default=default, description=text, json_schema_extra=extra)
+    return Field(default=default, description=text, json_schema_extra={"stages": list(stages)})
 
 
 def _extra(field: FieldInfo) -> Mapping[str, Any]:
@@ -84,23 +78,20 @@ def _extra(field: FieldInfo) -> Mapping[str, Any]:
 
 
 def about(field: FieldInfo) -> tuple[Status, str]:
-    """Return status and reason of a field made by the functions above."""
+    """Return the status of a key, and the reason if it does not act."""
     extra = _extra(field)
     return extra.get("status", Status.BUILT), extra.get("why", "")
 
 
-def stages_of(field: FieldInfo) -> tuple[int, ...]:
+def stages_of(field: FieldInfo) -> Sequence[int]:
     """Return the ZeRO stages at which a key acts; none: at every one."""
-    stages: tuple[int, ...] = _extra(field).get("stages", ())
+    stages: Sequence[int] = _extra(field).get("stages", ())
     return stages
 
 
 def type_of(field: FieldInfo) -> Any:
     """Return the type of a field, with its annotations."""
-    kind: Any = field.annotation
-    for one in field.metadata:
-        kind = Annotated[kind, one]
-    return kind
+    return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
 def answer_type(field: FieldInfo) -> Any:
@@ -130,7 +121,8 @@ class Section(BaseModel):
             if section == cls.__name__ and cls.__module__.startswith("zstore."):
                 for key in keys.split():
                     cls.__annotations__[key] = kind
-                    setattr(cls, key, _key(default, status, why))
+                    extra: Any = {"status": status, "why": why}
+                    setattr(cls, key, Field(default=default, json_schema_extra=extra))
 
     @classmethod
     def rewrite(cls, data: object) -> object:
@@ -228,13 +220,196 @@ def spelled_keys(section: type[Section], outer: str = "", place: str = "") -> It
 
 def acting(section: Section) -> dict[str, Any]:
     """Return the keys of `section` that act, with their values as JSON data, and the sections in it that hold any."""
-    fields = type(section).model_fields.items()
-    values = {name for name, field in fields if section_of(field) is None and about(field)[0] is Status.BUILT}
+    fields = type(section).model_fields
+    values = {name for name, field in fields.items() if section_of(field) is None and about(field)[0] is Status.BUILT}
     found = section.model_dump(mode="json", include=values)
-    inner = {
-        name: acting(value)
-        for name in type(section).model_fields
-        if isinstance(value := getattr(section, name), Section)
-    }
-    found |= {name: keys for name, keys in inner.items() if keys}
-    return {name: found[name] for name in type(section).model_fields if name in found}
+    for name in fields:
+        if isinstance(inner := getattr(section, name), Section) and (keys := acting(inner)):
+            found[name] = keys
+    return {name: found[name] for name in fields if name in found}
+
+
+# -- the keys that do not act, which `Section` adds to the sections, so that all keys are checked and documented alike -------
+
+_MEAN = (
+    "gradients are averaged in one fixed way, whose bits are tested; against overflow in fp16 lower "
+    "fp16.initial_scale_power, or train in bf16"
+)
+_KERNEL = "there is one update kernel, torch's fused one, on every device"
+_ANY_SIZE = "every checkpoint loads at any world size"
+_ONE_WAY = "parameters are always gathered flat, unit by unit"
+_UNUSED = "DeepSpeed's class does not use it either; eps is added to the root"
+_FP32 = (
+    "masters are kept in fp32, which takes 4 bytes a parameter; zstore.moments saves 4 of the 8 of Adam's moments, and "
+    "offload_optimizer takes them off the device"
+)
+_IO = "requests are always submitted singly and overlapped, by threads"
+_NOT_PARTITIONED = (
+    "there is no model parallelism, so each rank keeps the inputs of its blocks whole; cpu_checkpointing takes them "
+    "off the device"
+)
+
+INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
+"no effect": (
+    ("ConfigSections", "seq_parallel_comm_data_type", DataType | None, None, "there is no sequence parallelism"),
+    ("ConfigSections", "disable_allgather", Bool, False, "updated shards are always all-gathered"),
+    ("ConfigSections", "zero_allow_untested_optimizer", Bool, False,
+     ("all that a config names work at every stage and tier; one passed as an object that has no place in "
+      "docs/optimizers.md works at stage 0 without offload")),
+    ("ConfigSections", "zero_force_ds_cpu_optimizer", Bool, True, _KERNEL),
+    ("ConfigSections", "use_data_before_expert_parallelism", Bool, False, "there is no expert parallelism"),
+    ("ConfigSections", "autotuning", Unread, None,
+     "a run trains with the config as written; `zstore plan --config FILE` says what fits"),
+    ("ConfigSections", "vocabulary_size", Unread, None, "it follows from the model"),
+    ("OffloadOptimizerSection", "fast_init", Bool, False,
+     "new moments are not written at all: what was never written reads as zeros"),
+    ("OffloadOptimizerSection", "pipeline_read pipeline_write", Bool, False,
+     "an update always prefetches and writes back in the background, as far as its buffers allow"),
+    ("OffloadOptimizerSection", "convert_grad_on_cpu", Bool, True,
+     "the update casts what is still in 16 bits, tile by tile, where it runs"),
+    ("ZeroSection", "sub_group_size", Positive | None, None,
+     "an update streams tiles of 1 MiB at most through a few buffers, whatever the size of the model"),
+    ("ZeroSection", "contiguous_gradients", Bool, True,
+     "gradients are always reduced from flat buckets, which are freed at once, so memory is not fragmented"),
+    ("ZeroSection", "allgather_partitions", Bool, True,
+     "updated shards are always all-gathered: a broadcast from each owner would send the same bytes in more calls"),
+    ("ZeroSection", "round_robin_gradients", Bool, False, "each rank copies its own rows, all ranks at once"),
+    ("ZeroSection", "elastic_checkpoint", Bool, False, _ANY_SIZE),
+    ("ZeroSection", "use_multi_rank_bucket_allreduce", Bool, True,
+     "a bucket is reduced for all ranks in one collective"),
+    ("ZeroSection", "compute_grad_norm", Bool, True, "the global norm is part of every step's report"),
+    ("ZeroSection", "parameter_alignment", Bool, False, "shards are cut at multiples of 16 elements"),
+    ("ZeroSection", "stage3_module_granularity_threshold", Count, 0, _ONE_WAY),
+    ("ZeroSection", "stage3_use_all_reduce_for_fetch_params", Bool, False, _ONE_WAY),
+    ("ZeroSection", "stage3_partition_stream_chunk_size", Count, 0, "parameters are cut by rows, whatever their size"),
+    ("ZeroSection", "mics_hierarchical_params_gather", Bool, False, "it belongs to mics_shard_size"),
+    ("ZeroSection", "memory_efficient_linear", Bool, True, "linear layers are torch's own"),
+    ("ZeroSection", "override_module_apply", Bool, True, "modules are not patched"),
+    ("ZeroSection", "pipeline_loading_checkpoint", Bool, False, "each rank reads only the rows that it owns"),
+    ("ZeroSection", "enable_sanity_checks", Bool, False, "every transfer is checked always"),
+    ("ZeroSection", "legacy_stage1", Bool, False, "there is one implementation of all stages"),
+    ("ZeroSection", "save_muon_momentum_buffer_in_memory", Bool, False,
+     "it is with all other state: see offload_optimizer"),
+    ("ZeroSection", "cpu_offload_use_pin_memory", Bool, False,
+     "without cpu_offload there is nothing to pin; with an offload section, write pin_memory there"),
+    ("OptimizerParams", "fused", Bool, True, _KERNEL),
+    ("OptimizerParams", "foreach capturable", Bool, False, _KERNEL),
+    ("OptimizerParams", "set_grad_none", Bool, True, "the engine owns the gradients"),
+    ("AdamParams", ("freeze_step var_freeze_step var_update_scaler local_step_scaler local_step_clipper "
+                     "cuda_aware comm_backend_name max_coeff min_coeff momentum"), Anything, None,
+     "it belongs to another optimizer and has no meaning for Adam; remove it"),
+    ("MuonParams", "ns_method", Anything, None, "the standard iteration runs; the other gives the same up to rounding"),
+    ("_OneBitParams", "cuda_aware comm_backend_name", Anything, None, "the ranks' own backend carries the signs"),
+    ("OneBitAdamParams", "eps_inside_sqrt", Anything, None, _UNUSED),
+    ("ZeroOneAdamParams", "eps_inside_sqrt", Anything, None, _UNUSED),
+    ("OptimizerSection", "legacy_fusion", Bool, False, _KERNEL),
+    ("Bf16Section", "immediate_grad_update", Bool, False, "gradients are always accumulated as they arrive"),
+    ("AioSection", "single_submit", Bool, False, _IO),
+    ("AioSection", "overlap_events", Bool, True, _IO),
+    ("CheckpointSection", "load_universal", Bool, False, _ANY_SIZE),
+    ("CheckpointSection", "parallel_write", Unread, None, "all ranks write at once"),
+    ("CheckpointSection", "checkpoint_serialization", Bool, True, "nothing is pickled"),
+    ("CheckpointWriterSection", "type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel", Unread,
+     None, "there is one writer, whose buffers follow from the memory budget"),
+    ("DataTypesSection", "param_dtype", DataType | None, None, "it follows from fp16 and bf16"),
+    ("ThroughputSection", "synchronized", Bool, True, "a line of progress waits for its loss, and so for the device"),
+    ("ElasticitySection", "min_time", Count, 0,
+     "for a cluster's scheduler: how long to wait before it changes a job's size"),
+),
+"not built": (
+    ("ConfigSections", "comet trackio", Unread, None, "no metrics go there; use tensorboard, wandb or csv_monitor"),
+    ("ConfigSections", "flops_profiler", Unread, None,
+     ("modules are not profiled: torch.profiler's trace has the engine's phases, torch.utils.flop_counter.FlopCounterMode "
+      "counts by module, and model FLOPs utilisation is in engine.statistics() and the monitors")),
+    ("ConfigSections", "comms_logger", Unread, None,
+     ("collectives are not timed one by one: engine.statistics().links has the bytes and the time of each kind, "
+      "torch.profiler single calls")),
+    ("ConfigSections", "prescale_gradients", Bool, False, _MEAN),
+    ("ConfigSections", "gradient_predivide_factor", Real, 1.0, _MEAN),
+    ("ConfigSections", "sparse_gradients", Bool, False,
+     "gradients of embeddings travel whole; build them with sparse=False, a sparse gradient is an error"),
+    ("ConfigSections", "graph_harvesting", Bool, False,
+     'no CUDA graph is captured; engine.compile(mode="reduce-overhead") does, at stages 0 to 2'),
+    ("ConfigSections", "nebula", Unread, None,
+     "checkpoints go to the folder or URL of save_checkpoint() only; with wait=False they do not hold up training"),
+    ("ConfigSections", "datastates_ckpt", Unread, None,
+     "checkpoints are written by zstore alone; save_checkpoint(wait=False) does not hold up training"),
+    ("OffloadOptimizerSection", "super_offload", Bool, False,
+     "the update of offloaded state is the same on every machine, with the bits of torch's fused kernel on the CPU"),
+    ("OffloadOptimizerSection", "cpuadam_cores_perc", Fraction, 0.8,
+     "the update has threads for the cores of a rank, but two while the loop computes; torch's kernel has OMP_NUM_THREADS"),
+    ("ZeroSection", "load_from_fp32_weights", Bool, True,
+     "masters are always loaded from the fp32 weights: 16-bit ones would lose precision"),
+    ("ZeroSection", "stage3_allgather_sequential", Bool, False,
+     "a unit is gathered as a whole; against peaks of memory lower stage3_max_live_parameters"),
+    ("ZeroSection", "zero_quantized_nontrainable_weights", Bool, False,
+     "frozen weights keep the type that the model computes in, and take that memory"),
+    ("ZeroSection", "log_trace_cache_warnings", Bool, False,
+     "nothing is logged; engine.statistics().units.orders counts the orders of modules that were recorded"),
+    ("Fp16Section", "fp16_master_weights_and_grads", Bool, False, _FP32),
+    ("Bf16Section", "bf16_master_weights_and_grads", Bool, False, _FP32),
+    ("AioSection", "use_gds", Bool, False,
+     "offloaded state passes through host memory, where it is checked and updated"),
+    ("CheckpointSection", "tag_validation", Annotated[Literal["Ignore", "Warn", "Fail"], OneOf()], "Warn",
+     "where the ranks' tags differ, rank 0's is used, with a warning"),
+    ("ActivationCheckpointingSection", "partition_activations contiguous_memory_optimization", Bool, False,
+     _NOT_PARTITIONED),
+    ("ActivationCheckpointingSection", "number_checkpoints", Positive | None, None, _NOT_PARTITIONED),
+    ("ActivationCheckpointingSection", "synchronize_checkpoint_boundary profile", Bool, False,
+     "blocks are not timed one by one: torch.profiler has the forward and the recomputation of each"),
+),
+"refused": (
+    ("ConfigSections", "gradient_allreduce_op", Annotated[Literal["mean", "sum"], OneOf()], "mean",
+     "gradients are averaged over train_batch_size; multiply the loss instead"),
+    ("ConfigSections", "managed_gradient_accumulation", Bool, True,
+     "step() is called after each micro-batch and acts on the last"),
+    ("ConfigSections", "amp", Unread, None, "Apex's amp is no longer maintained: use bf16 or fp16"),
+    ("ConfigSections", "torch_autocast", Unread, None,
+     "use bf16 or fp16, or torch.autocast within the model's forward"),
+    ("ConfigSections", "compile", Unread, None,
+     "call engine.compile() after initialize(), which is torch.compile, unit by unit at stage 3"),
+    ("ConfigSections", "pipeline", Unread, None,
+     ("there is no pipeline parallelism: remove the section and use ZeRO stage 3, with offload_param for models "
+      "larger than memory")),
+    ("ConfigSections", "tensor_parallel", Unread, None,
+     ("there is no tensor parallelism: remove the section and use ZeRO stage 3, with offload_param for models larger "
+      "than memory; to split single tensors use FSDP2 or torchtitan")),
+    ("ConfigSections", "expert_parallel", Unread, None,
+     "there is no expert parallelism: remove the section; experts are parameters like any others, sharded at stage 3"),
+    ("ConfigSections", "sequence_parallel_size", Positive, 1,
+     ("there is no sequence parallelism: for long sequences use activation_checkpointing, with cpu_checkpointing, or "
+      "zstore.activations")),
+    ("ConfigSections", "hybrid_engine", Unread, None,
+     "there is no inference engine: engine.save_16bit_model() writes weights for a server of your choice"),
+    ("ConfigSections", "compression_training quantize_training weight_quantization", Unread, None,
+     ("training does not compress the model: train without it, then zstore consolidate, and quantize or prune the "
+      "result with torchao")),
+    ("CheckpointSection", "use_node_local_storage", Bool, False,
+     ("all ranks save one checkpoint, in a folder that all see: name a shared folder or a bucket in save_checkpoint(); "
+      "offloaded state stays on each machine's nvme_path")),
+    ("ConfigSections", "curriculum_learning", Unread, None,
+     ("the length of sequences is the data's: cut them in the loader's collate_fn by engine.global_steps, and remove the "
+      "section")),
+    ("ConfigSections", "data_efficiency", Unread, None,
+     ("samples are drawn by the loader: give it a torch.utils.data.Sampler that draws them by difficulty, or sort and "
+      "filter with `datasets`, and remove the section")),
+    ("ConfigSections", "eigenvalue", Unread, None, "it serves quantize_training; remove the section"),
+    ("ConfigSections", "progressive_layer_drop", Unread, None,
+     "layers are not dropped by the engine: drop them in the model's forward, by engine.global_steps"),
+    ("ZeroSection", "mics_shard_size", Annotated[Position, AfterValidator(lambda ranks: ranks or -1)], -1,
+     ("state is sharded over all ranks: remove the key, and write zero_hpz_partition_size at stage 3, which gathers within "
+      "a group of so many ranks in the backward")),
+    ("ZeroSection", "zeropp_loco_param", Unread, None,
+     ("errors of quantized gradients are not fed back: remove the key, and write zstore.quantized_gradient_bits: 8, which "
+      "is about 18 times as exact as 4")),
+    ("ZeroSection", "zenflow", Unread, None, "delayed updates would change the result; remove the key"),
+    ("OptimizerParams", "max_grad_norm", Real, 0.0, "set gradient_clipping at the top of the config instead"),
+    ("OptimizerParams", "differentiable", Bool, False,
+     "no gradient passes through the engine's step; write that loop in plain torch"),
+    ("AdagradParams", "amsgrad", Bool, False, "Adagrad has no such form; remove it"),
+    ("LambParams", "amsgrad", Bool, False, "LAMB has no such form; remove it"),
+    ("_OneBitParams", "amsgrad", Bool, False, "the 1-bit optimizers have no such form; remove it"),
+    ("ElasticitySection", "model_parallel_size", Positive, 1, "there is no model parallelism; remove the key"),
+),
+}  # fmt: skip
+"""By status: class of the section, keys, their type, default, which describes the engine without them, and reason."""

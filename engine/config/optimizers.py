@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, create_model
 
 from .keys import Notice, Section, Status, about, built
-from .values import Auto, BelowOne, Bool, Count, OneOf, Position, Positive, Real, Words, expected
+from .values import Auto, BelowOne, Bool, Count, Expects, OneOf, Position, Positive, Real, expected
 
 _PASS = "to initialize(optimizer=...) and leave this section out"
 _WHOLE = f"pass the object {_PASS}; it works at stage 0 without offload only, for its update needs whole tensors"
@@ -41,8 +41,8 @@ def reduced_slots(slots: Iterable[str]) -> set[str]:
     return {slot for slot in all_slots & _AVERAGES if not all_slots & _EXACT_WITH.get(slot, set())}
 
 
-Betas = Annotated[tuple[BelowOne, BelowOne], Words("two numbers, each from 0 to below 1")]
-Pair = Annotated[tuple[Real, Real], Words("two numbers of at least 0")]
+Betas = Annotated[tuple[BelowOne, BelowOne], Expects("two numbers, each from 0 to below 1")]
+Pair = Annotated[tuple[Real, Real], Expects("two numbers of at least 0")]
 
 
 def advice_on(name: object) -> str:
@@ -216,9 +216,9 @@ class OptimizerSection(Section):
 ScheduleName = Literal["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
 
 _PER_GROUP = ", or a list with one for each parameter group"
-Rates = Annotated[Real | Annotated[tuple[Real, ...], Field(min_length=1)], Words(f"{expected(Real)}{_PER_GROUP}")]
+Rates = Annotated[Real | Annotated[tuple[Real, ...], Field(min_length=1)], Expects(f"{expected(Real)}{_PER_GROUP}")]
 Momenta = Annotated[
-    BelowOne | Annotated[tuple[BelowOne, ...], Field(min_length=1)], Words(f"{expected(BelowOne)}{_PER_GROUP}")
+    BelowOne | Annotated[tuple[BelowOne, ...], Field(min_length=1)], Expects(f"{expected(BelowOne)}{_PER_GROUP}")
 ]
 WarmupType = Annotated[Literal["log", "linear"], OneOf()]
 

@@ -242,7 +242,8 @@ def explain(raw: Mapping[str, Any]) -> tuple[list[KeyFact], list[Notice]]:
     for one in settings_in(settings):
         key = written[one.key]
         about_it = (said[name] for name in (key, *_with_outer(one.key)) if name in said)
-        found.setdefault(key, (one.value, next(about_it, None) or _effect(one)))
+        value = one.section.model_dump(mode="json", include={one.name})[one.name]
+        found.setdefault(key, (value, next(about_it, None) or _effect(one)))
     facts = [
         KeyFact(
             key=key,

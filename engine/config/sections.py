@@ -1,7 +1,7 @@
 """The schema of a config: the DeepSpeed JSON dialect, and our own settings under `zstore`.
 
 Each key is followed by its effect, unit and limits, and the reason for its default; `docs/config.md` is made from this. A
-key's status (`keys.Status`) tells its effect. Those that do not act are in `inactive.py`. Sizes are in elements, as
+key's status (`keys.Status`) tells its effect. Those that do not act are in `keys.INACTIVE`. Sizes are in elements, as
 DeepSpeed has them.
 """
 
@@ -20,6 +20,7 @@ from .values import (
     Count,
     DataType,
     Drives,
+    Expects,
     Folder,
     Fraction,
     Name,
@@ -31,7 +32,6 @@ from .values import (
     Real,
     Rules,
     Whole,
-    Words,
     show,
 )
 
@@ -49,13 +49,13 @@ class Fp16Section(Section):
     """Fixed factor of the loss; 0: dynamic, since no fixed one suits a whole run."""
     initial_scale_power: Annotated[Count, Field(le=127)] = built(16)
     """The dynamic scale starts at 2 to this power; too high costs a few skipped steps, too low loses small gradients."""
-    loss_scale_window: Annotated[Whole, Words("a whole number of at least 1")] = built(1000)
+    loss_scale_window: Annotated[Whole, Expects("a whole number of at least 1")] = built(1000)
     """Steps without overflow after which the next such step doubles the scale, as DeepSpeed counts."""
     hysteresis: Positive = built(2)
     """Overflows after which the scale halves; 2 forgives a single one."""
     consecutive_hysteresis: Bool = built(False)
     """Count only overflows in a row."""
-    min_loss_scale: Annotated[Number, Words("a number above 0")] = built(1.0)
+    min_loss_scale: Annotated[Number, Expects("a number above 0")] = built(1.0)
     """The dynamic scale never falls below this."""
     raise_error_at_min_scale: Bool = built(True)
     """Raise an error at an overflow with the scale at its minimum; false: skip that step too."""
@@ -216,7 +216,7 @@ class OffloadOptimizerSection(OffloadSection):
     buffer_size: Positive = built(4 * 1024 * 1024)
     """fp32 elements of one buffer, 4 bytes each; a key that DeepSpeed does not have. A request to the disk is no larger
     (nor than aio.block_size)."""
-    ratio: Fraction | Annotated[Auto, Words('"auto"')] = built(1.0)
+    ratio: Fraction | Annotated[Auto, Expects('"auto"')] = built(1.0)
     """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 leaves 70 % on it. "auto": as much
     stays on a GPU as fits in its memory along with the rest, including a micro-batch of the model's longest sequences. CPU and
     GPU round differently: bits depend on the share, which the log and the checkpoint record."""
@@ -343,7 +343,7 @@ class ZeroSection(Section):
 class ZstoreSection(Section):
     """Settings specific to zstore."""
 
-    host_budget_bytes: Positive | Annotated[Auto, Words('"auto"')] | None = built(None)
+    host_budget_bytes: Positive | Annotated[Auto, Expects('"auto"')] | None = built(None)
     """Bytes of host memory per machine, divided among its local ranks, for everything zstore stores there; with nvme the
     excess is on disk. "auto": 60 % of the available memory. Unset: no limit, and with nvme as little as possible:
     buffers, shards under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes per parameter, with more
@@ -361,7 +361,7 @@ class ZstoreSection(Section):
     upload_folder: Folder | None = built(None)
     """Where each rank stages files for a URL until they are sent in the background; ranks need not share it. Unset: next to
     the first nvme_path, where state on disk is linked and not rewritten, else in the user's cache folder."""
-    journal: Annotated[Literal["auto", False], Words('"auto" or false')] | Folder = built("auto")
+    journal: Annotated[Literal["auto", False], Expects('"auto" or false')] | Folder = built("auto")
     """Where the run's journal is written: a line of JSON per step, save and load, by rank 0. "auto": next to the
     checkpoints, as `journal-<run id>.jsonl`. A path: into that folder. false: no journal. See docs/metrics.md."""
     silent_rank_s: Real = built(45.0)

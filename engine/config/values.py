@@ -38,7 +38,7 @@ def show(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Words:
+class Expects:
     """Description of a type, if that does not follow from its limits."""
 
     text: str
@@ -72,7 +72,7 @@ def expected(kind: Any, about: Iterable[Any] = ()) -> str:
     """Return a description of the values that a type with these annotations takes."""
     if get_origin(kind) is Annotated:
         return expected(kind.__origin__, kind.__metadata__)
-    words = next((one.text for one in about if isinstance(one, Words)), None)
+    words = next((one.text for one in about if isinstance(one, Expects)), None)
     if words is not None:
         return words
     options = next((one.names for one in about if isinstance(one, OneOf)), ()) or get_args(kind)
@@ -184,22 +184,22 @@ Real = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Real, Field(le=1)]
 BelowOne = Annotated[Real, Field(lt=1)]
 Folder = Annotated[Path, BeforeValidator(_path)]
-Drives = Annotated[tuple[Folder, ...], BeforeValidator(_folders), Words("a path, or a list of them")]
+Drives = Annotated[tuple[Folder, ...], BeforeValidator(_folders), Expects("a path, or a list of them")]
 """Folders that are made if they are missing; relative ones are in the working folder at the start."""
-Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_names), Words("a name, or a list of names")]
+Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_names), Expects("a name, or a list of names")]
 Options = Annotated[
     dict[str, Any],
     BeforeValidator(_options),
     PlainSerializer(lambda options: f"{len(options)} keys, not shown: they may be secret"),
-    Words("an object"),
+    Expects("an object"),
 ]
 Rules = Annotated[
     Keep,
     BeforeValidator(_keep),
     PlainSerializer(lambda keep: {name: value for name, value in asdict(keep).items() if value not in (None, ())}),
-    Words(_KEEP),
+    Expects(_KEEP),
 ]
-Anything = Annotated[Any, Words("anything")]
+Anything = Annotated[Any, Expects("anything")]
 Unread = Annotated[Anything, AfterValidator(_none_if_off)]
 """Its content is not read; "none", false, 0, an empty and a disabled object ask for nothing."""
 DataType = Annotated[Literal["fp32", "fp16", "bf16", "none"], OneOf(), AfterValidator(_none_if_off)]

@@ -22,7 +22,7 @@ from zstore.errors import ConfigError
 from ..config.config import load_config, read_config
 from ..config.keys import Notice, Section, Status, built
 from ..config.sections import BATCH_KEYS
-from ..config.values import Bool, OneOf, Positive, Words
+from ..config.values import Bool, Expects, OneOf, Positive
 
 HIGHLY_COMPOSITE = (
     1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160, 25200,
@@ -30,7 +30,9 @@ HIGHLY_COMPOSITE = (
 )  # fmt: skip
 """The numbers with more divisors than any smaller one (https://oeis.org/A002182), up to DeepSpeed's largest factor."""
 
-Sizes = Annotated[tuple[Positive, ...], Field(min_length=1), Words("a list of one or more whole numbers of at least 1")]
+Sizes = Annotated[
+    tuple[Positive, ...], Field(min_length=1), Expects("a list of one or more whole numbers of at least 1")
+]
 
 
 class ElasticityError(ConfigError):
@@ -62,7 +64,7 @@ class ElasticitySection(Section):
     """Fewest ranks that count as valid."""
     max_gpus: Positive = built(10_000)
     """Most ranks that count as valid."""
-    version: Annotated[Literal["0.1", "0.2"], OneOf(), BeforeValidator(str), Words("0.1 or 0.2")] = built("0.2")
+    version: Annotated[Literal["0.1", "0.2"], OneOf(), BeforeValidator(str), Expects("0.1 or 0.2")] = built("0.2")
     """0.2 counts in nodes of num_gpus_per_node ranks; 0.1 does not read that key."""
     num_gpus_per_node: Positive = built(1)
     """Ranks of a node, of which valid world sizes are multiples. A max_gpus of less than a node is no limit."""

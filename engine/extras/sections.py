@@ -9,9 +9,11 @@ from pydantic import Field
 
 from ..config.keys import Notice, Section, Status, built
 from ..config.optimizers import Betas, MomentParams, OptimizerParams
-from ..config.values import Auto, BelowOne, Bool, Count, Number, OneOf, Positive, Real, Words
+from ..config.values import Auto, BelowOne, Bool, Count, Expects, Number, OneOf, Positive, Real
 
-EpsPair = Annotated[tuple[Real | None, Real], Words("two numbers of at least 0; null for the first is fp32's epsilon")]
+EpsPair = Annotated[
+    tuple[Real | None, Real], Expects("two numbers of at least 0; null for the first is fp32's epsilon")
+]
 
 
 # -- optimizers -----------------------------------------------------------------------------------------------------------
@@ -41,11 +43,11 @@ class AdafactorParams(OptimizerParams):
 
     lr: Real | Auto = built(1e-2)
     """Learning rate; the default is torch's. The step is at most 1 / sqrt(steps), times the weights' root mean square."""
-    beta2_decay: Annotated[Number, Field(le=0), Words("a number of at most 0")] = built(-0.8)
+    beta2_decay: Annotated[Number, Field(le=0), Expects("a number of at most 0")] = built(-0.8)
     """The second moment's decay is 1 - step to this power."""
     eps: EpsPair = built((None, 1e-3))
     """Least of the second moment, and least root mean square of the weights."""
-    d: Annotated[Real, Field(ge=1), Words("a number of at least 1")] = built(1.0)
+    d: Annotated[Real, Field(ge=1), Expects("a number of at least 1")] = built(1.0)
     """Updates with a larger root mean square are scaled down to it."""
     weight_decay: Real | Auto = built(0.0)
     """Decoupled decay of the weights per step, times lr."""
@@ -164,8 +166,8 @@ class OneBitLambParams(_OneBitParams):
 
 # -- sparse attention -----------------------------------------------------------------------------------------------------
 
-_Blocks = Annotated[tuple[Count, ...], Words("a list of whole numbers")]
-_Sizes = Annotated[tuple[Positive, ...], Words("a list of whole numbers of at least 1")]
+_Blocks = Annotated[tuple[Count, ...], Expects("a list of whole numbers")]
+_Sizes = Annotated[tuple[Positive, ...], Expects("a list of whole numbers of at least 1")]
 
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "dense": {},

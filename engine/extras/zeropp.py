@@ -332,7 +332,7 @@ def _exchanges(found: Exchanges, config: Config, sharding: Sharding, world: Worl
         # Reduced in two hops: in groups first.
         near = config.secondary_size or world.local_world_size or world.world_size
         group_size = near if 1 < near < world.world_size and world.world_size % near == 0 else world.world_size
-        reducer = QuantizedReducer(world, config.own.quantized_gradient_bits, group_size=group_size)
+        reducer = QuantizedReducer(world, config.zstore.quantized_gradient_bits, group_size=group_size)
         found = replace(found, reducer=reducer)
     return found
 

@@ -36,7 +36,7 @@ def rungs(config: Config, world_size: int, *, device_is_host: bool, folder: str)
     state, parameters = config.offload_optimizer.device, config.offload_param.device
     if batch.micro_batch_size > 1 and config.settings.batch_section is None:
         yield "micro-batch 1", {_MICRO: 1, _ACCUMULATION: batch.accumulation_steps * batch.micro_batch_size}
-    if not config.own.gradient_checkpointing:
+    if not config.zstore.gradient_checkpointing:
         yield "activation checkpointing", {"zstore.gradient_checkpointing": True}
     if world_size > 1 and stage < 2:
         stage = 2
@@ -157,7 +157,7 @@ class PlannedRun:
         """Return the needs of a config with `changes`, and which of them the machine lacks."""
         config = changed(config, changes or {})
         resolved = self.resolved(config)
-        budget = resolved.own.host_budget_bytes
+        budget = resolved.zstore.host_budget_bytes
         if budget == "auto":
             budget = self.memory_bytes * AUTO_PERCENT // 100
         lacking: list[str] = []

@@ -366,7 +366,7 @@ def store_options(config: Config, budget_bytes: int | None) -> StoreOptions:
         queue_depth=aio.queue_depth,
         block_bytes=min(aio.block_size, buffer_bytes),
         most_pool_bytes=section.buffer_count * buffer_bytes,
-        verify=config.own.verify_reads,
+        verify=config.zstore.verify_reads,
         pin_state=config.pin_memory,
     )
 
@@ -448,7 +448,7 @@ def activations_of(config: Config, width: Width, seq_length: int, *, device_is_h
     compute type, in fp32 for the loss, and the gradient of that.
     """
     tokens, itemsize = config.batch.micro_batch_size * seq_length, itemsize_of(config)
-    checkpointing, stays = config.own.gradient_checkpointing, ("device", "host") if device_is_host else ("device",)
+    checkpointing, stays = config.zstore.gradient_checkpointing, ("device", "host") if device_is_host else ("device",)
     input_bytes, layer_bytes = (factor * tokens * width.hidden * itemsize // 2 for factor in (2, 34))
     kept_bytes = width.num_layers * (input_bytes if checkpointing else layer_bytes)
     passing_bytes = tokens * width.vocab_size * (itemsize + 2 * 4) + (layer_bytes if checkpointing else 0)

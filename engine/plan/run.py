@@ -35,7 +35,7 @@ def budget_of_rank(config: Config, world: World) -> int | None:
 
     Raises UsageError if "auto" cannot be determined.
     """
-    budget = config.own.host_budget_bytes
+    budget = config.zstore.host_budget_bytes
     if budget == "auto":
         available = read_host_memory().available_bytes
         if available is None:

@@ -219,7 +219,7 @@ class RunJournal:
     """
 
     def __init__(self, training: Training, utilisation: StepUtilisation) -> None:
-        chosen = training.config.own.journal
+        chosen = training.config.zstore.journal
         self.enabled = training.world.rank == 0 and not training.config.frozen and chosen is not False
         """Whether anything is written; not after `close`."""
         self.writer = JournalWriter(partial(_log.warning, _PROBLEM))

@@ -51,7 +51,7 @@ def wire(
         check_client(optimizer.client, config)
     kernels = [rule.kernel(optimizer.kind, group) for group in optimizer.param_groups]
     codec = codec_of(config, kernels, optimizer.kind.__name__)
-    if config.own.gradient_checkpointing and not config.frozen:
+    if config.zstore.gradient_checkpointing and not config.frozen:
         checkpoint_blocks(model)
     names = list(named_parameters(model))
     check_model(model, world, gathers=sharding.parameters)
@@ -75,7 +75,7 @@ def wire(
             transfers,
             is_sharded=sharding.optimizer_state,
             types=gradient_types(config, world.world_size, PRECISIONS),
-            host_ranks=world.local_world_size if config.own.host_kernel == "auto" else 0,
+            host_ranks=world.local_world_size if config.zstore.host_kernel == "auto" else 0,
         )
         state.codec = codec
         if plan.packs_small:

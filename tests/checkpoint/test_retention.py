@@ -219,7 +219,7 @@ def test_keep_is_read_from_the_config() -> None:
         (rules, Keep(last=2, best="loss:min", tags=("a", "b-*"))),
         (None, None),
     ):
-        assert load_config({"zstore": {"keep": written}}).own.keep == expected
+        assert load_config({"zstore": {"keep": written}}).zstore.keep == expected
     for wrong in (0, "3", True, {"lasst": 1}, {"best": "loss"}, {"best": ":min"}, {"tags": "x"}, {"every": 0.5}, [1]):
         with pytest.raises(ConfigError, match=r"zstore\.keep"):
             load_config({"zstore": {"keep": wrong}})

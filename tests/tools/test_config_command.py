@@ -52,7 +52,8 @@ def test_what_a_key_becomes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             "train_batch_size": 8, "bfloat16": {"enabled": True}, "gradient_clipping": None,
             "zero_optimization": {"stage": 1, "cpu_offload": True, "sub_group_size": 5, "round_robin_gradients": False},
             "prescale_gradients": True, "amp": {"enabled": False}, "fp16": {"enabled": False, "loss_scale": 4},
-            "autotuning": {"enabled": True}, "zstore": {"storage_options": {"key": "secret"}},
+            "autotuning": {"enabled": True},
+            "zstore": {"storage_options": {"key": "secret"}, "keep": {"last": 2}, "upload_folder": "/up"},
         },
     )  # fmt: skip
     found = told(capsys, path, 0, world_size=4)
@@ -62,9 +63,10 @@ def test_what_a_key_becomes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "zero_optimization.stage": "acts", "zero_optimization.offload_optimizer.device": "acts",
         "zero_optimization.sub_group_size": "no effect", "zero_optimization.round_robin_gradients": "no effect",
         "prescale_gradients": "not built", "amp": "no effect", "fp16.enabled": "acts", "fp16.loss_scale": "no effect",
-        "autotuning": "no effect", "zstore.storage_options": "acts",
+        "autotuning": "no effect", "zstore.storage_options": "acts", "zstore.keep": "acts", "zstore.upload_folder": "acts",
     }  # fmt: skip
     assert facts["fp16.loss_scale"]["text"] == "enabled turns the section off"
+    assert (facts["zstore.keep"]["value"], facts["zstore.upload_folder"]["value"]) == ('{"last": 2}', '"/up"')
     assert "secret" not in json.dumps(found)
     assert found["resolved"]["train_micro_batch_size_per_gpu"] == 2
     assert found["resolved"]["precision"] == "bf16"

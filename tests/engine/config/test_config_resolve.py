@@ -49,7 +49,7 @@ def test_configs_that_people_have_become_plain_data(path: Path) -> None:
     sizes = plain.batch
     assert sizes.train_batch_size == sizes.micro_batch_size * sizes.accumulation_steps * context.world_size
     # The section of our own keeps "auto" where it is a choice.
-    for name in [name for name, value in vars(Config).items() if isinstance(value, property) and name != "own"]:
+    for name in [name for name, value in vars(Config).items() if isinstance(value, property) and name != "zstore"]:
         assert "'auto'" not in repr(getattr(plain, name))
     assert plain.resolve(context) == plain
 
@@ -232,8 +232,7 @@ def test_the_warm_up_ends_at_the_optimizers_lr() -> None:
     auto = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
     cases = ((schedule, False, None), (schedule | adam, False, None), (auto | adam, False, 0.25), (auto, True, None))
     for config, passed, highest in cases:
-        scheduler = resolved(config, client_optimizer=passed).scheduler
-        assert dict(scheduler.params)["warmup_max_lr"] == highest
+        assert resolved(config, client_optimizer=passed).scheduler.params.warmup_max_lr == highest
 
 
 def test_what_the_caller_passes_replaces_the_sections() -> None:
@@ -257,10 +256,10 @@ def test_io_and_settings_of_our_own() -> None:
         }
     )
     found = store_options(config, None)
-    assert (found.block_bytes, found.queue_depth, found.num_threads) == (1 << 20, 4, 2)
-    assert (config.own.host_budget_bytes, found.most_pool_bytes, config.settings.seed) == (10**9, 128 << 20, 5)
-    assert (config.own.keep, found.verify) == (Keep(last=2), False)
-    assert resolved({"zstore": {"host_budget_bytes": "auto"}}).own.host_budget_bytes == "auto"
+    assert (found.block_bytes, found.queue_depth, found.num_threads, found.verify) == (1 << 20, 4, 2, False)
+    assert (config.zstore.host_budget_bytes, config.zstore.keep) == (10**9, Keep(last=2))
+    assert (found.most_pool_bytes, config.settings.seed) == (128 << 20, 5)
+    assert resolved({"zstore": {"host_budget_bytes": "auto"}}).zstore.host_budget_bytes == "auto"
 
 
 def test_an_unresolved_config_does_not_hand_out_what_may_be_auto() -> None:

@@ -248,10 +248,9 @@ def test_other_spellings() -> None:
             "zero_optimization": {"stage": 3, "param_persistence_threshold": 5, "cpu_offload": True},
         }
     ).settings
-    assert settings.bf16.enabled is True
-    assert settings.aio.thread_count == 3
-    assert settings.zero_optimization.stage3_param_persistence_threshold == 5
-    assert settings.zero_optimization.offload_optimizer.device == "cpu"
+    zero = settings.zero_optimization
+    assert (settings.bf16.enabled, settings.aio.thread_count) == (True, 3)
+    assert (zero.stage3_param_persistence_threshold, zero.offload_optimizer.device) == (5, "cpu")
 
 
 @pytest.mark.parametrize(("value", "stage"), [(True, 1), (False, 0), ({"stage": 2.0}, 2), (None, 0)])
@@ -261,9 +260,8 @@ def test_the_zero_section_may_be_a_switch_or_a_stage(value: object, stage: int) 
 
 def test_whole_floats_are_whole_numbers_and_endless_steps_never() -> None:
     config = load_config({"zero_optimization": {"reduce_bucket_size": 2e8, "sub_group_size": 1e12}, "seed": 3.0})
-    assert config.settings.zero_optimization.reduce_bucket_size == 200_000_000
-    assert type(config.settings.zero_optimization.reduce_bucket_size) is int
-    assert config.settings.seed == 3
+    size = config.zero.reduce_bucket_size
+    assert (size, type(size), config.settings.seed) == (200_000_000, int, 3)
     assert load_config({"steps_per_print": float("inf")}).settings.steps_per_print == 0
 
 
