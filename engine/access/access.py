@@ -288,8 +288,8 @@ class Access:
         with self._changing():
             for record, full in values:
                 self._fill(record, full, model_array(record.name))
-                if record.rest is not None and record.rest != model_array(record.name):
-                    self._fill(record, full, record.rest)
+                if record.stored_array is not None and record.stored_array != model_array(record.name):
+                    self._fill(record, full, record.stored_array)
                 elif record.shard is not None:
                     record.shard.copy_(full[slice(*record.owned_range)])
                 if record.residency is not Residency.RELEASED and record.full is not full:

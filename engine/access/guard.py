@@ -197,7 +197,7 @@ class ParameterGuard:
             record.note_version()
         sharded = [record for record in written if record.residency is not Residency.RESIDENT]
         for record in sharded:
-            record.point_back()
+            record.restore()
         if sharded:
             raise UsageError(
                 f"parameter {listed([repr(record.name) for record in sharded], _NAMED)} changed in place, but is sharded or "
@@ -239,7 +239,7 @@ class ParameterGuard:
                 "frozen again and thawed later, or set requires_grad=False"
             )
         found = _kind(parameter)
-        record.point_back()
+        record.restore()
         raise UsageError(
             f"parameter {record.name!r} was given different storage after initialize() ({found}; the engine trains it as "
             f"{_kind(parameter)}), which the optimizer would not update. The engine's values are back in place. To change "

@@ -86,7 +86,7 @@ def hand_back(access: Access, config: Any, end: Callable[[], None]) -> None:
                 source = access.source(record, "model")
                 values = torch.empty(record.shape, dtype=source.dtype)
                 access.read_into({record: values.view(-1)}, [source])
-            record.point_at(values.to(device))
+            record.use_values(values.to(device))
             record.parameter.grad = None
             path, _, name = record.name.rpartition(".")
             init.enter(access.model.get_submodule(path), name)

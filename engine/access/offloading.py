@@ -23,7 +23,7 @@ from zstore.io import return_free_memory
 from zstore.io.tensors import as_torch, dtype_name
 from zstore.store import TierName
 
-from ..params.record import ParameterRecord
+from ..params.record import ParameterRecord, Residency, view_of_one_nan
 
 if TYPE_CHECKING:
     from ..training.training import Training
@@ -97,14 +97,14 @@ class OffloadedStates:
             for array in state.all_arrays(record):
                 if (group := self._group_of(record, array)) in names:
                     self._move_array(array, tier, fetched=group == "lp_params")
-            if "lp_params" in names and record.rest is None:
+            if "lp_params" in names and record.stored_array is None:
                 self._copy_away(record, tier)
         if names & {"lp_grads", "contiguous_grad_buffer"}:
             training.gradients.free()
 
     def _group_of(self, record: ParameterRecord, array: str) -> str | None:
         """Return the state that an array of a parameter belongs to; None: it is the parameter's own memory."""
-        if array == record.rest:
+        if array == record.stored_array:
             return "lp_params"
         if array.startswith("optimizer/"):
             return "optim_states"
@@ -142,13 +142,23 @@ class OffloadedStates:
         self._training.state.transfers.synchronize()
         if self._group_of(record, model_array(record.name)) is None:
             store.change_memory(model_array(record.name), None)
-        # Anything that still has the memory, as a graph or a numpy array, keeps it.
-        record.drop_memory()
+        # Anything that still has the memory, such as a graph or a numpy array, keeps it.
+        record.use_placeholder()
+        freed = view_of_one_nan(values.shape, values.dtype, values.device)
+        if record.shard is None:
+            record.full = freed
+        else:
+            record.shard = freed
 
     def _bring_back(self, record: ParameterRecord) -> None:
         name, store = self._copied.pop(record), self._training.state.store
         self._former.pop(name, None)
-        record.make_memory()
+        if record.shard is None:
+            record.full = record.new_full()
+            record.use_full()
+            record.residency = Residency.RESIDENT
+        else:
+            record.shard = record.full.new_zeros(record.state_grid.shard_numel)[: record.owned_numel]
         values = _memory(record)
         self._pass(name, "read", lambda view, part: self._copy(values[part], view))
         store.remove(name)

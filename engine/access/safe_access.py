@@ -151,7 +151,9 @@ def _of_run(access: Access, records: Sequence[ParameterRecord], rank: int | None
 def _fill(access: Access, records: Sequence[ParameterRecord]) -> None:
     """All-gather the rows of sharded parameters, in their own type, into `full` of each, which has room (all ranks)."""
     sources = [
-        rows_source(r, r.owned(), r.dtype) if r.rest is None else access.source(r, r.rest.partition("/")[0])
+        rows_source(r, r.owned(), r.dtype)
+        if r.stored_array is None
+        else access.source(r, r.stored_array.partition("/")[0])
         for r in records
     ]
     access.read_into({record: record.full for record in records}, sources)

@@ -110,7 +110,9 @@ class Engine(nn.Module):
             training.optimizer.state = StateByParameter(self.access)  # type: ignore[assignment]
         if training.hooks is not None and training.world.world_size == 1:
             for record in training.state.records:
-                record.gathers = gather  # with more ranks a copy that one of them makes would wait for the others
+                record.gather_for_copy = (
+                    gather  # with more ranks a copy that one of them makes would wait for the others
+                )
         self._loss_backward = LossBackward(training, self.access, self.report)
         self.signals = StopSignals(training.world)
         ends = contextlib.ExitStack()  # from the last to the first

@@ -292,7 +292,7 @@ class Layout:
         placement = self._plan.placements[name]
         offloaded = placement.parameter != "device"
         if not offloaded and self._is_released(name):
-            record.shard_memory(rows if isinstance(rows, torch.Tensor) else None)
+            record.keep_shard(rows if isinstance(rows, torch.Tensor) else None)
         elif rows is not None:
             record.release()
         if rows is None:
@@ -302,5 +302,5 @@ class Layout:
         keep(record, rows, placement)
         if (found := self._built.found.pop(tensor, None)) is not None:
             builder, built = found
-            builder.give(built, keep_rows=isinstance(rows, RowsInStore) and rows.is_taken)
+            builder.give(built, keep_rows=isinstance(rows, RowsInStore) and rows.is_adopted)
         return record

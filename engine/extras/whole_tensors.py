@@ -267,7 +267,7 @@ class TensorStep(Stepper):
         arrays = []
         for part, _ in kept:
             # The parameter's own rows beside its master.
-            rest = part.record.rest if part.slot is None and part.record.rest != part.array else None
+            rest = part.record.stored_array if part.slot is None and part.record.stored_array != part.array else None
             arrays.append([part.array] if rest is None else [part.array, rest])
         with state.passing(arrays, "fill") as tiles:
             for tile in tiles:
@@ -281,7 +281,7 @@ class TensorStep(Stepper):
                 state.transfers.copy_into(view, values)
                 if len(tile.views) > 1:
                     state.transfers.copy_into(as_torch(tile.views[1]), values)
-                elif part.slot is None and record.rest is None and not state.is_master(record):
+                elif part.slot is None and record.stored_array is None and not state.is_master(record):
                     state.transfers.copy_into(record.owned()[tile.first : tile.stop], values)
 
 

@@ -76,13 +76,13 @@ class _Change:
         self._slots = state.codec.of(record.name, changes.settings.step, record.owned_range[0])
         self._num_state = 1 + len(state.slots_of(record))
         """First arrays of a tile: the master and the slots."""
-        casts = record.rest is None and not state.is_master(record)
+        casts = record.stored_array is None and not state.is_master(record)
         self._own = record.owned() if casts else None
         """The parameter's own rows, if the master is to be cast into them."""
         self._after = changes.last_read(record)
         self._staged: GradientTiles | None = None
         """The parameter's own rows, which are (in) the master, on their way to the rest of its state in host memory."""
-        self._has_buffers = record.rest is not None and state.any_on_disk([[record.rest]])
+        self._has_buffers = record.stored_array is not None and state.any_on_disk([[record.stored_array]])
         """Whether the new rows are in buffers, which are another tile's after this one."""
 
     def apply(self, tile: Tile) -> None:

@@ -89,7 +89,7 @@ class OptimizerState:
         """Create the arrays of a parameter; `initial` has this rank's rows, 1-D, in the best precision there is.
 
         Rows that are in the store become its `model/` array if that belongs on their tier; else they are copied from it.
-        The rows of an offloaded parameter are in `record.rest` from now on, and it is released.
+        The rows of an offloaded parameter are in `record.stored_array` from now on, and it is released.
         """
         self.records.append(record)
         offloaded = placement.parameter != "device"
@@ -99,9 +99,9 @@ class OptimizerState:
         if record.group is not None and not own_master:
             self._create(record, "model", torch.float32, placement.state, fill=initial)
             if offloaded:
-                record.rest = self._create(record, "parameter", record.dtype, tier, fill=initial)
+                record.stored_array = self._create(record, "parameter", record.dtype, tier, fill=initial)
         elif offloaded:
-            record.rest = self._create(record, "model", record.dtype, tier, fill=initial)
+            record.stored_array = self._create(record, "model", record.dtype, tier, fill=initial)
         else:
             self._create(record, "model", record.dtype, "device", memory=record.owned())
         if offloaded:
@@ -132,8 +132,8 @@ class OptimizerState:
         """Let a released parameter be used in place, if this rank has all its rows in memory that the device computes
         in."""
         alone = record.world_size == 1 and self.transfers.streams.device_is_host
-        if alone and record.rest is not None and self.store.tier(record.rest).name == "host":
-            record.use_in_place(as_torch(self.store.memory(record.rest)))
+        if alone and record.stored_array is not None and self.store.tier(record.stored_array).name == "host":
+            record.use_in_place(as_torch(self.store.memory(record.stored_array)))
 
     def _create(
         self,
@@ -146,8 +146,8 @@ class OptimizerState:
         fill: torch.Tensor | RowsInStore | None = None,
     ) -> str:
         spec = record.spec(group, dtype)
-        if isinstance(fill, RowsInStore) and not fill.is_taken and self.store.rename(fill.array, spec, tier=tier):
-            fill.array, fill.is_taken = spec.name, True
+        if isinstance(fill, RowsInStore) and not fill.is_adopted and self.store.rename(fill.array, spec, tier=tier):
+            fill.array, fill.is_adopted = spec.name, True
             return spec.name
         self.store.create(spec, grid=record.state_grid, shard=record.state_shard, tier=tier, memory=memory)
         if isinstance(fill, RowsInStore):
@@ -254,7 +254,9 @@ class OptimizerState:
         if isinstance(kernel, TorchKernel) and self.transfers.streams.is_host(arrays[0]):
             return None
         rest = arrays.pop() if len(arrays) > len(self.arrays_of(record)) else None
-        return InPlace(names, arrays[0], arrays[1:], rest, casts=record.rest is None and not self.is_master(record))
+        return InPlace(
+            names, arrays[0], arrays[1:], rest, casts=record.stored_array is None and not self.is_master(record)
+        )
 
     def change_whole(self, groups: Sequence[Sequence[str]], change: Callable[[], None]) -> None:
         """Call `change` once, when a pass has begun with all of `groups`: nobody else reads the changed arrays."""
@@ -271,14 +273,14 @@ class OptimizerState:
     def all_arrays(self, record: ParameterRecord) -> Mapping[str, ModeName]:
         """Return the names of `arrays_of`, and of the parameter's own rows beside them, with their modes in an update."""
         modes: dict[str, ModeName] = dict.fromkeys(self.arrays_of(record), "update")
-        if record.rest is not None:
-            modes.setdefault(record.rest, "fill")
+        if record.stored_array is not None:
+            modes.setdefault(record.stored_array, "fill")
         return modes
 
     def rows_in_memory(self) -> dict[str, torch.Tensor]:
         """Return, by the name of its master's array, each parameter's own rows that are cast from it, of those in the host's
         memory, which any thread may write to."""
-        rows = {model_array(r.name): r.owned() for r in self._cast_from_masters() if r.rest is None}
+        rows = {model_array(r.name): r.owned() for r in self._cast_from_masters() if r.stored_array is None}
         return {name: own for name, own in rows.items() if own.device.type == "cpu"}
 
     def _cast_from_masters(self) -> list[ParameterRecord]:
@@ -288,12 +290,14 @@ class OptimizerState:
         """Cast the masters of all parameters, except the arrays `done`, into the parameters' own rows, in memory and
         in the store (after a load)."""
         records = [r for r in self._cast_from_masters() if model_array(r.name) not in done]
-        groups = [[model_array(r.name), *([] if r.rest is None else [r.rest])] for r in records]
-        rests: dict[str, ModeName] = {r.rest: "fill" for r in records if r.rest is not None}
+        groups = [[model_array(r.name), *([] if r.stored_array is None else [r.stored_array])] for r in records]
+        rests: dict[str, ModeName] = {r.stored_array: "fill" for r in records if r.stored_array is not None}
         with self.passing(groups, "read", modes=rests) as tiles:
             for tile in tiles:
                 record = records[tile.group]
-                rows = record.owned()[tile.first : tile.stop] if record.rest is None else as_torch(tile.views[1])
+                rows = (
+                    record.owned()[tile.first : tile.stop] if record.stored_array is None else as_torch(tile.views[1])
+                )
                 self.transfers.copy_into(rows, as_torch(tile.views[0]))
 
     def follow_parameters(self, records: Sequence[ParameterRecord]) -> None:

@@ -11,8 +11,8 @@ A released parameter is a `ReleasedParameter`, also while it is prefetched or ke
 parameter, which gathers first (`on_read`) or raises. Its memory is a stride-0 view of one NaN of its shape and type, for
 C++ that never asks Python: empty storage would end the process.
 
-Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in the array `rest` of the store.
-Gathered memory and `shard` have room for the padding of the grid, so that rows are sent without a copy.
+Between its uses a sharded parameter has this rank's rows in `shard`, or, offloaded, in an array of the store. Gathered
+memory and `shard` have room for the padding of the grid, so that rows are sent without a copy.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ class Residency(Enum):
     GATHERED = "gathered"
     """All values, in `full`, until it is released; this rank's rows are kept in `shard` too."""
     RELEASED = "released"
-    """This rank's rows alone, in `shard` or `rest`; `full` has no memory, or one that nobody reads."""
+    """This rank's rows alone, in `shard` or `stored_array`; `full` has no memory, or one that nobody reads."""
 
 
 @dataclass(eq=False)
 class RowsInStore:
-    """This rank's rows of a parameter, in an array that was made for it before; see `optim.state.OptimizerState.add`."""
+    """This rank's rows of a parameter in an array created before; see `optim.state.OptimizerState.add`."""
 
     array: str
-    is_taken: bool = False
-    """The array has become one of the parameter's own."""
+    is_adopted: bool = False
+    """Whether the array has become one of the parameter's own."""
 
 
 @dataclass(eq=False, kw_only=True)
 class ParameterRecord:
-    """The engine's data about one parameter. Nothing is attached to the parameter itself while it has its values."""
+    """The engine's data about one parameter, which has no attributes of the engine while it has its values."""
 
     name: str
     """Fully qualified name; of a tied parameter, the first in module order."""
@@ -72,40 +72,40 @@ class ParameterRecord:
     """Its other names."""
     parameter: nn.Parameter
     grid: Grid
-    """How it is cut over all ranks; files in a checkpoint are cut so at every stage."""
+    """Its partition over all ranks, which files in a checkpoint have at every stage."""
     state_grid: Grid
-    """How this rank's state is cut: `grid`, or if state is not sharded one shard of everything."""
+    """Partition of its state: `grid`, or one shard of everything if state is not sharded."""
     state_shard: int
     """Number of this rank's shard on `state_grid`."""
     world_size: int
-    """Ranks that `grid` cuts for."""
+    """Number of ranks of `grid`."""
     group: int | None
     """Index of its parameter group; None: frozen, or not given to the optimizer."""
     full: torch.Tensor = field(repr=False)
     """1-D [numel]. See [Note: the memory of a parameter]."""
     shard: torch.Tensor | None = None
-    """1-D, this rank's rows without padding; None if the parameter is resident or in the store."""
-    rest: str | None = None
-    """Array of the store with this rank's rows between uses, if they are there: `parameter/<name>`, or `model/<name>` if
-    that has the parameter's type."""
+    """1-D, this rank's rows without padding; None if the parameter is resident or offloaded."""
+    stored_array: str | None = None
+    """Array of the store with this rank's rows of an offloaded parameter: `parameter/<name>`, or `model/<name>` if that has
+    the parameter's type."""
     is_in_place: bool = False
     """Whether `full` is the memory of the rows in the store."""
     residency: Residency = Residency.RESIDENT
     on_read: Callable[[ParameterRecord, Any], EndRead | None] | None = None
-    """Gathers the released parameter for an operation, a function of torch, or raises UsageError; may return what is to be
-    called with the operation's output. None: it cannot be gathered."""
-    gathers: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
-    """Gathers released parameters for a copy of them; None: a rank cannot do so by itself."""
+    """Gathers the released parameter for an operation, a function of torch, or raises UsageError; may return a function to
+    call with the operation's output. None: it cannot be gathered."""
+    gather_for_copy: Callable[[list[nn.Parameter]], AbstractContextManager[None]] | None = None
+    """Gathers released parameters for a copy of them; None: one rank alone cannot."""
     detaches_empty: bool = False
-    """Whether `detach()` of the released parameter gives an empty tensor: its module's state dict is being made so."""
+    """Whether `detach()` of the released parameter returns an empty tensor, for a state dict of its module."""
     is_rounded: bool = False
-    """Whether the values were gathered as small integers, so that this rank's rows of them differ from the stored ones."""
+    """Whether the values were gathered as small integers: this rank's rows of them differ from the stored ones."""
     address: int = field(init=False)
-    """Address of the parameter's values, as long as nobody but the engine gives it other memory."""
+    """Address of the parameter's values, unless other code replaces its memory."""
     shape: torch.Size = field(init=False)
-    """The parameter's, as long as nobody else gives it other memory."""
+    """The parameter's, unless other code replaces its memory."""
     version: int = field(init=False)
-    """The parameter's version counter, as long as nobody else writes to it."""
+    """The parameter's version counter, unless other code writes to it."""
 
     def __post_init__(self) -> None:
         self._kind = type(self.parameter)
@@ -113,7 +113,7 @@ class ParameterRecord:
         self.note_version()
 
     def note_version(self) -> None:
-        """Note the parameter's present version as the engine's own."""
+        """Record the current version of the parameter as the engine's own."""
         self.version = 0 if self.parameter.is_inference() else self.parameter._version
 
     @property
@@ -128,7 +128,7 @@ class ParameterRecord:
 
     @cached_property
     def owned_range(self) -> tuple[int, int]:
-        """Global flat elements `[first, stop)` whose state this rank holds."""
+        """Global flat elements `[first, stop)` whose state this rank owns."""
         first = min(self.numel, self.state_shard * self.state_grid.shard_numel)
         return first, first + self.state_grid.shard_valid_numel(self.state_shard)
 
@@ -142,8 +142,10 @@ class ParameterRecord:
 
         Raises UsageError if they are in the store.
         """
-        if self.rest is not None:
-            raise UsageError(f"parameter {self.name!r} is in the store as {self.rest!r}: read or write it there")
+        if self.stored_array is not None:
+            raise UsageError(
+                f"parameter {self.name!r} is in the store as {self.stored_array!r}: read or write it there"
+            )
         if self.shard is not None:
             return self.shard
         first, stop = self.owned_range
@@ -158,109 +160,80 @@ class ParameterRecord:
             aliases=self.aliases if group == "model" else (),
         )
 
-    # -- residency: see [Note: the memory of a parameter] -------------------------------------------------------------
+    # -- see [Note: the memory of a parameter] ---------------------------------------------------------------------
 
-    def shard_memory(self, rows: torch.Tensor | None = None) -> None:
-        """Keep this rank's rows, or 1-D `rows` in place of them, in memory of their own and release the rest."""
+    def keep_shard(self, rows: torch.Tensor | None = None) -> None:
+        """Copy this rank's rows, or 1-D `rows` in place of them, to `shard`, and release the parameter."""
         first, stop = self.owned_range
         self.shard = self.full.new_zeros(self.state_grid.shard_numel)[: stop - first]
         self.shard.copy_(self.full[first:stop] if rows is None else rows)
         self.release()
 
     def padded_shard(self) -> torch.Tensor:
-        """Return `shard` with the zeros behind it, 1-D [shard_numel]."""
+        """Return `shard` followed by its zeros, 1-D [shard_numel]."""
         if self.shard is None:
             raise UsageError(f"parameter {self.name!r} has no rows in memory of their own")
         return self.shard.as_strided((self.state_grid.shard_numel,), (1,))
 
+    def padded_full(self, numel: int) -> torch.Tensor:
+        """Return `full` followed by its padding, 1-D [numel]: the rows of all ranks, or of all that share a replica."""
+        return self.full.as_strided((numel,), (1,))
+
+    def new_full(self) -> torch.Tensor:
+        """Return memory for all values, 1-D [numel], undefined. Made in inference mode too, it can be written to later."""
+        with torch.inference_mode(False):
+            return torch.empty(self.numel, dtype=self.dtype, device=self.full.device)
+
     def use_in_place(self, memory: torch.Tensor | None) -> None:
-        """Let `full` of a released parameter be the 1-D `memory` that stores all its rows; None: memory of its own again,
-        of which there is none until it is gathered."""
+        """Make 1-D `memory`, which stores all rows of a released parameter, its `full`; None: give `full` separate memory."""
         self.release()
         self.is_in_place = memory is not None
-        self.full = self.full.new_empty(self.numel) if memory is None else memory
+        self.full = self.new_full() if memory is None else memory
         self.release()
 
     def allocate_full(self) -> None:
-        """Give `full` its memory back, with undefined values, before it is gathered; do nothing if it was never freed."""
+        """Allocate the memory of `full`, with undefined values, before a gather; do nothing if it was never freed."""
         if self.is_in_place:
             return
-        padded_numel = self.grid.shard_numel * self.world_size  # those of a copy have no more
+        padded_numel = self.grid.shard_numel * self.world_size  # those of a replica have no more
         self.full.untyped_storage().resize_(padded_numel * self.full.element_size())
         if self.full.device.type == "cpu":
             advise_huge_pages(self.full.data_ptr(), padded_numel * self.full.element_size())
 
-    def padded_full(self, numel: int) -> torch.Tensor:
-        """Return `full` with the room behind it, 1-D [numel]: the rows of all ranks, or of those of a copy, with padding."""
-        return self.full.as_strided((numel,), (1,))
+    def release(self) -> None:
+        """Free the gathered memory; the parameter becomes a `ReleasedParameter`."""
+        self.use_placeholder()
+        self.is_rounded = False
+        if not self.is_in_place:
+            if not self.full.untyped_storage().resizable():  # a numpy array shares it, and keeps its values
+                self.full = self.new_full()
+            self.full.untyped_storage().resize_(0)
 
-    def point_at_full(self) -> None:
-        """Make the gathered values the parameter's own."""
-        self.point_at(self.full.view(self.shape))
+    def use_full(self) -> None:
+        """Let the parameter have the gathered values."""
+        self.use_values(self.full.view(self.shape))
         self.residency = Residency.GATHERED
 
-    def point_at(self, values: torch.Tensor) -> None:
-        """Make `values` the parameter's own."""
+    def use_placeholder(self) -> None:
+        """Turn the parameter into a `ReleasedParameter`, and keep the gathered memory."""
+        self.use_values(self._placeholder)
+        self.parameter.__dict__["record"] = self
+        self.parameter.__class__ = _released_kind(self._kind)
+        self.residency = Residency.RELEASED
+
+    def use_values(self, values: torch.Tensor) -> None:
+        """Let the parameter have the memory of `values`."""
         if self.parameter.__dict__.pop("record", None) is not None:
             self.parameter.__class__ = self._kind
         self.parameter.data = values
         self.address = values.data_ptr()
 
-    def drop_memory(self) -> None:
-        """Free the parameter's own memory; it is a `ReleasedParameter` until `make_memory`."""
-        self.point_at_placeholder()
-        if self.shard is None:
-            self.full = view_of_one_nan(self.full.shape, self.dtype, self.full.device)
-        else:
-            self.shard = view_of_one_nan(self.shard.shape, self.dtype, self.full.device)
-
-    def make_memory(self) -> None:
-        """Undo `drop_memory`, with undefined values."""
-        if self.shard is None:
-            self.full = torch.empty(self.full.numel(), dtype=self.dtype, device=self.full.device)
-            self.point_at(self.full.view(self.shape))
-            self.residency = Residency.RESIDENT
-        else:
-            self.shard = self.full.new_zeros(self.state_grid.shard_numel)[: self.shard.numel()]
-
-    def point_back(self) -> None:
+    def restore(self) -> None:
         """Give the parameter the engine's memory again, if other code replaced it."""
         if self.residency is Residency.RELEASED:
-            self.point_at_placeholder()
+            self.use_placeholder()
         else:
-            self.point_at(self.full.view(self.shape))
-
-    def borrow_full(self) -> torch.Tensor:
-        """Make `full` memory of a caller's own, with undefined values; return the memory that `take_back` needs."""
-        former, self.full = self.full, torch.empty(self.numel, dtype=self.dtype, device=self.full.device)
-        return former
-
-    def take_back(self, former: torch.Tensor, *, keep: bool) -> None:
-        """Undo `borrow_full`: the parameter is released, or with `keep` its values move to its own memory."""
-        borrowed, self.full = self.full, former
-        if not keep:
-            self.release()
-            return
-        if not self.is_in_place:
-            self.allocate_full()
-            self.full.copy_(borrowed)
-        self.point_at_full()
-
-    def release(self) -> None:
-        """Free the gathered memory; the parameter becomes a `ReleasedParameter`."""
-        self.point_at_placeholder()
-        self.is_rounded = False
-        if not self.is_in_place:
-            if not self.full.untyped_storage().resizable():  # an array of numpy has it, and keeps its values
-                self.full = torch.empty(self.numel, dtype=self.dtype, device=self.full.device)
-            self.full.untyped_storage().resize_(0)
-
-    def point_at_placeholder(self) -> None:
-        """Let the parameter become a `ReleasedParameter`, and keep the gathered memory."""
-        self.point_at(self._placeholder)
-        self.parameter.__dict__["record"] = self
-        self.parameter.__class__ = _released_kind(self._kind)
-        self.residency = Residency.RELEASED
+            self.use_values(self.full.view(self.shape))
 
     @cached_property
     def _placeholder(self) -> torch.Tensor:
@@ -271,7 +244,7 @@ class ParameterRecord:
         with torch._C.DisableTorchFunctionSubclass():
             return torch.autograd.graph.get_gradient_edge(self.parameter)
 
-    def no_values(self, func: Any) -> UsageError:
+    def no_values_error(self, func: Any) -> UsageError:
         """Return the error of an operation that needs the values of the released parameter."""
         operation = torch.overrides.resolve_name(func) or func.__name__
         if self.on_read is None:
@@ -287,10 +260,10 @@ class ParameterRecord:
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter while its values are away. See [Note: the memory of a parameter].
+    """A parameter without its values. See [Note: the memory of a parameter].
 
-    An operation that needs them gathers it by its record's `on_read`, and finds an ordinary parameter. Shape, type, gradient,
-    hooks and everything else that is known without them are its own. A copy is an ordinary parameter with the values.
+    An operation that needs them gathers it by its record's `on_read`, and finds an ordinary parameter. Shape, type, gradient
+    and hooks need no values. A copy is an ordinary parameter with the values.
     """
 
     record: ParameterRecord
@@ -314,10 +287,10 @@ class ReleasedParameter(nn.Parameter):
         ends: list[EndRead] = []
 
         def gather(parameter: ReleasedParameter) -> nn.Parameter:
-            if isinstance(parameter, ReleasedParameter):  # it is not if one before it is of the same unit
+            if isinstance(parameter, ReleasedParameter):  # unless an earlier one is of the same unit
                 record = parameter.record
                 if record.on_read is None:
-                    raise record.no_values(func)
+                    raise record.no_values_error(func)
                 end = record.on_read(record, func)
                 ends.extend(() if end is None else (end,))
             return parameter
@@ -348,12 +321,12 @@ class ReleasedParameter(nn.Parameter):
         return self._copy().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def _copy(self) -> nn.Parameter:
-        if self.record.gathers is None:
+        if self.record.gather_for_copy is None:
             raise UsageError(
                 f"a copy of a module whose parameter {self.record.name!r} is sharded: make it within `with "
                 "zstore.gather(module):` on all ranks, or take engine.module_state_dict()"
             )
-        with self.record.gathers([self]):
+        with self.record.gather_for_copy([self]):
             return copy.deepcopy(self)
 
 

@@ -214,8 +214,8 @@ def placed_arrays(training: Training) -> Iterator[tuple[str, str, str, int]]:
         own = record.group is None or state.is_master(record)
         master, *slots = state.arrays_of(record)
         kinds = {master: "parameters" if own else "master weights"} | dict.fromkeys(slots, "optimizer state")
-        if record.rest is not None:
-            kinds[record.rest] = "parameters"
+        if record.stored_array is not None:
+            kinds[record.stored_array] = "parameters"
         if own and store.tier(master).name == "device":
             resident -= store.local(master).nbytes  # the array is these rows of it
         yield f"parameter/{record.name}", "device", "parameters", resident

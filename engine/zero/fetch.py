@@ -128,15 +128,15 @@ class Fetcher:
         for record in fetch.records:
             if alone:
                 record.allocate_full()
-            if record.rest is not None and not record.is_in_place:
+            if record.stored_array is not None and not record.is_in_place:
                 fetch.rows[record] = record.full if alone else record.full.new_zeros(record.state_grid.shard_numel)
         if not fetch.rows:
             return
         fetch.start = self._transfers.streams.record()
         on_disk: list[ParameterRecord] = []
         for record in fetch.rows:
-            if record.owned_numel and record.rest is not None:
-                (fetch.unsent if self._store.tier(record.rest).name == "host" else on_disk).append(record)
+            if record.owned_numel and record.stored_array is not None:
+                (fetch.unsent if self._store.tier(record.stored_array).name == "host" else on_disk).append(record)
         if fetch.unsent:
             self._waiting.append(fetch)
         while self._waiting and self._send_up(self._waiting[0], wait=False):
@@ -155,7 +155,7 @@ class Fetcher:
         try:
             if not self.ready(records, wait):
                 return False
-            names = [record.rest for record in records if record.rest is not None]
+            names = [record.stored_array for record in records if record.stored_array is not None]
             self._store.order.wait(names)
             sources = [as_torch(self._store.memory(name)) for name in names]
             targets = [fetch.rows[record][: record.owned_numel] for record in records]
@@ -176,7 +176,7 @@ class Fetcher:
         """Read rows from disk (the thread)."""
         if fetch.cancelled:
             return
-        rows = [(record.rest or "", fetch.rows[record][: record.owned_numel]) for record in records]
+        rows = [(record.stored_array or "", fetch.rows[record][: record.owned_numel]) for record in records]
         try:
             with self._context():
                 self.ready(records, True)
@@ -237,7 +237,7 @@ class Fetcher:
         try:
             # The second copy's rows are there since nothing changes the values.
             if fetch.second is None:
-                self.ready([record for record in fetch.records if record.rest is None], True)
+                self.ready([record for record in fetch.records if record.stored_array is None], True)
         except BaseException as error:
             fetch.error = fetch.error or error
         world = self._world if fetch.second is None else fetch.second.world

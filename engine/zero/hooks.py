@@ -177,7 +177,7 @@ class UnitHooks:
         """Gather the unit of a released parameter for an operation. See [Note: stray reads]."""
         held = self._held()
         if not (held or self._entered or self._phase is Phase.BACKWARD):
-            raise record.no_values(func)
+            raise record.no_values_error(func)
         unit = self.units.values[record].units[0]
         stays = self.units.have_room_for_stray(unit)
         # Of one operation, whose backward may need all of them at once.
@@ -279,7 +279,7 @@ class UnitHooks:
         """Remove the hooks from the modules, and end gathers ahead of use."""
         self.units.close()
         for record in self.units.values:
-            record.on_read = record.gathers = None
+            record.on_read = record.gather_for_copy = None
         for handle in self._handles:
             handle.remove()
 

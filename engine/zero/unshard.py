@@ -157,7 +157,7 @@ class ShardedUnits:
         exchanges: Exchanges,
     ) -> None:
         pool = None
-        if any(record.rest is not None for unit in units for record in unit.owned):
+        if any(record.stored_array is not None for unit in units for record in unit.owned):
             pool = store.make_pool(parameter_pool_bytes(config, store.options))
         self.fetcher = Fetcher(world, store, pool, config.allgather_bucket_numel, exchanges, transfers)
         self._world = world
@@ -267,7 +267,7 @@ class ShardedUnits:
             self.in_use.append(unit)
             for record in unit.records:
                 if record.residency is Residency.RELEASED:
-                    record.point_at_full()
+                    record.use_full()
             self._counts["taken"] += 1
             self._counts[_COUNTED[before]] += 1
             if follows:
@@ -296,7 +296,7 @@ class ShardedUnits:
                 continue
             if UnitState.AHEAD in states or UnitState.KEPT in states:
                 if values.are_there:
-                    record.point_at_placeholder()
+                    record.use_placeholder()
             else:
                 record.release()
                 values.are_there, values.coming = False, None
@@ -314,15 +314,18 @@ class ShardedUnits:
         self.forget()
         sharded = [record for record in records if record.residency is not Residency.RESIDENT]
         missing = [record for record in sharded if record.residency is Residency.RELEASED]
-        own = {record: record.borrow_full() for record in missing}
+        own = {record: record.full for record in missing}
         try:
+            for record in missing:
+                record.full = record.new_full()
             fill(missing)
         except BaseException:
             for record in missing:
-                record.take_back(own[record], keep=False)
+                record.full = own[record]
+                record.release()
             raise
         for record in missing:
-            record.point_at_full()
+            record.use_full()
             self.values[record].own, self.values[record].are_there = own[record], True
             self._live_numel += record.numel
         for record in sharded:
@@ -336,9 +339,14 @@ class ShardedUnits:
             values = self.values[record]
             values.callers -= 1
             if values.callers == 0 and values.own is not None:
-                own, values.own = values.own, None
-                is_held = any(unit.state is not UnitState.RELEASED for unit in values.units)
-                record.take_back(own, keep=is_held or values.stuck is not None)
+                gathered, record.full, values.own = record.full, values.own, None
+                if values.stuck is None and all(unit.state is UnitState.RELEASED for unit in values.units):
+                    record.release()
+                else:
+                    if not record.is_in_place:
+                        record.allocate_full()
+                        record.full.copy_(gathered)
+                    record.use_full()
             self._release_unused([record])
 
     def fill_borrowed(self, *, fill: bool = True) -> None:

@@ -179,9 +179,9 @@ def all_released(engine: Engine) -> bool:
 
 def rows_at_rest(engine: Engine, record: ParameterRecord) -> torch.Tensor:
     """Return this rank's rows of a parameter, wherever they rest."""
-    if record.rest is None:
+    if record.stored_array is None:
         return record.owned()
-    return as_torch(engine.training_state.state.store.read(record.rest).wait())
+    return as_torch(engine.training_state.state.store.read(record.stored_array).wait())
 
 
 def engine_digests(engine: Engine) -> dict[str, str]:

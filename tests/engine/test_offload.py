@@ -136,7 +136,7 @@ def test_a_rank_alone_uses_parameters_where_they_rest_in_host_memory(nvme: Path)
         expected = state_of(engine)
     with start(offloaded(nvme, "cpu"), wide_net()) as engine:
         state = engine.training_state.state
-        resting = {record.parameter: record.rest for record in state.records if record.rest is not None}
+        resting = {record.parameter: record.stored_array for record in state.records if record.stored_array is not None}
         seen: dict[str, int] = {}
 
         def look(module: torch.nn.Module, args: Any) -> None:

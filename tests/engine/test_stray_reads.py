@@ -152,7 +152,7 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
     return loss
 
 
-MODELS = {way: Model(partial(Net, way), ids_of, loss_of, evaluates_in=(torch.no_grad,)) for way in WAYS}
+MODELS = {way: Model(partial(Net, way), ids_of, loss_of) for way in WAYS}
 
 
 def none_is_in_use(run: Run) -> None:

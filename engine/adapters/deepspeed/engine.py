@@ -147,7 +147,7 @@ class DeepSpeedEngine(Engine):
             for record in training.state.records:
                 whole = record.residency is Residency.RESIDENT
                 status = ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
-                in_files = record.rest is not None
+                in_files = record.stored_array is not None
                 rows = (
                     torch.empty(record.owned_numel, dtype=record.dtype, device="meta") if in_files else record.owned()
                 )
