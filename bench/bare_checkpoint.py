@@ -2,7 +2,7 @@
 What this machine can do at most, for `bench.checkpoint`.
 
 It has no queue, priorities, budget, pins or checks of what it is given, reports no errors, and commits nothing: threads take
-spans of a list. Payloads go straight between the files and the memory of the state, as in `zstore.io.slots`.
+spans of a list. Payloads go straight between the files and the memory of the state, as in `zstore.format.shardfile`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from crc32c import crc32c
 from zstore.checkpoint.reader import CheckpointReader
 from zstore.format.arrays import Bytes
 from zstore.format.shardfile import ShardLayout, encode_index, layout_of
-from zstore.io.buffers import make_slab
+from zstore.io.memory import make_slab
 
 T = TypeVar("T")
 

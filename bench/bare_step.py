@@ -31,7 +31,7 @@ import torch
 from bench.limits import disk_limit, limit_name
 from zstore.format.arrays import Bytes, make_grid
 from zstore.format.shardfile import ShardLayout, checksum, finish_slots, layout_of, slot_views, stored_crcs
-from zstore.io.buffers import make_slab
+from zstore.io.memory import make_slab
 from zstore.tools.sample import build_model
 
 _ARRAYS = 3

@@ -21,7 +21,7 @@ from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import VerifyFault, verify_checkpoint
 from zstore.engine import Engine
 from zstore.format.arrays import round_up
-from zstore.io.buffers import make_slab
+from zstore.io.memory import make_slab
 from zstore.testing.ranks import run_ranks
 
 _PAGE_BYTES = 4096

@@ -11,7 +11,7 @@ from bench.process import Spec, Tell, drop_page_cache, measured, resident_bytes,
 from zstore.checkpoint.lookahead import Range, read_into
 from zstore.checkpoint.reader import ArraySource, open_checkpoint
 from zstore.format.arrays import make_grid
-from zstore.io.buffers import make_slab
+from zstore.io.memory import make_slab
 from zstore.io.shards import open_resources
 from zstore.tools.cli import app
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from zstore.io.hostmemory import read_host_memory
-from zstore.sizes import format_bytes
+from zstore.errors import format_bytes
+from zstore.io.machine import read_host_memory
 
 Figures = Any
 """JSON data."""

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zstore.io.buffers import make_slab
+from zstore.io.memory import make_slab
 
 _BLOCK_BYTES = 1024 * 1024
 

@@ -23,7 +23,7 @@ import torch
 from bench.limits import disk_limit, limit_name
 from bench.machine import machine
 from zstore.engine.params.record import PRECISIONS
-from zstore.io.pinning import PinnedSlabs
+from zstore.io.memory import PinnedSlabs
 
 _MIB = 2**20
 _ROUNDS = 5

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import settings
 
 from tests import warm
-from zstore.io.hostmemory import read_host_memory
+from zstore.io.machine import read_host_memory
 from zstore.testing import ranks
 
 pytest.register_assert_rewrite("zstore.testing.contract")

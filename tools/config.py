@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zstore.errors import ConfigError
-from zstore.sizes import format_count
+from zstore.errors import ConfigError, format_count
 
 from .options import Json, parse_file
 from .printing import cell, make_console, make_table, print_json

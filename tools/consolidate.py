@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from zstore.checkpoint import ArraySource, Record, new_folder
-from zstore.errors import CheckpointError, CheckpointMismatchError
+from zstore.errors import CheckpointError, CheckpointMismatchError, format_bytes, format_count
 from zstore.io import user_path
-from zstore.sizes import format_bytes, format_count
 from zstore.weights.files import FileLayout, Lost, lost_text, plan_model
 from zstore.weights.from_checkpoint import DTYPES, Companions, frozen_weights, list_weights, write_weights
 

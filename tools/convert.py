@@ -15,10 +15,9 @@ import numpy as np
 import typer
 
 from zstore.checkpoint import ArraySource, ReadAhead, temporary_folder
-from zstore.errors import CheckpointExistsError, UsageError
+from zstore.errors import CheckpointExistsError, UsageError, format_bytes, format_count
 from zstore.format import Bytes, numpy_dtype
 from zstore.io import Files, user_path
-from zstore.sizes import format_bytes, format_count
 from zstore.weights.cast import cast_into
 from zstore.weights.files import MAX_FILE_BYTES, Lost, Weight, plan_model
 from zstore.weights.from_checkpoint import DTYPES, Companions, list_weights
@@ -153,7 +152,7 @@ def _save_without_values(path: Path, names: Mapping[str, Weight]) -> dict[str, i
     import torch
     from torch._subclasses import FakeTensorMode
 
-    from zstore.io.tensors import torch_dtype
+    from zstore.io.memory import torch_dtype
 
     with FakeTensorMode():
         tensors = {w.name: torch.empty(w.shape, dtype=torch_dtype(w.dtype)) for w in names.values()}

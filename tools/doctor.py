@@ -20,10 +20,9 @@ import numpy as np
 import typer
 
 from zstore._version import __version__
-from zstore.errors import ConfigError
+from zstore.errors import ConfigError, format_bytes
 from zstore.format import Bytes
 from zstore.io import Files, OpenFile, make_slab, num_cores, read_host_memory
-from zstore.sizes import format_bytes
 
 from .options import Json
 from .printing import make_console, print_json, printable

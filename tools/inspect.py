@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zstore.checkpoint import ArraySource, CheckpointReader, StoredArray, natural_key, stored_files
-from zstore.sizes import format_bytes, format_count
+from zstore.errors import format_bytes, format_count
 
 from .options import DEFAULTS, Common, Location, Tag, array_bytes, open_location
 from .printing import cell, make_console, make_table, print_json, printable

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from zstore.checkpoint import Catalog, Folder, TagInfo, list_nested, list_tags, shared_bytes, stored_files
-from zstore.errors import CheckpointNotFoundError
+from zstore.errors import CheckpointNotFoundError, format_bytes
 from zstore.open.sources import folder_of
-from zstore.sizes import format_bytes
 
 from .options import DEFAULTS, FolderLocation, Listing
 from .printing import cell, make_console, make_table, print_json, printable

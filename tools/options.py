@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 import typer
 
-from zstore.errors import BudgetError, UsageError, listed
+from zstore.errors import BudgetError, UsageError, listed, parse_bytes
 from zstore.io import is_url, map_large_blocks, open_resources, user_path
-from zstore.sizes import parse_bytes
 
 from .printing import ProgressBar, print_json
 

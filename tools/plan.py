@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zstore.errors import ConfigError, UsageError
+from zstore.errors import ConfigError, UsageError, format_bytes
 from zstore.io import read_host_memory
-from zstore.sizes import format_bytes
 
 from .options import Json, parse_file, parse_number, size_option
 from .printing import make_console, make_table, print_json

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from zstore.sizes import format_bytes
+from zstore.errors import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console

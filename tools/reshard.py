@@ -11,10 +11,9 @@ from typing import Annotated, Literal
 import typer
 
 from zstore.checkpoint import ArraySource, CheckpointReader, open_checkpoint, reshard_checkpoint, stored_files
-from zstore.errors import CheckpointExistsError, shown
+from zstore.errors import CheckpointExistsError, format_bytes, format_count, shown
 from zstore.io import is_url, user_location
 from zstore.remote.upload import upload_checkpoint
-from zstore.sizes import format_bytes, format_count
 from zstore.weights.from_checkpoint import Companions
 
 from .options import DEFAULTS, Common, Location, Tag, array_bytes, open_location, report_left_behind, reporting

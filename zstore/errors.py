@@ -1,4 +1,4 @@
-"""Errors of zstore, grouped by what a handler would do.
+"""Errors of zstore, grouped by what a handler would do, and the text of sizes, names and lists in messages.
 
 ZstoreError
     ConfigError             (ValueError)          the configuration is wrong: fix it and start again
@@ -24,6 +24,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 _PASSWORD = re.compile(r"(://[^/@:]*):[^/@]*@")
+_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 class ZstoreError(Exception):
@@ -135,3 +136,29 @@ def shortened(lines: list[str], most: int) -> list[str]:
 def shown(url: str) -> str:
     """Return the URL for messages: without a password."""
     return _PASSWORD.sub(r"\1:***@", url)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return `num_bytes` in decimal units, as drives and networks are sold: 1304000000 is "1.30 GB"."""
+    for size, unit in _UNITS:
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def format_count(number: int, noun: str) -> str:
+    """Return "1 rank", "2 ranks", "1,024 ranks"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes in a size like "5GB" (decimal), "512MiB" (binary) or "1000000"; ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kmgt])(i?))?b?\s*", text, re.IGNORECASE | re.ASCII)
+    if match is None:
+        raise ValueError(f"expected a size like 5GB, 512MiB or a number of bytes, got {text!r}")
+    number, prefix, binary = match.groups()
+    power = " kmgt".index(prefix.lower()) if prefix else 0
+    num_bytes = int(float(number) * (1024 if binary else 1000) ** power)
+    if num_bytes < 1:
+        raise ValueError(f"expected a size of at least one byte, got {text!r}")
+    return num_bytes

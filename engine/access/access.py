@@ -27,7 +27,7 @@ from torch import nn
 
 from zstore.errors import UsageError, listed
 from zstore.format import Grid, make_grid, model_array, optimizer_array, stored_shape
-from zstore.io.tensors import as_torch, plain_memory
+from zstore.io.memory import as_torch, plain_memory
 from zstore.ranks.world import World, agree_any
 
 from ..params.record import ParameterRecord, Residency

@@ -40,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zstore.errors import UsageError, listed
 from zstore.format import model_array
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 
 from ..params.record import ParameterRecord, Residency
 

@@ -19,7 +19,7 @@ from zstore.checkpoint import new_folder, temporary_folder
 from zstore.errors import CheckpointError, CheckpointExistsError, UsageError, listed, shortened
 from zstore.format import FLOATING, STEM, SUFFIX, buffer_array, model_array
 from zstore.io import Files
-from zstore.io.tensors import as_numpy, dtype_name, host_values
+from zstore.io.memory import as_numpy, dtype_name, host_values
 from zstore.weights.files import MAX_FILE_BYTES, FileLayout, Weight, WeightsWriter, index_file, lost_text, plan_files
 from zstore.weights.from_checkpoint import DTYPES
 

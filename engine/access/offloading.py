@@ -20,7 +20,7 @@ import torch
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, make_grid, model_array
 from zstore.io import return_free_memory
-from zstore.io.tensors import as_torch, dtype_name
+from zstore.io.memory import as_torch, dtype_name
 from zstore.store import TierName
 
 from ..params.record import ParameterRecord, Residency, view_of_one_nan

@@ -28,7 +28,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 from zstore.format import model_array
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 from zstore.ranks.world import World, agree_any
 
 from ..build.builder import Builder, Built, find_built, with_init

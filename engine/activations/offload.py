@@ -39,7 +39,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, make_grid
 from zstore.io import Ticket, Workers
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 from zstore.store import Store
 
 from ..config.config import Config

@@ -20,7 +20,7 @@ from zstore.checkpoint import SaveHandle
 from zstore.errors import CheckpointExistsError, UsageError
 from zstore.io import UserPath, user_location, user_path
 from zstore.io.closing import closing_with, settle
-from zstore.io.tensors import cast_floating
+from zstore.io.memory import cast_floating
 from zstore.ranks.world import World
 from zstore.weights.files import MAX_FILE_BYTES
 

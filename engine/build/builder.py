@@ -35,7 +35,7 @@ from zstore.errors import UsageError
 from zstore.format import ArraySpec, make_grid
 from zstore.io import return_free_memory
 from zstore.io.closing import closing_with
-from zstore.io.tensors import as_bytes, as_torch, dtype_name, plain_memory, torch_dtype
+from zstore.io.memory import as_bytes, as_torch, dtype_name, plain_memory, torch_dtype
 from zstore.ranks.world import World
 from zstore.store import LocalShard, Store, TierName
 

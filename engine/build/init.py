@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from zstore.errors import UsageError
 from zstore.format import ArraySpec
-from zstore.io.tensors import dtype_name
+from zstore.io.memory import dtype_name
 from zstore.ranks.world import World
 
 from ..config.config import Config, load_config

@@ -19,7 +19,7 @@ from zstore.checkpoint import CheckpointReader
 from zstore.errors import CheckpointMismatchError, UsageError, listed
 from zstore.format import buffer_array, model_array
 from zstore.io import Files
-from zstore.io.tensors import dtype_name, plain_memory
+from zstore.io.memory import dtype_name, plain_memory
 from zstore.ranks.world import World
 from zstore.weights.files import MAX_FILE_BYTES, plan_files
 from zstore.weights.from_checkpoint import DTYPES, Companions, list_weights, write_weights

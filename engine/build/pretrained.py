@@ -25,7 +25,7 @@ from zstore.errors import CheckpointMismatchError, ConfigError, UsageError, list
 from zstore.format import FLOAT8
 from zstore.interop.huggingface import StoredWeight, WeightsReader
 from zstore.io import UserPath, return_free_memory, user_path
-from zstore.io.tensors import as_numpy, torch_dtype
+from zstore.io.memory import as_numpy, torch_dtype
 from zstore.ranks.world import World
 
 from ..config.config import load_config

@@ -15,7 +15,7 @@ from torch import nn
 from zstore.errors import UsageError
 from zstore.format import make_grid, stored_shape
 from zstore.io import Files, map_large_blocks, return_free_memory
-from zstore.io.tensors import plain_memory
+from zstore.io.memory import plain_memory
 from zstore.ranks.world import World
 from zstore.store import Store, StoreOptions, TierName
 

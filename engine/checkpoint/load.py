@@ -28,7 +28,7 @@ from torch import nn
 from zstore.checkpoint import MEMORY_BYTES, ArraySource, KnownFile, Range, ReadAhead, read_into
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError, shortened
 from zstore.format import buffer_array, layout_of, model_array, numpy_dtype
-from zstore.io.tensors import as_numpy, as_torch, dtype_name
+from zstore.io.memory import as_numpy, as_torch, dtype_name
 from zstore.open.sources import open_source
 from zstore.store import LocalShard
 

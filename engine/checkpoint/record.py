@@ -27,7 +27,7 @@ import torch
 from zstore.checkpoint import Range, encode_state, plain_value
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError, ZstoreError
 from zstore.format import ArraySpec, client_array
-from zstore.io.tensors import as_numpy, as_torch, dtype_name, host_values
+from zstore.io.memory import as_numpy, as_torch, dtype_name, host_values
 
 from ..config.resolve import BatchSizes
 from ..optim.rules import STATE_KEY

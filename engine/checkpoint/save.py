@@ -35,7 +35,7 @@ from zstore.errors import UsageError
 from zstore.format import ArraySpec
 from zstore.io import is_url
 from zstore.io.closing import interrupts_wait, settle, start_threads
-from zstore.io.tensors import host_values
+from zstore.io.memory import host_values
 from zstore.ranks.board import Board
 from zstore.remote.service import UploadPlace
 from zstore.remote.upload import save_to_url

@@ -39,7 +39,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 
 from zstore.format import optimizer_array, round_up
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 from zstore.ranks.world import World, on_device
 
 from ..optim.changes import Changes

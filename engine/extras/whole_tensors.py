@@ -29,7 +29,7 @@ from torch import nn
 
 from zstore.errors import UsageError
 from zstore.format import ALIGN_NUMEL, Grid, model_array, optimizer_array, round_up
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 from zstore.ranks.world import World
 
 from ..optim.changes import Changes

@@ -33,7 +33,7 @@ import torch
 
 from zstore.errors import ZstoreError
 from zstore.io import num_cores
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 from zstore.store import ModeName, Store, Stream, Tile
 
 from ..params.record import ParameterRecord

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from zstore.format import Grid, grid_in_checkpoint, make_grid, model_array, optimizer_array, stored_shape
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 from zstore.store import ModeName, Store, TierName, Tile
 
 from ..params.record import ParameterRecord, RowsInStore

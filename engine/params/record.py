@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, Grid
 from zstore.io import advise_huge_pages
-from zstore.io.tensors import dtype_name
+from zstore.io.memory import dtype_name
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a precision in a config -> torch data type."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zstore.errors import BudgetError, ConfigError
-from zstore.sizes import format_bytes
+from zstore.errors import BudgetError, ConfigError, format_bytes
 
 from ..config.config import Config, load_config
 from ..config.optimizers import OptimizerSection

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any, Literal
 
-from zstore.errors import ConfigError
+from zstore.errors import ConfigError, format_bytes
 from zstore.format import Grid, make_grid, numpy_dtype, round_up, stored_shape
 from zstore.io import PAGE_BYTES
-from zstore.sizes import format_bytes
 from zstore.store import StoreOptions
 from zstore.weights.from_checkpoint import DTYPES
 

@@ -11,12 +11,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zstore.errors import BudgetError, DiskFullError, UsageError
+from zstore.errors import BudgetError, DiskFullError, UsageError, format_bytes
 from zstore.io import HostMemory, read_host_memory
-from zstore.io.tensors import dtype_name
-from zstore.ranks.torch_names import cpu_capabilities
-from zstore.ranks.world import World
-from zstore.sizes import format_bytes
+from zstore.io.memory import dtype_name
+from zstore.ranks.world import World, cpu_capabilities
 from zstore.store import Drives, Store
 
 from ..config.config import Config

@@ -29,11 +29,11 @@ import torch
 
 from zstore._version import __version__
 from zstore.checkpoint import LOOPS_FOLDER, SaveHandle, SaveSummary, tag_folder
+from zstore.errors import format_bytes
 from zstore.io import LinkStatistics, is_url, most_resident_bytes, resident_bytes
 from zstore.journal import JournalFile, JournalTail, JournalWriter, decode_lines, journal_file
 from zstore.remote.bucket import PATIENT, BucketFolder
 from zstore.remote.service import UploadPlace
-from zstore.sizes import format_bytes
 
 from ..config.keys import acting
 from .monitors import Monitors

@@ -32,7 +32,7 @@ import torch
 from threadpoolctl import ThreadpoolController
 
 from zstore.io import LinkCounters, Rooms, Workers
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 from zstore.store import MEMORY_TILE_NUMEL
 
 _MOST_UP = 2

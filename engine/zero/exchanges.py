@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from zstore.format import Grid
-from zstore.io.tensors import dtype_name
+from zstore.io.memory import dtype_name
 from zstore.ranks.world import Kind, World
 
 from ..config.config import Config

@@ -32,7 +32,7 @@ import torch
 
 from zstore.errors import RankError, UsageError
 from zstore.io import Pool, Ticket, Workers
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 from zstore.ranks.world import Work, World
 from zstore.store import Store
 

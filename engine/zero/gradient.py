@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 
 from zstore.errors import UsageError
-from zstore.io.tensors import plain_memory
+from zstore.io.memory import plain_memory
 from zstore.ranks.world import World
 
 from ..params.record import ParameterRecord

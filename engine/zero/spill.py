@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 import torch
 
 from zstore.io import Ticket, Workers
-from zstore.io.tensors import as_torch, dtype_name
+from zstore.io.memory import as_torch, dtype_name
 from zstore.store import Store
 
 from ..params.record import ParameterRecord

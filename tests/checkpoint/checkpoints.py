@@ -209,7 +209,7 @@ def check_weights(found: Mapping[str, Any], arrays: Mapping[str, Array], dtype: 
     """Weights are those of the arrays, cast by torch to `dtype` where it is one, and buffers what they are."""
     import torch
 
-    from zstore.io.tensors import as_torch
+    from zstore.io.memory import as_torch
 
     expected = {name: as_torch(array) for name, array in arrays.items() if name.startswith(("model/", "buffer/"))}
     assert set(found) == {name.partition("/")[2] for name in expected}

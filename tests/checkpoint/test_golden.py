@@ -31,7 +31,7 @@ from zstore.errors import CheckpointMismatchError, CorruptionError
 from zstore.format.arrays import ArraySpec, make_grid, numpy_dtype
 from zstore.format.codecs import Codec, CodecError, decode_packed_index, encode_packed_index, parse_codec
 from zstore.format.shardfile import ShardLayout
-from zstore.io.tensors import bytes_of
+from zstore.io.memory import bytes_of
 from zstore.testing.ranks import run_ranks
 from zstore.tools.reshard import reshard_command
 

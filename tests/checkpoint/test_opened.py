@@ -26,7 +26,7 @@ from zstore.checkpoint import folder as folders
 from zstore.checkpoint.folder import LocalFolder
 from zstore.errors import BudgetError, CheckpointError, CheckpointMismatchError, CorruptionError, UsageError
 from zstore.format.arrays import ArraySpec
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 from zstore.open import sources
 from zstore.open.checkpoint import LazyArray
 from zstore.weights.from_checkpoint import choose

@@ -16,7 +16,7 @@ from zstore.checkpoint.reader import open_checkpoint, refused, tags
 from zstore.checkpoint.retention import Keep
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import CheckpointExistsError
-from zstore.io.pool import Workers
+from zstore.io.machine import Workers
 from zstore.remote.bucket import PART_BYTES, BucketFolder
 from zstore.remote.service import open_folder
 from zstore.remote.target import BucketTarget, files_here

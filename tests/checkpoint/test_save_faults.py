@@ -20,8 +20,7 @@ from zstore.checkpoint import sweep as sweep_leavings
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.errors import DiskFullError, ZstoreError
-from zstore.io.files import Files
-from zstore.io.flush import Flush
+from zstore.io.files import Files, Flush
 from zstore.store import TierName
 from zstore.testing.faults import Fault, FaultyFiles, Kind
 

@@ -25,7 +25,7 @@ from zstore.engine import Engine
 from zstore.engine.build.builder import find_built
 from zstore.engine.params.record import ParameterRecord, Residency
 from zstore.engine.report.statistics import placed_arrays
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 
 STEPS = 3
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

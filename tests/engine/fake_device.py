@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zstore.io.pinning import _owner
+from zstore.io.memory import _owner
 from zstore.store.tiers import HostTier
 
 StreamContext = Callable[[], AbstractContextManager[None]]

@@ -23,7 +23,7 @@ from zstore import checkpointing
 from zstore.engine import Engine
 from zstore.engine.activations.checkpointing import _Process, checkpoint_blocks
 from zstore.errors import BudgetError, ConfigError, DiskFullError, StorageError, UsageError
-from zstore.io.buffers import PAGE_BYTES
+from zstore.io.memory import PAGE_BYTES
 from zstore.testing.faults import Fault, FaultyFiles, GatedFiles
 
 KINDS = ("plain", "torch", "reentrant", "zstore")

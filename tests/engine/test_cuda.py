@@ -27,8 +27,7 @@ from zstore.engine import Engine
 from zstore.engine.extras.zeropp import BlockCode
 from zstore.engine.runtime.device import CudaStreams
 from zstore.engine.zero.norm import device_norms
-from zstore.io.pinning import PinnedSlabs, clear_cuda_error
-from zstore.io.tensors import as_torch
+from zstore.io.memory import PinnedSlabs, as_torch, clear_cuda_error
 from zstore.optim import Offloaded
 
 DEVICE = os.environ.get("ZSTORE_TEST_DEVICE", "cuda")

@@ -16,7 +16,7 @@ from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, state_of, step
 from zstore.engine import Engine
 from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.store.runfolder import RUN_FOLDER
+from zstore.store.options import RUN_FOLDER
 from zstore.testing.ranks import run_ranks
 
 BIG = {"vocab": 3001, "width": 48}

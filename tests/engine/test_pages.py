@@ -27,7 +27,7 @@ from tests.engine.transformers_models import ARCHITECTURES, REENTRANT, WRITERS, 
 from zstore.checkpoint import tags
 from zstore.engine.checkpoint.record import LoadOptions
 from zstore.errors import UsageError
-from zstore.io.buffers import PAGE_BYTES
+from zstore.io.memory import PAGE_BYTES
 from zstore.store.options import StoreStatistics
 from zstore.testing.ranks import run_ranks
 

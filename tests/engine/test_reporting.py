@@ -17,7 +17,7 @@ import torch
 from tests.engine.models import batch, make_net
 from tests.engine.runs import make_config, start, step
 from zstore.engine.runtime.process import CollectorPause, FrozenObjects, show_messages
-from zstore.sizes import format_bytes
+from zstore.errors import format_bytes
 from zstore.testing.ranks import run_ranks
 
 LOGGER = logging.getLogger("zstore")

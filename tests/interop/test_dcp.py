@@ -26,7 +26,7 @@ from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.dcp.save import Save
 from zstore.errors import CheckpointMismatchError, UsageError
-from zstore.io.flush import Flush
+from zstore.io.files import Flush
 from zstore.open.sources import open_source
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.ranks import run_ranks

@@ -14,7 +14,7 @@ from tests.interop.deepspeed_data import CASES, NUMBERS, expected, facts, root_o
 from zstore.checkpoint.build import reshard_checkpoint
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, CorruptionError, UsageError, ZstoreError
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 from zstore.open.sources import open_source
 from zstore.tools.inspect import inspect_command
 from zstore.tools.options import Common

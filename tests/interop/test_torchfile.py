@@ -18,7 +18,7 @@ from zstore.errors import CheckpointMismatchError, CorruptionError
 from zstore.interop.deepspeed.values import Plain, numpy_value
 from zstore.interop.torchfile import Inert, TorchTensor, load_torch_file
 from zstore.io.files import Files
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 
 FILES = Files(direct=False)
 TYPES = [

@@ -24,7 +24,7 @@ from zstore.checkpoint.part import SaveSummary
 from zstore.checkpoint.reader import tags
 from zstore.errors import BudgetError, CheckpointExistsError, StorageError, UsageError, ZstoreError
 from zstore.io import Ticket
-from zstore.io.tensors import as_numpy, as_torch
+from zstore.io.memory import as_numpy, as_torch
 from zstore.store import Store, StoreOptions
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import random_values, same_bits

@@ -25,7 +25,7 @@ from zstore.errors import BudgetError, CheckpointExistsError, UsageError
 from zstore.format import zarr_dtypes  # noqa: F401 - lets zarr read bfloat16
 from zstore.io import run_in_thread
 from zstore.store import Store, StoreOptions
-from zstore.store.order import ArrayOrder
+from zstore.store.arrays import ArrayOrder
 from zstore.testing.faults import GatedFiles
 
 # -- values ---------------------------------------------------------------------------------------------------------

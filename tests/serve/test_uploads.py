@@ -30,7 +30,7 @@ from zstore.errors import (
     StorageError,
     UsageError,
 )
-from zstore.io.pool import Workers
+from zstore.io.machine import Workers
 from zstore.journal import JournalTail, journal_file
 from zstore.remote.bucket import Retries
 from zstore.remote.service import UploadPlace

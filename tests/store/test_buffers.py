@@ -19,7 +19,7 @@ from zstore.engine.runtime.device import Streams
 from zstore.errors import BudgetError, UsageError
 from zstore.format import Bytes
 from zstore.io import PinnedSlabs
-from zstore.io.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, Budget, Buffer, Pool, make_slab
+from zstore.io.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Budget, Buffer, Pool, make_slab
 from zstore.store import Store, StoreOptions
 from zstore.testing.ranks import run_ranks
 

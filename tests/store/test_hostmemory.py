@@ -102,7 +102,7 @@ import json, sys, torch
 import zstore
 from torch import nn
 from zstore.errors import BudgetError
-from zstore.io.hostmemory import read_host_memory
+from zstore.io.machine import read_host_memory
 torch.set_num_threads(1)
 
 def config(zero):

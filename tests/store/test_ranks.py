@@ -19,7 +19,7 @@ from tests.waiting import until
 from zstore.errors import DiskFullError, RankError, UsageError
 from zstore.io.closing import wait_until
 from zstore.ranks import board, incident
-from zstore.ranks.connections import Connections
+from zstore.ranks.board import Connections
 from zstore.ranks.incident import ABSENT_S, SAME_S, Outcome, RankReport, explain, judge
 from zstore.ranks.world import World, make_groups
 from zstore.testing.ranks import run_ranks

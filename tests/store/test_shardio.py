@@ -17,6 +17,7 @@ from zstore.format import ArraySpec, Bytes, Grid, layout_of, make_grid, plan_rea
 from zstore.format.shardfile import (
     BLOCK_BYTES,
     MISSING,
+    ScatteredMemory,
     ShardLayout,
     check_index,
     checksum,
@@ -37,7 +38,7 @@ from zstore.io import (
     open_resources,
     write_shard,
 )
-from zstore.io.files import Files, Kind, OpenFile, ScatteredMemory
+from zstore.io.files import Files, Kind, OpenFile
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import (
     random_values,

@@ -21,7 +21,7 @@ from zstore.errors import ConfigError, DiskFullError, RunFolderError, StorageErr
 from zstore.format import ArraySpec, make_grid
 from zstore.io import Files
 from zstore.store import Store, StoreOptions
-from zstore.store.runfolder import RunFolder
+from zstore.store.options import RunFolder
 from zstore.testing.faults import Fault, FaultyFiles
 from zstore.testing.oracle import same_bits
 
@@ -227,7 +227,7 @@ def test_statistics_count_the_bytes_of_each_tier(store: Store) -> None:
 HOLD = """
 import sys
 from zstore.io.files import Files
-from zstore.store.runfolder import RunFolder
+from zstore.store.options import RunFolder
 folder = RunFolder(sys.argv[1], int(sys.argv[2]), Files())
 (folder.path / "left.0.shard").write_bytes(b"x" * 100)
 print("held", flush=True)

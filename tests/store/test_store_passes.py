@@ -12,8 +12,9 @@ import pytest
 from tests.store.stores import LARGE, Array, create, flip, other_than
 from zstore.errors import BudgetError, CorruptionError, StorageError, UsageError
 from zstore.format import Bytes
+from zstore.format.shardfile import ScatteredMemory
 from zstore.io import Priority, ShardReader
-from zstore.io.files import OpenFile, ScatteredMemory
+from zstore.io.files import OpenFile
 from zstore.store import Snapshot, Store, StoreOptions
 from zstore.testing.contract import as_array
 from zstore.testing.faults import Fault, FaultyFiles

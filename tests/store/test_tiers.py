@@ -14,7 +14,7 @@ from crc32c import crc32c
 from zstore.errors import BudgetError, CorruptionError, UsageError
 from zstore.format import ArraySpec, layout_of, make_grid
 from zstore.io import IoResources, Priority
-from zstore.io.buffers import Budget
+from zstore.io.memory import Budget
 from zstore.store import LocalShard
 from zstore.store.tiers import DeviceTier, DiskTier, Drives, HostTier, Mode, Tier
 from zstore.testing.contract import TierBench, TierContract

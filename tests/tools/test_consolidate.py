@@ -39,8 +39,8 @@ from zstore.errors import (
     UsageError,
 )
 from zstore.format.arrays import WHOLE_BYTES, make_grid
+from zstore.io.memory import as_torch
 from zstore.io.shards import open_resources
-from zstore.io.tensors import as_torch
 from zstore.open.sources import open_source
 from zstore.serve.app import serving
 from zstore.serve.runs import Root, Settings

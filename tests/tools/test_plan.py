@@ -13,9 +13,8 @@ from tests.engine.plan.budgets import kept_by_autograd
 from zstore.engine.config.config import load_config
 from zstore.engine.plan.costs import Costs, changed
 from zstore.engine.plan.run import native_types, plan_run
-from zstore.errors import ConfigError, UsageError
+from zstore.errors import ConfigError, UsageError, format_bytes
 from zstore.ranks.world import World
-from zstore.sizes import format_bytes
 from zstore.testing.ranks import run_ranks
 from zstore.tools.plan import PlanOptions, headline, make_run, plan_command, slots_of_module
 from zstore.tools.sample import build_model, loss_of, on_meta

@@ -29,7 +29,7 @@ from ..format.codecs import CODECS, Codec
 from ..format.shardfile import layout_of
 from ..io.archives import write_packed
 from ..io.files import Files, make_read_only
-from ..io.pool import Workers, helpful_threads
+from ..io.machine import Workers, helpful_threads
 from ..io.queue import Priority, in_order
 from ..io.shards import IoResources, ShardSummary, ShardWriter, open_resources
 from .commit import Committer

@@ -10,7 +10,7 @@ which their locks tell from the living.
     6  <tag>.tmp-<id> -> <tag>          the commit
     7  `latest` replaced; the folder above made durable; the one set aside and older ones removed; the lock removed
 
-If one flush of the file system is enough for 3 and 4 (`zstore.io.flush`), the new `latest` is written before it too.
+If one flush of the file system is enough for 3 and 4 (`Flush`), the new `latest` is written before it too.
 
 Lost before 6: nothing has the tag's name, or the former checkpoint has it. Lost between 5 and 6: a scan takes the one
 set aside for the tag, and the next save gives it its name back. Lost after 6: the checkpoint is whole, `latest` is old
@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..errors import CheckpointExistsError, StorageError
-from ..io.files import Files, make_read_only
-from ..io.flush import Flush
+from ..io.files import Files, Flush, make_read_only
 from .catalog import NOT_LATEST, NOT_REMOVED, TagInfo, check_tag_is_free, is_committed, meant_of, noting, scan, stamped
 from .folder import folder_at
 from .format import Record

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from ..errors import UsageError
 from ..format.arrays import Bytes, round_up
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES
-from ..io.buffers import Slabs
 from ..io.closing import Closing
-from ..io.pool import Workers, num_cores
+from ..io.machine import Workers, num_cores
+from ..io.memory import Slabs
 from ..io.queue import Ticket
 from .reader import ArraySource, StoredArray
 

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CheckpointMismatchError, CorruptionError, UsageError, ZstoreError
+from ..errors import CheckpointMismatchError, CorruptionError, UsageError, ZstoreError, format_bytes, format_count
 from ..format.arrays import ArraySpec, Grid, empty_array, numpy_dtype, plan_reads
 from ..format.codecs import Codec
 from ..format.shardfile import layout_of
 from ..io.archives import PackedReader
 from ..io.closing import OF_THE_PARENT, Closing, tell_of_fork
 from ..io.shards import IoResources, ShardReader, open_resources
-from ..sizes import format_bytes, format_count
 from .catalog import Refusal, TagInfo, list_tags, read_record, resolve, scan
 from .folder import Folder, FolderLike, folder_at
 from .format import COMPLETE, MAX_JSON_VALUES, Manifest, Record, parse_json, sha256

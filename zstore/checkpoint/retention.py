@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointNotFoundError, UsageError
-from ..sizes import format_bytes
+from ..errors import CheckpointNotFoundError, UsageError, format_bytes
 from .catalog import Catalog, TagInfo, meant_of, noting, scan
 from .folder import FolderLike, folder_at, stored_files
 

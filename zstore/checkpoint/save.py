@@ -21,8 +21,8 @@ from typing import Self, TypeVar
 
 from ..errors import CheckpointError, DiskFullError
 from ..io.closing import Completions, run_to_the_end, wait_until
-from ..io.flush import Flush
-from ..io.pool import Workers, helpful_threads, in_turn
+from ..io.files import Flush
+from ..io.machine import Workers, helpful_threads, in_turn
 from ..io.queue import Ticket, promise
 from ..io.shards import ShardSummary
 from .catalog import TagInfo, read_record, replaced_text

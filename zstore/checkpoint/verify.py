@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from ..errors import CorruptionError, StorageError, ZstoreError
-from ..io.pool import Workers, in_turn
+from ..io.machine import Workers, in_turn
 from ..io.shards import ShardReader
 from .format import parse_json
 from .layout import MANIFEST_FOLDER, METADATA_FILE, manifest_file

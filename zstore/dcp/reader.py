@@ -32,7 +32,7 @@ from zstore.format import ArraySpec, Box, flat_ranges
 from zstore.interop.dcp_state import PICKLE, DcpState, decode_value, key_of
 from zstore.io import UserPath, is_url, user_location
 from zstore.io.closing import closing_with
-from zstore.io.tensors import torch_dtype
+from zstore.io.memory import torch_dtype
 from zstore.open.sources import open_source
 
 _GAP_BYTES = 1024 * 1024

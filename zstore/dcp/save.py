@@ -36,7 +36,7 @@ from zstore.interop.dcp_state import STATE, DcpState, name_arrays
 from zstore.interop.dcp_state import Path as KeyPath
 from zstore.io import Files, Fill, FillRuns, Flush, IoResources, OpenFile, ShardSummary, make_read_only, write_shard
 from zstore.io.closing import wait_until
-from zstore.io.tensors import dtype_name
+from zstore.io.memory import dtype_name
 
 PIECES_FOLDER = "pieces"
 """In the temporary folder of a save: pieces on their way from rank to rank. Gone before the commit."""

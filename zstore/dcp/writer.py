@@ -34,7 +34,7 @@ from zstore.format import ArraySpec, Box, make_grid
 from zstore.interop.dcp_state import BYTES, PICKLE, NotPlainError, encode_value, step_of
 from zstore.io import Files, UserPath, Workers, open_resources, user_path
 from zstore.io.closing import closing_with
-from zstore.io.tensors import bytes_of, dtype_name
+from zstore.io.memory import bytes_of, dtype_name
 
 from .save import EntryReport, RankWork, RankWriter, Save, box_of
 

@@ -1,8 +1,20 @@
 """Bytes between memory and drives: threads, buffers, shard files. The names below are public, for code built on the store."""
 
-from .buffers import (
+from .files import Files, Flush, NewFile, OpenFile, UserPath, is_url, make_read_only, user_location, user_path
+from .machine import (
+    HostMemory,
+    Workers,
+    helpful_threads,
+    most_resident_bytes,
+    num_cores,
+    read_host_memory,
+    resident_bytes,
+    run_in_thread,
+)
+from .memory import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
+    PinnedSlabs,
     Pool,
     Rooms,
     advise_huge_pages,
@@ -10,11 +22,6 @@ from .buffers import (
     map_large_blocks,
     return_free_memory,
 )
-from .files import Files, NewFile, OpenFile, UserPath, is_url, make_read_only, user_location, user_path
-from .flush import Flush
-from .hostmemory import HostMemory, most_resident_bytes, read_host_memory, resident_bytes
-from .pinning import PinnedSlabs
-from .pool import Workers, helpful_threads, num_cores, run_in_thread
 from .queue import LinkCounters, LinkStatistics, Priority, Ticket, total_of_links
 from .shards import (
     Fill,

@@ -16,8 +16,8 @@ from ..errors import CorruptionError
 from ..format.arrays import ArraySpec, Bytes, Grid, round_up
 from ..format.codecs import Codec, CodecError, decode_packed_index, encode_packed_index, packed_file_bytes
 from ..format.shardfile import BLOCK_BYTES, CRC_BYTES, checksum_error, layout_of
-from .buffers import Buffer
 from .files import NewFile
+from .memory import Buffer
 from .queue import Priority, Ticket, in_order, wait_all
 from .shards import Fill, IoResources, ShardRange, ShardReader, ShardSummary, fill_chunk
 

@@ -3,11 +3,18 @@
 [Note: the seam]
 Everything above calls `Files`. A test double (`zstore.testing.faults`) overrides the primitives at the end of the class
 and so injects short transfers and errors below the code that must resume or report them.
+
+[Note: one flush for many files]
+Small files cost more flushes than bytes. `syncfs` makes durable all that was written to a file system before it, by any process
+of the machine: files, their names and the folders. It also writes what other programs left in the page cache, so it is used
+only if that is little. It reports an error of any earlier write since its descriptor was opened (Linux 5.8 and later), so that
+is opened before the first file is written. Local file systems of one machine alone are known to do all this.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
@@ -16,7 +23,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +31,8 @@ import numpy as np
 
 from ..errors import DiskFullError, StorageError, UsageError, storage_error
 from ..format.arrays import Bytes
-from .buffers import make_slab
+from ..format.shardfile import ScatteredMemory
+from .memory import make_slab
 
 with contextlib.suppress(ImportError):  # Windows, where no transfer goes past the page cache
     import fcntl
@@ -35,26 +43,18 @@ call is made, so every public function takes its paths through `user_path` or `u
 _URL = re.compile(r"\A[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 
 Kind = Literal[
-    "open",
-    "read",
-    "write",
-    "allocate",
-    "fsync",
-    "link",
-    "rename",
-    "unlink",
-    "make_folder",
-    "remove_tree",
-    "sync_folder",
-    "syncfs",
-    "write_small",
-]
+    "open", "read", "write", "allocate", "fsync", "link", "rename", "unlink", "make_folder", "remove_tree", "sync_folder",
+    "syncfs", "write_small",
+]  # fmt: skip
 """Names of the operations; `write_small` is one of its own, with an open, writes and an fsync inside."""
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 LARGE_BYTES = 1024 * 1024
 """Larger files go past the page cache even if no caller waits until they are durable."""
-_MOST_DIRTY_BYTES = 32 * 1024 * 1024
+_MAX_DIRTY_BYTES = 32 * 1024 * 1024
+_LOCAL_FILE_SYSTEMS = ("ext4", "xfs")
+_MIN_KERNEL = (5, 8)
+_SYNC_CALL = "syncfs"
 # Answers of file systems without direct I/O, links or preallocation.
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY)
 
@@ -100,40 +100,6 @@ class OpenFile:
     direct: bool
 
 
-class ScatteredMemory:
-    """Memory in several places for one transfer, as if it were one array of `size` bytes."""
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self.views = views
-        """Of bytes, each contiguous, in the order of the file."""
-        self.size = sum(view.nbytes for view in views)
-
-    def __getitem__(self, part: slice) -> ScatteredMemory:
-        """Return a part of it, which is the same memory."""
-        start, stop, _ = part.indices(self.size)
-        found: list[memoryview] = []
-        at = 0
-        for view in self.views:
-            if piece := view[max(0, start - at) : max(0, stop - at)]:
-                found.append(piece)
-            at += view.nbytes
-        return ScatteredMemory(found)
-
-    def fill(self, data: bytes | Bytes) -> None:
-        """Copy `data`, of as many bytes, into the places."""
-        source, at = np.frombuffer(data, np.uint8).data, 0
-        for view in self.views:
-            view[:] = source[at : at + view.nbytes]
-            at += view.nbytes
-
-    def copy_into(self, out: Bytes) -> None:
-        """Copy the places' bytes into `out`, of as many bytes."""
-        target, at = out.data, 0
-        for view in self.views:
-            target[at : at + view.nbytes] = view
-            at += view.nbytes
-
-
 class Files:
     """Reads, writes and names files; every failure is a StorageError with path, offset, size and errno.
 
@@ -146,7 +112,7 @@ class Files:
         """Whether transfers go past the page cache if the file system allows it."""
         self.takes_parts = True
         """Whether `ScatteredMemory` are written without a copy; false once a drive required memory in larger units."""
-        self.most_dirty_bytes = _MOST_DIRTY_BYTES
+        self.most_dirty_bytes = _MAX_DIRTY_BYTES
         """Other programs' most bytes in the page cache if a whole file system is to be flushed."""
         self._refusing: set[int] = set()
         self.fallbacks: list[str] = []
@@ -298,7 +264,7 @@ class Files:
             self._reported("sync_folder", "cannot make the folder durable", path, partial(_sync_folder, path))
 
     def sync_filesystem(self, path: str | Path, operation: Callable[[], object]) -> None:
-        """Make the whole file system of `path` durable by `operation`: see `zstore.io.flush`."""
+        """Make the whole file system of `path` durable by `operation`; see `Flush`."""
         self._reported("syncfs", "cannot make the file system durable", path, operation)
 
     def _reported(
@@ -430,3 +396,69 @@ def _resume_at(done: int, count: int, size: int, direct: bool) -> int:
         aligned = after // 512 * 512
         return aligned if aligned > done else after
     return after
+
+
+class Flush:
+    """Makes durable all that is written to the file system of `folder` from now on, once `sync` returns. Close it at the
+    end; `Flush.of` tells whether there is one."""
+
+    def __init__(self, files: Files, folder: str | Path) -> None:
+        self._files = files
+        self._folder = folder
+        self._fd = os.open(folder, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+
+    @classmethod
+    def of(cls, files: Files, folder: str | Path) -> Flush | None:
+        """Return a flush for `folder`; None if its files are better made durable one by one."""
+        with contextlib.suppress(OSError):  # no /proc, or a folder that is gone: a write there will fail
+            if _sync_call() and _is_local(os.stat(folder).st_dev) and _num_dirty_bytes() <= files.most_dirty_bytes:
+                return cls(files, folder)
+        return None
+
+    def sync(self) -> None:
+        """Make durable all that any process of this machine has written to the file system by now."""
+        self._files.sync_filesystem(self._folder, partial(_call, self._fd))
+
+    def close(self) -> None:
+        """Close the file system's descriptor."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def _call(fd: int) -> None:
+    call = getattr(ctypes.CDLL(None, use_errno=True), _SYNC_CALL)
+    if call(fd) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+@cache
+def _sync_call() -> bool:
+    """Return whether this system's `syncfs` reports errors of earlier writes."""
+    if not hasattr(os, "uname") or os.uname().sysname != "Linux":
+        return False
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    with contextlib.suppress(OSError):
+        return (
+            found is not None
+            and tuple(map(int, found.groups())) >= _MIN_KERNEL
+            and hasattr(ctypes.CDLL(None), _SYNC_CALL)
+        )
+    return False
+
+
+@cache
+def _is_local(device: int) -> bool:
+    """Return whether `device` has a file system of this machine alone."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        mounts = (line.split() for line in file)
+        return any(mount[2] == number and mount[mount.index("-") + 1] in _LOCAL_FILE_SYSTEMS for mount in mounts)
+
+
+def _num_dirty_bytes() -> int:
+    """Return the bytes in the page cache that are not on their drives yet."""
+    with open("/proc/meminfo", "rb") as file:
+        found = dict(re.findall(rb"^(Dirty|Writeback):\s+(\d+) kB", file.read(), re.MULTILINE))
+    return 1024 * sum(map(int, found.values()))

@@ -17,11 +17,10 @@ import numpy as np
 
 from ..errors import CorruptionError, StorageError, UsageError
 from ..format.arrays import ArraySpec, Bytes, Grid
-from ..format.shardfile import ShardLayout, check_index, encode_index, layout_of, slot_views, small_index
-from .buffers import Buffer, Pool, make_slab
+from ..format.shardfile import ShardLayout, Slots, check_index, encode_index, layout_of, runs, slot_views, small_index
 from .files import LARGE_BYTES, Files
+from .memory import Buffer, Pool, make_slab
 from .queue import IoQueue, Priority, Ticket, joined, wait_all
-from .slots import Slots, runs
 
 _TINY_BYTES = 32 * 1024
 

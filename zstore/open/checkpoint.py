@@ -22,7 +22,7 @@ from ..checkpoint.verify import VerifyFault, verify_checkpoint
 from ..errors import CheckpointError, CheckpointMismatchError, UsageError
 from ..format.arrays import Array, ArraySpec, empty_array, numpy_dtype
 from ..io.files import UserPath, user_location
-from ..io.pool import AsyncClosing
+from ..io.machine import AsyncClosing
 from ..weights.cast import Overflow
 from ..weights.files import lost_text
 from ..weights.from_checkpoint import DTYPES, choose, list_weights, read_weights
@@ -139,7 +139,7 @@ class LazyArray:
 
     def torch(self, key: Key = ...) -> Tensor:
         """Return the elements that `key` selects (all by default) as a tensor in host memory, of the stored data type."""
-        from ..io.tensors import as_torch
+        from ..io.memory import as_torch
 
         return as_torch(self.numpy() if key is Ellipsis else np.asarray(self[key]))
 
@@ -296,7 +296,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
     ) -> dict[str, Tensor]:
         """Return the parameters, as tensors of `dtype`, and the buffers, but for those that `exclude` names, by their names in
         the state dict; see `zstore.load_state_dict`."""
-        from ..io.tensors import as_torch
+        from ..io.memory import as_torch
 
         self.check_open()
         source, target = self.source, _zarr_name(dtype)

@@ -25,7 +25,7 @@ from ..checkpoint.reader import ArraySource, open_checkpoint
 from ..errors import CheckpointNotFoundError, UsageError, ZstoreError
 from ..io.closing import Closing
 from ..io.files import Files, UserPath, is_url, user_location, user_path
-from ..io.pool import run_in_thread
+from ..io.machine import run_in_thread
 from ..io.shards import IoResources
 
 if TYPE_CHECKING:

@@ -48,8 +48,7 @@ import torch.distributed as torch_dist
 
 from ..errors import RankError, UsageError
 from ..io.closing import start_threads
-from .board import Board, store_port
-from .connections import Connections
+from .board import Board, Connections, store_port
 from .incident import ABSENT_S, SAME_S, Activity, Outcome, RankReport, explain, judge
 
 _log = logging.getLogger("zstore")

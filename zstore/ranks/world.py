@@ -21,23 +21,28 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as torch_dist
 
 from ..errors import RankError, UsageError
+from ..io.memory import plain_memory
 from ..io.queue import LinkCounters
-from ..io.tensors import plain_memory
-from .torch_names import all_gather_single, reduce_scatter_single
 from .watch import Watch
+
+# By their former names, now deprecated, in torch 2.9.
+_all_gather_single: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "transfer", "control"]
 """The purpose of the bytes sent; "control" is agreement between ranks (counts, flags, errors), not tensors."""
@@ -324,7 +329,7 @@ class World:
         return self._start(kind, others * mine.nbytes, self._gather(out, mine) if others and mine.numel() else None)
 
     def _gather(self, out: torch.Tensor, mine: torch.Tensor) -> Callable[..., Any]:
-        return partial(all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
+        return partial(_all_gather_single, out.view(torch.uint8), mine.view(torch.uint8), group=self.group)
 
     def all_to_all(self, out: torch.Tensor, send: torch.Tensor, *, kind: Kind) -> Work:
         """Send row r of `send` [world, n] to rank r, and receive its row in row r of `out`. Returns at once.
@@ -349,7 +354,7 @@ class World:
         """Fill `out` [n] with the mean over ranks of this rank's row of `send` [world, n], by the backend's own
         reduction."""
         mean = torch_dist.ReduceOp.AVG
-        reduce = partial(reduce_scatter_single, out, send.view(-1), op=mean, group=self.group)
+        reduce = partial(_reduce_scatter_single, out, send.view(-1), op=mean, group=self.group)
         sent_bytes = send.nbytes * (self.world_size - 1) // self.world_size
         return self._start(kind, sent_bytes, reduce if send.numel() else None)
 
@@ -431,6 +436,16 @@ def agree_any(world: World, flags: Sequence[bool]) -> list[bool]:
 def cuda_device(local_rank: int) -> torch.device:
     """Return the CUDA device of a rank: that of its number on the machine, or the only one that the process sees."""
     return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
+
+
+def cpu_capabilities() -> Mapping[str, Any]:
+    """Return the CPU's features by torch's names: `torch.cpu.get_capabilities`, or in torch 2.9, which has none, the part of
+    it that zstore asks for."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return torch.cpu.get_capabilities()
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\nflags")[2].partition("\n")[0].split()
+    names = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")
+    return {"architecture": platform.machine(), **{name: name in flags for name in names}}
 
 
 def _backend(cuda: bool) -> str:

@@ -25,8 +25,9 @@ from ..checkpoint.folder import Entries, Folder, NetworkTraffic
 from ..checkpoint.format import MAX_JSON_BYTES
 from ..errors import CorruptionError, StorageError, UsageError, ZstoreError, shown, storage_error
 from ..format.arrays import Bytes
-from ..io.files import Files, OpenFile, ScatteredMemory
-from ..io.pool import LastingExecutor, Workers
+from ..format.shardfile import ScatteredMemory
+from ..io.files import Files, OpenFile
+from ..io.machine import LastingExecutor, Workers
 from ..io.shards import IoResources
 
 if TYPE_CHECKING:

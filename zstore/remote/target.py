@@ -71,7 +71,7 @@ from ..errors import (
     ZstoreError,
 )
 from ..io.files import Files
-from ..io.pool import Workers
+from ..io.machine import Workers
 from .bucket import MISSING, BucketFolder, checked_parts
 from .service import ServiceBusyError, ServiceFolder
 

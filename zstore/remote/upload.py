@@ -34,7 +34,7 @@ from ..checkpoint.part import SaveRequest, SaveSummary
 from ..checkpoint.reader import CheckpointReader, open_checkpoint
 from ..checkpoint.save import Save, SaveHandle, begin_save
 from ..errors import BudgetError, CheckpointError
-from ..io.pool import Workers
+from ..io.machine import Workers
 from ..io.shards import ShardSummary
 from ..ranks.board import Board
 from .bucket import PATIENT, BucketFolder, Retries, part_bytes

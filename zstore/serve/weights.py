@@ -28,9 +28,8 @@ from starlette.responses import JSONResponse, Response
 from ..checkpoint.catalog import TagInfo
 from ..checkpoint.folder import Folder
 from ..checkpoint.reader import CheckpointReader
-from ..errors import CheckpointMismatchError, CheckpointNotFoundError, ZstoreError
+from ..errors import CheckpointMismatchError, CheckpointNotFoundError, ZstoreError, parse_bytes
 from ..format.arrays import SUFFIX
-from ..sizes import parse_bytes
 from ..weights.files import MAX_FILE_BYTES, FileLayout, index_document, index_file, plan_model
 from ..weights.from_checkpoint import DTYPES, companions, is_companion, list_weights, read_file
 from .api import Library, NamedRun, Shared

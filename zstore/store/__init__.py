@@ -5,8 +5,7 @@ The names below are public, for code built on it.
 
 from ..checkpoint.part import PinnedShard
 from ..format.arrays import LocalShard
-from .options import StoreOptions, StoreStatistics
-from .runfolder import RUN_FOLDER
+from .options import RUN_FOLDER, StoreOptions, StoreStatistics
 from .shards import SMALL_SHARD_BYTES, ModeName
 from .store import Store
 from .stream import Stream

@@ -15,19 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..errors import UsageError
 from ..format.arrays import Array, ArraySpec, Grid, LocalShard, numpy_dtype
-from ..io.buffers import Budget, Pool, Rooms, make_slab
 from ..io.files import Files
-from ..io.pinning import PinnedSlabs
+from ..io.memory import Budget, PinnedSlabs, Pool, Rooms, make_slab
 from ..io.queue import IoQueue, LinkCounters, Priority, Ticket
 from ..io.shards import IoResources
-from .arrays import ArraysByName, StoreArray, flatten
-from .options import StoreOptions, StoreStatistics
-from .order import ArrayOrder
-from .runfolder import RunFolders
-from .spans import Batch
+from .arrays import ArrayOrder, ArraysByName, StoreArray, flatten
+from .options import RunFolders, StoreOptions, StoreStatistics
 from .stream import Pass, Stream, StreamCounters
 from .tiers import DeviceTier, DiskTier, Drives, HostTier, MemoryTier, Mode, Tier, Tile
-from .tiers.base import Snapshot, TierName, View, copy_into, copy_out
+from .tiers.base import Batch, Snapshot, TierName, View, copy_into, copy_out
 
 if TYPE_CHECKING:
     import torch

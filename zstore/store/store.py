@@ -37,7 +37,7 @@ from ..errors import UsageError
 from ..format.arrays import ArraySpec, numpy_dtype
 from ..io.closing import OF_THE_PARENT, closing_with, tell_of_fork
 from ..io.files import Files, UserPath, user_location, user_path
-from ..io.pool import AsyncClosing, Workers, run_in_thread
+from ..io.machine import AsyncClosing, Workers, run_in_thread
 from ..io.queue import Ticket, wait_all
 from .arrays import StoreArray, Value, copy_view, flat_target, flatten, is_tensor, shaped, spec_of
 from .options import StoreOptions

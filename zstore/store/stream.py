@@ -28,11 +28,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..format.arrays import Bytes, LocalShard
-from ..io.buffers import Buffer, Pool
+from ..io.memory import Buffer, Pool
 from ..io.queue import Priority, Ticket, when_all_done
-from .spans import Batch, SpanPlan, plan_batches
 from .tiers import DiskTier, MemoryTier, Mode, Tier, Tile
-from .tiers.base import Piece, View
+from .tiers.base import Batch, Piece, SpanPlan, View, plan_batches
 
 _MOST_LOADED_SPANS = 64
 _MOST_LOADS_AHEAD = 32

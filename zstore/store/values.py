@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 from ..errors import UsageError
 from ..format.arrays import numpy_dtype, round_up
-from ..io.buffers import PAGE_BYTES, Buffer, Pool
-from ..io.pool import Workers
+from ..io.machine import Workers
+from ..io.memory import PAGE_BYTES, Buffer, Pool
 from ..io.queue import Ticket
 from .arrays import StoreArray, Value, shaped
 from .shards import Shards

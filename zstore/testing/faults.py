@@ -16,7 +16,8 @@ from pathlib import Path
 
 from ..errors import storage_error
 from ..format.arrays import Bytes
-from ..io.files import Files, Kind, OpenFile, ScatteredMemory
+from ..format.shardfile import ScatteredMemory
+from ..io.files import Files, Kind, OpenFile
 
 
 class WatchedFiles(Files):

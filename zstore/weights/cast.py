@@ -118,7 +118,7 @@ def _by_numkong(source: Array, target: Array) -> bool:
 
 
 def _by_torch(source: Array, target: Array) -> bool:
-    from ..io.tensors import as_torch
+    from ..io.memory import as_torch
 
     for first in range(0, source.size, _SERIAL_NUMEL):
         part = slice(first, first + _SERIAL_NUMEL)

@@ -34,9 +34,9 @@ from ..format.arrays import (
     numpy_dtype,
     round_up,
 )
-from ..io.buffers import PAGE_BYTES, Slabs
 from ..io.closing import Closing
 from ..io.files import Files, OpenFile
+from ..io.memory import PAGE_BYTES, Slabs
 from .cast import Overflow, cast_into
 
 MAX_FILE_BYTES = 5 * 1000**3

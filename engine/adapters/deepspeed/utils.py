@@ -25,9 +25,8 @@ from torch import nn
 from zstore.engine.config.config import read_config
 from zstore.engine.params.sharding import is_leaf, mark_leaves, of_classes
 from zstore.engine.runtime.process import show_messages
-from zstore.errors import UsageError
+from zstore.errors import UsageError, format_bytes
 from zstore.io import resident_bytes
-from zstore.sizes import format_bytes
 
 from .names import missing
 

@@ -14,7 +14,7 @@ from zstore.engine.optim.state import OptimizerState
 from zstore.engine.plan.plan import Places
 from zstore.errors import BudgetError, UsageError
 from zstore.format import Box, model_array, optimizer_array
-from zstore.io.tensors import as_torch
+from zstore.io.memory import as_torch
 
 from .stored_tensor import LocalRecord, OptimizerArray, StoredTensor, local_part, make_local_record
 

@@ -32,7 +32,7 @@ from zstore.engine.optim.state import OptimizerState
 from zstore.engine.params.record import ParameterRecord
 from zstore.errors import UsageError
 from zstore.format import ArraySpec, Box, make_grid, model_array, stored_shape
-from zstore.io.tensors import as_torch, dtype_name
+from zstore.io.memory import as_torch, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _aten: Any = torch.ops.aten

@@ -21,9 +21,8 @@ from tests.engine.models import batch
 from tests.engine.plan.budgets import make_config
 from zstore.engine import Engine
 from zstore.engine.plan import run as placing
-from zstore.errors import BudgetError, DiskFullError
-from zstore.io.hostmemory import GroupMemory, HostMemory
-from zstore.sizes import format_bytes
+from zstore.errors import BudgetError, DiskFullError, format_bytes
+from zstore.io.machine import GroupMemory, HostMemory
 from zstore.testing.ranks import run_ranks
 from zstore.tools.sample import build_model
 

@@ -14,9 +14,8 @@ from zstore.engine.plan.placement import fill_device, make_plan, spread_turn
 from zstore.engine.plan.plan import FP32, Need, PlacementSettings, Places, Plan, describe
 from zstore.engine.plan.run import check_device
 from zstore.engine.plan.schedule import PrefetchLimits, Recorder, Schedule, Use, make_schedule
-from zstore.errors import BudgetError
+from zstore.errors import BudgetError, format_bytes
 from zstore.format.arrays import ArraySpec, make_grid
-from zstore.sizes import format_bytes
 from zstore.store import SMALL_SHARD_BYTES, Store, StoreOptions
 
 MB = 2**20

@@ -40,7 +40,7 @@ from ...errors import (
     ZstoreError,
 )
 from ...io.files import Files, make_read_only
-from ...io.pool import Workers
+from ...io.machine import Workers
 from ..runs import UPLOADS_FOLDER
 from .offer import (
     OFFER_FILE,

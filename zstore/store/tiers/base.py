@@ -1,4 +1,4 @@
-"""The contract of every tier: how a rank's shard is kept, and how passes and pins reach it; views of it as numpy arrays.
+"""The contract of every tier: how a rank's shard is kept, how passes and pins reach it, and how passes are cut into batches.
 
 [Note: a pass]
 All bulk access is a pass over whole chunks, driven by `zstore.store.stream` from one thread per shard:
@@ -18,7 +18,7 @@ are neither the old version nor the new one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -123,6 +123,8 @@ class Tier(ABC):
     """A place for shards. See [Note: a pass] for the order of calls."""
 
     name: TierName
+    tile_numel = 0
+    """Elements of a tile of memory, about; 0: shards are on disk, and passes transfer spans of them."""
 
     @abstractmethod
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
@@ -155,6 +157,10 @@ class Tier(ABC):
     @abstractmethod
     def begin(self, name: str, mode: Mode) -> None:
         """Start a pass. Raises UsageError while another pass changes the shard in place."""
+
+    def span_chunks(self, name: str) -> int:
+        """Return how many chunks of the shard make one request to the disk; 0 in memory."""
+        return 0
 
     def span_bytes(self, name: str, num_chunks: int) -> int:
         """Return the buffer bytes that a span of so many chunks needs; 0 if views lie in the tier's own memory."""
@@ -217,3 +223,124 @@ def copy_out(view: View, out: Array) -> None:
         target[...] = source.numpy().reshape(target.shape)  # torch's copy would take threads of its own for it
     else:
         torch.from_numpy(target).copy_(source.view(target.shape))
+
+
+# -- the batches of a pass: pure arithmetic over layouts ---------------------------------------------------------------
+
+_MIN_SPANS_IN_POOL = 3
+_BATCH_BYTES = 4 * 1024 * 1024
+"""Bytes of small groups that share a buffer, about."""
+
+Groups = Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class SpanPlan:
+    """A span of a group before it has memory."""
+
+    group: int
+    span: ChunkSpan
+    starts_group: bool
+    ends_group: bool
+
+
+Batch = tuple[SpanPlan, ...]
+"""Spans that share a buffer: one of a group, or groups that are small, each of them whole."""
+
+
+def plan_batches(
+    groups: Groups,
+    *,
+    tiers: Mapping[str, Tier],
+    shards: Mapping[str, LocalShard],
+    pool_bytes: int,
+    chunks: tuple[int, int] | None = None,
+) -> list[Batch]:
+    """Return the batches of a pass over `groups`, in order, through a pool of `pool_bytes`; of chunks `[first, stop)`
+    of each shard if `chunks` are given. Raises UsageError for groups that no pass goes over."""
+    _check_groups(groups, shards)
+    planner = _Planner(groups, tiers, shards, pool_bytes)
+    batches: list[Batch] = []
+    small: list[SpanPlan] = []
+    for plan in planner.plans(chunks):
+        if plan.starts_group and plan.ends_group and planner.is_small(plan.group):
+            small.append(plan)
+        else:
+            batches += [*planner.cut(small), (plan,)]
+            small = []
+    return [*batches, *planner.cut(small)]
+
+
+def _check_groups(groups: Groups, shards: Mapping[str, LocalShard]) -> None:
+    seen: set[str] = set()
+    num_seen = 0
+    for group in groups:
+        seen.update(group)
+        num_seen += len(group)
+        if not group or len(seen) < num_seen:
+            raise UsageError(f"a pass visits each array once, and a group has at least one array: got {group}")
+        first = shards[group[0]]
+        for name in group[1:]:
+            shard = shards[name]
+            if shard.shard != first.shard or first.grid != shard.grid:
+                raise UsageError(f"the arrays of a group share one layout, got different ones for {', '.join(group)}")
+
+
+@dataclass
+class _Planner:
+    """Cuts a pass into batches."""
+
+    groups: Groups
+    tiers: Mapping[str, Tier]
+    shards: Mapping[str, LocalShard]
+    pool_bytes: int
+
+    def __post_init__(self) -> None:
+        self.in_memory = all(self.tiers[name].tile_numel for group in self.groups for name in group)
+
+    def plans(self, chunks: tuple[int, int] | None) -> Iterator[SpanPlan]:
+        """Yield the spans of each group, alike in size."""
+        for number, group in enumerate(self.groups):
+            shard = self.shards[group[0]]
+            present = shard.grid.present_chunks(shard.shard) if shard.valid_numel else 0
+            start, stop = (0, present) if chunks is None else chunks
+            stop = min(stop, present)
+            most = self._span_chunks(group)
+            step = most
+            if not self.in_memory and stop > start:
+                count = -(-(stop - start) // most)
+                step = -(-(stop - start) // count)
+            for first in range(start, stop, step):
+                yield SpanPlan(number, ChunkSpan(first, min(step, stop - first)), first == start, first + step >= stop)
+
+    def _span_chunks(self, group: Sequence[str]) -> int:
+        """Return the number of chunks of the group in a span: a request to the disk, of which the pool holds several."""
+        on_disk = [most for name in group if (most := self.tiers[name].span_chunks(name))]
+        if not on_disk:
+            smallest = min(self.tiers[name].tile_numel for name in group)
+            return max(1, smallest // max(self.shards[group[0]].grid.chunk_numel, 1))
+        chunk_bytes = sum(self.tiers[name].span_bytes(name, 1) for name in group)
+        return max(1, min(*on_disk, self.pool_bytes // (_MIN_SPANS_IN_POOL * chunk_bytes)))
+
+    def is_small(self, group: int) -> bool:
+        """Return whether no array of a group needs a separate request."""
+        tiers = [(self.tiers[name], name) for name in self.groups[group]]
+        return all(tier.tile_numel or tier.is_packed(name) for tier, name in tiers)
+
+    def cut(self, small: Sequence[SpanPlan]) -> list[Batch]:
+        """Return whole groups in as few batches as requests hold, alike in bytes."""
+        sizes = [
+            sum(self.tiers[name].span_bytes(name, plan.span.num_chunks) for name in self.groups[plan.group])
+            for plan in small
+        ]
+        if not any(sizes):
+            return [(plan,) for plan in small]
+        count = -(-sum(sizes) // min(_BATCH_BYTES, self.pool_bytes // _MIN_SPANS_IN_POOL))
+        batches: list[list[SpanPlan]] = []
+        before = 0
+        for plan, size in zip(small, sizes, strict=True):
+            if before * count >= len(batches) * sum(sizes):
+                batches.append([])
+            batches[-1].append(plan)
+            before += size
+        return [tuple(batch) for batch in batches]

@@ -235,7 +235,6 @@ class DiskTier(Tier):
         return num_chunks * self._shards[name].layout.slot_bytes
 
     def span_chunks(self, name: str) -> int:
-        """Return how many chunks of the shard make one request."""
         return self._shards[name].layout.chunks_in(self._request_bytes)
 
     def load(self, pieces: Sequence[Piece], memory: Bytes, priority: Priority, tickets: list[Ticket[None]]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...errors import UsageError
 from ...format.arrays import Bytes, Grid, LocalShard, numpy_dtype, round_up
-from ...io.buffers import HUGE_PAGE_BYTES, Budget, make_slab
+from ...io.memory import HUGE_PAGE_BYTES, Budget, make_slab
 from ...io.queue import Priority
 from ...io.shards import FillRuns, IoResources, ShardSummary, checksum_shard, write_shard
 from .base import ChunkSpan, Mode, Tier, View, being_changed, copy_out, new_version
@@ -42,7 +42,6 @@ class MemoryTier(Tier):
     """Shards as 1-D memory of their unpadded elements. An updater waits until pins are released."""
 
     tile_numel = MEMORY_TILE_NUMEL
-    """Elements of a tile, about."""
     owns_memory = False
     """Whether the memory is the host's, and only passes have it: then files are written from it without a copy."""
 

@@ -1,22 +1,30 @@
-"""Host memory: slabs in huge pages, a pool that lends parts of one slab under a byte budget, and the C library's allocator."""
+"""Host memory: slabs in huge pages, a pool that lends parts of one slab under a byte budget, slabs that are registered with
+CUDA, the C library's allocator, and torch tensors over memory. torch is imported when it is first needed."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import mmap
+import sys
 import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
+import ml_dtypes
 import numpy as np
 
 from ..errors import BudgetError, UsageError
-from ..format.arrays import Bytes
+from ..format.arrays import FLOAT8, Array, Bytes, numpy_dtype, round_up
+from .machine import Workers, num_cores
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Buffer as BytesLike
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -286,3 +294,205 @@ def _c_function(name: str, *arguments: Any) -> Any:
     if found is not None:
         found.argtypes = arguments
     return found
+
+
+_MAX_PIN_THREADS = 8
+_MIN_PART_BYTES = 32 * HUGE_PAGE_BYTES
+"""Of a slab whose pages one thread makes."""
+_MADV_POPULATE_WRITE = 23
+
+
+class PinnedSlabs:
+    """Makes slabs and registers them until they are freed, or `close()`. If that is impossible, slabs are ordinary, and
+    `messages` has the reason, once."""
+
+    def __init__(self, runtime: Any = None) -> None:
+        self._runtime = _cuda_runtime() if runtime is None else runtime
+        self._registered: dict[int, int] = {}
+        """Bytes of each slab, by address."""
+        self._lock = threading.RLock()  # Python may free a slab anywhere, in here too
+        self._failed = False
+        self.pinned_bytes = 0
+        """Bytes registered now."""
+        self.messages: list[str] = []
+        if self._runtime is None:
+            self._give_up("there is no CUDA device")
+
+    def make(self, nbytes: int) -> Bytes:
+        """Return a slab as `make_slab` does, registered if possible."""
+        slab = make_slab(nbytes)
+        if self._failed or nbytes == 0:
+            return slab
+        _make_pages(slab)
+        try:
+            # Without the lock: other threads have slabs of their own.
+            code = int(self._runtime.cudaHostRegister(slab.ctypes.data, slab.nbytes, 0))
+        except RuntimeError as error:  # torch's binding raises if CUDA cannot be started
+            self._give_up(str(error))
+            return slab
+        if code:
+            clear_cuda_error()
+            self._give_up(f"cudaHostRegister of {slab.nbytes} bytes gave error {code}")
+            return slab
+        with self._lock:
+            _let_forks_have(slab.ctypes.data, slab.nbytes, False)
+            self._registered[slab.ctypes.data] = slab.nbytes
+            self.pinned_bytes += slab.nbytes
+            # Before its memory: else the next memory at this address would pass for registered.
+            weakref.finalize(_owner(slab), self._release, slab.ctypes.data).atexit = False
+        return slab
+
+    def _release(self, address: int) -> None:
+        """Unregister a slab, once."""
+        with self._lock:
+            nbytes = self._registered.pop(address, None)
+            if nbytes is not None:
+                self._runtime.cudaHostUnregister(address)
+                _let_forks_have(address, nbytes, True)
+                self.pinned_bytes -= nbytes
+
+    def _give_up(self, reason: str) -> None:
+        with self._lock:
+            if not self._failed:
+                self.messages.append(f"host memory is not pinned, so that copies to the device may wait: {reason}")
+            self._failed = True
+
+    def close(self) -> None:
+        """Unregister all slabs. No copy to or from them may be under way."""
+        with self._lock:
+            for address in list(self._registered):
+                self._release(address)
+
+
+def _make_pages(slab: Bytes) -> None:
+    """Let several threads make the pages of a large slab, which is most of the time of registering it: a sixth of a second a
+    gigabyte in one."""
+    count = min(_MAX_PIN_THREADS, num_cores(), slab.nbytes // _MIN_PART_BYTES)
+    if count > 1:
+        part = round_up(-(-slab.nbytes // count), HUGE_PAGE_BYTES)
+        places = [(first, min(part, slab.nbytes - first)) for first in range(0, slab.nbytes, part)]
+        with Workers(count - 1, "zstore-pinning") as workers:
+            workers.run([partial(_populate, slab.ctypes.data + first, nbytes) for first, nbytes in places], here=True)
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Make the pages of memory, if the kernel can (from Linux 5.14 on); the first write to each makes the others."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE)
+
+
+def _let_forks_have(address: int, nbytes: int, shared: bool) -> None:
+    """Let processes that are forked have memory, or not: of pinned pages the kernel makes a copy for each, at once."""
+    advice = getattr(mmap, "MADV_DOFORK" if shared else "MADV_DONTFORK", None)
+    if advice is not None and nbytes >= HUGE_PAGE_BYTES:  # smaller slabs have pages that others use too
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
+
+
+def _owner(slab: Bytes) -> Bytes:
+    """Return the array that lives as long as any view of the slab does."""
+    return slab.base if isinstance(slab.base, np.ndarray) else slab
+
+
+def clear_cuda_error() -> None:
+    """Let CUDA forget an error that this thread's last call returned, which the next kernel's launch would raise as its own."""
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+
+
+def _cuda_runtime() -> Any:
+    """Return torch's binding of the CUDA runtime; None without a CUDA device."""
+    import torch
+
+    return torch.cuda.cudart() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+
+
+def dtype_name(dtype: torch.dtype, entry: str | None = None) -> str:
+    """Return the Zarr name of a torch data type. Raises UsageError, that names `entry`, for one that is not stored."""
+    name = str(dtype).removeprefix("torch.")
+    try:
+        numpy_dtype(name)
+    except ValueError as error:
+        text = str(error) if entry is None else f"{entry!r}: {error}; cast it, or leave it out"
+        raise UsageError(text) from None
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's data type of a Zarr name."""
+    import torch
+
+    return cast("torch.dtype", getattr(torch, name))
+
+
+def as_torch(view: Any) -> torch.Tensor:
+    """Return a numpy array (bfloat16 of ml_dtypes too) or torch tensor as a torch tensor over the same memory."""
+    import torch
+
+    if isinstance(view, torch.Tensor):
+        return view
+    if view.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(view.view(np.int16)).view(torch.bfloat16)
+    if view.dtype.name in FLOAT8:
+        return torch.from_numpy(view.view(np.uint8)).view(torch_dtype(view.dtype.name))
+    return torch.from_numpy(view)
+
+
+def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has its values, contiguous: the tensor itself if that is so, else a copy.
+
+    torch keeps a negation or conjugation that is not carried out as a bit apart from the memory, which then has other values:
+    `x.conj().imag`. Whatever takes a tensor's memory takes that of this.
+    """
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
+def host_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's `plain_memory` on the CPU, without its gradient."""
+    return plain_memory(tensor.detach().cpu())
+
+
+def as_numpy(tensor: torch.Tensor) -> Array:
+    """Return a contiguous CPU tensor as a numpy array over the same memory, bfloat16 as ml_dtypes has it."""
+    import torch
+
+    flat = tensor.detach()
+    if flat.dtype == torch.bfloat16:
+        return flat.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if (name := str(flat.dtype).removeprefix("torch.")) in FLOAT8:
+        return flat.view(torch.uint8).numpy().view(numpy_dtype(name))
+    array: Array = flat.numpy()
+    return array
+
+
+def as_bytes(tensor: torch.Tensor) -> BytesLike:
+    """Return a contiguous CPU tensor of at least one extent as bytes over the same memory."""
+    import torch
+
+    return cast("BytesLike", tensor.detach().view(torch.uint8).numpy())
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """Return the tensor's bytes in C order: over its memory if that is contiguous and the CPU's, else a copy."""
+    import torch
+
+    flat = host_values(tensor).reshape(-1)
+    data: Bytes = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    return data
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with the floating tensors in it cast, also those in lists, tuples and dicts; other values stay."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: cast_floating(item, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floating(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_floating(item, dtype) for item in value)
+    return value
