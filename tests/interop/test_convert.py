@@ -303,7 +303,7 @@ def test_the_examples_of_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     weight = torch.randn(100, 30)
     dcp.save({"model": {"w": weight}, "step": 30}, checkpoint_id="theirs/step-30", no_dist=True)
-    (block,) = blocks("convert.md", "bash")
+    block = blocks("checkpoints.md", "bash")[1]
     for line in block.splitlines():
         done(line)
     assert torch.equal(torch.load("model.pt", weights_only=True)["w"], weight)
