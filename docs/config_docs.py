@@ -7,7 +7,7 @@ between two marks. Everything else is written by hand.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -27,66 +27,54 @@ def _default(field: FieldInfo) -> str:
     return "unset" if field.default is None else f"`{show(field.default)}`"
 
 
-def _anchor(path: str, kind: str = "") -> str:
-    """Return the anchor of the heading of a section."""
-    return path.replace(".", "") + (f"-of-{kind.lower()}" if kind else "")
-
-
-def _row(name: str, field: FieldInfo, section: type[Section], prefix: str) -> str:
-    path, inner = prefix + name, section_of(field)
-    if name in section.variants:
-        shown = _first_names(section.variants[name])
-        links = ", ".join(f"[{kind}](#{_anchor(path, shown[one])})" for kind, one in section.variants[name].items())
-        return f"| `{name}` | an object, by `type`: {links} | | {_cell((inner and inner.__doc__) or '')} |"
+def _row(name: str, field: FieldInfo, section: type[Section]) -> str:
+    """Return the row of a key, by its name within the table's section."""
+    inner, key = section_of(field), name.rpartition(".")[2]
     if inner is not None:
-        return f"| `{name}` | [an object](#{_anchor(path)}) | | {_cell(inner.__doc__ or '')} |"
-    also = [f"`{spelling}`" for spelling, target in section.renames.items() if target == name]
-    text = description(section, name) + (f" Also written {', '.join(also)}." if also else "")
+        kind = "an object, by `type`" if key in section.variants else "an object"
+        return f"| `{name}` | {kind} | | {_cell(inner.__doc__ or '')} |"
+    also = [f"`{spelling}`" for spelling, target in section.renames.items() if target == key]
+    text = description(section, key) + (f" Also written {', '.join(also)}." if also else "")
     return f"| `{name}` | {_cell(expected(type_of(field)))} | {_cell(_default(field))} | {_cell(text)} |"
 
 
-def _tables(section: type[Section], path: str = "", kind: str = "", base: type[Section] | None = None) -> Iterator[str]:
-    """Yield the lines of the tables of `section`, used with the type `kind` if given, and of the sections in it; rows that
-    its `base` has are left out."""
-    prefix = f"{path}." if path else ""
-    heading, text = f"{path or 'Top level'}{f' of {kind}' if kind else ''}", inspect.cleandoc(section.__doc__ or "")
-    known = set() if base is None else set(_rows(base, prefix))
-    yield from [
-        "",
-        f"## {heading}",
-        "",
-        text,
-        "",
-        "| key | value | default | effect |",
-        "|---|---|---|---|",
-    ]
-    yield from (row for row in _rows(section, prefix) if row not in known)
+def _rows(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the rows of a section's keys and of the sections in it; keys that several types share are one row."""
     for name, field in section.model_fields.items():
-        inner, variants = section_of(field), section.variants.get(name, {})
-        if inner is not None:
-            yield from _tables(inner, prefix + name)
-        for one, variant in _first_names(variants).items():
-            yield from _tables(one, prefix + name, variant, inner)
-
-
-def _first_names(variants: Mapping[str, type[Section]]) -> dict[type[Section], str]:
-    """Return the first name of each section that has several."""
-    names: dict[type[Section], str] = {}
-    for name, one in variants.items():
-        names.setdefault(one, name)
-    return names
-
-
-def _rows(section: type[Section], prefix: str) -> list[str]:
-    fields = section.model_fields.items()
-    return [_row(name, field, section, prefix) for name, field in fields if about(field)[0] is Status.BUILT]
+        if about(field)[0] is not Status.BUILT:
+            continue
+        yield _row(prefix + name, field, section)
+        inner, of = section_of(field), dict[str, list[str]]()
+        if inner is None:
+            continue
+        base = list(_rows(inner, f"{prefix}{name}."))
+        yield from base
+        for kind, variant in section.variants.get(name, {}).items():
+            for row in _rows(variant, f"{prefix}{name}."):
+                of.setdefault(row, []).append(kind)
+        for row, kinds in of.items():
+            if row not in base:
+                yield row.replace("` |", f"` of {', '.join(kinds)} |", 1)
 
 
 def all_keys() -> str:
-    """Return the tables of the keys that act."""
-    return "\n".join(_tables(ConfigSections)) + "\n"
+    """Return the tables of the keys that act: a table for each section at the top, and one for all other keys there."""
+    lines = ["", "## Top level", "", *_HEAD]
+    sections = dict[str, type[Section]]()
+    for name, field in ConfigSections.model_fields.items():
+        if about(field)[0] is not Status.BUILT:
+            continue
+        inner = section_of(field)
+        if inner is None:
+            lines.append(_row(name, field, ConfigSections))
+        else:
+            sections[name] = inner
+    for name, inner in sections.items():
+        lines += ["", f"## {name}", "", inspect.cleandoc(inner.__doc__ or ""), "", *_HEAD, *_rows(inner)]
+    return "\n".join(lines) + "\n"
 
 
+_HEAD = ["| key | value | default | effect |", "|---|---|---|---|"]
 _HEADINGS = {
     Status.REFUSED: "Refused: an error",
     Status.NOT_BUILT: "Not built: reported, and training goes on without it",
