@@ -35,7 +35,7 @@ from subprocess import PIPE, CalledProcessError, CompletedProcess, TimeoutExpire
 from typing import IO, Any, Self
 
 from zstore.testing.ranks import loaded_context
-from zstore.tools.as_deepspeed.installing import LOOKED_ALREADY
+from zstore.tools.as_deepspeed.installing import CACHE_AVAILABILITY
 
 NEW_PROCESSES = "ZSTORE_TEST_NEW_PROCESSES"
 """Variable that is set where processes are to be started anew."""
@@ -389,7 +389,7 @@ def _main(start: _Start) -> int:
             sys.argv = list(words)
             sys.path.insert(0, start.cwd)
             if words[0] == "zstore.as_deepspeed":
-                for name in LOOKED_ALREADY:  # a process of its own has not imported them yet
+                for name in CACHE_AVAILABILITY:  # a process of its own has not imported them yet
                     sys.modules.pop(name, None)
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:

@@ -5,7 +5,7 @@ All models are called as transformers does it: `model(input_ids=..., labels=...)
 the model compares each prediction with the token after it. `loss_of` takes the loss out of its output.
 
 [Note: sample order] Sample n of a run with seed s starts at the same byte however many ranks share the work and
-whenever the run was resumed: the place is a hash of (s, n), taken from the raw output of numpy's counter-based Philox
+whenever the run was resumed: the start is a hash of (s, n), taken from the raw output of numpy's counter-based Philox
 generator (raw output is the same in every numpy version, which numpy does not promise for its distributions).
 """
 
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.hidden, config.hidden)
 
     def use_attention(self, attend: Callable[..., Tensor]) -> None:
-        """Compute attention by `attend(query, key, value, is_causal=True)`, as `sparse_attention` asks for."""
+        """Compute attention by `attend(query, key, value, is_causal=True)`; called by `sparse_attention`."""
         self.attend = attend
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,9 +151,9 @@ class Gpt(nn.Module):
                 nn.init.normal_(parameter, std=into_stream if name.endswith("c_proj.weight") else 0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits [batch, tokens, vocab_size], or, given `labels` [batch, tokens], the mean loss as a scalar in fp32.
+        """Return logits [batch, tokens, vocab_size], or with `labels` [batch, tokens] the mean loss as a scalar in fp32.
 
-        `labels` are the tokens at the same places as `input_ids`; the model does the shift by one.
+        `labels` are the tokens at the positions of `input_ids`; the model does the shift by one.
         """
         logits: Tensor = self.lm_head(self.transformer(input_ids))
         if labels is None:
@@ -168,7 +168,7 @@ class Gpt(nn.Module):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """`prompt_ids` [batch, tokens] followed by `max_new_tokens` sampled ones; temperature 0 takes the likeliest."""
+        """Return `prompt_ids` [batch, tokens] and `max_new_tokens` sampled ones after it; at temperature 0 the likeliest."""
         ids = prompt_ids
         for _ in range(max_new_tokens):
             logits = self(ids[:, -self.config.max_positions :])[:, -1].float()  # [batch, vocab_size]
@@ -181,7 +181,7 @@ class Gpt(nn.Module):
 
 
 def build_model(name_or_path: str, seq_len: int) -> nn.Module:
-    """An fp32 model with random weights for sequences of `seq_len` tokens.
+    """Return an fp32 model with random weights for sequences of `seq_len` tokens.
 
     `name_or_path` is one of `SHIPPED`, or the path of a transformers `config.json` or its folder (extra `hf`).
     Raises `ConfigError` when it is neither, when transformers is not installed, or when the model cannot take bytes or
@@ -195,7 +195,7 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
     if not path.is_file():
         raise ConfigError(
             f"unknown model {name_or_path!r}: expected one of {', '.join(SHIPPED)}, or the path of a transformers config.json "
-            f"or of a folder that holds one"
+            f"or of its folder"
         )
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -215,7 +215,7 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in a model's output for `labels`: the output itself, or the `loss` of a transformers output."""
+    """Return the loss in a model's output for `labels`: the output itself, or the `loss` of a transformers output."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise ConfigError(
@@ -232,13 +232,15 @@ def on_meta() -> Iterator[None]:
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves out random values for tensors without memory: torch imports its compiler to draw them."""
+    """Skips random values for tensors without memory: torch imports its compiler to draw them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if getattr(func, "__name__", "") == "normal_" and (args[0] if args else given["tensor"]).is_meta:
-            return args[0] if args else given["tensor"]
-        return func(*args, **given)
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "normal_":
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -246,11 +248,11 @@ class _Unfilled(TorchFunctionMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Concatenated files. Only their sizes are kept; a sample's bytes are read when it is asked for."""
+    """Concatenated files. Only their sizes are kept; the bytes of a sample are read on request."""
 
     files: tuple[Path, ...]
     ends: tuple[int, ...]
-    """Where each file ends, in bytes from the beginning of the corpus."""
+    """End of each file, in bytes from the beginning of the corpus."""
     name: str
     """For messages: the path given, or the name of its default."""
 
@@ -268,18 +270,18 @@ class Corpus:
             )
 
     def sample(self, number: int, seq_len: int, seed: int) -> Tensor:
-        """Sample `number`, int64 [seq_len], also the labels: the model does the shift by one. See [Note: sample order]."""
+        """Return sample `number`, int64 [seq_len], also its labels. See [Note: sample order]."""
         self.require(seq_len)
         key = np.array([seed % 2**64, number % 2**64], dtype=np.uint64)
         start = int(np.random.Philox(key=key).random_raw()) * (self.num_bytes - seq_len + 1) >> 64
         return torch.from_numpy(np.frombuffer(self.read(start, seq_len), dtype=np.uint8).astype(np.int64))
 
     def batch(self, numbers: Sequence[int], seq_len: int, seed: int) -> Tensor:
-        """The samples of `numbers`, int64 [len(numbers), seq_len]."""
+        """Return the samples of `numbers`, int64 [len(numbers), seq_len]."""
         return torch.stack([self.sample(number, seq_len, seed) for number in numbers])
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """The bytes from `start` on, across files; `ConfigError` when a file was truncated."""
+        """Return the bytes from `start` on, across files. Raises ConfigError if a file was truncated."""
         pieces = []
         index = bisect.bisect_right(self.ends, start)
         while num_bytes > 0:
@@ -297,17 +299,17 @@ class Corpus:
 
 
 def open_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
-    """The text file at `path`, or all files below the folder `path` in the order of their paths, hidden ones left out.
+    """Return the text file at `path`, or all files below the folder `path` in the order of their paths, without hidden ones.
 
-    Without a path the modules of Python's own standard library that are single files. Raises `ConfigError` for a path that
-    is missing, cannot be read, or holds no text.
+    The default is the single-file modules of Python's standard library. Raises ConfigError for a path that is missing, cannot
+    be read, or has no text.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path).expanduser()
     name = f"the standard library ({root})" if path is None else str(root)
     if not root.exists():
         raise ConfigError(f"expected a text file or a folder of them, but {root} does not exist: check --data")
     if root.suffix in (".jsonl", ".ndjson", ".parquet", ".arrow"):
-        raise ConfigError(f"{root}: expected plain text, got a file of rows: write their text to a file of its own")
+        raise ConfigError(f"{root}: expected plain text, got a file of rows: write their text to a separate file")
     found = sorted(root.glob("*.py" if path is None else "**/*")) if root.is_dir() else [root]
     shown = (file for file in found if not any(part.startswith(".") for part in file.relative_to(root).parts))
     files = [file for file in shown if file.is_file()]

@@ -1,7 +1,7 @@
 """Lightning's Trainer on the engine: `from zstore.lightning import ZstoreStrategy` (extra `lightning`).
 
-From then on `import deepspeed` gives zstore in this process, as after `import zstore.as_deepspeed`: Lightning's strategy asks
-for it.
+From then on `import deepspeed` gives zstore in this process, as after `import zstore.as_deepspeed`: Lightning's strategy
+imports it.
 """
 
 from zstore.tools.as_deepspeed.installing import put_in_place

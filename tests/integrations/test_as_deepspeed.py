@@ -175,7 +175,7 @@ def test_names_that_are_there_and_names_that_are_not(tmp_path: Path) -> None:
     assert "ZeRO stage 3" in lacking[1]
     assert "deepspeed.init_inference is not there" in lacking[2]
     assert "zstore consolidate" in lacking[2]
-    assert "installed here" not in errors
+    assert "is installed; in this run" not in errors
 
 
 NOTEBOOK = """
@@ -212,7 +212,7 @@ def test_a_deepspeed_that_is_installed_is_not_used_and_one_line_says_so(tmp_path
     script = tmp_path / "script.py"
     lines, errors = run(*AS_DEEPSPEED, "--local_rank", script, "a", PYTHONPATH=str(tmp_path))
     assert lines == [f"__main__ {script} ['--local_rank=0', 'a'] {tmp_path}", "True"]
-    assert errors.count("DeepSpeed 0.15.0 is installed here") == 1
+    assert errors.count("DeepSpeed 0.15.0 is installed; in this run") == 1
     lines, _ = run(*AS_DEEPSPEED, "-m", "script", "b", PYTHONPATH=str(tmp_path))
     assert lines[0].startswith(f"__main__ {script} ['b'] ")
 

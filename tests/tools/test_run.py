@@ -331,7 +331,7 @@ def test_a_wrong_filter_is_wrong_usage(include: str, exclude: str, message: str)
         ("", "no host in the file"),
         ("a", "hosts, line 1: expected HOST slots=N, got 'a'"),
         ("a slots=1\nb slots=x", "line 2: expected HOST slots=N"),
-        ("a slots=1\na slots=2", "line 2: host 'a' stands there twice"),
+        ("a slots=1\na slots=2", "line 2: host 'a' is listed twice"),
         ("a slots=0", "at least one slot"),
         ("-oProxyCommand=x slots=1", "line 1: expected HOST"),
     ],
@@ -401,7 +401,7 @@ def test_hosts_are_reached_by_ssh(hostfile: Path) -> None:
     [
         ({"include": "a"}, "unknown host 'a'; without a --hostfile there is only localhost"),
         ({"hostfile": Path("/nowhere")}, "--hostfile /nowhere: No such file"),
-        ({"nnodes": 2}, "which machines"),
+        ({"nnodes": 2}, "no machines are named"),
         ({"include": "a", "exclude": "b"}, "cannot both be given"),
         ({"module": True, "no_python": True}, "cannot both be given"),
         ({"export": ["NOT_SET"]}, "--export NOT_SET: the variable is not set"),

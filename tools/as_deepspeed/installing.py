@@ -26,10 +26,10 @@ from zstore.errors import UsageError
 
 _log = logging.getLogger("zstore")
 
-LOOKED_ALREADY = ("accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer")
-"""Modules that look for DeepSpeed once, when they are imported."""
+CACHE_AVAILABILITY = ("accelerate.utils", "transformers.integrations.deepspeed", "transformers.trainer")
+"""Modules that look for DeepSpeed once, at their import."""
 _STARTUP = str(Path(__file__).with_name("startup"))
-_ALONE = {
+_SINGLE_RANK = {
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
@@ -37,11 +37,11 @@ _ALONE = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }
-"""Variables that a launcher sets for one rank; port 0 is any that is free."""
+"""Variables that a launcher sets for one rank; port 0 is any free one."""
 
 
 class _AnswerDistribution(Distribution):
-    """The distribution deepspeed as `importlib.metadata` sees it."""
+    """The distribution deepspeed for `importlib.metadata`."""
 
     def read_text(self, filename: str) -> str | None:
         from zstore.engine.adapters.deepspeed.names import VERSION
@@ -50,8 +50,8 @@ class _AnswerDistribution(Distribution):
         return {"METADATA": metadata, "top_level.txt": "deepspeed\n"}.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Raise FileNotFoundError: there are no files."""
-        raise FileNotFoundError(f"deepspeed is answered by zstore in this process and has no file {path}")
+        """Raise FileNotFoundError: the distribution has no files."""
+        raise FileNotFoundError(f"deepspeed is provided by zstore in this process and has no file {path}")
 
 
 class _AnswerLoader(Loader):
@@ -82,11 +82,11 @@ class AnswerFinder(DistributionFinder):
             from zstore.engine.adapters.deepspeed.names import require
 
             require(fullname)
-        # Every module is a package, so that `from MODULE import NAME` comes here for a name that it lacks.
+        # Every module is a package, so that `from MODULE import NAME` calls this for a missing name.
         return ModuleSpec(fullname, _AnswerLoader(), origin="zstore.as_deepspeed", is_package=True)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
-        """Yield the distribution, if that name or any is asked for."""
+        """Yield the distribution, if the context names it or no name."""
         name = None if context is None else context.name
         if name is None or name.lower() == "deepspeed":
             yield _AnswerDistribution()
@@ -98,27 +98,26 @@ def installed_finder() -> AnswerFinder | None:
 
 
 def install() -> None:
-    """Let `import deepspeed` in this process, and in those that it starts, give zstore. Without a launcher the process is
-    one rank.
+    """Let `import deepspeed` give zstore in this process and its children. Without a launcher the process is one rank.
 
-    A second call has no effect. A DeepSpeed that is installed is not used then, and one line says so. Raises UsageError if
+    A second call has no effect. An installed DeepSpeed is not used then, and one line of the log says so. Raises UsageError if
     DeepSpeed was imported already, or transformers or accelerate, which look for it only once.
     """
     if installed_finder() is not None:
         return
-    early = next((name for name in LOOKED_ALREADY if name in sys.modules), None)
+    early = next((name for name in CACHE_AVAILABILITY if name in sys.modules), None)
     if early is not None:
         raise UsageError(
-            f"{early.partition('.')[0]} was imported in this process before, and has looked for DeepSpeed: put "
+            f"{early.partition('.')[0]} was imported in this process before, and cached whether DeepSpeed is there: put "
             "`import zstore.as_deepspeed` before that, or run the script by `zstore run --as-deepspeed`"
         )
     put_in_place()
 
 
 def put_in_place(*, alone: bool = True) -> None:
-    """Do the same as `install`, whatever looked for DeepSpeed before. Without `alone` it sets no variables of one rank."""
+    """Do the same as `install`, even after modules that look for DeepSpeed once; without `alone`, set no variables."""
     if alone and not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ):
-        os.environ.update(_ALONE)
+        os.environ.update(_SINGLE_RANK)
     if installed_finder() is not None:
         return
     if "deepspeed" in sys.modules:
@@ -126,25 +125,23 @@ def put_in_place(*, alone: bool = True) -> None:
             "DeepSpeed was imported in this process before: put `import zstore.as_deepspeed` at its start, or run the "
             "script by `zstore run --as-deepspeed`"
         )
-    other = _other_version()
+    other = _installed_version()
     sys.meta_path.insert(0, AnswerFinder())
-    _tell_children()
+    _install_in_children()
     if other is not None and os.environ.get("RANK", "0") == "0":
-        _log.warning(
-            "DeepSpeed %s is installed here; in this run `import deepspeed` gives zstore %s", other, __version__
-        )
+        _log.warning("DeepSpeed %s is installed; in this run `import deepspeed` gives zstore %s", other, __version__)
 
 
-def _other_version() -> str | None:
-    """Return the version of a DeepSpeed that is installed."""
+def _installed_version() -> str | None:
+    """Return the version of an installed DeepSpeed."""
     try:
         return importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _tell_children() -> None:
-    """Let each Python that this process starts install at its own start, when it imports `sitecustomize`."""
+def _install_in_children() -> None:
+    """Let each Python that this process starts do the same, at its import of `sitecustomize`."""
     before = os.environ.get("PYTHONPATH")
     if _STARTUP not in (before or "").split(os.pathsep):
         os.environ["PYTHONPATH"] = _STARTUP if before is None else f"{_STARTUP}{os.pathsep}{before}"
@@ -156,18 +153,18 @@ USAGE = """usage: python -m zstore.as_deepspeed [--local_rank | --no_local_rank]
        python -m zstore.as_deepspeed [--local_rank | --no_local_rank] -m MODULE [ARGUMENTS]
 
 Runs a script in which `import deepspeed` gives zstore, in this process and those that it starts.
-It stands where DeepSpeed's launcher starts Python: by itself it is one rank, and `zstore run --as-deepspeed`
-or torchrun start several.
+It takes the place of Python under DeepSpeed's launcher. Without a launcher it is one rank; `zstore run
+--as-deepspeed` or torchrun start several.
 
-  --local_rank, --no_local_rank   give the script `--local_rank=N`, as DeepSpeed's launcher does, or
-                                  do not; by default a script gets it whose text mentions it
+  --local_rank, --no_local_rank   pass `--local_rank=N` to the script, as DeepSpeed's launcher does, or
+                                  do not; by default only if its text mentions the option
 """
 _LOCAL_RANK = ("--local_rank", "--local-rank")
 """The argument of DeepSpeed's launcher, as scripts spell it."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the script that `words` name, with the words after it as its arguments; return the exit code of a wrong call."""
+    """Run the script in `words`, with the words after it as its arguments; return an exit code."""
     words = list(words)
     wants_rank: bool | None = None
     while words and words[0] in ("--local_rank", "--no_local_rank"):
@@ -193,7 +190,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run_script(path: str, arguments: list[str], wants_rank: bool | None) -> int:
-    """Run a file, or a program on PATH that is a script, as Python does: as `__main__`, with its folder first on the path."""
+    """Run a file, or a script on PATH, as Python does: as `__main__`, with its folder first on the path."""
     if not os.path.exists(path):
         import shutil
 
@@ -204,12 +201,12 @@ def _run_script(path: str, arguments: list[str], wants_rank: bool | None) -> int
     except OSError as error:
         sys.stderr.write(f"python -m zstore.as_deepspeed: can't open {path!r}: {error.strerror}\n")
         return 2
-    spelled = (name for name in _LOCAL_RANK if name.encode() in source)  # a script that mentions it gets it
+    spelled = (name for name in _LOCAL_RANK if name.encode() in source)
     option = next(spelled, "--local_rank" if wants_rank else None)
     sys.argv = [path, *_with_local_rank(arguments, None if wants_rank is False else option)]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    # A module of its own, which stays `__main__` to the end: handlers, threads and pickles look for it there.
+    # It stays `__main__` to the end of the process: handlers, threads and pickles look for it.
     module = types.ModuleType("__main__")
     module.__file__ = path
     module.__loader__ = SourceFileLoader("__main__", path)

@@ -46,10 +46,10 @@ signal ended them, 2 wrong usage, else that of the rank, or the machine, that fa
 """
 
 _JOB_HOSTFILE = Path("/job/hostfile")
-"""Where DeepSpeed's launcher looks for one."""
+"""The default hostfile of DeepSpeed's launcher."""
 _PORT = 29500
-_FAR_END = "import sys; from zstore.tools.run.ranks import main; sys.exit(main())"
-_HERE = ("localhost", "127.0.0.1", "::1")
+_REMOTE_PROGRAM = "import sys; from zstore.tools.run.ranks import main; sys.exit(main())"
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _RANKS = "Ranks on each machine. Default: its slots, else its GPUs, or 1."
 _EXPORT = "Environment variable to pass to ranks on other machines, NAME or NAME=VALUE; may be repeated."
 _DEEPSPEED = "Make `import deepspeed` in the script import zstore, for this run only."
@@ -120,15 +120,15 @@ class RunOptions:
 
 
 def run_command(options: RunOptions) -> int:
-    """Run the script as `options` say; return the exit code of the run."""
+    """Run the script with `options`; return the exit code of the run."""
     jobs = make_jobs(options, os.environ, _count_gpus)
-    ended = run_machines(jobs) if jobs[0].ssh else run_ranks(jobs[0])
-    ended.say()
-    return ended.exit_code
+    result = run_machines(jobs) if jobs[0].ssh else run_ranks(jobs[0])
+    result.print_failure()
+    return result.exit_code
 
 
 def _count_gpus() -> int:
-    """Those of the machine: slots replace CUDA_VISIBLE_DEVICES."""
+    """Return the number of GPUs of the machine: slots replace CUDA_VISIBLE_DEVICES."""
     visible = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     try:
         return count_gpus()
@@ -141,7 +141,7 @@ def _count_gpus() -> int:
 
 
 def make_jobs(options: RunOptions, environment: Mapping[str, str], count_gpus: Callable[[], int]) -> list[RunJob]:
-    """Return the job of each machine: one with `ssh` for every machine, or a single one without, which runs here.
+    """Return the job of each machine: one with `ssh` for every machine, or a single local one without.
 
     `count_gpus` is called only if the slots of this machine matter. Raises UsageError if the options cannot be met.
     """
@@ -150,17 +150,17 @@ def make_jobs(options: RunOptions, environment: Mapping[str, str], count_gpus: C
     if not hosts:
         return [job]
     hosts = limit(hosts, num_hosts=options.nnodes, ranks_per_host=options.nproc)
-    if len(hosts) == 1 and _is_here(*hosts):
+    if len(hosts) == 1 and _is_local(*hosts):
         return [replace(job, slots=slots) for slots in hosts.values()]
     return _over_ssh(options, environment, hosts, job)
 
 
-def _is_here(name: str) -> bool:
-    return name in _HERE or name == socket.gethostname()
+def _is_local(name: str) -> bool:
+    return name in _LOCAL_NAMES or name == socket.gethostname()
 
 
 def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
-    """The machines that files and filters name; empty if there is neither."""
+    """Return the machines that files and filters name; empty if there is neither."""
     path = options.hostfile
     if path is None and options.as_deepspeed and _JOB_HOSTFILE.is_file():
         path = _JOB_HOSTFILE
@@ -171,21 +171,21 @@ def _hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
             raise UsageError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from error
         pool = parse_hostfile(text, name=str(path))
     elif options.include or options.exclude:
-        pool = _this_machine(options, count_gpus)
+        pool = _local_hosts(options, count_gpus)
     elif (options.nnodes or 1) > 1:
         raise UsageError(
-            f"--nnodes {options.nnodes}: which machines? Give a --hostfile, or start each machine's ranks by torchrun"
+            f"--nnodes {options.nnodes}: no machines are named; give a --hostfile, or start each machine's ranks by torchrun"
         )
     else:
         return {}
     return select(pool, include=options.include, exclude=options.exclude)
 
 
-def _this_machine(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
-    """Without GPUs a slot is just a rank, so that there are as many as are named."""
+def _local_hosts(options: RunOptions, count_gpus: Callable[[], int]) -> Hosts:
+    """Return this machine with its GPUs as slots. Without GPUs a slot is a rank, and there are as many as the filter names."""
     option = "--include" if options.include else "--exclude"
     named = parse_filter(options.include or options.exclude, option=option)
-    if other := next((name for name in named if not _is_here(name)), None):
+    if other := next((name for name in named if not _is_local(name)), None):
         raise UsageError(f"{option}: unknown host {other!r}; without a --hostfile there is only localhost")
     name, slots = next(iter(named.items()))
     count = count_gpus() or (max(slots) + 1 if slots and options.include else options.nproc or 1)
@@ -200,12 +200,12 @@ def _job(options: RunOptions, environment: Mapping[str, str]) -> RunJob:
             rank = ["--no_local_rank"] if options.no_local_rank else []
             command = ["-m", "zstore.as_deepspeed", *rank, *command]
         command = [sys.executable, "-u", *command]
-    own = _exported(options.export or (), environment)
     return RunJob(
         command=tuple(command),
         num_ranks=options.nproc,
         master_port=options.master_port or 0,
-        environment=own | ({"ZSTORE_AS_DEEPSPEED": "1"} if options.as_deepspeed else {}),
+        environment=_exported(options.export or (), environment)
+        | ({"ZSTORE_AS_DEEPSPEED": "1"} if options.as_deepspeed else {}),
         max_restarts=options.max_restarts,
         shutdown_timeout_s=options.shutdown_timeout,
     )
@@ -215,12 +215,12 @@ def _over_ssh(options: RunOptions, environment: Mapping[str, str], hosts: Hosts,
     if job.max_restarts:
         raise UsageError("--max-restarts: ranks restart on one machine only; start a run of several again as a whole")
     first = next(iter(hosts))
-    # Not localhost: that is another machine on each of them.
-    address = options.master_addr or (socket.gethostname() if first in _HERE and len(hosts) > 1 else first)
+    # Not localhost, which is a different machine on each of them.
+    address = options.master_addr or (socket.gethostname() if first in _LOCAL_NAMES and len(hosts) > 1 else first)
     path = environment.get("PYTHONPATH")
-    words = [*(["env", f"PYTHONPATH={path}"] if path else []), sys.executable, "-u", "-c", _FAR_END]
+    words = [*(["env", f"PYTHONPATH={path}"] if path else []), sys.executable, "-u", "-c", _REMOTE_PROGRAM]
     shell = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-    # ssh takes the first value that it gets of an option, so the user's come first.
+    # ssh uses the first value of a repeated option, so the user's come first.
     ssh = ["ssh", *shlex.split(options.launcher_args), "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15"]
     theirs = {name: value for name, value in environment.items() if _PASSED.fullmatch(name)}
     job = replace(
@@ -241,11 +241,11 @@ _PASSED = re.compile(
     r"(NCCL|GLOO|UCX|MLFLOW|WANDB|HF|HUGGINGFACE|TOKENIZERS|TRANSFORMERS|TORCH|PYTORCH|PYTHON|OMP|MKL|ZSTORE|DEEPSPEED|AWS)_?.*"
     r"|CUDA_(HOME|LAUNCH_BLOCKING|DEVICE_ORDER|DEVICE_MAX_CONNECTIONS)|LD_LIBRARY_PATH|PATH|VIRTUAL_ENV|TMPDIR"
 )
-"""Names of variables that other machines get unasked: those that training libraries read, and search paths."""
+"""Names of variables that are always passed to other machines: those that training libraries read, and search paths."""
 
 
 def _exported(given: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `--export NAME` and `--export NAME=VALUE`."""
+    """Return the variables of `--export NAME` and `--export NAME=VALUE`."""
     found = {}
     for word in given:
         name, equals, value = word.partition("=")
@@ -282,7 +282,7 @@ def parse_hostfile(text: str, *, name: str) -> Hosts:
             raise UsageError(f"{where}: expected HOST slots=N, got {content!r}")
         host, slots = match.group(1), int(match.group(2))
         if host in hosts:
-            raise UsageError(f"{where}: host {host!r} stands there twice; give each machine one line")
+            raise UsageError(f"{where}: host {host!r} is listed twice; give each machine one line")
         if slots < 1:
             raise UsageError(f"{where}: expected at least one slot, got slots=0; remove the line to leave {host} out")
         hosts[host] = tuple(range(slots))
@@ -325,10 +325,10 @@ def select(pool: Hosts, *, include: str = "", exclude: str = "") -> Hosts:
                     f"{option}: host {host!r} has no slot {slot}; it has {', '.join(map(str, pool[host]))}"
                 )
     chosen: Hosts = {}
-    for host, there in pool.items():
+    for host, available in pool.items():
         listed = named.get(host, ())
-        matched = there if listed is None else listed
-        if slots := matched if include else tuple(slot for slot in there if slot not in matched):
+        matched = available if listed is None else listed
+        if slots := matched if include else tuple(slot for slot in available if slot not in matched):
             chosen[host] = slots
     if not chosen:
         raise UsageError(f"--exclude {exclude}: leaves no slot on any host; leave fewer out")

@@ -1,7 +1,7 @@
-"""A process beside a launcher that ends its ranks when the launcher dies without doing so, killed for instance.
+"""A process that ends the ranks of a launcher that died without doing so, because it was killed for instance.
 
-It runs as a file, in a Python without packages, and reads on stdin: `rank PID` for each rank, `forget` once they ended.
-When stdin ends, the ranks get SIGTERM, and after a while the rest of their process groups gets SIGKILL.
+It runs this file in a Python without packages, and reads on stdin: `rank PID` for each rank, `forget` once they ended.
+When stdin ends, the ranks get SIGTERM, and after a grace period what is left of their process groups gets SIGKILL.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 
 class LauncherGuard(contextlib.AbstractContextManager["LauncherGuard"]):
     """The launcher's side."""
 
-    def __init__(self, patience_s: float) -> None:
-        """`patience_s`: how long the ranks may take after SIGTERM."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(patience_s)],
+    def __init__(self, grace_period_s: float) -> None:
+        """`grace_period_s`: time between SIGTERM and SIGKILL."""
+        self._process: Any = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(grace_period_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -30,45 +31,41 @@ class LauncherGuard(contextlib.AbstractContextManager["LauncherGuard"]):
         )
 
     def add(self, pid: int) -> None:
-        """End this rank, the leader of a process group, if this process dies."""
-        self._tell(f"rank {pid}\n")
+        """Let a rank, the leader of a process group, end if this process dies."""
+        self._send(f"rank {pid}\n")
 
     def forget(self) -> None:
-        """Let go of the ranks."""
-        self._tell("forget\n")
+        """Forget the ranks, which ended."""
+        self._send("forget\n")
 
     def __exit__(self, *_: object) -> None:
-        stream = self._process.stdin
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
         self._process.wait()
 
-    def _tell(self, text: str) -> None:
-        stream = self._process.stdin
-        if stream is not None:
-            with contextlib.suppress(OSError):  # it was ended from outside
-                stream.write(text.encode())
-                stream.flush()
+    def _send(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the guard was killed
+            self._process.stdin.write(text.encode())
+            self._process.stdin.flush()
 
 
-def _stand_by(patience_s: float) -> None:
-    ranks: list[int] = []
+def _end_orphans(grace_period_s: float) -> None:
+    pids: list[int] = []
     for line in sys.stdin:
         word, *rest = line.split()
-        ranks = [*ranks, int(rest[0])] if word == "rank" else []
-    for pid in ranks:
+        pids = [*pids, int(rest[0])] if word == "rank" else []
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    end = time.monotonic() + patience_s
-    while any(map(_is_there, ranks)) and time.monotonic() < end:
-        time.sleep(_LOOK_S)
-    for pid in ranks:
+    end = time.monotonic() + grace_period_s
+    while any(map(_is_alive, pids)) and time.monotonic() < end:
+        time.sleep(_POLL_INTERVAL_S)
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
 
-def _is_there(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -77,4 +74,4 @@ def _is_there(pid: int) -> bool:
 
 
 if __name__ == "__main__":
-    _stand_by(float(sys.argv[1]))
+    _end_orphans(float(sys.argv[1]))

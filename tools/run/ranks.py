@@ -3,9 +3,9 @@ machines over ssh.
 
 [Note: how a run ends]
 On a signal, ranks save and exit with 75, at slightly different times; when one fails, the others find out which and say
-so. So signals are passed on and no rank is killed at once: only after a failure, SIGINT, or the loss of the launcher do those
-that still run get a grace period. Torch's elastic agent kills all ranks of a machine as soon as one has ended, so ranks are
-processes of our own here, with the variables that torchrun sets, and meet at a store in the first machine's launcher.
+so. So signals are forwarded and no rank is killed at once: after a failure, SIGINT or the loss of the launcher, those that
+still run get a grace period. Torch's elastic agent kills all ranks of a machine as soon as one has ended, so it is not used.
+Ranks get the variables that torchrun sets, and rendezvous through a TCPStore in the first machine's launcher.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .guard import LauncherGuard
 STOPPED_EXIT_CODE = 75
 """Exit code of ranks that saved and stopped on a signal (same as the engine's)."""
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)]
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,55 +38,55 @@ class RunJob:
     """The ranks of one machine and their rendezvous settings."""
 
     command: tuple[str, ...]
-    """Program and arguments, given to each rank as they are."""
+    """Program and arguments of each rank."""
     slots: tuple[int, ...] | None = None
-    """Indices of the GPUs that ranks get, one each; None: not chosen."""
+    """Indices of the GPUs, one for each rank; None: not chosen."""
     num_ranks: int | None = None
-    """Number of ranks if `slots` is None; None: its GPUs, or one."""
+    """Number of ranks if `slots` is None; None: one for each GPU, or one."""
     machine: str = ""
-    """Its name, for messages; "": this one."""
+    """Name of the machine in messages; "": this one."""
     ssh: tuple[str, ...] = ()
     """The command that reaches the machine."""
     first_rank: int = 0
     world_size: int | None = None
-    """None: that of this machine."""
+    """None: only this machine's ranks."""
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """0: any free port, if there is only one machine."""
+    """0: any free port, on a single machine only."""
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     shutdown_timeout_s: float = 30.0
-    """How long ranks may take to end once one failed, Ctrl-C came or the launcher is gone."""
+    """Time for ranks to exit after a failure, Ctrl-C or the loss of the launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunEnd:
+class RunResult:
     """How a group of processes ended."""
 
     codes: Mapping[str, int]
     """Exit code of each by its name, negative for the signal that ended it."""
     first: str | None = None
     """Name of the first to fail."""
-    came: Sequence[int] = ()
-    """Signals that were passed on to them, in order."""
+    forwarded_signals: Sequence[int] = ()
+    """Signals that were forwarded to them, in order."""
 
     @property
     def exit_code(self) -> int:
         """0; 75 if they stopped; 128 plus the number of the signal that killed them; or the code of the first to fail."""
         if self.first is None:
-            # No code at all: they were never started.
-            return max(self.codes.values()) if self.codes else 128 + self.came[-1]
-        if self.came:
-            return 128 + self.came[-1]
+            # No codes: they were never started.
+            return max(self.codes.values()) if self.codes else 128 + self.forwarded_signals[-1]
+        if self.forwarded_signals:
+            return 128 + self.forwarded_signals[-1]
         code = self.codes[self.first]
         return 128 - code if code < 0 else code
 
-    def say(self, where: str = "") -> None:
-        """Print the reason of a failure, if any, on stderr; `where` names the machine."""
+    def print_failure(self, machine: str = "") -> None:
+        """Print the reason of a failure, if any, on stderr."""
         if self.exit_code in (0, STOPPED_EXIT_CODE):
             return
-        if self.came:
-            text = f"{where and f'{where}: '}stopped by {signal.Signals(self.came[-1]).name}"
+        if self.forwarded_signals:
+            text = f"{machine and f'{machine}: '}stopped by {signal.Signals(self.forwarded_signals[-1]).name}"
         else:
             code = self.codes[self.first or ""]
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
@@ -96,7 +96,7 @@ class RunEnd:
                     "if the kernel killed it for lack of memory (see dmesg), move optimizer state to a drive "
                     "(offload_optimizer) or lower the micro-batch; `zstore plan` shows what fits"
                 )
-            text = f"{self.first}{where and f' on {where}'} {how}{order}; {hint}"
+            text = f"{self.first}{machine and f' on {machine}'} {how}{order}; {hint}"
         print(f"zstore: {text}", file=sys.stderr, flush=True)
 
 
@@ -105,19 +105,19 @@ class Control:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._rest = b""
+        self._partial_line = b""
         self.lost = False
-        """Whether the launcher is gone."""
+        """Whether the connection to the launcher ended."""
 
     def take(self) -> list[str]:
         """Block until data or EOF, and return the complete lines received."""
-        got = os.read(self._descriptor, 65536)
-        self.lost = not got
-        *lines, self._rest = (self._rest + got).split(b"\n")
+        received = os.read(self._descriptor, 65536)
+        self.lost = not received
+        *lines, self._partial_line = (self._partial_line + received).split(b"\n")
         return [line.decode() for line in lines]
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Return the signals that it passed on: SIGKILL to end at once, SIGTERM when the launcher is gone."""
+        """Return the signals that it forwarded: SIGKILL to end at once, SIGTERM when the launcher is lost."""
         if not select.select([self._descriptor], [], [], timeout_s)[0]:
             return []
         numbers = [int(line) for line in self.take()]
@@ -128,15 +128,15 @@ class Control:
 def catching_signals() -> Iterator[list[int]]:
     """Yield a list that collects incoming signals instead of handling them; call it in the main thread.
 
-    A signal that was ignored before, as under nohup, stays ignored.
+    A signal that is ignored, as under nohup, stays ignored.
     """
-    came: list[int] = []
+    arrived: list[int] = []
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     caught = [number for number, handler in before.items() if handler != signal.SIG_IGN]
     try:
         for number in caught:
-            signal.signal(number, lambda number, _: came.append(number))
-        yield came
+            signal.signal(number, lambda number, _: arrived.append(number))
+        yield arrived
     finally:
         for number in caught:
             signal.signal(number, before[number] or signal.SIG_DFL)
@@ -145,40 +145,41 @@ def catching_signals() -> Iterator[list[int]]:
 def supervise(
     members: Mapping[str, subprocess.Popen[bytes]],
     arrived: list[int],
-    patience_s: float,
+    grace_period_s: float,
     control: Control | None = None,
-) -> RunEnd:
-    """Wait until all members ended, pass signals on, and return how they ended. See [Note: how a run ends].
+) -> RunResult:
+    """Wait until all members ended, forward signals, and return the result. See [Note: how a run ends].
 
-    `arrived`: of `catching_signals`. After a failure, SIGINT or the loss of `control`, members that still run after
-    `patience_s` are killed; after a second SIGINT or SIGKILL at once.
+    `arrived` is the list from `catching_signals`. After a failure, SIGINT or the loss of `control`, members that still run
+    after `grace_period_s` are killed; after a second SIGINT or SIGKILL at once.
     """
-    came: list[int] = []
+    forwarded: list[int] = []
     first, end_s = None, float("inf")
     while True:
         codes = {name: member.poll() for name, member in members.items()}
         failed = [name for name, code in codes.items() if code not in (None, 0, STOPPED_EXIT_CODE)]
         if failed and first is None:
-            first, end_s = failed[0], min(end_s, time.monotonic() + patience_s)
+            first, end_s = failed[0], min(end_s, time.monotonic() + grace_period_s)
         if None not in codes.values():
-            return RunEnd(codes={name: member.poll() or 0 for name, member in members.items()}, first=first, came=came)
+            codes_of = {name: code or 0 for name, code in codes.items()}
+            return RunResult(codes=codes_of, first=first, forwarded_signals=forwarded)
         if time.monotonic() > end_s:
             for member in members.values():
                 member.kill()
         while arrived:
             number = arrived.pop(0)
-            if number == signal.SIGKILL or (number == signal.SIGINT and number in came):
+            if number == signal.SIGKILL or (number == signal.SIGINT and number in forwarded):
                 end_s = 0.0
                 continue
             if number == signal.SIGINT or (control is not None and control.lost):
-                end_s = min(end_s, time.monotonic() + patience_s)
-            came.append(number)
+                end_s = min(end_s, time.monotonic() + grace_period_s)
+            forwarded.append(number)
             for member in members.values():
                 member.send_signal(number)
         if control is None or control.lost:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
         else:
-            arrived += control.wait(_LOOK_S)
+            arrived += control.wait(_POLL_INTERVAL_S)
 
 
 class _Rank(subprocess.Popen[bytes]):
@@ -191,14 +192,14 @@ class _Rank(subprocess.Popen[bytes]):
                 os.killpg(self.pid, signal.SIGKILL)
 
 
-def run_ranks(job: RunJob, control: Control | None = None) -> RunEnd:
-    """Run the ranks of this machine and return how they ended; call it in the main thread.
+def run_ranks(job: RunJob, control: Control | None = None) -> RunResult:
+    """Run the ranks of this machine and return the result; call it in the main thread.
 
-    SIGTERM, SIGUSR1, SIGHUP and SIGINT go to every rank, here or from `control`; see `supervise`. None outlives this process.
-    Raises ZstoreError if the port is taken.
+    SIGTERM, SIGUSR1, SIGHUP and SIGINT, received here or from `control`, go to every rank; see `supervise`. No rank outlives
+    this process. Raises ZstoreError if the port is taken.
     """
     num_ranks = len(job.slots) if job.slots is not None else job.num_ranks or max(1, count_gpus())
-    ended = None
+    result = None
     with LauncherGuard(job.shutdown_timeout_s) as guard, catching_signals() as arrived:
         for attempt in range(job.max_restarts + 1):
             store = _store(job)
@@ -214,19 +215,19 @@ def run_ranks(job: RunJob, control: Control | None = None) -> RunEnd:
                         start_new_session=True,
                     )
                     guard.add(rank.pid)
-                ended = supervise(ranks, arrived, job.shutdown_timeout_s, control) if ranks else None
+                result = supervise(ranks, arrived, job.shutdown_timeout_s, control) if ranks else None
             finally:
                 for rank in ranks.values():
                     rank.kill()
                     rank.wait()
                 guard.forget()
-            if ended is None or ended.first is None or ended.came:
+            if result is None or result.first is None or result.forwarded_signals:
                 break
-        return ended or RunEnd(codes={}, came=arrived)
+        return result or RunResult(codes={}, forwarded_signals=arrived)
 
 
 def _variables(job: RunJob, local_rank: int, num_ranks: int, port: int, attempt: int) -> dict[str, str]:
-    """The variables of a rank, as torchrun sets them."""
+    """Return the variables of a rank, as torchrun sets them."""
     from zstore.io import num_cores
 
     given = {
@@ -248,7 +249,7 @@ def _variables(job: RunJob, local_rank: int, num_ranks: int, port: int, attempt:
 
 
 def _store(job: RunJob) -> Any:
-    """The rendezvous store of the ranks, on the first machine; it is in this process, so that it outlives rank 0."""
+    """Open the rendezvous store of the ranks, on the first machine; in this process, so that it outlives rank 0."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if job.first_rank:
@@ -260,7 +261,7 @@ def _store(job: RunJob) -> Any:
 
 
 def count_gpus() -> int:
-    """Return how many GPUs a process started here would see."""
+    """Return how many GPUs a child process would see."""
     import torch
 
     return torch.cuda.device_count()
@@ -270,70 +271,72 @@ def count_gpus() -> int:
 # ssh runs `main` on each. The first line on its stdin is the job, as JSON; each that follows is the number of a signal, SIGKILL
 # to end the ranks at once. Its end means that the launcher or the connection is lost.
 
-_SLACK_S = 10.0
-"""Time for the way to a machine and back, beyond the time that its ranks have."""
+_SSH_SLACK_S = 10.0
+"""Time for messages to and from a machine, in addition to the grace period of its ranks."""
 
 
 class _Machine(subprocess.Popen[bytes]):
     """The ssh that runs the ranks of a machine."""
 
     def __init__(self, job: RunJob) -> None:
-        # A session of its own: Ctrl-C in a terminal is for this process, which passes it on.
+        # In a session of its own: Ctrl-C in a terminal reaches only this process, which forwards it.
         super().__init__(job.ssh, stdin=subprocess.PIPE, start_new_session=True)
+        self._requests: Any = self.stdin
         self._killed_s: float | None = None
-        self._tell(json.dumps(dataclasses.asdict(job)))
+        self._send(json.dumps(dataclasses.asdict(job)))
 
     def send_signal(self, number: int) -> None:
-        """Pass a signal on to its ranks."""
-        self._tell(str(number))
+        """Forward a signal to its ranks."""
+        self._send(str(number))
 
     def kill(self) -> None:
-        """End its ranks, and after a while the connection: the other end sees that if it did not get the word."""
+        """End its ranks, and after `_SSH_SLACK_S` the connection, in case that message was lost."""
         if self._killed_s is None:
             self._killed_s = time.monotonic()
-            self._tell(str(int(signal.SIGKILL)))
-        elif time.monotonic() > self._killed_s + _SLACK_S:
+            self._send(str(int(signal.SIGKILL)))
+        elif time.monotonic() > self._killed_s + _SSH_SLACK_S:
             super().send_signal(signal.SIGTERM)
 
     def close(self) -> None:
         """End the connection."""
-        if self.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.stdin.close()
+        with contextlib.suppress(OSError):
+            self._requests.close()
         super().send_signal(signal.SIGTERM)
         self.wait()
 
-    def _tell(self, line: str) -> None:
-        if self.stdin is not None and self.poll() is None:
-            with contextlib.suppress(OSError):  # it is ending
-                self.stdin.write(f"{line}\n".encode())
-                self.stdin.flush()
+    def _send(self, line: str) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(OSError):  # the connection is closing
+                self._requests.write(f"{line}\n".encode())
+                self._requests.flush()
 
 
-def run_machines(jobs: Sequence[RunJob]) -> RunEnd:
-    """Run `jobs` over ssh and return how they ended, by machine; call it in the main thread.
+def run_machines(jobs: Sequence[RunJob]) -> RunResult:
+    """Run `jobs` over ssh and return the result, by machine; call it in the main thread.
 
-    When this process dies or loses a machine, the ranks there end: their side's stdin ends. Raises UsageError if ssh is not
-    installed.
+    When this process dies or loses a machine, the ranks on it end, since their launcher's stdin ends. Raises UsageError if
+    ssh is not installed.
     """
     machines: dict[str, _Machine] = {}
     with catching_signals() as arrived:
         try:
             for job in jobs:
                 machines[job.machine] = _Machine(job)
-            return supervise(machines, arrived, jobs[0].shutdown_timeout_s + _SLACK_S)
+            return supervise(machines, arrived, jobs[0].shutdown_timeout_s + _SSH_SLACK_S)
         except FileNotFoundError as error:
-            raise UsageError(f"no program {jobs[0].ssh[0]!r} on PATH, which reaches the other machines") from error
+            raise UsageError(
+                f"no program {jobs[0].ssh[0]!r} on PATH, which is needed to reach the other machines"
+            ) from error
         finally:
             for machine in machines.values():
                 machine.close()
 
 
 def main() -> int:
-    """Run the ranks of this machine as the launcher says on stdin; return the exit code."""
+    """Run the ranks of this machine as the launcher requests on stdin; return the exit code."""
     from pydantic import TypeAdapter
 
-    # The ranks' stdin is empty: this process's input is not for them.
+    # The launcher's messages, which the ranks must not read.
     control = Control(os.dup(0))
     first: list[str] = []
     while not first:
@@ -342,9 +345,9 @@ def main() -> int:
             return 1
     job = TypeAdapter(RunJob).validate_json(first[0])
     try:
-        ended = run_ranks(job, control)
+        result = run_ranks(job, control)
     except (ZstoreError, OSError) as error:
         print(f"zstore: {job.machine}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
-    ended.say(job.machine)
-    return ended.exit_code
+    result.print_failure(job.machine)
+    return result.exit_code

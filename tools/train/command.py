@@ -24,7 +24,7 @@ from .config import (
     Position,
     Source,
     TrainOptions,
-    answers,
+    auto_values,
     load_train_config,
     require_own_folder,
     resume_source,
@@ -45,24 +45,23 @@ need the cores; storage that is refilled for every unit is in huge pages, which 
 
 
 def train_command(options: TrainOptions) -> None:
-    """Train as `options` say; with `nproc` over 1 in that many processes started here."""
+    """Train with `options`; with `nproc` over 1 in that many child processes."""
     config = load_train_config(options)
-    if any(each.device != "none" for each in (config.offload_optimizer, config.offload_param)):
+    if any(section.device != "none" for section in (config.offload_optimizer, config.offload_param)):
         for name, value in OFFLOAD_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     if options.nproc > 1 and "RANK" not in os.environ:
-        _prepare(options)  # errors are reported once, not by every rank
+        _prepare(options, config)  # errors are reported once, not by every rank
         launch([sys.executable, "-m", "zstore", *sys.argv[1:]], options.nproc)  # RANK is set there
     else:
-        _train(options)
+        _train(options, config)
 
 
-def _prepare(options: TrainOptions) -> tuple[Config, Source | None, Position, Corpus]:
-    """Return the config, the checkpoint to resume from, the position in the data, and the data. Raises errors that can be
-    found before anything is built, and leaves nothing behind."""
+def _prepare(options: TrainOptions, config: Config) -> tuple[Source | None, Position, Corpus]:
+    """Return the checkpoint to resume from, the position in the data, and the data. Raises the errors that can be found before
+    anything is built, and creates no files."""
     from ..sample import open_corpus
 
-    config = load_train_config(options)
     storage = config.storage_options
     source = resume_source(options.resume, options.save, storage_options=storage)
     position = start_position(options.seed, options.seq_len, source, storage_options=storage)
@@ -71,13 +70,13 @@ def _prepare(options: TrainOptions) -> tuple[Config, Source | None, Position, Co
     if options.save is not None:
         if source is None:
             require_own_folder(options.save, storage_options=storage)
-        _require_place(options.save, storage)
-    return config, source, position, corpus
+        _require_writable(options.save, storage)
+    return source, position, corpus
 
 
-def _require_place(location: str, storage_options: Mapping[str, Any]) -> None:
-    """Raise StorageError if nothing can be saved in a folder or at a URL: now, and not after hours of training. A
-    missing folder is not created."""
+def _require_writable(location: str, storage_options: Mapping[str, Any]) -> None:
+    """Raise StorageError if nothing can be saved in a folder or at a URL, before hours of training. A missing folder is not
+    created."""
     if is_url(location):
         require_uploads(location, storage_options)
         return
@@ -91,19 +90,19 @@ def _require_place(location: str, storage_options: Mapping[str, Any]) -> None:
         raise storage_error(error, message, path=str(folder)) from error
 
 
-def _train(options: TrainOptions) -> None:
+def _train(options: TrainOptions, config: Config) -> None:
     import torch
 
     import zstore
 
     from ..sample import build_model
 
-    config, source, position, corpus = _prepare(options)
+    source, position, corpus = _prepare(options, config)
     zstore.init_distributed()
     torch.manual_seed(position.seed)
     with zstore.Init(config=config):
         model = build_model(options.model, position.seq_len)
-    engine, *_ = zstore.initialize(model=model, config=config, auto=answers(options, config))
+    engine, *_ = zstore.initialize(model=model, config=config, auto=auto_values(options, config))
     with engine:
         if options.save is not None:
             engine.note_save_folder(str(options.save))
@@ -112,17 +111,18 @@ def _train(options: TrainOptions) -> None:
         TrainLoop(options, engine, corpus, position).run()
 
 
-_END_WELL_S = 20.0
-"""How long ranks may take to exit by themselves once one failed: they exchange their errors meanwhile."""
+_GRACE_PERIOD_S = 20.0
+"""Time for ranks to exit after one failed: they exchange their errors meanwhile."""
 
 
 def launch(command: Sequence[str], num_ranks: int) -> None:
-    """Run `command` in `num_ranks` processes of one group, each with the variables that torchrun sets; return when all
-    ended well, else raise SystemExit with the code of `zstore run`. None of them outlives this process."""
-    ended = run_ranks(RunJob(command=tuple(command), num_ranks=num_ranks, shutdown_timeout_s=_END_WELL_S))
-    ended.say()
-    if ended.exit_code:
-        raise SystemExit(ended.exit_code)
+    """Run `command` in `num_ranks` processes of one group, each with the variables that torchrun sets.
+
+    Raises SystemExit with the code of `zstore run` if any of them failed. None of them outlives this process."""
+    result = run_ranks(RunJob(command=tuple(command), num_ranks=num_ranks, shutdown_timeout_s=_GRACE_PERIOD_S))
+    result.print_failure()
+    if result.exit_code:
+        raise SystemExit(result.exit_code)
 
 
 _log = logging.getLogger("zstore")
@@ -140,14 +140,14 @@ class TrainLoop:
         self._row: dict[str, Any] = {}
         """Metrics of the last step."""
         self._line_s = float("-inf")
-        """When the last line of progress was printed."""
+        """Time of the last printed line of progress."""
         engine.journal.note(total_steps=options.steps, tokens=engine.train_batch_size() * position.seq_len)
 
     def run(self) -> None:
-        """Train; the last state is saved, and every save is complete when this returns."""
+        """Train, save the last state, and wait for all saves."""
         options, engine = self._options, self._engine
         if engine.global_steps >= options.steps:
-            self._say(f"the checkpoint is at step {engine.global_steps} of {options.steps}: nothing to do")
+            self._print(f"the checkpoint is at step {engine.global_steps} of {options.steps}: nothing to do")
             return
         if options.metrics is not None and engine.global_rank == 0:
             _drop_lines_from(options.metrics, engine.global_steps + 1)
@@ -159,7 +159,7 @@ class TrainLoop:
             self._report()
             stop = engine.stop_requested
             if self._is_save_due() or stop is not None:
-                self._say(f"step {engine.global_steps}: save stall {1000 * self._save():.1f} ms")
+                self._print(f"step {engine.global_steps}: save stall {1000 * self._save():.1f} ms")
             if stop is not None and engine.global_steps < options.steps:
                 engine.save_and_stop(None)
         engine.wait_for_checkpoint()
@@ -210,7 +210,7 @@ class TrainLoop:
 
     @property
     def _samples(self) -> int:
-        """Samples of the run that its finished steps have seen."""
+        """Samples that the run's finished steps used."""
         steps = self._engine.global_steps - self._first_step
         return self._position.samples + steps * self._engine.train_batch_size()
 
@@ -221,7 +221,7 @@ class TrainLoop:
         return step == options.steps or (options.save_every is not None and step % options.save_every == 0)
 
     def _save(self) -> float:
-        """Pin the state and let training go on; returns the seconds that took."""
+        """Begin a save in the background; return the seconds for which it delayed training."""
         handle = self._engine.save_checkpoint(
             str(self._options.save),
             client_state={STATE_KEY: asdict(self._position) | {"samples": self._samples}},
@@ -231,7 +231,7 @@ class TrainLoop:
         return float(handle.stall_s)
 
     def _report(self) -> None:
-        """Write the step's row to the file of metrics, and now and then a line on stderr."""
+        """Append the step's row to the metrics file, and print progress at intervals."""
         row, path = self._row, self._options.metrics
         if self._engine.global_rank != 0:
             return
@@ -240,18 +240,18 @@ class TrainLoop:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             except OSError as error:
-                _log.warning("--metrics %s: lines are missing; training goes on: %s", path, error)
+                _log.warning("--metrics %s: lines are missing; training continues: %s", path, error)
         now_s = time.monotonic()
         if row["step"] < self._options.steps and now_s - self._line_s < (1 if sys.stderr.isatty() else PLAIN_LINE_S):
             return
         self._line_s = now_s
         rate = (row["disk_read_bytes"] + row["disk_write_bytes"]) / row["step_s"] / 1e9
-        self._say(
+        self._print(
             f"step {row['step']}/{self._options.steps}  loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  "
             f"disk {rate:.2f} GB/s  memory {row['peak_memory_bytes'] / 1e9:.2f} GB"
         )
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._engine.global_rank == 0:
             print(text, file=sys.stderr, flush=True)
 

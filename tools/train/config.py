@@ -92,7 +92,7 @@ def load_train_config(options: TrainOptions) -> Config:
 
     name = str(options.config)
     raw = read_config(options.config)
-    load_config(raw, name=name)  # the code below may rely on the shape of its sections
+    load_config(raw, name=name)  # checks the shape of the sections that are changed below
     # The command shows its own progress; the engine's lines are printed only on request.
     raw.setdefault("steps_per_print", 0)
     if options.micro_batch is not None:
@@ -100,12 +100,13 @@ def load_train_config(options: TrainOptions) -> Config:
     if options.seed is not None:
         raw["seed"] = options.seed
     if options.storage_option:
-        own = raw["zstore"] = raw.get("zstore") or {}
-        own["storage_options"] = {**(own.get("storage_options") or {}), **parse_options(options.storage_option)}
+        section = raw["zstore"] = raw.get("zstore") or {}
+        former = section.get("storage_options") or {}
+        section["storage_options"] = {**former, **parse_options(options.storage_option)}
     return load_config(raw, name=name)
 
 
-def answers(options: TrainOptions, config: Config) -> dict[str, Any]:
+def auto_values(options: TrainOptions, config: Config) -> dict[str, Any]:
     """Return the values for "auto" in `config`: the options', and a micro-batch of 1 and a warm-up of a tenth of the steps."""
     from zstore.engine.config.resolve import open_keys
 
@@ -122,7 +123,7 @@ def answers(options: TrainOptions, config: Config) -> dict[str, Any]:
 # -- resuming -----------------------------------------------------------------------------------------------------------
 
 STATE_KEY = "zstore_train"
-"""Of a run's position, in the client state."""
+"""Key of a run's position in the client state."""
 
 Source = tuple[str, str | None]
 """A folder or URL of checkpoints, and a tag; None: the newest."""
@@ -140,8 +141,8 @@ class Position:
 def resume_source(
     resume: str | None, save: str | None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Source | None:
-    """Return what `DIR`, `DIR@TAG` or `auto` names; None to start fresh. Raises CheckpointNotFoundError for a DIR that is not
-    there."""
+    """Return the source that `DIR`, `DIR@TAG` or `auto` names; None to start fresh. Raises CheckpointNotFoundError for a DIR
+    that does not exist."""
     if resume is None:
         return None
     if resume == "auto":
@@ -161,8 +162,7 @@ def resume_source(
 def start_position(
     seed: int | None, seq_len: int | None, source: Source | None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Position:
-    """Return the position to start from; a resumed run keeps its seed and sample length, since its order of data depends on
-    them."""
+    """Return the position to start from; a resumed run keeps its seed and sample length, which determine its order of data."""
     if source is None:
         return Position(seed or 0, seq_len or 128)
     with open_source(*source, storage_options=storage_options) as checkpoint:
@@ -173,10 +173,10 @@ def start_position(
             "with `engine.load_checkpoint` in the script that made it"
         )
     saved = Position(int(state["seed"]), int(state["seq_len"]), int(state["samples"]))
-    for option, asked, kept in (("--seed", seed, saved.seed), ("--seq-len", seq_len, saved.seq_len)):
-        if asked is not None and asked != kept:
+    for option, given, kept in (("--seed", seed, saved.seed), ("--seq-len", seq_len, saved.seq_len)):
+        if given is not None and given != kept:
             raise CheckpointMismatchError(
-                f"{option} {asked}: the checkpoint was trained with {kept}, and the order of its data depends on it; omit "
+                f"{option} {given}: the checkpoint was trained with {kept}, and the order of its data depends on it; omit "
                 "the option to resume, or start a new run"
             )
     return saved
@@ -191,5 +191,5 @@ def require_own_folder(save: str, *, storage_options: Mapping[str, Any] | None =
     if found:
         raise CheckpointExistsError(
             f"--save {save} holds {found[-1].tag} of another run, and this one would save under the same names: pass --resume "
-            f"auto to go on from there, name another folder, or remove them (`zstore prune {save}`)"
+            f"auto to continue it, name another folder, or remove them (`zstore prune {save}`)"
         )

@@ -1,8 +1,8 @@
-"""`import deepspeed` answered by zstore in one process, and those that it starts, from `import zstore.as_deepspeed` on.
+"""After `import zstore.as_deepspeed`, `import deepspeed` gives zstore in this process and its children.
 
-The import comes before any of transformers, accelerate or others that look for DeepSpeed; after one of them it raises
-UsageError. `python -m zstore.as_deepspeed script.py ...` runs a script so, unchanged. No module named deepspeed is ever put
-anywhere. `docs/deepspeed.md` says which names are there.
+Import it before transformers, accelerate and others that look for DeepSpeed; after one of them it raises UsageError.
+`python -m zstore.as_deepspeed script.py ...` runs an unchanged script so. Nothing is installed on disk. `docs/deepspeed.md`
+lists the names.
 """
 
 from zstore.tools.as_deepspeed.installing import install

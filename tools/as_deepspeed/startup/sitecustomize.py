@@ -1,4 +1,4 @@
-"""Lets `import deepspeed` give zstore from the start of a Python, and goes on with the environment's own sitecustomize."""
+"""Lets `import deepspeed` give zstore from the start of a Python, then runs the environment's own sitecustomize."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
-def _answer() -> None:
+def _install() -> None:
     try:
         from zstore.tools.as_deepspeed.installing import AnswerFinder
     except (ImportError, SyntaxError):  # another environment's Python, which has no zstore
@@ -18,13 +18,13 @@ def _answer() -> None:
     sys.meta_path.insert(0, AnswerFinder())
 
 
-def _go_on() -> None:
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _HERE]
+def _run_next() -> None:
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _FOLDER]
     spec = PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:
         sys.modules["sitecustomize"] = module = module_from_spec(spec)
         spec.loader.exec_module(module)
 
 
-_answer()
-_go_on()
+_install()
+_run_next()
