@@ -48,18 +48,18 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        54_980,
+        54_942,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_649),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_611),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_787),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_287),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 46_478),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 46_477),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_915),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_200),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        20_113,
+        20_075,
     ),
     "files of the core": (lambda: len(_layout().core), 27),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 7_488),

@@ -228,7 +228,7 @@ def headline(run: PlannedRun, config: Mapping[str, Any]) -> str:
     resolved = run.resolved(config)
     devices = f"{run.gpus} GPU(s) of {format_bytes(run.gpu_bytes)}" if run.gpus else "the CPU"
     disk = "as much disk as it takes" if run.disk_bytes is None else f"{format_bytes(run.disk_bytes)} of disk"
-    optimizer = "AdamW" if resolved.optimizer is None else resolved.optimizer.kind
+    optimizer = "AdamW" if resolved.settings.optimizer is None else resolved.settings.optimizer.kind
     samples = resolved.batch.micro_batch_size * resolved.batch.accumulation_steps
     return (
         f"{run.name}: {run.num_parameters:,} parameters in {resolved.precision}, {optimizer}, {samples} x {run.seq_length} "

@@ -220,17 +220,17 @@ def _optimizer(
         if not isinstance(client, torch.optim.Optimizer):
             raise UsageError(f"initialize(optimizer=...): expected a torch optimizer, got {type(client).__name__}")
         return ZeroOptimizer(client)
-    if config.optimizer is None:
+    if config.settings.optimizer is None:
         raise ConfigError(
             f'{config.source}: there is no optimizer: add an "optimizer" section to the config, or pass optimizer=...; '
             "for evaluation, generation or a reference model leave the scheduler out too, or pass frozen=True"
         )
-    return ZeroOptimizer(optimizer_from_config(config.optimizer, parameters, model))
+    return ZeroOptimizer(optimizer_from_config(config.settings.optimizer, parameters, model))
 
 
 def _schedule(config: Config, client: Any, optimizer: ZeroOptimizer) -> LRSchedule:
     if client is None:
-        section = config.scheduler
+        section = config.settings.scheduler
         return LRSchedule(None if section is None else named_schedule(section, optimizer))
     if hasattr(client, "step") and not isinstance(client, type):
         return LRSchedule(client)

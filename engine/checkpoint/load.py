@@ -85,7 +85,7 @@ class Restore:
         with ExitStack() as opened:
             with training.world.agreeing():  # until here nothing was changed, on any rank
                 try:
-                    resources, given = training.state.store.resources, training.config.storage_options
+                    resources, given = training.state.store.resources, training.config.zstore.storage_options or {}
                     reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=given))
                     plan = self._plan(reader, options)
                     check_record(training, _engine_of(reader, options), plan, reader.record.training_world_size)

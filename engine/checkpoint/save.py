@@ -167,7 +167,7 @@ class Checkpoints:
         if not is_url(location):
             return Path(location), None
         config, drives = self._training.config, self._training.state.store.options.all_paths
-        remote = UploadPlace(location, config.storage_options)
+        remote = UploadPlace(location, config.zstore.storage_options or {})
         # One folder for each URL: tags of different runs do not meet.
         name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
         if config.zstore.upload_folder is not None:

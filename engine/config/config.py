@@ -1,4 +1,12 @@
-"""A config as the engine reads it: loaded, then resolved for a run."""
+"""A config as the engine reads it: loaded, then resolved for a run.
+
+[Note: from a key to its effect]
+A key `a.b` is field `b` of a section of `sections.py` (optimizers and schedules: `optimizers.py`; extras:
+`engine/extras/sections.py`), with its description. The engine reads it as `config.settings.a.b`, in short `config.zero.b` and
+`config.zstore.b`, or by a property of `Config`, if other keys, the optimizer or the run decide too. So a search for the key's
+last name finds its field, the property if there is one, and the code that acts. Contradictions with other keys are in
+`parse.rules`, values of "auto" in `resolve.py`.
+"""
 
 import argparse
 import copy
@@ -12,27 +20,22 @@ from zstore.errors import ConfigError, UsageError
 from zstore.io import user_path
 
 from .keys import Notice, Status, problem_text
-from .optimizers import OPTIMIZERS, Moments, OptimizerParams, OptimizerSection, SchedulerSection
+from .optimizers import OPTIMIZERS, Moments, OptimizerParams
 from .parse import load_jsonc, parse
 from .resolve import BatchSizes, ResolveContext, answered, resolve_settings
-from .sections import (
-    ConfigSections,
-    Fp16Section,
-    OffloadSection,
-    ZeroSection,
-    ZstoreSection,
-)
+from .sections import ConfigSections, Fp16Section, OffloadSection, ZeroSection, ZstoreSection
 from .values import show
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A sound config, made by `load_config`. Its properties are there once `resolve` has filled in "auto"."""
+    """A config without errors, made by `load_config`; its properties are for the one that `resolve` returns. See [Note: from a
+    key to its effect]."""
 
     settings: ConfigSections
     """Every key, typed."""
     source: str
-    """Its source, for messages."""
+    """Path of the file, or another name for messages."""
     notices: tuple[Notice, ...] = ()
     """Each key that was set and does not act, once, with the reason."""
     resolved: bool = False
@@ -41,7 +44,7 @@ class Config:
     whole_tensors: bool = False
     """The optimizer's step needs whole tensors, which ranks exchange."""
     keeps_whole: bool = False
-    """Every rank keeps the whole state of the optimizer, and gradients of its own."""
+    """Every rank keeps the whole state of the optimizer, and its own gradients."""
 
     def report(self) -> list[str]:
         """Return the notices as lines to print, those with the same reason in one."""
@@ -119,14 +122,14 @@ class Config:
             by = "fp16.enabled" if self.precision == "fp16" else "bf16.check_grad_overflow"
             yield Notice(Status.BUILT, f'is treated as "{policy}", because of {by}', ("zstore.non_finite_gradients",))
 
-    def _plain(self, value: Any) -> Any:
+    def _resolved(self) -> Any:
         if not self.resolved:
             raise UsageError('this config may still say "auto": call resolve() and read what it returns')
-        return value
+        return self.settings
 
     @property
     def zero(self) -> ZeroSection:
-        """The section `zero_optimization`; its sizes that may be "auto" are properties here."""
+        """The section `zero_optimization`."""
         return self.settings.zero_optimization
 
     @property
@@ -137,19 +140,19 @@ class Config:
     @property
     def batch(self) -> BatchSizes:
         """Samples per step, per forward, and forwards per step."""
-        s = self.settings
+        s = self._resolved()
         return BatchSizes(
-            train_batch_size=self._plain(s.train_batch_size),
-            micro_batch_size=self._plain(s.train_micro_batch_size_per_gpu),
-            accumulation_steps=self._plain(s.gradient_accumulation_steps),
+            train_batch_size=s.train_batch_size,
+            micro_batch_size=s.train_micro_batch_size_per_gpu,
+            accumulation_steps=s.gradient_accumulation_steps,
         )
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
-        """Type of parameters and gradients; masters are fp32 always."""
-        if self._plain(self.settings.bf16.enabled):
+        """Type of parameters and gradients; masters are always in fp32."""
+        if self._resolved().bf16.enabled:
             return "bf16"
-        return "fp16" if self._plain(self.settings.fp16.enabled) else "fp32"
+        return "fp16" if self.settings.fp16.enabled else "fp32"
 
     @property
     def loss_scaling(self) -> Fp16Section | None:
@@ -163,12 +166,6 @@ class Config:
         return "skip" if self.precision == "fp16" or checked else self.zstore.non_finite_gradients
 
     @property
-    def optimizer(self) -> OptimizerSection | None:
-        """The optimizer to build; None if the caller passes one."""
-        section: OptimizerSection | None = self._plain(self.settings.optimizer)
-        return section
-
-    @property
     def moments(self) -> Moments:
         """Type of the optimizer's moments."""
         section = self.settings.optimizer
@@ -177,15 +174,9 @@ class Config:
         return self.zstore.moments or ("bf16" if asked else "fp32")
 
     @property
-    def scheduler(self) -> SchedulerSection | None:
-        """The schedule to build; None if there is none or the caller passes one."""
-        section: SchedulerSection | None = self._plain(self.settings.scheduler)
-        return section
-
-    @property
     def gradient_clipping(self) -> float:
         """Largest global norm of the gradients; 0: off."""
-        return float(self._plain(self.settings.gradient_clipping))
+        return float(self._resolved().gradient_clipping)
 
     @property
     def stage(self) -> int:
@@ -242,33 +233,8 @@ class Config:
 
     @property
     def secondary_size(self) -> int | None:
-        """Ranks that hold a second copy of the parameters among them; None: there is none."""
+        """Ranks that share a second copy of the parameters; None: there is none."""
         return self.zero.zero_hpz_partition_size if self.zero.zero_hpz_partition_size > 1 else None
-
-    @property
-    def reduce_bucket_numel(self) -> int:
-        """Elements of gradients reduced in one collective."""
-        return int(self._plain(self.zero.reduce_bucket_size))
-
-    @property
-    def allgather_bucket_numel(self) -> int:
-        """Elements of parameters gathered in one collective."""
-        return int(self._plain(self.zero.allgather_bucket_size))
-
-    @property
-    def persistence_threshold_numel(self) -> int:
-        """Parameters with fewer elements keep their gathered copy (stage 3)."""
-        return int(self._plain(self.zero.stage3_param_persistence_threshold))
-
-    @property
-    def prefetch_numel(self) -> int:
-        """Elements gathered ahead of use (stage 3)."""
-        return int(self._plain(self.zero.stage3_prefetch_bucket_size))
-
-    @property
-    def storage_options(self) -> Mapping[str, Any]:
-        """Options of the file system of URLs that are saved to and loaded from."""
-        return self.zstore.storage_options or {}
 
 
 _ON_DEVICE = OffloadSection.model_construct(device="none")

@@ -1,14 +1,14 @@
-"""Reads a config into `ConfigSections`, and says of every key whether it acts, does not, or is wrong.
+"""Reads a config into `ConfigSections`, with a notice for every key that does not act or is wrong.
 
-A file is JSON as people write it in configs: with comments (`//`, `#`, `/* */`), trailing commas and a byte order mark. And
-Hjson, which DeepSpeed reads, if the package `hjson` is installed.
+A file is JSON with comments (`//`, `#`, `/* */`), trailing commas and a byte order mark, or Hjson, as in DeepSpeed, if the
+package `hjson` is installed.
 """
 
 import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,13 +36,13 @@ from .values import check, expected, show
 
 Variants = Mapping[str, type[Section]]
 _SECRET = "zstore.storage_options"
-_CLOSE = 0.72
-"""How close a key of the same section must be to be guessed, as difflib counts."""
-_MOST_HOMES = 2
-"""Most sections that are named as the home of a key: one like "enabled" has too many."""
-_MOST_KEYS = 8
-"""Keys of a section that are listed."""
-_TELLING = 5
+_CUTOFF = 0.72
+"""Least similarity, as difflib counts, of a key of the section that a message suggests."""
+_MAX_HOMES = 2
+"""Sections that a message names as those of a key: one like "enabled" is in too many."""
+_MAX_KEYS = 8
+"""Keys of a section that a message lists."""
+_MIN_PART = 5
 """Letters below which a part of a name is ambiguous."""
 
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
@@ -51,10 +51,10 @@ _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=[ \t\r\n]*[\]}}])")
 
 
 def load_jsonc(text: str, source: str) -> dict[str, Any]:
-    """Return the object that `text` holds; `source` names it in errors.
+    """Return the object in `text`; `source` names it in errors.
 
-    Raises ConfigError with source, line and column for what is not JSON, and for a key given twice, a number that is too
-    large, and if the outermost value is not an object.
+    Raises ConfigError with source, line and column for text that is not JSON, for a key given twice, a number that is too
+    large, and a value that is not an object.
     """
     plain = _COMMENT.sub(_without_comment, text.removeprefix("\ufeff"))
     plain = _TRAILING_COMMA.sub(lambda found: " " if found.group() == "," else found.group(), plain)
@@ -76,7 +76,7 @@ def load_jsonc(text: str, source: str) -> dict[str, Any]:
 
 
 def _hjson(text: str) -> dict[str, Any] | None:
-    """Return the object that `text` holds as Hjson; None if it holds none, or nothing reads it."""
+    """Return the object in `text` as Hjson; None if there is none, or the package is not installed."""
     if find_spec("hjson") is None:
         return None
     try:
@@ -87,7 +87,7 @@ def _hjson(text: str) -> dict[str, Any] | None:
 
 
 def _without_comment(found: re.Match[str]) -> str:
-    """Return a string as it is, and a comment as white space of its length."""
+    """Return a string unchanged, and a comment as white space of the same length."""
     text = found.group()
     return text if text[0] == '"' else re.sub(r"[^\n]", " ", text)
 
@@ -113,17 +113,18 @@ def _not_finite(literal: str) -> NoReturn:
 
 
 class _Reader:
-    """Reads objects into sections, all of them, and notes every error."""
+    """Reads objects into sections, and collects every error."""
 
     def __init__(self) -> None:
         self.errors: list[Notice] = []
         self.written: dict[str, str] = {}
-        """Each key that is set, as a dotted path in the schema's spelling, and as it was written."""
+        """By the dotted path of each key that is set, in the schema's spelling, the path as written."""
 
     def section(
         self, kind: type[Section], raw: object, path: str = "", written: str = "", others: Variants | None = None
     ) -> Section | None:
-        """Return the section in `raw`, at `path`, which may be one of `others`; None if it has no keys, or lacks one."""
+        """Return the section in `raw`, at `path`, one of the variants `others`; None if it is no object or lacks a required
+        key."""
         try:
             given = self._by_name(kind, raw)
         except ValueError as error:
@@ -135,7 +136,7 @@ class _Reader:
             inner, variants = section_of(field), kind.variants.get(name, {})
             if variants:
                 inner, value = variants.get(values.get("type", "")), {} if value is None else value
-                if inner is None:  # of a type that is wrong
+                if inner is None:  # the type is wrong
                     continue
             key, place = _dotted(path, name), _dotted(written, spelling)
             self.written[key] = place
@@ -157,8 +158,8 @@ class _Reader:
         return kind.model_construct(set(values), **values)
 
     def _by_name(self, kind: type[Section], raw: object) -> dict[Any, tuple[str, object]]:
-        """Return (name as written, value) of each key, by name. Raises ValueError if `raw` is no object, or gives a key
-        two values."""
+        """Return (name as written, value) of each key, by name. Raises ValueError if `raw` is no object, or has two values
+        for a key."""
         raw = kind.rewrite(raw)
         if not isinstance(raw, Mapping):
             raise ValueError(
@@ -184,37 +185,40 @@ def _dotted(outer: str, name: str) -> str:
 
 
 def parse(raw: Mapping[str, Any]) -> tuple[ConfigSections, list[Notice], Mapping[str, str]]:
-    """Return the settings in `raw`, which mean nothing with an error, all notices, and, by the dotted path of each key that is
-    set, the path as written."""
+    """Return the settings in `raw`, which are meaningless with an error, all notices, and, by the dotted path of each key that
+    is set, the path as written."""
     reader = _Reader()
     read = reader.section(ConfigSections, raw)
     settings = read if isinstance(read, ConfigSections) else ConfigSections()
     notices, written = reader.errors, reader.written
     broken = {key for error in notices for key in error.keys}
     for one in settings_in(settings):
-        status, why = about(one.field)
-        if one.section.is_off or one.value == one.field.default:
-            continue
-        if status is Status.BUILT:
-            notices += _of_other_stages(one, settings.zero_optimization.stage)
-        else:
-            why = f"{show(one.value)} is not supported: {why}" if status is Status.REFUSED else why
-            notices.append(Notice(status, why, (written[one.key],)))
+        if not one.section.is_off and one.value != one.field.default:
+            effect = _effect(one, settings, written[one.key])
+            notices += [effect] if effect.status is not Status.BUILT else []
     notices += [notice for notice in rules(settings) if not _follows(notice, broken)]
     return settings, notices, written
 
 
-def _of_other_stages(one: Setting, stage: int) -> Iterator[Notice]:
-    """Yield a notice of a key that acts at other stages than this."""
-    stages = stages_of(one.field)
-    if stages and stage not in stages:
+def _effect(one: Setting, settings: ConfigSections, written: str) -> Notice:
+    """Return the effect of a key without regard to the others, but for the stage and its section's switch; the text of one that
+    acts is empty."""
+    (status, why), stages, stage = about(one.field), stages_of(one.field), settings.zero_optimization.stage
+    if one.section.is_off and one.name != one.section.switch:
+        return Notice(Status.NO_EFFECT, f"{one.section.switch} turns the section off", (written,))
+    if status is Status.REFUSED and one.value != one.field.default:
+        return Notice(status, f"{show(one.value)} is not supported: {why}", (written,))
+    if status is not Status.BUILT and one.value == one.field.default:
+        return Notice(Status.NO_EFFECT, "this is the case anyway", (written,))
+    if stages and stage not in stages and one.value != one.field.default:
         listed = " and ".join(", ".join(map(str, stages)).rsplit(", ", 1))
-        what = "parameters are sharded at stage 3 only" if stages == (3,) else f"it acts at stages {listed}"
-        yield Notice(Status.NO_EFFECT, f"{what}, and the stage is {stage}", (one.key,))
+        acts = "parameters are sharded at stage 3 only" if stages == [3] else f"it acts at stages {listed}"
+        return Notice(Status.NO_EFFECT, f"{acts}, and the stage is {stage}", (written,))
+    return Notice(status, why, (written,))
 
 
 def _follows(notice: Notice, broken: set[str]) -> bool:
-    """Return whether an error may be there because one of its keys, or a key of its section, is wrong."""
+    """Return whether an error may follow from another one: one of its keys, or a key of its section, is wrong."""
     inside = len(notice.keys) == 1 and any(key.startswith(f"{notice.keys[0]}.") for key in broken)
     return notice.is_error and (inside or not broken.isdisjoint(notice.keys))
 
@@ -238,12 +242,14 @@ def explain(raw: Mapping[str, Any]) -> tuple[list[KeyFact], list[Notice]]:
     settings, notices, written = parse(raw)
     errors = [notice for notice in notices if notice.is_error]
     found = {key: (_value_at(raw, key), error) for error in errors for key in error.keys}
-    said = {notice.key: notice for notice in notices if not notice.is_error}
+    reported = {notice.key: notice for notice in notices if not notice.is_error}
     for one in settings_in(settings):
         key = written[one.key]
-        about_it = (said[name] for name in (key, *_with_outer(one.key)) if name in said)
+        notice = next((reported[name] for name in (key, *_with_outer(one.key)) if name in reported), None)
         value = one.section.model_dump(mode="json", include={one.name})[one.name]
-        found.setdefault(key, (value, next(about_it, None) or _effect(one)))
+        notice = notice or _effect(one, settings, key)
+        text = notice.text or description(type(one.section), one.name)
+        found.setdefault(key, (value, replace(notice, text=text)))
     facts = [
         KeyFact(
             key=key,
@@ -254,16 +260,6 @@ def explain(raw: Mapping[str, Any]) -> tuple[list[KeyFact], list[Notice]]:
         for key, (value, notice) in found.items()
     ]
     return facts, errors
-
-
-def _effect(one: Setting) -> Notice:
-    """Return what a key does of which there is nothing to tell a run."""
-    switch = one.section.switch
-    if one.section.is_off and one.name != switch:
-        return Notice(Status.NO_EFFECT, f"{switch} turns the section off", (one.key,))
-    if about(one.field)[0] is not Status.BUILT:
-        return Notice(Status.NO_EFFECT, "it asks for what happens anyway", (one.key,))
-    return Notice(Status.BUILT, description(type(one.section), one.name), (one.key,))
 
 
 def _with_outer(key: str) -> Iterator[str]:
@@ -281,29 +277,27 @@ def _value_at(raw: Any, key: str) -> object:
 
 
 def _unknown(section: type[Section], path: str, name: str, others: Variants) -> str:
-    """Return the message about an unknown key of `section`, which is at `path` and one of `others`, with its sections if it
-    is known elsewhere, else the key that is meant if one is really close, else the keys of the section that act, if they are
-    few."""
+    """Return the message about an unknown key of `section`, at `path`, one of the variants `others`: the sections that have
+    such a key, else a key with a similar name, else the keys of the section that act, if they are few."""
     having = [kind for kind, other in others.items() if name in other.model_fields]
     here = f" here ({' and '.join(having)} {'have' if having[1:] else 'has'} it)" if having else ""
     unknown = f"unknown key{here}"
     homes = {key.rpartition(".")[0] for key, _ in known_keys(ConfigSections) if key.rpartition(".")[2] == name}
     homes -= {path}
-    if 0 < len(homes) <= _MOST_HOMES:
+    if 0 < len(homes) <= _MAX_HOMES:
         places = " or ".join(f"in {one}" if one else "at the top of the config" for one in sorted(homes))
         return f"{unknown}; it belongs {places}"
     spellings = [*section.model_fields, *section.renames]
-    longer = {section.renames.get(key, key) for key in spellings if name in key and len(name) >= _TELLING}
-    close = list(longer) if len(longer) == 1 else difflib.get_close_matches(name, spellings, n=1, cutoff=_CLOSE)
+    longer = {section.renames.get(key, key) for key in spellings if name in key and len(name) >= _MIN_PART}
+    close = list(longer) if len(longer) == 1 else difflib.get_close_matches(name, spellings, n=1, cutoff=_CUTOFF)
     if close:
         return f"{unknown}; did you mean {_dotted(path, close[0])}?"
     keys = [key for key, field in section.model_fields.items() if about(field)[0] is Status.BUILT]
-    return f"{unknown}; the keys there are {', '.join(keys)}" if len(keys) <= _MOST_KEYS else unknown
+    return f"{unknown}; the keys there are {', '.join(keys)}" if len(keys) <= _MAX_KEYS else unknown
 
 
 def rules(settings: ConfigSections) -> Iterator[Notice]:
-    """Yield the keys that act in general, but not with the other keys of this config, and the contradictions between keys
-    that are each right by themselves."""
+    """Yield the keys that have no effect with the other keys of this config, and the contradictions between keys."""
     if settings.fp16.enabled is True and settings.bf16.enabled is True:
         yield Notice(Status.WRONG, "both are true; set one of them to false", ("fp16.enabled", "bf16.enabled"))
     for key in ("wall_clock_breakdown", "memory_breakdown"):

@@ -142,7 +142,7 @@ class PlannedRun:
     def plan_of(self, config: Config, budget_bytes: int | None) -> Plan:
         """Return rank 0's plan of a resolved config, as the engine makes it, with a host budget for the machine. Raises
         BudgetError as the engine does."""
-        slots = self.slots_of(config.optimizer, self.world_size)
+        slots = self.slots_of(config.settings.optimizer, self.world_size)
         needs = find_needs(self.shapes, slots, config, world_size=self.world_size, rank=0)
         units = self.units_of(config.zero.stage3_max_live_parameters)
         share = None if budget_bytes is None else budget_bytes // self.world_size
@@ -233,7 +233,7 @@ class PlannedRun:
         sizes = {one.name: math.prod(one.shape) for one in self.shapes}
         units = self.units_of(config.zero.stage3_max_live_parameters)
         unit_numel = max((sum(sizes[name] for name in unit) for unit in units), default=0)
-        bucket_numel = min(config.reduce_bucket_numel, self.num_parameters if config.stage < 2 else unit_numel)
+        bucket_numel = min(int(config.zero.reduce_bucket_size), self.num_parameters if config.stage < 2 else unit_numel)
         buckets = 0 if self.world_size == 1 else 2
         waiting = plan.held["gradients"]
         cast = plan.settings.accumulation_steps > 1 and config.precision != "fp32"

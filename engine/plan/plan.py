@@ -302,7 +302,9 @@ def _gathered_for_use(shapes: Sequence[ParameterShape], config: Config) -> Itera
         numel = math.prod(one.shape)
         if not one.is_called:
             continue
-        if numel >= config.persistence_threshold_numel or (room_numel is not None and numel > room_numel):
+        if numel >= int(config.zero.stage3_param_persistence_threshold) or (
+            room_numel is not None and numel > room_numel
+        ):
             yield one.name
         elif room_numel is not None:
             room_numel -= numel

@@ -79,7 +79,7 @@ class Training:
         """Factor of the gradients in this step if the loop clipped them, excluding the loss scale."""
         self.gradients.shown.acts = self
         self._needs_gradients = not self.config.zero.ignore_unused_parameters
-        self._gather_numel = self.config.allgather_bucket_numel
+        self._gather_numel = int(self.config.zero.allgather_bucket_size)
 
     @property
     def trained(self) -> list[ParameterRecord]:

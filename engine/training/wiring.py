@@ -137,7 +137,7 @@ def _gradients(
     each_backward = by_unit and not config.frozen
     rules = GradientRules(
         each_backward=each_backward,
-        bucket_numel=config.reduce_bucket_numel,
+        bucket_numel=int(config.zero.reduce_bucket_size),
         scatter=sharding.optimizer_state and (config.zero.reduce_scatter or sharding.parameters),
         overlap=config.zero.overlap_comm or sharding.parameters,
         types=gradient_types(config, world.world_size, PRECISIONS),

@@ -159,10 +159,10 @@ class ShardedUnits:
         pool = None
         if any(record.stored_array is not None for unit in units for record in unit.owned):
             pool = store.make_pool(parameter_pool_bytes(config, store.options))
-        self.fetcher = Fetcher(world, store, pool, config.allgather_bucket_numel, exchanges, transfers)
+        self.fetcher = Fetcher(world, store, pool, int(config.zero.allgather_bucket_size), exchanges, transfers)
         self._world = world
         self._limits = PrefetchLimits(
-            prefetch_numel=config.prefetch_numel,
+            prefetch_numel=int(config.zero.stage3_prefetch_bucket_size),
             live_numel=config.zero.stage3_max_live_parameters,
             reuse_numel=config.zero.stage3_max_reuse_distance or 0,
         )

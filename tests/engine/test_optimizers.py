@@ -172,7 +172,7 @@ VALUES: dict[str, Any] = {
 
 def from_section(kind: str, params: dict[str, Any]) -> torch.optim.Optimizer:
     config = load_config({"optimizer": {"type": kind, "params": params}, "train_batch_size": 1})
-    asked = config.resolve(ResolveContext(world_size=1)).optimizer
+    asked = config.resolve(ResolveContext(world_size=1)).settings.optimizer
     assert asked is not None
     register_parts()  # as initialize() does before
     return optimizer_from_config(asked, None, model())

@@ -159,13 +159,13 @@ def test_auto_as_hugging_face_users_write_it() -> None:
     known = ResolveContext(
         world_size=1, answers={"scheduler.params.warmup_num_steps": 3, "scheduler.params.total_num_steps": 9}
     )
-    section = load_config(config).resolve(known).scheduler
+    section = load_config(config).resolve(known).settings.scheduler
     assert section is not None
     assert [getattr(section.params, key) for key in keys] == [0, 0.25, 3, 9]
     answers = {"scheduler.params.warmup_num_steps": 1, "scheduler.params.total_num_steps": 9}
     own = load_config(config).resolve(ResolveContext(world_size=1, client_optimizer=True, answers=answers))
-    assert own.scheduler is not None
-    schedule = named_schedule(own.scheduler, adam(2))
+    assert own.settings.scheduler is not None
+    schedule = named_schedule(own.settings.scheduler, adam(2))
     assert setting_at_each_step(schedule, 4)[3] == [0.5, 1.0]
 
 
@@ -176,7 +176,7 @@ def test_a_schedule_goes_on_from_the_position_that_is_asked_for() -> None:
         section = {"type": "WarmupLR", "params": params | more}
         config = load_config({"train_batch_size": 1, "scheduler": section})
         assert not config.notices
-        resolved = config.resolve(ResolveContext(world_size=1, client_optimizer=True)).scheduler
+        resolved = config.resolve(ResolveContext(world_size=1, client_optimizer=True)).settings.scheduler
         assert resolved is not None
         return named_schedule(resolved, adam(1))
 

@@ -121,7 +121,7 @@ def test_a_ratio_that_fills_the_device_fits_and_is_as_the_engine_takes_it(tmp_pa
         resolved = run.resolved(config)
         with on_meta():
             model = build_model("gpt-tiny", 1024)
-        slots = slots_of_module(model, resolved.optimizer, 1)
+        slots = slots_of_module(model, resolved.settings.optimizer, 1)
         engines = plan_run(model, resolved, World.current(), slots, None, device_is_host=False, device_bytes=gpu_memory)
         assert engines.placements == mine.plan.placements
         # As much as possible, in whole parameters: a tenth more of the state would not fit.

@@ -62,7 +62,7 @@ def _prepare(options: TrainOptions, config: Config) -> tuple[Source | None, Posi
     anything is built, and creates no files."""
     from ..sample import open_corpus
 
-    storage = config.storage_options
+    storage = config.zstore.storage_options or {}
     source = resume_source(options.resume, options.save, storage_options=storage)
     position = start_position(options.seed, options.seq_len, source, storage_options=storage)
     corpus = open_corpus(options.data)

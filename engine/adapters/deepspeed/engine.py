@@ -118,7 +118,7 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     ),
     "optimizer_name": lambda engine: None if engine.optimizer is None else type(_client(engine)).__name__.lower(),
     "scheduler_name": lambda engine: (
-        None if (section := engine.training_state.config.scheduler) is None else section.type
+        None if (section := engine.training_state.config.settings.scheduler) is None else section.type
     ),
     "curriculum_enabled_legacy": lambda _: False,
     "curriculum_learning_enabled": lambda _: False,

@@ -59,9 +59,8 @@ def test_the_largest_config_in_full() -> None:
     assert config.batch == BatchSizes(train_batch_size=6, micro_batch_size=3, accumulation_steps=1)
     assert (config.precision, config.loss_scaling) == ("bf16", None)
     arguments = {"lr": 2e-4, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
-    assert (config.optimizer.kind, config.optimizer.arguments()) == ("AdamW", arguments | _PLAIN)
-    assert config.scheduler is not None
-    assert dict(config.scheduler.params) == {
+    assert (config.settings.optimizer.kind, config.settings.optimizer.arguments()) == ("AdamW", arguments | _PLAIN)
+    assert dict(config.settings.scheduler.params) == {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": 2e-4,
         "warmup_num_steps": 7,
@@ -71,8 +70,8 @@ def test_the_largest_config_in_full() -> None:
     assert (config.stage, config.gradient_clipping, config.settings.steps_per_print) == (3, 1.0, 100)
     assert (config.offload_optimizer.device, config.offload_optimizer.nvme_paths) == ("nvme", (Path("/local_nvme"),))
     assert (config.offload_param.device, config.offload_param.nvme_paths) == ("nvme", (Path("/local_nvme"),))
-    assert (config.reduce_bucket_numel, config.allgather_bucket_numel) == (200_000_000, 200_000_000)
-    assert config.persistence_threshold_numel == 1_000_000
+    assert (config.zero.reduce_bucket_size, config.zero.allgather_bucket_size) == (200_000_000, 200_000_000)
+    assert config.zero.stage3_param_persistence_threshold == 1_000_000
 
 
 def test_sizes_are_from_the_hidden_size_or_those_of_keys_that_are_not_set() -> None:
@@ -106,9 +105,8 @@ def test_what_nobody_answers_is_the_default_and_one_line_tells_it() -> None:
     config = load_config(path).resolve(ResolveContext(world_size=2, answers=answers))
     assert config.batch == BatchSizes(train_batch_size=4, micro_batch_size=2, accumulation_steps=1)
     arguments = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    assert (config.optimizer.kind, config.optimizer.arguments()) == ("AdamW", arguments | _PLAIN)
-    assert config.scheduler is not None
-    params = config.scheduler.params
+    assert (config.settings.optimizer.kind, config.settings.optimizer.arguments()) == ("AdamW", arguments | _PLAIN)
+    params = config.settings.scheduler.params
     assert isinstance(params, WarmupLRParams)
     assert (params.warmup_min_lr, params.warmup_max_lr, params.warmup_num_steps) == (0.0, 1e-3, 1000)
     (line,) = [str(notice) for notice in config.notices if notice.key == '"auto"']
@@ -175,7 +173,8 @@ def test_wrong_answers_to_auto_are_refused(auto: Any, message: str) -> None:
 def test_an_answer_that_is_not_asked_for_is_not_used() -> None:
     answers = read_answers({"optimizer.params.lr": 1.0, "train_batch_size": 9, "bf16.enabled": True})
     config = resolved({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}, answers=answers)
-    assert (config.optimizer.arguments()["lr"], config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
+    rate = config.settings.optimizer.arguments()["lr"]
+    assert (rate, config.precision, config.batch.train_batch_size) == (0.5, "fp32", 1)
 
 
 def test_answers_that_contradict_are_refused() -> None:
@@ -220,7 +219,7 @@ def test_precision_follows_the_sections_and_the_device(fp16: object, bf16: objec
     ],
 )
 def test_adam_is_adamw_unless_told_otherwise(kind: str, params: dict[str, Any], decoupled: bool, decay: float) -> None:
-    optimizer = resolved({"optimizer": {"type": kind, "params": params}}).optimizer
+    optimizer = resolved({"optimizer": {"type": kind, "params": params}}).settings.optimizer
     assert (optimizer.kind, optimizer.arguments()["weight_decay"]) == ("AdamW" if decoupled else "Adam", decay)
     assert [optimizer.arguments()[name] for name in ("lr", "betas", "eps")] == [1e-3, (0.9, 0.999), 1e-8]
 
@@ -232,7 +231,7 @@ def test_the_warm_up_ends_at_the_optimizers_lr() -> None:
     auto = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}
     cases = ((schedule, False, None), (schedule | adam, False, None), (auto | adam, False, 0.25), (auto, True, None))
     for config, passed, highest in cases:
-        assert resolved(config, client_optimizer=passed).scheduler.params.warmup_max_lr == highest
+        assert resolved(config, client_optimizer=passed).settings.scheduler.params.warmup_max_lr == highest
 
 
 def test_what_the_caller_passes_replaces_the_sections() -> None:
@@ -243,7 +242,7 @@ def test_what_the_caller_passes_replaces_the_sections() -> None:
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
         }
     ).resolve(ResolveContext(world_size=1, client_optimizer=True, client_scheduler=True))
-    assert (config.optimizer, config.scheduler) == (None, None)
+    assert (config.settings.optimizer, config.settings.scheduler) == (None, None)
     assert [notice.key for notice in config.notices] == ["optimizer", "scheduler"]
 
 
