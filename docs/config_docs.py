@@ -58,40 +58,33 @@ def _rows(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def all_keys() -> str:
-    """Return the tables of the keys that act: a table for each section at the top, and one for all other keys there."""
-    lines = ["", "## Top level", "", *_HEAD]
-    sections = dict[str, type[Section]]()
+    """Return the tables of the keys that act: a table for each long section at the top, and one for all other keys."""
+    lines, tables = ["", "## Top level", "", *_HEAD], list[str]()
     for name, field in ConfigSections.model_fields.items():
-        if about(field)[0] is not Status.BUILT:
-            continue
         inner = section_of(field)
-        if inner is None:
-            lines.append(_row(name, field, ConfigSections))
-        else:
-            sections[name] = inner
-    for name, inner in sections.items():
-        lines += ["", f"## {name}", "", inspect.cleandoc(inner.__doc__ or ""), "", *_HEAD, *_rows(inner)]
-    return "\n".join(lines) + "\n"
+        rows = [] if inner is None else list(_rows(inner))
+        if inner is not None and len(rows) > _FEW:
+            tables += ["", f"## {name}", "", inspect.cleandoc(inner.__doc__ or ""), "", *_HEAD, *rows]
+        elif about(field)[0] is Status.BUILT:
+            lines += [_row(name, field, ConfigSections), *(() if inner is None else _rows(inner, f"{name}."))]
+    return "\n".join([*lines, *tables]) + "\n"
 
 
+_FEW = 5
+"""Sections of at most so many keys are in the table of the top level."""
 _HEAD = ["| key | value | default | effect |", "|---|---|---|---|"]
-_HEADINGS = {
-    Status.REFUSED: "Refused: an error",
-    Status.NOT_BUILT: "Not built: reported, and training goes on without it",
-    Status.NO_EFFECT: "No effect: nothing is lost",
-}
+_STATUS = {Status.REFUSED: "refused", Status.NOT_BUILT: "not built", Status.NO_EFFECT: "no effect"}
 
 
 def missing_keys() -> str:
-    """Return the tables of the keys without effect; keys with the same reason share a row."""
-    lines: list[str] = []
-    for status, heading in _HEADINGS.items():
-        lines += ["", f"### {heading}", "", "| key | |", "|---|---|"]
+    """Return the table of the keys without effect; keys with the same reason share a row."""
+    lines = ["", "| key | status | |", "|---|---|---|"]
+    for status, shown in _STATUS.items():
         reasons: dict[str, list[str]] = {}
         for path, field in known_keys(ConfigSections):
             if section_of(field) is None and about(field)[0] is status:
                 reasons.setdefault(about(field)[1], []).append(f"`{path}`")
-        lines += [f"| {', '.join(dict.fromkeys(keys))} | {_cell(why)} |" for why, keys in reasons.items()]
+        lines += [f"| {', '.join(dict.fromkeys(keys))} | {shown} | {_cell(why)} |" for why, keys in reasons.items()]
     return "\n".join(lines) + "\n\n"
 
 
