@@ -126,7 +126,7 @@ def _of_run(access: Access, records: Sequence[ParameterRecord], rank: int | None
     call = f"gather() of {len(records)} parameters ({names}), modifier_rank={rank}"
     access.finished(call, lambda: _check_rank(rank, access.world), changes=rank is not None)
     if access.units is not None:
-        access.units.hold(records, partial(_fill, access))
+        access.units.gather(records, partial(_fill, access))
     access.guard.open_blocks += 1
     versions = [record.parameter._version for record in records]
     try:
@@ -145,7 +145,7 @@ def _of_run(access: Access, records: Sequence[ParameterRecord], rank: int | None
             _take_over(record, keep=False)
         access.guard.open_blocks -= 1
         if access.units is not None:
-            access.units.let_go(records)
+            access.units.ungather(records)
 
 
 def _fill(access: Access, records: Sequence[ParameterRecord]) -> None:

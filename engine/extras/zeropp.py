@@ -50,8 +50,7 @@ from zstore.ranks.world import Kind, Work, World, make_groups
 from ..config.config import Config
 from ..params.record import ParameterRecord
 from ..params.sharding import Sharding
-from ..zero.collectives import Bucket, Rows, unpack
-from ..zero.exchanges import Exchanges, SecondCopy, register
+from ..zero.collectives import Bucket, Exchanges, Replica, Rows, register, unpack
 
 BLOCK_NUMEL = 256
 """Elements with one scale: 4 bytes of it add 1.6 % to 8 bits, 3 % to 4."""
@@ -270,7 +269,7 @@ class QuantizedReduction:
                 return self._mean().to(self.bucket.dtype)[0]
 
 
-class SecondaryShards(SecondCopy):
+class SecondaryShards(Replica):
     """The secondary shards of this rank, one of several groups of `size` ranks. See [Note: the secondary shards]."""
 
     def __init__(self, world: World, size: int) -> None:
@@ -325,7 +324,7 @@ class SecondaryShards(SecondCopy):
 
 def _exchanges(found: Exchanges, config: Config, sharding: Sharding, world: World) -> Exchanges:
     if config.secondary_size is not None and sharding.parameters:
-        found = replace(found, second_copy=SecondaryShards(world, config.secondary_size))
+        found = replace(found, replica=SecondaryShards(world, config.secondary_size))
     if config.zero.zero_quantized_weights:
         found = replace(found, gathers=QuantizedGathers())
     if config.zero.zero_quantized_gradients and sharding.gradients and world.world_size > 1 and not config.frozen:

@@ -200,7 +200,7 @@ def memory_use(training: Training) -> MemoryUse:
     arrays = [(tier, kind == "parameters", nbytes) for _, tier, kind, nbytes in placed_arrays(training)]
     resting = sum(nbytes for tier, is_parameter, nbytes in arrays if is_parameter and tier != "device")
     optimizer_state = sum(nbytes for _, is_parameter, nbytes in arrays if not is_parameter)
-    second = None if hooks is None else hooks.units.fetcher.second_copy
+    second = None if hooks is None else hooks.units.fetcher.replica
     secondary = 0 if second is None else second.held_bytes
     return MemoryUse(parameters, resting, training.gradients.held_bytes(), optimizer_state, secondary)
 

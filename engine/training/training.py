@@ -24,7 +24,7 @@ from ..params.record import ParameterRecord, Residency
 from ..params.sharding import Sharding
 from ..plan.plan import Plan
 from ..runtime.device import labelled
-from ..zero.collectives import all_gather_rows
+from ..zero.fetch import all_gather_rows
 from ..zero.gradients import Gradients, sums_over_ranks
 from ..zero.hooks import UnitHooks
 from ..zero.norm import norm_of, scale_factor

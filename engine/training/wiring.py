@@ -22,7 +22,7 @@ from ..params.record import PRECISIONS, named_parameters
 from ..params.sharding import Sharding, Unit, find_units
 from ..plan.plan import activation_pool_bytes, gradient_types
 from ..runtime.device import Streams, Transfers, streams_for
-from ..zero.exchanges import Exchanges, GradientRules, exchanges_of
+from ..zero.collectives import Exchanges, GradientRules, exchanges_of
 from ..zero.gradients import Gradients
 from ..zero.hooks import UnitHooks
 from ..zero.spill import GradientSpill

@@ -1,33 +1,38 @@
-"""Collectives over the rows of many parameters: buckets, and the mean in a fixed order.
+"""Collectives over the rows of many parameters: buckets, reductions of gradients, and replacements of both.
 
 [Note: buckets]
-A bucket is a matrix [world, cols] whose row r holds rank r's rows of several parameters side by side, padding
-included. A parameter larger than a bucket is cut at shard columns; no size is an error. On gloo a bucket has at most
-4 Mi elements, whatever the config allows: larger ones are no faster, and their memory is new to the process in every
-step, so that each of its pages costs a fault (30 M fp32 parameters at stage 0: a quarter of a step's processor time).
+A bucket is a matrix [world, cols] whose row r has rank r's rows of several parameters side by side, with padding. A
+parameter larger than a bucket is cut at shard columns; no size is an error. On gloo a bucket has at most 4 Mi elements,
+whatever the config allows: larger ones are no faster, and their memory is new to the process in every step, so each of
+its pages costs a fault (30 M fp32 parameters at stage 0: a quarter of a step's processor time).
 
 [Note: the mean]
 On gloo a reduce-scatter is an all-to-all of rows, then a sum in rank order in fp32, times 1/world, rounded once to the
-type of the exchange: the same bits whatever arrives first, at every stage. An all-reduce is that and an
-all-gather. On other backends it is the backend's own reduction. Bytes sent by a rank: (world - 1) / world of the bucket
-each way.
+type of the exchange: the same bits in any order of arrival, at every stage. An all-reduce is that and an all-gather. Other
+backends use their own reduction. A rank sends (world - 1) / world of the bucket's bytes each way. An all-reduce of two
+ranks needs no such order; see [Note: the mean of two].
 
-An all-reduce of two ranks needs no such order; see [Note: the mean of two].
+[Note: exchanges]
+By default, units are gathered by all-gathers of their rows, and gradients reduced by reduce-scatters, over all ranks.
+`register` adds replacements, as `engine/extras` does with gathers and reductions in fewer bits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from zstore.format import ALIGN_NUMEL, Grid
+from zstore.io.memory import dtype_name
 from zstore.ranks.world import Kind, Work, World
 
+from ..config.config import Config
 from ..params.record import ParameterRecord
+from ..params.sharding import GradientTypes, Sharding, sums_in_place
 
 TypeOf = Callable[[ParameterRecord], torch.dtype]
 GridOf = Callable[[ParameterRecord], Grid]
@@ -36,9 +41,10 @@ Rows = Callable[[ParameterRecord], torch.Tensor]
 """Gives this rank's rows of a parameter with padding, 1-D [shard_numel]."""
 
 _SUM_NUMEL = 64 * 1024
-_ALONE_NUMEL = 64 * 1024
-"""Elements of a gradient from which on it is reduced alone."""
-_IN_PLACE_AT_ONCE = 4
+_MIN_ALONE_NUMEL = 64 * 1024
+"""Smallest gradient that is reduced alone."""
+_MAX_IN_PLACE = 4
+"""Reductions in place that run at a time."""
 _GLOO_BUCKET_NUMEL = 4 * 1024 * 1024
 
 
@@ -55,7 +61,7 @@ class Segment:
 
     @property
     def columns(self) -> slice:
-        """Offset of the segment in a row of the bucket."""
+        """The segment's columns of the bucket."""
         return slice(self.offset, self.offset + self.stop - self.first)
 
 
@@ -68,8 +74,12 @@ class Bucket:
     dtype: torch.dtype
 
 
+Put = Callable[[Bucket, torch.Tensor], None]
+"""Stores the mean of this rank's rows of a bucket, [cols]; see `rows_in`."""
+
+
 def bucket_limit(world: World, limit_numel: int) -> int:
-    """Return the most elements of a bucket if the config allows `limit_numel`. See [Note: buckets]."""
+    """Return the maximum size of a bucket if the config allows `limit_numel`. See [Note: buckets]."""
     return min(limit_numel, _GLOO_BUCKET_NUMEL) if world.backend == "gloo" else limit_numel
 
 
@@ -82,27 +92,24 @@ def plan_buckets(
     *,
     align_numel: int = ALIGN_NUMEL,
 ) -> list[Bucket]:
-    """Return buckets of at most `limit_numel` elements (or `align_numel` columns) that cover the records in order, one
-    type each: that of the exchange, by default the parameters'. Parameters are cut at multiples of `align_numel`
-    columns."""
+    """Return buckets of at most `limit_numel` elements (or `align_numel` columns) that cover the records in order, each of
+    one type, by default the parameters'. Parameters are cut at multiples of `align_numel` columns."""
     limit = max(limit_numel // world_size // align_numel, 1) * align_numel
     buckets: list[Bucket] = []
     segments: list[Segment] = []
     cols = 0
-    dtype: torch.dtype | None = None
 
     def close() -> None:
         nonlocal segments, cols
-        if segments and dtype is not None:
-            buckets.append(Bucket(tuple(segments), cols, dtype))
+        if segments:
+            buckets.append(Bucket(tuple(segments), cols, dtype_of(segments[0].record)))
         segments, cols = [], 0
 
     for record in records:
         if record.numel == 0:
             continue
-        if dtype_of(record) != dtype:
+        if segments and dtype_of(record) != dtype_of(segments[0].record):
             close()
-            dtype = dtype_of(record)
         first, shard_numel = 0, grid_of(record).shard_numel
         while first < shard_numel:
             if cols > limit - align_numel:
@@ -116,7 +123,7 @@ def plan_buckets(
 
 
 def pack(bucket: Bucket, world_size: int, values: Callable[[ParameterRecord], torch.Tensor | None]) -> torch.Tensor:
-    """Return the matrix [world, cols] of whole parameters or gradients; `values` gives them contiguous, None for zeros."""
+    """Return the matrix [world, cols] of whole gradients; `values` returns them contiguous, None for zeros."""
     device = bucket.segments[0].record.full.device
     matrix = torch.empty(world_size, bucket.cols, dtype=bucket.dtype, device=device)
     for segment in bucket.segments:
@@ -126,12 +133,12 @@ def pack(bucket: Bucket, world_size: int, values: Callable[[ParameterRecord], to
             target.zero_()
             continue
         flat, present = source.view(-1), 0
-        for rows, rest, part in _pieces(segment, world_size):
-            if rest == 0:
+        for rows, partial, part in _pieces(segment, world_size):
+            if partial == 0:
                 target[rows] = flat[part].view(-1, segment.shard_numel)[:, segment.first : segment.stop]
             else:
-                target[rows.start, :rest] = flat[part]
-                target[rows.start, rest:] = 0
+                target[rows.start, :partial] = flat[part]
+                target[rows.start, partial:] = 0
             present = rows.stop
         target[present:] = 0
     return matrix
@@ -143,61 +150,181 @@ def unpack(bucket: Bucket, matrix: torch.Tensor, values: Callable[[ParameterReco
     for segment in bucket.segments:
         target = values(segment.record)
         source = matrix[:, segment.columns]
-        for rows, rest, part in _pieces(segment, world_size):
-            if rest == 0:
+        for rows, partial, part in _pieces(segment, world_size):
+            if partial == 0:
                 target[part].view(-1, segment.shard_numel)[:, segment.first : segment.stop] = source[rows]
             else:
-                target[part] = source[rows.start, :rest]
+                target[part] = source[rows.start, :partial]
 
 
 def _pieces(segment: Segment, world_size: int) -> Iterator[tuple[slice, int, slice]]:
-    """Yield (rows of the bucket, 0, elements of those whole shards), then (row, elements, their slice) for a partial
-    one."""
+    """Yield (rows of the bucket, 0, elements of these whole shards), then (row, elements, their slice) of a partial one."""
     shard_numel, numel = segment.shard_numel, segment.record.numel
     whole = min(world_size, numel // shard_numel)
     if whole:
         yield slice(0, whole), 0, slice(0, whole * shard_numel)
-    rest = min(numel - whole * shard_numel, segment.stop) - segment.first
-    if whole < world_size and rest > 0:
+    partial = min(numel - whole * shard_numel, segment.stop) - segment.first
+    if whole < world_size and partial > 0:
         base = whole * shard_numel + segment.first
-        yield slice(whole, whole + 1), rest, slice(base, base + rest)
+        yield slice(whole, whole + 1), partial, slice(base, base + partial)
 
 
 class Gathering(Protocol):
-    """A gather of a bucket under way."""
+    """A pending gather of a bucket."""
 
     work: Work
-    """To be waited for before `finish`."""
+    """Must be waited for before `finish`."""
 
     def finish(self) -> None:
-        """Copy the received values into `full` of the parameters, whose memory must be there."""
+        """Copy the received values into the allocated `full` of the parameters."""
 
 
 class Reducing(Protocol):
-    """A bucket's reduce-scatter under way."""
+    """A pending reduce-scatter of a bucket."""
 
     bucket: Bucket
 
     def done(self) -> bool:
-        """Return whether the reduction is done, so that `finish` would not block."""
+        """Return whether `finish` would not block."""
 
     def finish(self) -> torch.Tensor:
         """Wait, and return the mean of this rank's rows, [cols]."""
 
 
+class WireForm(Protocol):
+    """A form, other than their own type, in which some parameters or their gradients are sent."""
+
+    align_numel: int
+    """Parameters may be cut at multiples of so many columns of a bucket."""
+
+    def takes(self, record: ParameterRecord) -> bool:
+        """Return whether the parameter is sent in this form."""
+
+
+class Gathers(WireForm, Protocol):
+    """Gathers some parameters in another form than their rows."""
+
+    def start(self, world: World, bucket: Bucket, rows: Rows) -> Gathering:
+        """Start to gather a bucket (all ranks, in one order)."""
+
+
+class Reducer(WireForm, Protocol):
+    """Reduces some gradients in another form than their own type (stages 2 and 3)."""
+
+    def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> Reducing:
+        """Start to reduce `matrix` [world, cols] (all ranks, in one order)."""
+
+    def release(self) -> None:
+        """Destroy its process groups, when no reduction is pending."""
+
+
+class Replica(Protocol):
+    """A replica of the parameters, sharded over fewer ranks, from which they are gathered until their values change."""
+
+    @property
+    def world(self) -> World:
+        """The ranks that share the replica."""
+
+    def grid(self, record: ParameterRecord) -> Grid:
+        """Return the partition of a parameter over these ranks."""
+
+    def has(self, records: Iterable[ParameterRecord]) -> bool:
+        """Return whether all of them can be gathered from it."""
+
+    def rows(self, record: ParameterRecord) -> torch.Tensor:
+        """Return this rank's rows of a parameter, 1-D with padding, of undefined values."""
+
+    def keep(self, records: Sequence[ParameterRecord]) -> None:
+        """Keep this rank's rows of parameters whose `full` has all values."""
+
+    def expire(self) -> None:
+        """Invalidate the rows of trained parameters, which a step changes."""
+
+    def free(self) -> None:
+        """Invalidate all rows, and free their memory."""
+
+    def release(self) -> None:
+        """Destroy its process groups, when no gather is pending; a second call does nothing."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the rows, without padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanges:
+    """The exchanges of a run. See [Note: exchanges]."""
+
+    gathers: Gathers | None = None
+    """Gathers the parameters that it accepts."""
+    replica: Replica | None = None
+    reducer: Reducer | None = None
+    """Reduces the gradients that it accepts."""
+
+
+Maker = Callable[[Exchanges, Config, Sharding, World], Exchanges]
+"""Returns the exchanges with its own replacements (all ranks)."""
+
+_makers: list[Maker] = []
+
+
+def register(maker: Maker) -> None:
+    """Let `maker` replace exchanges of future runs."""
+    _makers.append(maker)
+
+
+def exchanges_of(config: Config, sharding: Sharding, world: World) -> Exchanges:
+    """Return the exchanges of a run (all ranks)."""
+    found = Exchanges()
+    for maker in _makers:
+        found = maker(found, config, sharding, world)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRules:
+    """How gradients are averaged over ranks, and where they are until the update. The bits depend only on `types` and
+    `exchanges`."""
+
+    each_backward: bool
+    """Reduce gradients in each backward as they arrive, and keep this rank's rows (stages 2 and 3); else keep whole ones, and
+    reduce them once a step. See [Note: when gradients are reduced]."""
+    bucket_numel: int
+    """Maximum size of one reduction."""
+    scatter: bool = True
+    """Each rank gets only its rows of a sharded gradient; else all of it. This and `overlap` can be turned off if a backward
+    has no gathers (stages 1 and 2): otherwise a rank that waits for a reduction could block the gather of another."""
+    overlap: bool = True
+    """Continue while a reduction is pending."""
+    types: GradientTypes[torch.dtype] = field(default_factory=lambda: GradientTypes(summed=torch.float32))
+    to_host: frozenset[ParameterRecord] = frozenset()
+    """Parameters whose gradients are in host memory on any device."""
+    spills: bool = False
+    """Whether some rank has gradients on disk: then all ranks agree on errors there before the norm."""
+    keeps_rows: bool = True
+    """Keep the rows' memory from step to step; else the update frees it."""
+    exchanges: Exchanges
+    squares_at_once: bool = False
+    """Sum squares as gradients become final: an update may consume them before the norm is needed."""
+
+    def reduced(self, record: ParameterRecord) -> torch.dtype:
+        """Return the type in which a gradient is sent between ranks."""
+        return self.types.reduced(record.dtype)
+
+
+# -- reductions -------------------------------------------------------------------------------------------------------
+
+
 class Reduction(Reducing):
-    """A bucket's reduce-scatter under way. See [Note: the mean]."""
+    """The default reduce-scatter. See [Note: the mean]."""
 
     def __init__(self, world: World, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> None:
         self.bucket = bucket
         self._send = matrix
         self._native = world.backend != "gloo"
-        if self._native:
-            self._out = matrix.new_empty(bucket.cols)
-            self._work = world.reduce_scatter_mean(self._out, matrix, kind=kind)
-        else:
-            self._out = torch.empty_like(matrix)
-            self._work = world.all_to_all(self._out, matrix, kind=kind)
+        self._out = matrix.new_empty(bucket.cols) if self._native else torch.empty_like(matrix)
+        start = world.reduce_scatter_mean if self._native else world.all_to_all
+        self._work = start(self._out, matrix, kind=kind)
 
     def done(self) -> bool:
         return self._work.is_completed()
@@ -208,8 +335,7 @@ class Reduction(Reducing):
 
 
 def rows_in(bucket: Bucket, mean: torch.Tensor) -> Iterator[tuple[Segment, slice, torch.Tensor]]:
-    """Yield (segment, slice of this rank's rows, their mean) for each segment of a reduced bucket, whose mean is `mean`
-    [cols]."""
+    """Yield (segment, slice of this rank's rows, their part of `mean` [cols]) for each segment of a reduced bucket."""
     for segment in bucket.segments:
         first, stop = segment.record.owned_range
         rows = slice(*(min(stop - first, at) for at in (segment.first, segment.stop)))
@@ -217,8 +343,7 @@ def rows_in(bucket: Bucket, mean: torch.Tensor) -> Iterator[tuple[Segment, slice
 
 
 def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the mean of `rows` [world, cols] over the first extent, summed in order in fp32; overwrites the first
-    row."""
+    """Return the mean of `rows` [world, cols] over the first dimension, summed in order in fp32; overwrites its first row."""
     scale = 1.0 / rows.shape[0]
     for first in range(0, rows.shape[1], _SUM_NUMEL):
         tile = rows[:, first : first + _SUM_NUMEL]
@@ -229,96 +354,147 @@ def mean_of_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows[0]
 
 
-class RowGather(Gathering):
-    """An all-gather of a bucket's rows under way: straight into the memory of a parameter that has a bucket of its own."""
-
-    def __init__(self, world: World, bucket: Bucket, rows: Rows) -> None:
-        first = bucket.segments[0]
-        self._bucket = bucket
-        self._matrix: torch.Tensor | None = None
-        """Received rows, [world, cols]; None: they are in place."""
-        if len(bucket.segments) == 1 and bucket.cols == first.shard_numel:
-            self._sent = rows(first.record)
-            target = first.record.padded_full(world.world_size * bucket.cols)
-        else:
-            parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
-            self._sent = torch.cat(parts)
-            self._matrix = self._sent.new_empty(world.world_size, bucket.cols)
-            target = self._matrix.view(-1)
-        self.work = world.start_all_gather(target, self._sent)
-
-    def finish(self) -> None:
-        if self._matrix is not None:
-            unpack(self._bucket, self._matrix, lambda record: record.full)
-
-
-def all_gather_rows(world: World, records: Iterable[ParameterRecord], limit_numel: int) -> None:
-    """Fill `full` of each record with every rank's rows, which `record.owned()` gives."""
-    limit = bucket_limit(world, limit_numel)
-    for bucket in plan_buckets(records, world.world_size, limit):
-        device = bucket.segments[0].record.full.device
-        mine = torch.zeros(bucket.cols, dtype=bucket.dtype, device=device)
-        for segment in bucket.segments:
-            rows = segment.record.owned()[segment.first : segment.stop]
-            mine[segment.offset : segment.offset + rows.numel()] = rows
-        matrix = mine.new_empty(world.world_size, bucket.cols)
-        world.all_gather(matrix.view(-1), mine)
-        unpack(bucket, matrix, lambda record: record.full)
-
-
-class _Mean:
-    """The mean of two ranks' gradients, 1-D, under way: of one in place, of several or in another type in a copy."""
-
-    def __init__(self, world: World, gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        self._gradients = gradients
-        self._is_copy = len(gradients) > 1 or gradients[0].dtype != dtype
-        self._sum = torch.cat([each.to(dtype) for each in gradients]) if self._is_copy else gradients[0]
-        self._work = world.all_reduce(self._sum, kind="all_reduce")
-
-    def finish(self) -> None:
-        """Wait; then the gradients are the mean."""
-        self._work.wait()
-        self._sum.mul_(0.5)
-        if self._is_copy:
-            parts = torch.split(self._sum, [each.numel() for each in self._gradients])
-            for gradient, part in zip(self._gradients, parts, strict=True):
-                gradient.copy_(part)
-
-
-def _travelling_together(
+def _grouped(
     gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int
 ) -> Iterator[tuple[list[torch.Tensor], torch.dtype]]:
-    """Yield pieces of gradients, 1-D, of at most `limit_numel` elements together and of one type: large ones alone."""
+    """Yield groups of pieces of gradients, 1-D, of at most `limit_numel` elements and of one type: large ones alone."""
     small: list[torch.Tensor] = []
-    left, of_small = 0, torch.float32
+    left, small_dtype = 0, torch.float32
     for gradient, dtype in gradients:
-        if gradient.numel() >= _ALONE_NUMEL:
+        if gradient.numel() >= _MIN_ALONE_NUMEL:
             yield from (([piece], dtype) for piece in torch.split(gradient, limit_numel))
             continue
         for piece in torch.split(gradient, limit_numel):
-            if small and (piece.numel() > left or dtype != of_small):
-                yield small, of_small
+            if small and (piece.numel() > left or dtype != small_dtype):
+                yield small, small_dtype
                 small = []
             if not small:
-                left, of_small = limit_numel, dtype
+                left, small_dtype = limit_numel, dtype
             small.append(piece)
             left -= piece.numel()
     if small:
-        yield small, of_small
+        yield small, small_dtype
 
 
 def mean_in_place(
     world: World, gradients: Iterable[tuple[torch.Tensor, torch.dtype]], limit_numel: int, *, overlap: bool
 ) -> int:
-    """Replace gradients, 1-D in their types of exchange, by their mean over two ranks; return how many reductions
-    overlapped with another."""
-    under_way: deque[_Mean] = deque()
+    """Replace gradients, 1-D, by their mean over two ranks, sent in the given types; return the number of overlapping
+    reductions."""
+    pending: deque[tuple[list[torch.Tensor], torch.Tensor, Work]] = deque()
     overlapped = 0
-    for together, dtype in _travelling_together(gradients, limit_numel):
-        under_way.append(_Mean(world, together, dtype))
-        overlapped += len(under_way) > 1
-        if len(under_way) > _IN_PLACE_AT_ONCE or not overlap:
-            under_way.popleft().finish()
-    while under_way:
-        under_way.popleft().finish()
+
+    def finish() -> None:
+        parts, total, work = pending.popleft()
+        work.wait()
+        total.mul_(0.5)
+        if total is not parts[0]:
+            for part, mean in zip(parts, torch.split(total, [each.numel() for each in parts]), strict=True):
+                part.copy_(mean)
+
+    for parts, dtype in _grouped(gradients, limit_numel):
+        is_copy = len(parts) > 1 or parts[0].dtype != dtype
+        total = torch.cat([part.to(dtype) for part in parts]) if is_copy else parts[0]
+        pending.append((parts, total, world.all_reduce(total, kind="all_reduce")))
+        overlapped += len(pending) > 1
+        if len(pending) > _MAX_IN_PLACE or not overlap:
+            finish()
+    while pending:
+        finish()
     return overlapped
+
+
+class Reductions:
+    """Pending reductions of gradients, the oldest first; those of a backward have their own process group."""
+
+    def __init__(self, world: World, rules: GradientRules) -> None:
+        self._world = world.second() if rules.each_backward else world
+        self._rules = rules
+        self._limit_numel = bucket_limit(self._world, rules.bucket_numel)
+        self._pending: deque[tuple[Reducing, Put]] = deque()
+
+    def start(self, values: dict[ParameterRecord, torch.Tensor | None], put: Put) -> Iterator[Bucket]:
+        """Start to reduce gradients, None for zeros, and clear `values` (all ranks, in one order); yield each bucket. `put` is
+        called with this rank's rows of it when they are reduced."""
+        scatter = self._rules.scatter
+
+        def take(bucket: Bucket, mean: torch.Tensor) -> None:
+            put(bucket, mean if scatter else self._gather(mean)[bucket.segments[0].record.state_shard])
+
+        for reduction in self._begin(values, scatter=scatter):
+            self._pending.append((reduction, take))
+            yield reduction.bucket
+            if not (self._rules.overlap and scatter):
+                self._finish_oldest()
+        values.clear()
+        while self._pending and self._pending[0][0].done():
+            self._finish_oldest()
+
+    def replace(self, values: Mapping[ParameterRecord, torch.Tensor], *, scatter: bool) -> int:
+        """Replace whole gradients, 1-D [numel], of any type, by their mean over ranks (all ranks), with `scatter` only this
+        rank's rows. Return the number of overlapping reductions."""
+        overlapped, world, overlap = 0, self._world, self._rules.overlap
+        if not scatter:
+            sent = {record: (flat, self._rules.reduced(record)) for record, flat in values.items()}
+            native = world.backend != "gloo"
+            in_place = {r for r in sent if sums_in_place(dtype_name(sent[r][1]), world.world_size, native=native)}
+            gradients = [sent[record] for record in sent if record in in_place and record.numel]
+            overlapped = mean_in_place(world, gradients, self._limit_numel, overlap=overlap)
+            values = {record: flat for record, flat in values.items() if record not in in_place}
+
+        def take(bucket: Bucket, mean: torch.Tensor) -> None:
+            if not scatter:
+                unpack(bucket, self._gather(mean), values.__getitem__)
+                return
+            for segment, rows, part in rows_in(bucket, mean):
+                values[segment.record][slice(*segment.record.owned_range)][rows].copy_(part)
+
+        try:
+            for reduction in self._begin(values, scatter=scatter):
+                overlapped += len(self._pending)
+                self._pending.append((reduction, take))
+                while len(self._pending) > int(overlap):
+                    self._finish_oldest()
+            self.drain()
+        finally:
+            self.drop()  # after an error
+        return overlapped
+
+    def _begin(self, values: Mapping[ParameterRecord, torch.Tensor | None], *, scatter: bool) -> Iterator[Reducing]:
+        """Start the reductions of gradients, bucket by bucket."""
+        rules, world_size = self._rules, self._world.world_size
+        kind: Kind = "reduce_scatter" if scatter else "all_reduce"
+        limit, records = self._limit_numel, list(values)
+        if (reducer := rules.exchanges.reducer) is not None:
+            taken = [record for record in records if reducer.takes(record)]
+            for bucket in plan_buckets(taken, world_size, limit, rules.reduced, align_numel=reducer.align_numel):
+                yield reducer.start(bucket, pack(bucket, world_size, values.__getitem__), kind)
+            records = [record for record in records if not reducer.takes(record)]
+        for bucket in plan_buckets(records, world_size, limit, rules.reduced):
+            yield Reduction(self._world, bucket, pack(bucket, world_size, values.__getitem__), kind)
+
+    def _gather(self, mean: torch.Tensor) -> torch.Tensor:
+        """Return every rank's rows of a mean, [world, cols] (all ranks)."""
+        everyone = mean.new_empty(self._world.world_size, mean.numel())
+        self._world.all_gather(everyone.view(-1), mean, kind="all_reduce")
+        return everyone
+
+    def _finish_oldest(self) -> None:
+        reduction, take = self._pending.popleft()
+        take(reduction.bucket, reduction.finish())
+
+    def drain(self) -> None:
+        """Wait until none is pending."""
+        while self._pending:
+            self._finish_oldest()
+
+    def drop(self) -> None:
+        """Drop pending ones."""
+        self._pending.clear()
+
+    def release(self) -> None:
+        """Destroy the process groups, when nothing is pending."""
+        if self._rules.each_backward:
+            self._world.release()
+        if self._rules.exchanges.reducer is not None:
+            self._rules.exchanges.reducer.release()

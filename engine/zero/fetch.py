@@ -1,21 +1,21 @@
-"""Fetching the values of units: this rank's rows from the store on a thread, then all rows from all ranks.
+"""Fetching the values of units: this rank's rows from the store in the background, then all rows from all ranks.
 
 [Note: a fetch]
-read    rows in the store are read behind the caller; without other ranks straight into `full`, unless the store has them
-        there. Those on disk are read by a thread. Those in host memory are sent to the device by one copy, as soon as
-        their last update is done, or when the unit is needed; the device waits for them in the order of its work. The
-        host waits at the end of the iteration, or before values change, so that their memory may be written.
-send    the collectives begin. On every rank in the same order, so only the main thread calls it, at points that every
-        rank reaches alike. It waits for this rank's rows.
-finish  `full` of every record has its values.
+read    rows in the store are read in the background; without other ranks directly into `full`, unless the store has them
+        there. A thread reads those on disk. Those in host memory are sent to the device by one copy, as soon as their last
+        update is done, or when the unit is needed; the device waits for them in the order of its work. The host waits at
+        the end of the iteration, or before values change, so that their memory may be written.
+send    starts the collectives, on every rank in the same order: only the main thread calls it, at points that every rank
+        reaches. It waits for this rank's rows.
+finish  waits until `full` of every record has its values.
 
-With second copies of the parameters (see `SecondCopy`), the ranks of a group alone take part.
+With a replica of the parameters (see `Replica`), only the ranks of a group take part.
 
-Each fetch begins with a header: which unit it is, and whether this rank has its rows. A rank that failed takes part, so
-that nobody waits for it, and all ranks raise. If a rank gathers another unit than the others, all raise. While
-an order is recorded the header is waited for before anything else is sent, for collectives of different sizes would end
-the process. On CUDA, looking at a header would wait for the device, so headers are copied to the host behind the caller, and
-looked at when the iteration ends; an update in the backward looks at those before a gradient first.
+Each fetch begins with a header: the unit, and whether this rank failed to read its rows. A rank that failed takes part, so
+that none waits for it, and all ranks raise. If ranks gather different units, all raise. While an order is recorded the
+header is received before anything else is sent, since collectives of different sizes would end the process. On CUDA,
+reading a header would wait for the device, so headers are copied to the host in the background, and checked when the
+iteration ends; an update in the backward first checks those before a gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import contextlib
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -38,8 +38,7 @@ from zstore.store import Store
 
 from ..params.record import ParameterRecord
 from ..runtime.device import Copy, Event, Transfers
-from .collectives import Bucket, Gathering, RowGather, Rows, plan_buckets
-from .exchanges import Exchanges, SecondCopy
+from .collectives import Bucket, Exchanges, Gathering, Replica, Rows, bucket_limit, plan_buckets, unpack
 
 _NOTE = "The parameters of unit {!r} could not be read."
 _DIRECT_NUMEL = 512 * 1024
@@ -48,43 +47,66 @@ _DIRECT_NUMEL = 512 * 1024
 
 @dataclass(eq=False)
 class Fetch:
-    """The values of some records on their way. See [Note: a fetch]."""
+    """A pending transfer of the values of some records. See [Note: a fetch]."""
 
     name: str
     number: int
     """Number of the unit."""
     records: list[ParameterRecord]
-    second: SecondCopy | None = None
-    """Has the rows, so that its ranks alone take part; None: the shards of all ranks."""
+    replica: Replica | None = None
+    """Replica to gather from, among its ranks; None: the shards of all ranks."""
     rows: dict[ParameterRecord, torch.Tensor] = field(default_factory=dict, repr=False)
     """1-D memory for the rows from the store, with padding."""
     start: Event = None
-    """When that may be written."""
+    """After it that memory may be written."""
     unsent: list[ParameterRecord] = field(default_factory=list)
-    """Those of `rows` in host memory that are not on their way."""
+    """Records of `rows` in host memory whose copy was not started."""
     copy: Copy | None = None
-    """That of these to the device."""
+    """Copy of these to the device."""
     ticket: Ticket[None] | None = None
-    """Of the thread that reads the others; None: there are none."""
+    """Of the thread that reads rows from disk."""
     cancelled: bool = False
-    """Whether nobody needs the rows any more."""
+    """Whether the rows are no longer needed."""
     sent: bool = False
     header: Work | None = None
-    """Until it was found in order. See [Note: a fetch]."""
+    """Until it was checked. See [Note: a fetch]."""
     mine: torch.Tensor | None = None
     """This rank's header."""
     headers: torch.Tensor | None = None
-    """Those of all ranks."""
+    """Headers of all ranks."""
     late: Copy | None = None
-    """These on their way to the host, if they are looked at late."""
+    """Copy of these to the host, if they are checked late."""
     error: BaseException | None = None
-    """Why this rank does not have its rows."""
+    """Error of reading this rank's rows."""
     gathers: list[Gathering] = field(default_factory=list)
 
 
+class RowGather(Gathering):
+    """An all-gather of a bucket's rows, directly into the memory of a parameter that has a separate bucket."""
+
+    def __init__(self, world: World, bucket: Bucket, rows: Rows) -> None:
+        first = bucket.segments[0]
+        self._bucket = bucket
+        self._matrix: torch.Tensor | None = None
+        """Received rows, [world, cols]; None: they are in place."""
+        if len(bucket.segments) == 1 and bucket.cols == first.shard_numel:
+            self._sent = rows(first.record)
+            target = first.record.padded_full(world.world_size * bucket.cols)
+        else:
+            parts = [rows(segment.record)[segment.first : segment.stop] for segment in bucket.segments]
+            self._sent = torch.cat(parts)
+            self._matrix = self._sent.new_empty(world.world_size, bucket.cols)
+            target = self._matrix.view(-1)
+        self.work = world.start_all_gather(target, self._sent)
+
+    def finish(self) -> None:
+        if self._matrix is not None:
+            unpack(self._bucket, self._matrix, lambda record: record.full)
+
+
 class Fetcher:
-    """Carries fetches out among the ranks that hold the parameters, whose rows may be in `store`. `pool` has the buffers of
-    reads from disk; None: nothing is in the store."""
+    """Executes fetches of parameters whose rows may be in `store`. `pool` has buffers for reads from disk; None: the store has
+    no rows."""
 
     def __init__(
         self,
@@ -96,33 +118,32 @@ class Fetcher:
         transfers: Transfers,
     ) -> None:
         self._world, self._store, self._pool, self._transfers = world, store, pool, transfers
-        self.second_copy = exchanges.second_copy
+        self.replica = exchanges.replica
         self._gathers = exchanges.gathers
         self._limit_numel = limit_numel
         self._workers: Workers | None = None
-        """The thread that reads from disk, once there is one; it works in `_context`."""
+        """The thread that reads from disk, started at its first use; it works in `_context`."""
         self._context = transfers.streams.stream_context()
         self._waiting: deque[Fetch] = deque()
-        """Those whose rows in host memory may not be those of the last step yet."""
+        """Fetches whose rows in host memory may be waiting for the last step's update."""
         self._late = world.device.type == "cuda"
         self.unseen: list[Fetch] = []
-        """Those of this iteration that are done, and whose headers are looked at late."""
+        """Finished fetches of this iteration whose headers are not checked."""
         self._apart = False
-        """Whether the ranks were found to gather different units: collectives under way may never complete."""
+        """Whether ranks gathered different units: pending collectives may never complete."""
         self.ready: Callable[[Sequence[ParameterRecord], bool], bool] = lambda records, wait: True
-        """Returns whether the rows of records are those of the last step, if asked to wait once they are. Any thread may call
-        it."""
+        """Returns whether the last step has updated the rows of records, after a wait if the flag is set; for any thread."""
         self.last_copy: Copy | None = None
-        """The last copy to the device that the host did not wait for."""
+        """The last copy to the device, for which the host did not wait."""
         self.read_bytes = 0
         """Bytes of rows read so far."""
 
     # -- rows in the store ------------------------------------------------------------------------------------------
 
     def read(self, fetch: Fetch, *, ahead: bool) -> None:
-        """Start to read the rows of the fetch's records, which have no memory; `ahead` of their use or for it."""
-        if self.second_copy is not None and self.second_copy.has(fetch.records):
-            fetch.second = self.second_copy
+        """Start to read the rows of the fetch's records, which have no memory; `ahead` of their use or at it."""
+        if self.replica is not None and self.replica.has(fetch.records):
+            fetch.replica = self.replica
             return
         alone = self._world.world_size == 1
         for record in fetch.records:
@@ -147,8 +168,7 @@ class Fetcher:
             fetch.ticket = self._workers.submit(partial(self._read_disk, fetch, on_disk, ahead=ahead))
 
     def _send_up(self, fetch: Fetch, *, wait: bool) -> bool:
-        """Send the rows in host memory by one copy, without `wait` if they are those of the last step; return whether none is
-        left."""
+        """Start one copy of all rows in host memory; return False if they are not updated yet and `wait` is not set."""
         records = fetch.unsent
         if not records or fetch.cancelled:
             return True
@@ -166,7 +186,7 @@ class Fetcher:
                 else:
                     fetch.copy = self._transfers.begin_all(targets, sources, after=fetch.start)
             self.read_bytes += nbytes
-        except Exception as error:  # it is this rank's alone until all look at the headers
+        except Exception as error:  # of this rank only, until all check the headers
             error.add_note(_NOTE.format(fetch.name))
             fetch.error = error
         fetch.unsent = []
@@ -197,8 +217,8 @@ class Fetcher:
                 if self._transfers.link(source, target) is not None:
                     crossing.append((target, source))
                 else:
-                    # One memcpy, without torch's threads, which the computation has. A numpy array over the target would
-                    # make its storage one that cannot be resized.
+                    # One memcpy, without torch's threads, which the computation uses. A numpy array over the target would
+                    # make its storage impossible to resize.
                     ctypes.memmove(target.data_ptr(), tile.views[0].ctypes.data, target.nbytes)
                 self.read_bytes += target.nbytes
                 if crossing and tile.ends_buffer:
@@ -210,8 +230,8 @@ class Fetcher:
                     break
 
     def _wait_for(self, fetch: Fetch) -> None:
-        """Wait for the rows from the store, the device alone for those in host memory, and count that; of a cancelled fetch,
-        until nothing writes to their memory. `fetch.error` is why they could not be read."""
+        """Wait for the rows from the store, the device for those in host memory; for a cancelled fetch, wait until nothing
+        writes to their memory. An error is left in `fetch.error`."""
         if not fetch.rows:
             return
         with self._world.links.waiting("parameter_read", "not read yet"):
@@ -220,12 +240,12 @@ class Fetcher:
                 fetch.error = fetch.error or fetch.ticket.error()
         if fetch.copy is not None:
             fetch.copy.follow()
-            self.last_copy, fetch.copy = fetch.copy, None  # they are made in order; `unseen` is not to keep the rows
+            self.last_copy, fetch.copy = fetch.copy, None  # copies end in order; `unseen` must not keep the rows
 
     # -- all ranks --------------------------------------------------------------------------------------------------
 
     def send(self, fetch: Fetch, *, expected: bool) -> None:
-        """Begin the collectives (all ranks, in one order). `expected`: every rank is known to gather this unit now."""
+        """Start the collectives (all ranks, in one order). `expected`: every rank is known to gather this unit now."""
         if fetch.sent:
             return
         if self._apart:
@@ -235,13 +255,13 @@ class Fetcher:
             return
         self._wait_for(fetch)
         try:
-            # The second copy's rows are there since nothing changes the values.
-            if fetch.second is None:
+            # Rows of the replica exist, since nothing changes the values.
+            if fetch.replica is None:
                 self.ready([record for record in fetch.records if record.stored_array is None], True)
         except BaseException as error:
             fetch.error = fetch.error or error
-        world = self._world if fetch.second is None else fetch.second.world
-        # Filled there: a copy from host memory would wait for all earlier work of the device.
+        world = self._world if fetch.replica is None else fetch.replica.world
+        # Filled on the device: a copy from host memory would wait for all its earlier work.
         mine = fetch.mine = torch.full((2,), fetch.number, dtype=torch.int32, device=world.device)
         mine[1:].fill_(fetch.error is not None)
         fetch.headers = torch.empty(2 * world.world_size, dtype=torch.int32, device=world.device)
@@ -252,10 +272,10 @@ class Fetcher:
         self._send_rows(fetch, world)
 
     def _send_rows(self, fetch: Fetch, world: World) -> None:
-        # The values of a second copy were gathered in another form before.
-        gathers = self._gathers if fetch.second is None else None
+        # The replica has values that were gathered in another form before.
+        gathers = self._gathers if fetch.replica is None else None
         stored = fetch.rows
-        rows = fetch.second.rows if fetch.second else lambda one: stored[one] if one in stored else one.padded_shard()
+        rows = fetch.replica.rows if fetch.replica else lambda one: stored[one] if one in stored else one.padded_shard()
         for record in fetch.records:
             record.allocate_full()
         others = [] if gathers is None else [record for record in fetch.records if gathers.takes(record)]
@@ -263,18 +283,18 @@ class Fetcher:
         small = [record for record in own if record.numel < _DIRECT_NUMEL]
         apart = [[record] for record in own if record.numel >= _DIRECT_NUMEL]
         plan = partial(plan_buckets, world_size=world.world_size, limit_numel=self._limit_numel)
-        plan = plan if fetch.second is None else partial(plan, grid_of=fetch.second.grid)
+        plan = plan if fetch.replica is None else partial(plan, grid_of=fetch.replica.grid)
         starts: list[tuple[Callable[[World, Bucket, Rows], Gathering], Bucket]] = []
         for together in (*apart, small):
             starts += [(RowGather, bucket) for bucket in plan(together)]
         if gathers is not None:
             starts += [(gathers.start, bucket) for bucket in plan(others, align_numel=gathers.align_numel)]
-        for start, bucket in starts:  # a later one that fails leaves those before it in the fetch
+        for start, bucket in starts:  # if one fails, those before it are in the fetch
             fetch.gathers.append(start(world, bucket, rows))
         stored.clear()
 
     def finish(self, fetch: Fetch, *, expected: bool) -> None:
-        """Wait until every record has its values; raises the error of any rank, on every rank."""
+        """Wait until every record has its values; raises the error of any rank on every rank."""
         self.send(fetch, expected=expected)
         if self._world.world_size == 1:
             self.ready([record for record in fetch.records if record.is_in_place], True)
@@ -285,8 +305,8 @@ class Fetcher:
         if fetch.header is not None and fetch.headers is not None:
             fetch.header.wait()
             if self._late:
-                here = self._transfers.empty_host(fetch.headers.numel(), fetch.headers.dtype)
-                fetch.late = self._transfers.begin(here, fetch.headers, counted=False)
+                on_host = self._transfers.empty_host(fetch.headers.numel(), fetch.headers.dtype)
+                fetch.late = self._transfers.begin(on_host, fetch.headers, counted=False)
                 self.unseen.append(fetch)
             else:
                 self._check(fetch)
@@ -294,14 +314,14 @@ class Fetcher:
             gather.work.wait()
             gather.finish()
         fetch.gathers.clear()
-        if self.second_copy is not None and fetch.second is None:
-            self.second_copy.keep(fetch.records)
+        if self.replica is not None and fetch.replica is None:
+            self.replica.keep(fetch.records)
 
     def _check(self, fetch: Fetch) -> None:
-        """Look at the headers of all ranks."""
+        """Check the headers of all ranks."""
         if fetch.header is None or fetch.headers is None:
             return
-        world = self._world if fetch.second is None else fetch.second.world
+        world = self._world if fetch.replica is None else fetch.replica.world
         headers = (fetch.headers if fetch.late is None else fetch.late.wait()).view(-1, 2).tolist()
         units = [unit for unit, _ in headers]
         if any(unit != fetch.number for unit in units):
@@ -323,37 +343,49 @@ class Fetcher:
         fetch.header = None
 
     def check_before(self, number: int) -> None:
-        """Look at the headers of the first `number` fetches of this iteration that are done; any thread may."""
+        """Check the headers of the first `number` finished fetches of this iteration; for any thread."""
         for fetch in self.unseen[:number]:
             self._check(fetch)
 
     def check_arrived(self) -> None:
-        """Look at all headers, at the end of the iteration."""
+        """Check all headers, at the end of the iteration."""
         unseen, self.unseen = self.unseen, []
         for fetch in unseen:
             self._check(fetch)
 
     def drop(self, fetch: Fetch) -> bool:
-        """Wait until nothing writes to the records' memory any more. Collectives under way are completed, on every rank.
-
-        False if that may never be, so that the memory must stay.
-        """
+        """Wait until nothing writes to the records' memory; pending collectives complete on every rank. Return False if they
+        may never complete, so that the memory must stay."""
         fetch.cancelled = True
         self._wait_for(fetch)
         works = [gather.work for gather in fetch.gathers] + ([] if fetch.header is None else [fetch.header])
         if self._apart and not all(work.is_completed() for work in works):
             return False
         for work in works:
-            # A failed fetch does not write either; the caller that needed it has the error.
+            # A failed fetch does not write either; its caller has the error.
             with contextlib.suppress(RuntimeError):
                 work.wait()
         fetch.gathers.clear()
         return True
 
     def close(self) -> None:
-        """End the reading thread after the pending requests, and destroy the process groups of the second copy."""
+        """End the reading thread after the pending requests, and destroy the process groups of the replica."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-        if self.second_copy is not None:
-            self.second_copy.release()
+        if self.replica is not None:
+            self.replica.release()
+
+
+def all_gather_rows(world: World, records: Iterable[ParameterRecord], limit_numel: int) -> None:
+    """Fill `full` of each record with `record.owned()` of every rank."""
+    limit = bucket_limit(world, limit_numel)
+    for bucket in plan_buckets(records, world.world_size, limit):
+        device = bucket.segments[0].record.full.device
+        mine = torch.zeros(bucket.cols, dtype=bucket.dtype, device=device)
+        for segment in bucket.segments:
+            rows = segment.record.owned()[segment.first : segment.stop]
+            mine[segment.offset : segment.offset + rows.numel()] = rows
+        matrix = mine.new_empty(world.world_size, bucket.cols)
+        world.all_gather(matrix.view(-1), mine)
+        unpack(bucket, matrix, lambda record: record.full)

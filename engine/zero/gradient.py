@@ -31,7 +31,7 @@ from zstore.ranks.world import World
 from ..params.record import ParameterRecord
 from ..params.sharding import Unit, add_in, is_narrower
 from ..runtime.device import Copy, Transfers
-from .exchanges import GradientRules
+from .collectives import GradientRules
 from .norm import SumOfSquares, begin_squares
 from .spill import GradientSpill
 

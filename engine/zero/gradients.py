@@ -35,8 +35,7 @@ from zstore.ranks.world import World, agree_any, on_device
 from ..params.record import ParameterRecord
 from ..params.sharding import Sharding, Unit
 from ..runtime.device import Transfers, labelled
-from .collectives import Bucket, rows_in
-from .exchanges import GradientRules, Reductions
+from .collectives import Bucket, GradientRules, Reductions, rows_in
 from .gradient import Arrivals, BackwardPhase, Gradient, GradientState, GradientStep, take_gradient, watch_gradient
 from .norm import sums_of_squares
 from .sharded_gradient import GradientActs, ShardedGradient

@@ -2,21 +2,20 @@
 
 [Note: when a unit is gathered and released]
 forward   the pre-hook of the first of its modules that is called gathers it; that module's forward hook releases it.
-backward  a hook on the output tensors of that call gathers it again, before any node of the unit runs: autograd takes
-          nodes in the reverse of the order in which they were made. It is released when every one of its parameters
-          has its gradient (then no node is left that reads them), or when the backward reached a unit that ran before
-          it (unless one of them is within the other, or was called there), or at the end of the backward.
+backward  a hook on the output tensors of that call gathers it again, before any node of the unit runs: autograd runs
+          nodes in the reverse order of their creation. It is released when each of its parameters has its gradient
+          (no remaining node reads them), or when the backward reaches a unit that ran before it (unless one is nested in
+          the other, or was called there), or at the end of the backward.
 
-A call during the backward (activation checkpointing) gathers, which changes nothing if that is done already, and never
-releases. If no tensor is found in a module's output, the unit stays gathered until the end of the backward. A parameter
-that several units use is released when none of them is gathered. Gathering is a collective: every rank runs the same
-modules in the same order.
+A call during the backward (activation checkpointing) gathers, if needed, and never releases. If a module's output has no
+tensor, the unit stays gathered until the end of the backward. A parameter that several units use is released when none of
+them is gathered. Gathering is a collective: every rank runs the same modules in the same order.
 
 [Note: stray reads]
 A forward, and recomputation in a backward, may read a parameter while its unit is released, as in `F.linear(x,
 self.embed.weight)` or a penalty over `self.parameters()`: its class reports the operation (`ReleasedParameter`). The unit is
 gathered until the end of that forward and again for the whole backward, as far as all such units and one more have room in
-the budget of live parameters. Beyond that it is gathered for the operation alone, and in the backward ahead of the
+the budget of live parameters. Beyond that it is gathered only for the operation, and in the backward ahead of the
 operation's nodes, unless the output shares its memory.
 """
 
@@ -43,9 +42,9 @@ class Phase(Enum):
     """Parts of an iteration in which modules are called."""
 
     FORWARD = "forward"
-    """A forward whose backward may come, or one that runs before that."""
+    """A forward that may have a backward, or one that runs before it."""
     INFERENCE = "inference"
-    """A forward that is an iteration by itself."""
+    """A forward without a backward, which is an iteration."""
     BACKWARD = "backward"
     """Recomputation in a backward."""
 
@@ -56,19 +55,19 @@ class UnitHooks:
     def __init__(self, model: nn.Module, sharded: ShardedUnits) -> None:
         self.units = sharded
         self._given: dict[nn.Module, _Given] = {}
-        """Tensors that a module under way was called with, by id, and the nodes that made them."""
+        """Input tensors of running modules, by id, and the nodes that produced them."""
         self._entered: list[nn.Module] = []
-        """Modules that hold units, or modules with them, and are under way."""
+        """Running modules that contain units."""
         self._former: list[ShardedUnit] = []
-        """Units that were in use before the forward under way."""
+        """Units that were in use before the current forward."""
         self._reading: list[ShardedUnit] = []
-        """Units that were gathered for the operation under way."""
+        """Units gathered for the current operation."""
         self._phase = Phase.FORWARD
         self._handles: list[RemovableHandle] = []
         for unit in sharded.all:
             if unit.records:
                 self._add(unit)
-        # The modules that hold units: a loop may call one by itself, as `generate` calls an encoder.
+        # Modules that contain units: a script may call one alone, as `generate` calls an encoder.
         blocks = [unit for unit in sharded.all if unit.records and len(unit.unit.modules) > 1]
         within = {inner for unit in blocks for inner in unit.inner}
         for module in (one for one in model.modules() if one not in within and list(one.children())):
@@ -83,11 +82,11 @@ class UnitHooks:
         return frozenset(handle.id for handle in self._handles)
 
     def stay_out_of_graphs(self, modules: Iterable[nn.Module]) -> None:
-        """Let torch.compile break its graphs at these hooks: the state that they look at must not be traced, nor guarded."""
+        """Make torch.compile break its graphs at these hooks, whose state must be neither traced nor guarded."""
         ids = self.hook_ids
         for hooks in (hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)):
             for number in ids.intersection(hooks):
-                if isinstance(hook := hooks[number], ModuleHook):  # else it is out of graphs already
+                if isinstance(hook := hooks[number], ModuleHook):  # otherwise disabled already
                     hooks[number] = torch.compiler.disable(hook.__call__)  # type: ignore[no-untyped-call]
 
     def _add(self, unit: ShardedUnit) -> None:
@@ -121,7 +120,7 @@ class UnitHooks:
             self._end_reads()
             phase, self._phase = self._phase, Phase.FORWARD
             if output is None:
-                # A forward that raised has no output; its order is not recorded, and the other ranks may be elsewhere.
+                # A forward that raised has no output; its order is not recorded, and other ranks may be at another unit.
                 for unit in [unit for unit in self.units.in_use if unit not in self._former]:
                     self.units.reshard(unit)
                 self.units.end(failed=True)
@@ -136,7 +135,7 @@ class UnitHooks:
         self._change_reads({StrayRead.NOW: StrayRead.BEFORE if torch.is_grad_enabled() else StrayRead.NO})
 
     def end_interrupted(self) -> None:
-        """End a forward that Ctrl-C interrupted as one that raised (the engine's call)."""
+        """End a forward interrupted by Ctrl-C like one that raised (called by the engine)."""
         del self._entered[1:]
         for module in list(self._entered):
             self._leave(module, None, None)
@@ -151,7 +150,7 @@ class UnitHooks:
             self.units.unshard(unit)
             unit.holder = None if in_backward else module
         if unit.holder is None or unit.holder is module:
-            unit.called_within.update(self._held())
+            unit.called_within.update(self._running())
         if torch.is_grad_enabled() and (in_backward or unit.holder is module):
             self._given[module] = {id(tensor): tensor.grad_fn for tensor in tensors_in((args, kwargs))}
 
@@ -166,22 +165,22 @@ class UnitHooks:
             self.units.reshard(unit)
         else:
             unit.holder = None
-        if not self._entered and not self._held():
+        if not self._entered and not self._running():
             self._end_reads()
 
-    def _held(self) -> list[ShardedUnit]:
-        """Return the units whose forward is under way."""
+    def _running(self) -> list[ShardedUnit]:
+        """Return the units whose forward is running."""
         return [unit for unit in self.units.in_use if unit.holder is not None]
 
     def _read(self, record: ParameterRecord, func: Any) -> EndRead | None:
         """Gather the unit of a released parameter for an operation. See [Note: stray reads]."""
-        held = self._held()
-        if not (held or self._entered or self._phase is Phase.BACKWARD):
+        running = self._running()
+        if not (running or self._entered or self._phase is Phase.BACKWARD):
             raise record.no_values_error(func)
         unit = self.units.values[record].units[0]
         stays = self.units.have_room_for_stray(unit)
-        # Of one operation, whose backward may need all of them at once.
-        unit.called_within.update(held, self._reading)
+        # The backward of one operation may need all of its units at once.
+        unit.called_within.update(running, self._reading)
         self.units.unshard(unit)
         if not stays:
             self._reading.append(unit)
@@ -194,7 +193,7 @@ class UnitHooks:
             unit.read = StrayRead.BEFORE if self._phase is Phase.BACKWARD else StrayRead.NOW
 
     def _end_read(self, unit: ShardedUnit, output: Any) -> None:
-        """Release a unit that was gathered for one operation; its backward gathers it again."""
+        """Release a unit gathered for one operation, whose backward gathers it again."""
         self._reading.remove(unit)
         memory = {record.full.untyped_storage()._cdata for record in unit.records}
         if any(
@@ -209,10 +208,10 @@ class UnitHooks:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def _watch(self, unit: ShardedUnit, output: Any, given: _Given) -> bool:
-        """Gather the unit before the backward of these outputs; return False if no tensor was found in them.
+        """Gather the unit before the backward of these outputs; return False if they have no tensor.
 
-        A tensor that the module was `given` and hands on, as T5's blocks do with the position bias of the first, was
-        made by another unit: its gradient comes when this unit's nodes have run.
+        A tensor that the module was `given` and returns, like the position bias in T5's blocks, is another unit's
+        output: its gradient arrives after this unit's nodes have run.
         """
         found = False
         for tensor in tensors_in(output):
@@ -237,9 +236,9 @@ class UnitHooks:
         unit.due = {record for record in unit.unit.parameters if record.residency is Residency.GATHERED}
 
     def start_backward(self) -> None:
-        """Gather the units read from elsewhere; forwards from here on are recomputation (the engine's call)."""
+        """Gather units with stray reads; forwards from now on are recomputation (called by the engine)."""
         self._phase = Phase.BACKWARD
-        self.units.fill_borrowed()
+        self.units.fill_own_memory()
         for unit in self.units.all:
             if unit.is_stray:
                 if not unit.is_in_use:
@@ -247,7 +246,7 @@ class UnitHooks:
                 self._open(unit)
 
     def arrived(self, record: ParameterRecord) -> None:
-        """Note that the gradient of `record` was accumulated and taken."""
+        """Record that the gradient of `record` was accumulated."""
         values = self.units.values.get(record)
         for unit in () if values is None else values.units:
             if unit.due is not None:
@@ -256,15 +255,14 @@ class UnitHooks:
                     self.units.reshard(unit)
 
     def end_backward(self, *, more: bool = False) -> None:
-        """Release whatever is still gathered (the engine's call, all ranks). With `more`, the backward that trains is still
-        ahead."""
+        """Release all units (called by the engine on all ranks). `more`: the backward that trains follows."""
         self._release_all()
         if not more:
             self._change_reads({StrayRead.BEFORE: StrayRead.OLD})
         self.units.end()
 
     def abandon(self) -> None:
-        """Release whatever is gathered after a backward that failed (the engine's call)."""
+        """Release all units after a failed backward (called by the engine)."""
         self._release_all()
         self._change_reads(dict.fromkeys(StrayRead, StrayRead.NO))
         self.units.end(failed=True)
@@ -273,7 +271,7 @@ class UnitHooks:
         self._phase = Phase.FORWARD
         for unit in list(self.units.in_use):
             self.units.reshard(unit)
-        self.units.fill_borrowed(fill=False)
+        self.units.fill_own_memory(fill=False)
 
     def remove(self) -> None:
         """Remove the hooks from the modules, and end gathers ahead of use."""
@@ -285,12 +283,8 @@ class UnitHooks:
 
 
 def _nested(unit: ShardedUnit, other: ShardedUnit) -> bool:
-    """Return whether one of the units is within the other, or was called there, so that the one's hook says nothing of the
-    other's nodes.
-
-    If the inner one's output is the outer one's, too, both hooks are on that tensor, and the inner one's is
-    the first.
-    """
+    """Return whether one of the units is nested in the other, or was called there: then the hook of one does not imply that
+    the nodes of the other have run. If both have one output, the hook of the inner one runs first."""
     if other in unit.called_within or unit in other.called_within:
         return True
     return unit.unit.modules[0] in other.inner or other.unit.modules[0] in unit.inner
@@ -319,7 +313,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tenso
 
 
 class ModuleHook:
-    """A hook of a module; copies and pickles of the module have one that does nothing."""
+    """A hook of a module; in copies and pickles of the module it does nothing."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call

@@ -1,9 +1,9 @@
-"""Which units are gathered, kept and prefetched. The hooks say when a unit is needed; this decides how it gets there.
+"""Gathering, keeping and prefetching of units, at the times that the hooks determine.
 
-[Note: held by a caller]
-`hold` gives parameters their values for a caller outside of the modules (`zstore.gather`), until `let_go`. They are in
-memory of their own meanwhile: a view of them, in a graph or the caller's, keeps that memory. To units they
-are there. The parameter's own memory is what earlier graphs saved; it is filled for a backward that runs meanwhile.
+[Note: values for a caller]
+`gather` gives parameters their values for a caller outside of the modules (`zstore.gather`), until `ungather`. The values are
+in separate memory: a view of them, in a graph or the caller's, keeps that memory. Units find them gathered. Earlier graphs
+saved the parameter's own memory, which is filled for a backward that runs meanwhile.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..params.sharding import Unit
 from ..plan.plan import parameter_pool_bytes
 from ..plan.schedule import PrefetchLimits, Recorder, Schedule, Use, make_schedule
 from ..runtime.device import Transfers, labelled
-from .exchanges import Exchanges
+from .collectives import Exchanges
 from .fetch import Fetch, Fetcher
 
 Fill = Callable[[Sequence[ParameterRecord]], None]
-"""Sets `full` of the records, which has room, to the values of all ranks."""
+"""Fills the allocated `full` of the records with the values of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class UnitStatistics:
     taken: int = 0
     """Times that a unit was needed."""
     gathered_ahead: int = 0
-    """Of these, with a gather that had begun before."""
+    """Of these, with a gather that was started before."""
     kept: int = 0
-    """Of these, without a gather, since the unit was still there."""
+    """Of these, without a gather, since the unit was still gathered."""
     on_demand: int = 0
-    """Of these, with a gather that began then."""
+    """Of these, with a gather that was started then."""
     dropped: int = 0
     """Units gathered ahead and not used: the order changed, or the iteration ended."""
     orders: int = 0
@@ -58,23 +58,22 @@ class UnitStatistics:
 
 
 class UnitState(Enum):
-    """State of a unit's gathered values. Parameters have them only while the unit is in use, so that a read of them is
-    reported otherwise."""
+    """State of a unit's gathered values. Parameters have them only while the unit is in use; other reads are reported."""
 
     RELEASED = "released"
-    """Not gathered, but for parameters that another unit has too."""
+    """Not gathered, except for parameters shared with another unit."""
     AHEAD = "ahead"
-    """A gather for its next use has begun, and perhaps ended."""
+    """A gather for its next use was started, and may be complete."""
     IN_USE = "in use"
     """Between `unshard` and `reshard`."""
     IN_USE_AND_AHEAD = "in use and ahead"
-    """In use, and its next use was begun already, so that it stays."""
+    """In use, and needed for its next use, so it is not released in between."""
     KEPT = "kept"
-    """Used, and gathered until it is used again."""
+    """Not in use, and gathered until its next use."""
 
 
 _COUNTED = {UnitState.AHEAD: "gathered_ahead", UnitState.KEPT: "kept", UnitState.RELEASED: "on_demand"}
-"""Counter of a unit that is needed, by its state before."""
+"""Counter of a use, by the unit's state before."""
 
 
 class StrayRead(Enum):
@@ -82,28 +81,28 @@ class StrayRead(Enum):
 
     NO = "no"
     NOW = "now"
-    """In the forward under way, at whose end the unit is released."""
+    """In the current forward, at whose end the unit is released."""
     BEFORE = "before"
-    """In a forward whose backward may come, or in a backward: the whole backward needs the unit."""
+    """In a forward whose backward is pending, or in a backward: the whole backward needs the unit."""
     OLD = "old"
-    """As before, and the backward is over: a second one needs it again, but not the next forward that trains."""
+    """As BEFORE, and the backward is over: a second one needs it again, but not the next training forward."""
 
 
 @dataclass(eq=False)
 class ShardedUnit:
-    """A unit, its state, and the hooks' knowledge of it."""
+    """A unit, its state, and the hooks' records of it."""
 
     unit: Unit
     number: int
     state: UnitState = UnitState.RELEASED
     fetch: Fetch | None = None
-    """The gather that has begun ahead of use."""
+    """The gather started ahead of use."""
     holder: nn.Module | None = None
-    """Module whose forward will release it; None: it is released otherwise."""
+    """Module whose forward hook releases it; None: something else does."""
     called_within: set[ShardedUnit] = field(default_factory=set)
     """Units in whose forwards its module was called."""
     due: set[ParameterRecord] | None = None
-    """Gathered for the backward: its parameters whose gradients are still missing."""
+    """In a backward: its parameters whose gradients are missing."""
     read: StrayRead = StrayRead.NO
 
     def __post_init__(self) -> None:
@@ -130,17 +129,18 @@ class ShardedUnit:
 
 @dataclass(eq=False)
 class GatheredValues:
-    """The gathered values of a parameter: its `units` and callers need them."""
+    """The gathered values of a parameter, which its `units` and callers use."""
 
     units: list[ShardedUnit] = field(default_factory=list)
     callers: int = 0
-    """Callers that hold it. See [Note: held by a caller]."""
+    """Number of callers that use them. See [Note: values for a caller]."""
     own: torch.Tensor | None = field(default=None, repr=False)
-    """The parameter's own memory, if its values are in a caller's."""
-    are_there: bool = False
-    coming: Fetch | None = None
+    """The parameter's own memory, while a caller's has the values."""
+    are_gathered: bool = False
+    fetch: Fetch | None = None
+    """The pending gather of them."""
     stuck: Fetch | None = None
-    """A fetch that never ends, so that nobody else may have the memory that it writes to."""
+    """A gather that never completes, so that the memory that it writes to must not be freed."""
 
 
 class ShardedUnits:
@@ -167,11 +167,11 @@ class ShardedUnits:
             reuse_numel=config.zero.stage3_max_reuse_distance or 0,
         )
         self._overlap = config.zero.overlap_comm
-        """Whether gathers go on behind the caller."""
+        """Whether gathers run in the background."""
         self.all = tuple(ShardedUnit(unit, number) for number, unit in enumerate(units))
         """In the order of the model."""
         self.in_use: list[ShardedUnit] = []
-        """Few of them, in the order in which they were gathered."""
+        """In the order in which they were gathered."""
         self.values: dict[ParameterRecord, GatheredValues] = {}
         for unit in self.all:
             for record in unit.records:
@@ -186,7 +186,7 @@ class ShardedUnits:
     # -- iterations -------------------------------------------------------------------------------------------------
 
     def begin(self, kind: str) -> bool:
-        """Start an iteration, whose order is that of others of its `kind`; false if one is under way (all ranks)."""
+        """Start an iteration in the recorded order of its `kind`; return False within another one (all ranks)."""
         if self._kind is not None:
             return False
         self._kind = kind
@@ -197,8 +197,7 @@ class ShardedUnits:
         return True
 
     def end(self, *, failed: bool = False) -> None:
-        """End the iteration; if it had another order than the ones before, agree on the new one (all ranks, unless it
-        `failed`)."""
+        """End the iteration; agree on its order if it is new (all ranks, unless it `failed`)."""
         kind, self._kind = self._kind, None
         uses = self._recorder.end()
         self.forget()
@@ -211,7 +210,7 @@ class ShardedUnits:
             self._counts["orders"] += 1
 
     def _agreed(self, uses: Sequence[Use]) -> list[Use]:
-        """Return rank 0's uses: when they ended may differ. Raises UsageError if the order differs."""
+        """Return rank 0's uses, since their ends may differ. Raises UsageError if the order differs."""
         everyone = self._world.all_gather_object([[use.unit, use.last] for use in uses])
         orders = [[unit for unit, _ in theirs] for theirs in everyone]
         odd = next((rank for rank, order in enumerate(orders) if order != orders[0]), None)
@@ -223,23 +222,23 @@ class ShardedUnits:
         return [Use(unit, last) for unit, last in everyone[0]]
 
     def values_change(self, *, by_step: bool = False) -> None:
-        """Release the values that are about to change: by a step those of trained parameters, else all (all ranks)."""
+        """Release values that are about to change: `by_step` those of trained parameters, else all (all ranks)."""
         self.forget()
         self._wait_for_reads()
-        second = self.fetcher.second_copy
-        if second is not None and by_step:
-            second.expire()
-        elif second is not None:
-            second.free()
+        replica = self.fetcher.replica
+        if replica is not None and by_step:
+            replica.expire()
+        elif replica is not None:
+            replica.free()
 
     def _wait_for_reads(self) -> None:
-        """Return when memory of the store may be written: no fetch reads it any more. Every fetch was finished or dropped."""
+        """Wait until no fetch reads memory of the store. Every fetch was finished or dropped before."""
         last, self.fetcher.last_copy = self.fetcher.last_copy, None
         if last is not None:
             last.wait()
 
     def forget(self) -> None:
-        """Release the units kept or gathered ahead: the iteration is over, or values are about to change."""
+        """Release units that are kept or gathered ahead."""
         for unit in self.all:
             if unit.fetch is not None:
                 self._drop(unit)
@@ -251,14 +250,14 @@ class ShardedUnits:
     # -- units ------------------------------------------------------------------------------------------------------
 
     def unshard(self, unit: ShardedUnit) -> None:
-        """Gather the unit's parameters, which then are in use (all ranks, in one order)."""
+        """Gather the unit for a use (all ranks, in one order)."""
         self._world.watch.activity.unit = unit.unit.name
         with labelled("unshard", unit.unit.name):
             number = self._recorder.begin_use(unit.number)
             follows = self._recorder.follows
             before = unit.state
             if before is UnitState.RELEASED:
-                self._bring(unit, ahead=False)
+                self._start(unit, ahead=False)
                 self._send(unit)
             if follows:
                 self._read_slots(number + 1)
@@ -276,7 +275,7 @@ class ShardedUnits:
                 self.forget()
 
     def reshard(self, unit: ShardedUnit) -> None:
-        """End the use of a unit: release it, or keep it if it is used again soon."""
+        """End a use of the unit: release it, or keep it if it is used again soon."""
         with labelled("reshard", unit.unit.name):
             self.in_use.remove(unit)
             unit.holder = unit.due = None
@@ -288,29 +287,29 @@ class ShardedUnits:
             self._release_unused(unit.records)
 
     def _release_unused(self, records: Iterable[ParameterRecord]) -> None:
-        """Hide the values of parameters that no unit in use and no caller needs; free them if no unit holds them either."""
+        """Hide values that no unit in use and no caller needs; free those that no unit keeps either."""
         for record in records:
             values = self.values[record]
             states = [unit.state for unit in values.units]
             if values.callers or values.stuck or UnitState.IN_USE in states or UnitState.IN_USE_AND_AHEAD in states:
                 continue
             if UnitState.AHEAD in states or UnitState.KEPT in states:
-                if values.are_there:
+                if values.are_gathered:
                     record.use_placeholder()
             else:
                 record.release()
-                values.are_there, values.coming = False, None
+                values.are_gathered, values.fetch = False, None
                 self._live_numel -= record.numel
 
     def have_room_for_stray(self, unit: ShardedUnit) -> bool:
-        """Return whether a unit may stay gathered until the backward is over, so that any other has room beside it."""
+        """Return whether a unit may stay gathered until the backward ends, with room for any other unit."""
         strays = sum(other.numel for other in self.all if other.read is not StrayRead.NO and other is not unit)
         return strays + unit.numel + max(other.numel for other in self.all) <= self._limits.live_numel
 
     # -- callers ----------------------------------------------------------------------------------------------------
 
-    def hold(self, records: Sequence[ParameterRecord], fill: Fill) -> None:
-        """Let parameters have all their values until `let_go`; `fill` fetches those that are released (all ranks)."""
+    def gather(self, records: Sequence[ParameterRecord], fill: Fill) -> None:
+        """Give parameters their values until `ungather`; `fill` gathers those that are released (all ranks)."""
         self.forget()
         sharded = [record for record in records if record.residency is not Residency.RESIDENT]
         missing = [record for record in sharded if record.residency is Residency.RELEASED]
@@ -326,13 +325,13 @@ class ShardedUnits:
             raise
         for record in missing:
             record.use_full()
-            self.values[record].own, self.values[record].are_there = own[record], True
+            self.values[record].own, self.values[record].are_gathered = own[record], True
             self._live_numel += record.numel
         for record in sharded:
             self.values[record].callers += 1
 
-    def let_go(self, records: Sequence[ParameterRecord]) -> None:
-        """End a `hold` of the same parameters."""
+    def ungather(self, records: Sequence[ParameterRecord]) -> None:
+        """End a `gather` of the same parameters."""
         for record in records:
             if record.residency is Residency.RESIDENT:
                 continue
@@ -349,8 +348,8 @@ class ShardedUnits:
                     record.use_full()
             self._release_unused([record])
 
-    def fill_borrowed(self, *, fill: bool = True) -> None:
-        """Give the own memory of parameters that callers hold their values, for graphs that saved it; `fill=False` frees it."""
+    def fill_own_memory(self, *, fill: bool = True) -> None:
+        """Fill the own memory of parameters that callers gathered, for graphs that saved it; `fill=False` frees it."""
         for record, values in self.values.items():
             if values.own is not None and not record.is_in_place:
                 own = values.own
@@ -367,11 +366,11 @@ class ShardedUnits:
         return [self.all[schedule.units[number]] for number in schedule.start[slot]]
 
     def _read_slots(self, slot: int) -> None:
-        """Start to read the rows of this slot's gathers; with more ranks also those of the next, which it sends."""
+        """Start to read the rows of this slot's gathers; with more ranks also those of the next slot, for `_send_slot`."""
         slots = [slot] if self._world.world_size == 1 else [slot, slot + 1]
         for unit in [unit for each in slots for unit in self._slot(each)]:
             if unit.fetch is None and unit.state is not UnitState.KEPT:
-                self._bring(unit, ahead=True)
+                self._start(unit, ahead=True)
 
     def _send_slot(self, slot: int) -> None:
         for unit in self._slot(slot):
@@ -382,19 +381,16 @@ class ShardedUnits:
                 else:
                     self._complete(unit)
 
-    def _bring(self, unit: ShardedUnit, *, ahead: bool) -> None:
-        missing = [
-            record
-            for record in unit.records
-            if not self.values[record].are_there and self.values[record].coming is None
-        ]
-        # Before the memory is taken: a failed start leaves a unit that can be dropped.
+    def _start(self, unit: ShardedUnit, *, ahead: bool) -> None:
+        values = self.values
+        missing = [one for one in unit.records if not values[one].are_gathered and values[one].fetch is None]
+        # Before the memory is allocated: a failed start leaves a unit that can be dropped.
         unit.state = UnitState.IN_USE_AND_AHEAD if unit.is_in_use else UnitState.AHEAD
         unit.fetch = Fetch(unit.unit.name, unit.number, missing)
         self._live_numel += sum(record.numel for record in missing)
         self._live_peak_numel = max(self._live_peak_numel, self._live_numel)
         for record in missing:
-            self.values[record].coming = unit.fetch
+            values[record].fetch = unit.fetch
         self.fetcher.read(unit.fetch, ahead=ahead)
 
     def _send(self, unit: ShardedUnit) -> None:
@@ -404,12 +400,12 @@ class ShardedUnits:
     def _complete(self, unit: ShardedUnit) -> None:
         """Wait until the unit's parameters have their values."""
         for record in unit.records:
-            fetch = self.values[record].coming
+            fetch = self.values[record].fetch
             if fetch is None:
                 continue
             self.fetcher.finish(fetch, expected=self._recorder.follows)
             for one in fetch.records:
-                self.values[one].coming, self.values[one].are_there = None, True
+                self.values[one].fetch, self.values[one].are_gathered = None, True
 
     def _drop(self, unit: ShardedUnit) -> None:
         fetch, unit.fetch = unit.fetch, None
@@ -425,7 +421,7 @@ class ShardedUnits:
         return UnitStatistics(**self._counts, live_peak_numel=peak, read_bytes=self.fetcher.read_bytes)
 
     def close(self) -> None:
-        """Drop everything and end the thread."""
+        """Drop all gathers and end the thread."""
         self.forget()
         self._wait_for_reads()
         self.fetcher.close()
