@@ -1,15 +1,13 @@
-"""A run's state as a training script sees it: whole tensors by name, read and set, whatever is sharded or offloaded.
+"""Reading and writing the training state as whole tensors by name, whether or not it is sharded or offloaded.
 
-Everything here is a collective: all ranks call it, with the same names, in the same order. Values are read from the arrays
-in the store, so that reading disturbs nothing; `finished` completes pending work first.
+All calls are collectives: all ranks make them, with the same names, in the same order. Values are read from the arrays in
+the store; `finished` completes pending work first.
 
 [Note: pieces]
 The flat elements of an array are cut at the ends of shards, and into pieces of whole chunks, about 8 MiB. A piece's owner
-reads it ahead of its turn and gives it to rank 0, or to all. Every rank goes through all pieces in the same order. If state
-is not sharded, every rank has everything, and nothing is sent.
-
-A rank that fails goes on with zeros, so that the others are not left waiting, and all ranks agree on errors every now
-and then, and at the end.
+reads it ahead of its turn and sends it to rank 0, or to all. All ranks process all pieces in the same order. If state is not
+sharded, every rank has everything, and nothing is sent. A rank that fails continues with zeros, so that no other waits for
+it; the ranks agree on errors after every 32 Mi elements, and at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -41,7 +39,6 @@ T = TypeVar("T")
 _PIECE_NUMEL = 2 * 1024 * 1024
 _PIECES_AHEAD = 2
 _AGREE_NUMEL = 32 * 1024 * 1024
-"""Elements after which the ranks agree on errors: at most as many move in vain."""
 
 Read = Callable[[], torch.Tensor]
 """Waits for a read and returns its elements, 1-D, on any device."""
@@ -49,28 +46,28 @@ Read = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class RankArray:
-    """An array of a parameter of which this rank has its rows."""
+    """This rank's rows of an array of a parameter."""
 
     record: ParameterRecord
     name: str
-    """Of the array."""
+    """Name of the array."""
     dtype: torch.dtype
     begin: Callable[[int, int], Read]
-    """Begins to read local flat elements `[first, stop)` of this rank's shard."""
+    """Starts to read local flat elements `[first, stop)` of this rank's shard."""
     shape: tuple[int, ...] | None = None
-    """Of the whole array, if it is not the parameter's, and it is cut by its own rows."""
+    """Shape of the whole array, if it is not the parameter's: then it is cut by its own rows."""
 
     def grid(self, num_ranks: int) -> Grid:
-        """Return how it is cut over `num_ranks` ranks that share the state."""
+        """Return its partition over `num_ranks` ranks that share the state."""
         return self.record.state_grid if self.shape is None else make_grid(stored_shape(self.shape), num_ranks)
 
 
-Take = Callable[[RankArray, int, torch.Tensor], None]
-"""Takes a piece of an array: its global flat elements, 1-D, on the CPU, from a first one on."""
+Put = Callable[[RankArray, int, torch.Tensor], None]
+"""Stores a piece of an array: its global flat elements, 1-D, on the CPU, from the given one on."""
 
 
 class Access:
-    """Whole tensors of one run. `before_changes` ends work that must not see the state change in place (a save)."""
+    """Whole tensors of one run. `before_changes` ends work that reads the state, such as a save, before it changes."""
 
     def __init__(
         self, roots: dict[str, nn.Module | None], training: Training, before_changes: Callable[[], None]
@@ -88,10 +85,10 @@ class Access:
         """Watches the parameters of the model, and its state dicts."""
         live_runs.add(self)
 
-    # -- which, and when --------------------------------------------------------------------------------------------
+    # -- parameters by name, and the state between steps ------------------------------------------------------------
 
     def find(self, name: str) -> ParameterRecord | None:
-        """Return the record of a parameter by its name in the model; a leading `module.` is the engine's own."""
+        """Return the record of a parameter by its name in the model, perhaps with the engine's prefix `module.`."""
         return self._by_name.get(name) or self._by_name.get(name.removeprefix("module."))
 
     def record(self, name: str) -> ParameterRecord:
@@ -102,16 +99,15 @@ class Access:
         return found
 
     def require_no_block(self, call: str) -> None:
-        """Raise UsageError within a block of `zstore.gather`: the values that it gave would be out of date."""
-        if self.guard.open_blocks:  # as on the other ranks
-            error = UsageError(f"{call} within `with zstore.gather(...)`: end the block first")
-            self.world.raise_together(error)
+        """Raise UsageError within a block of `zstore.gather`, whose values would be out of date."""
+        if self.guard.open_blocks:  # on all ranks alike
+            self.world.raise_together(UsageError(f"{call} within `with zstore.gather(...)`: end the block first"))
 
     def finished(self, call: str, check: Callable[[], T], *, changes: bool = False, moves: bool = False) -> T:
-        """Return the result of `check`, once the state is that of the last step and the ranks agree on `call` (all ranks).
+        """Return the result of `check` after the last step's update, if the ranks agree on `call` (all ranks).
 
-        Raises on every rank the error of `check` on any, and UsageError for state that cannot be read or changed now; state
-        that was moved away can only be moved further (`moves`).
+        Raises on every rank the error of `check` on any, and UsageError for state that cannot be read or changed now; only
+        further moves (`moves`) are allowed of state that was moved away.
         """
         with self.world.agreeing(call=call):
             if not moves:
@@ -125,7 +121,7 @@ class Access:
             self._update.require_whole()
             if not self.guard.open_blocks:
                 self.guard.check_values()
-            if changes and (calls := self.guard.under_way):
+            if changes and (calls := self.guard.running):
                 raise UsageError(f"{call} within a {calls[-1]}: parameters can be changed between steps only")
             checked = check()
         if changes:
@@ -153,7 +149,7 @@ class Access:
         return scalars[slot] if slot in scalars else self.source(record, f"optimizer/{slot}", torch.float32)
 
     def _record_with(self, name: str, slot: str) -> ParameterRecord:
-        """Return the record of a parameter of which the optimizer keeps `slot`."""
+        """Return the record of a parameter that has the optimizer slot `slot`."""
         record = self.record(name)
         if record.group is None:
             raise UsageError(f"parameter {name!r} is not trained, so there is no optimizer state of it")
@@ -163,7 +159,7 @@ class Access:
         return record
 
     def gradient(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
-        """Return the mean over ranks of the gradient that the step under way has so far; None if there is none."""
+        """Return the mean over ranks of the gradient accumulated in this step so far; None if there is none."""
         record, gradients = self.finished(f"get_gradient({name!r})", lambda: self.record(name)), self.gradients
         if record.group is None:
             return None
@@ -174,7 +170,7 @@ class Access:
             rows = gradients.owned(record)
             if not agree_any(self.world, [rows is not None])[0]:
                 return None
-            # In fp32 on every rank: one may hold rows on disk, in a wider type than another.
+            # In fp32 on every rank: rows on disk may be in a wider type than those of another rank.
             source = rows_source(record, torch.zeros(0) if rows is None else rows, torch.float32)
             found = self.whole(source, rank0_only=rank0_only)
         if found is None or (rank0_only and self.world.rank > 0):
@@ -182,8 +178,8 @@ class Access:
         return found.float().div_(self.scaler.scale)
 
     def source(self, record: ParameterRecord, group: str, dtype: torch.dtype | None = None) -> RankArray:
-        """Return this rank's rows of an array of a parameter, in the type of the array or in `dtype`. That of group "model" is
-        the master, or the parameter if it is not trained."""
+        """Return this rank's rows of an array of a parameter, in its type or in `dtype`. In group "model" it is the master, or
+        the parameter if it is not trained."""
         store, name = self.state.store, f"{group}/{record.name}"
         spec = store.spec(name)
         kind: torch.dtype = dtype or getattr(torch, spec.dtype)
@@ -205,21 +201,55 @@ class Access:
     def read_into(
         self, targets: Mapping[ParameterRecord, torch.Tensor], sources: Sequence[RankArray], *, rank0_only: bool = False
     ) -> None:
-        """Read whole arrays into the targets, 1-D, of their parameters; those without one are skipped (all ranks)."""
+        """Read whole arrays into the targets, 1-D, of their parameters; arrays without one are skipped (all ranks)."""
 
-        def take(source: RankArray, first: int, values: torch.Tensor) -> None:
+        def put(source: RankArray, first: int, values: torch.Tensor) -> None:
             target = targets.get(source.record)
             if target is not None:
                 target[first : first + values.numel()] = values
 
-        self.each(sources, take, rank0_only=rank0_only)
+        self.each(sources, put, rank0_only=rank0_only)
 
-    def each(self, sources: Sequence[RankArray], take: Take, *, rank0_only: bool) -> None:
-        """Call `take` with every piece of whole arrays, in order, on every rank or on rank 0 alone (all ranks).
+    def each(self, sources: Sequence[RankArray], put: Put, *, rank0_only: bool) -> None:
+        """Call `put` with every piece of whole arrays, in order, on every rank or only on rank 0 (all ranks).
 
-        Raises on every rank the error of `take` or of a read on any. See [Note: pieces].
+        Raises on every rank the error of `put` or of a read on any. See [Note: pieces].
         """
-        _WholeArrays(self.world, sources, sharded=self.state.is_sharded, rank0_only=rank0_only).each(take)
+        world, sharded = self.world, self.state.is_sharded and self.world.world_size > 1
+        num_ranks = world.world_size if sharded else 1
+        error: Exception | None = None
+
+        def attempt(call: Callable[..., T], *args: Any) -> T | None:
+            nonlocal error
+            try:
+                return call(*args)
+            except Exception as raised:
+                error = error or raised
+                return None
+
+        def is_read_here(piece: _ArrayPiece) -> bool:
+            return world.rank == piece.shard if sharded else world.rank == 0 or not rank0_only
+
+        following = filter(is_read_here, _pieces(sources, num_ranks))
+        ahead: deque[Read | None] = deque()
+        unchecked_numel = 0
+        for piece in _pieces(sources, num_ranks):
+            numel, values = piece.stop - piece.first, None
+            if is_read_here(piece):
+                while len(ahead) <= _PIECES_AHEAD and (after := next(following, None)) is not None:
+                    ahead.append(attempt(after.source.begin, after.first, after.stop))
+                read = ahead.popleft()
+                values = None if read is None else attempt(read)
+                values = torch.zeros(numel, dtype=piece.source.dtype) if values is None else values
+            if sharded:
+                values = _send(world, piece, values, rank0_only=rank0_only)
+            if values is not None and error is None:
+                attempt(lambda one, values: put(one.source, one.start + one.first, values.cpu()), piece, values)
+            unchecked_numel += numel
+            if unchecked_numel >= _AGREE_NUMEL:
+                world.raise_together(error)
+                unchecked_numel = 0
+        world.raise_together(error)
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
@@ -264,7 +294,7 @@ class Access:
             self._fill(record, full, optimizer_array(slot, record.name))
 
     def check_values(self, record: ParameterRecord, values: Any) -> None:
-        """Raise UsageError for values of another shape than the parameter's; None will do on other ranks than 0."""
+        """Raise UsageError for values of another shape than the parameter's; only rank 0 must have values."""
         if values is None and self.world.rank > 0:
             return
         shape = tuple(torch.as_tensor(values).shape)
@@ -304,7 +334,7 @@ class Access:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Change the state in the block, on every rank or with an error on every rank, and then it is torn (all ranks)."""
+        """Change the state in the block on every rank; an error of any is raised on all, and leaves it torn (all ranks)."""
         if self.units is not None:
             self.units.values_change()
         note = "The state was changed in part: load a checkpoint before continuing."
@@ -312,13 +342,13 @@ class Access:
             yield
 
     def close(self) -> None:
-        """Let `zstore.gather` forget this run, and stop watching the model."""
+        """Remove this run from those of `zstore.gather`, and stop watching the model."""
         live_runs.discard(self)
         self.guard.remove()
 
 
 def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype) -> RankArray:
-    """Return this rank's rows of a parameter, 1-D in memory, as they are read and cast to `dtype`."""
+    """Return this rank's rows of a parameter, 1-D in memory, to be read in type `dtype`."""
 
     def begin(first: int, stop: int) -> Read:
         return lambda: rows[first:stop].to(dtype)
@@ -327,7 +357,7 @@ def rows_source(record: ParameterRecord, rows: torch.Tensor, dtype: torch.dtype)
 
 
 live_runs: weakref.WeakSet[Access] = weakref.WeakSet()
-"""The runs of all open engines: a parameter alone must be enough to find its run."""
+"""The runs of all open engines, in which `find_run` searches."""
 
 
 def find_run(parameter: nn.Parameter) -> tuple[Access, ParameterRecord] | None:
@@ -344,9 +374,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"there are {listed([repr(one) for one in names], 5)}"
 
 
-@dataclass(frozen=True)
-class _ArrayPiece:
-    """Flat elements `[first, stop)` of the shard of an array that begins at global flat element `start`."""
+class _ArrayPiece(NamedTuple):
+    """Flat elements `[first, stop)` of a shard of an array; the shard begins at global flat element `start`."""
 
     source: RankArray
     shard: int
@@ -355,85 +384,35 @@ class _ArrayPiece:
     stop: int
 
 
-class _WholeArrays:
-    """Gathers `sources`; `sharded` says whether each rank has its own rows alone. See [Note: pieces]."""
+def _pieces(sources: Sequence[RankArray], num_ranks: int) -> Iterator[_ArrayPiece]:
+    for source in sources:
+        grid = source.grid(num_ranks)
+        step = max(1, _PIECE_NUMEL // grid.chunk_numel) * grid.chunk_numel
+        for shard in range(grid.num_shards):
+            valid = grid.shard_valid_numel(shard)
+            for first in range(0, valid, step):
+                yield _ArrayPiece(source, shard, shard * grid.shard_numel, first, min(valid, first + step))
 
-    def __init__(self, world: World, sources: Sequence[RankArray], *, sharded: bool, rank0_only: bool) -> None:
-        self._world = world
-        self._sources = sources
-        self._sharded = sharded and world.world_size > 1
-        self._rank0_only = rank0_only
-        self._error: Exception | None = None
 
-    def each(self, take: Take) -> None:
-        """As `Access.each` says."""
-
-        def hand_over(piece: _ArrayPiece, values: torch.Tensor) -> None:
-            take(piece.source, piece.start + piece.first, values.cpu())
-
-        mine = filter(self._has, self._pieces())
-        ahead: deque[Read | None] = deque()
-        since_numel = 0
-        for piece in self._pieces():
-            values: torch.Tensor | None = None
-            if self._has(piece):
-                while len(ahead) <= _PIECES_AHEAD and (coming := next(mine, None)) is not None:
-                    ahead.append(self._keeping_error(coming.source.begin, coming.first, coming.stop))
-                read = ahead.popleft()
-                values = None if read is None else self._keeping_error(read)
-                if values is None:
-                    values = torch.zeros(piece.stop - piece.first, dtype=piece.source.dtype)
-            if self._sharded:
-                values = self._move(piece, values)
-            if values is not None and self._error is None:
-                self._keeping_error(hand_over, piece, values)
-            since_numel += piece.stop - piece.first
-            if since_numel >= _AGREE_NUMEL:
-                self._world.raise_together(self._error)
-                since_numel = 0
-        self._world.raise_together(self._error)
-
-    def _pieces(self) -> Iterator[_ArrayPiece]:
-        for source in self._sources:
-            grid = source.grid(self._world.world_size if self._sharded else 1)
-            step = max(1, _PIECE_NUMEL // grid.chunk_numel) * grid.chunk_numel
-            for shard in range(grid.num_shards):
-                valid = grid.shard_valid_numel(shard)
-                for first in range(0, valid, step):
-                    yield _ArrayPiece(source, shard, shard * grid.shard_numel, first, min(valid, first + step))
-
-    def _has(self, piece: _ArrayPiece) -> bool:
-        return self._world.rank == piece.shard if self._sharded else self._world.rank == 0 or not self._rank0_only
-
-    def _keeping_error(self, call: Callable[..., T], *args: Any) -> T | None:
-        """Return the result of a call; None if it fails: the first error is raised when the ranks agree."""
-        try:
-            return call(*args)
-        except Exception as error:
-            self._error = self._error or error
-            return None
-
-    def _move(self, piece: _ArrayPiece, values: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the piece on the ranks that want it, None on others."""
-        world = self._world
-        if self._rank0_only and world.rank not in (0, piece.shard):
-            return None
-        if values is None:
-            values = torch.empty(piece.stop - piece.first, dtype=piece.source.dtype, device=world.device)
-        values = values.to(world.device)
-        if self._rank0_only:
-            world.transfer(values, piece.shard, 0)
-            return values if world.rank == 0 else None
-        world.broadcast(values, piece.shard)
-        return values
+def _send(world: World, piece: _ArrayPiece, values: torch.Tensor | None, *, rank0_only: bool) -> torch.Tensor | None:
+    """Return a piece, of which its owner has the `values`, on the ranks that want it, None on others (all ranks)."""
+    if rank0_only and world.rank not in (0, piece.shard):
+        return None
+    if values is None:
+        values = torch.empty(piece.stop - piece.first, dtype=piece.source.dtype, device=world.device)
+    values = values.to(world.device)
+    if rank0_only:
+        world.transfer(values, piece.shard, 0)
+        return values if world.rank == 0 else None
+    world.broadcast(values, piece.shard)
+    return values
 
 
 # -- `optimizer.state` --------------------------------------------------------------------------------------------------
 
 
 class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
-    """The state of each parameter that was updated, by the parameter. Reading an entry fetches nothing yet: see
-    `StateOfParameter`."""
+    """The state of each updated parameter, by the parameter. An entry is lazy: see `StateOfParameter`."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -441,7 +420,7 @@ class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
     def __getitem__(self, parameter: Any) -> Mapping[str, torch.Tensor]:
         record = self._access.guard.records.get(parameter)
         if record is None or not self._is_updated(record):
-            return {}  # as the defaultdict that it replaces
+            return {}  # like the defaultdict that it replaces
         return StateOfParameter(self._access, record)
 
     def _is_updated(self, record: ParameterRecord) -> bool:
@@ -458,8 +437,8 @@ class StateByParameter(Mapping[Any, Mapping[str, torch.Tensor]]):
 
 
 class StateOfParameter(Mapping[str, torch.Tensor]):
-    """The optimizer's slots of one parameter: a copy on the CPU, whole and in fp32, each time that a slot is read (all
-    ranks). `engine.set_optimizer_state` changes it."""
+    """The optimizer's slots of one parameter: each read of a slot gathers a copy, whole, fp32, on the CPU (all ranks).
+    `engine.set_optimizer_state` changes it."""
 
     def __init__(self, access: Access, record: ParameterRecord) -> None:
         self._access = access

@@ -2,24 +2,21 @@
 error with advice, in place of NaN or of values that the next step would replace.
 
 [Note: what would desynchronise them]
-The engine updates the memory that it gave each parameter, of the type and on the device that the config asks for. Were a
-parameter given other memory, the updates would go on in the old one and the model would never see them. So:
+The engine updates the memory that it gave each parameter, of the type and on the device of the config. If a parameter were
+given other memory, the model would never see the updates. So:
 
-- Conversions of `nn.Module` (`to`, `half`, `float`, `cuda`, `to_empty`, `share_memory`, ...) all go through `_apply`, which
-  each module of the model has as an attribute of its own while the engine is open. A conversion that changes nothing passes;
-  any other is refused before it begins.
-- Anything that bypasses it (`parameter.data = ...`, `module.weight = nn.Parameter(...)`, a module that was added, a frozen
-  parameter that is to be trained) is found at the next forward or step, by addresses and identities: a few hundred
-  nanoseconds for each parameter.
+- Conversions of `nn.Module` (`to`, `half`, `float`, `cuda`, `to_empty`, `share_memory`, ...) all call `_apply`, which is
+  wrapped in each module while the engine is open. A conversion that changes a parameter is refused before it begins.
+- Changes that bypass it (`parameter.data = ...`, `module.weight = nn.Parameter(...)`, an added module, a thawed parameter)
+  are detected at the next forward or step, by addresses and identities: a few hundred nanoseconds a parameter.
 
 [Note: changed in place]
-A script may write to parameters between steps (`clamp_`, `nn.init`, `copy_` under `no_grad`). The version counters reveal it,
-at the next forward, step, save or call that reads the state. A resident parameter has the values that were written; its
-master, if that is another array, takes them over. A sharded one, which a forward changed, has them in memory already released
-by then, so this raises. A write through `.data` changes no counter. The memory of a parameter that is its own
-master keeps it; elsewhere the next update would overwrite it. So each step notes the first values of one parameter, in
-turn, and the next one refuses to begin if they have changed, and are not the master's. Only the step checks, since a script
-may swap weights through `.data` for an evaluation, and back.
+A script may write to parameters between steps (`clamp_`, `nn.init`, `copy_` under `no_grad`). Their version counters reveal
+it, at the next forward, step, save or read of the state. A resident parameter has the written values; a separate master
+takes them over. The written memory of a sharded one is released by then, so this raises. A write through `.data` changes no
+counter, and the next update would overwrite it, except in a parameter that is its own master. So each step samples the first
+values of one parameter, in turn, and the next step raises if they changed and are not the master's. Other calls do not check,
+since a script may swap weights through `.data` for an evaluation, and back.
 """
 
 from __future__ import annotations
@@ -51,11 +48,11 @@ _log = logging.getLogger("zstore")
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
-_MOST_PROBE_DIMS = 5
+_MAX_PROBE_DIMS = 5
 _SAMPLE_NUMEL = 1024
-_NAMED = 5
+_MAX_NAMED = 5
 """Parameters that an error names."""
-_INSTEAD = (
+_ALTERNATIVES = (
     "call engine.module_state_dict(), engine.save_16bit_model(folder) or engine.save_checkpoint(folder) on all ranks, or "
     "`with zstore.gather(model):` around it"
 )
@@ -68,12 +65,12 @@ class ParameterGuard:
     """
 
     open_blocks = 0
-    """Blocks of `zstore.gather` that are open."""
+    """Open blocks of `zstore.gather`."""
     _is_suspended = False
 
     def __init__(self, roots: dict[str, nn.Module | None], training: Training) -> None:
         model, records = training.model, training.state.records
-        self.under_way: list[str] = []
+        self.running: list[str] = []
         """Engine forwards and backwards currently running."""
         self._roots = roots
         self._update, self._state = training.update, training.state
@@ -82,28 +79,28 @@ class ParameterGuard:
         self.records = {record.parameter: record for record in records}
         """By parameter."""
         trains = any(record.group is not None for record in records)  # otherwise requires_grad does not matter
-        self._laid_out = [
+        self._expected = [
             (one, one.parameter, one.dtype, trains and one.group is None and not one.parameter.requires_grad)
             for one in records
         ]
         """Each parameter with its type, and whether it was frozen."""
-        self._counting = [(record, record.parameter) for record in records if not record.parameter.is_inference()]
+        self._versioned = [(record, record.parameter) for record in records if not record.parameter.is_inference()]
         """Those that have a version counter."""
-        for record, _ in self._counting:
+        for record, _ in self._versioned:
             record.note_version()
         self._later: dict[nn.Parameter, str] = {}
-        """Frozen parameters that were added later, already reported to the user, by name."""
+        """Frozen parameters that were added later, already reported to the user, and their names."""
         self._tables: list[dict[str, Any]] = []
         self._entries: list[Any] = []
         self._note_structure()
-        # Updates in the backward are under way when a step begins.
-        self._turns = cycle(() if training.update.runs_in_backward else self._apart(records))
+        # With updates in the backward, they are already running when the step begins.
+        self._sampled_in_turn = cycle(() if training.update.runs_in_backward else self._with_separate_master(records))
         self._sample: tuple[ParameterRecord, torch.Tensor] | None = None
-        """The first values of a parameter, noted by a step."""
-        self._shadows = [_Shadow(module, self._check_conversion) for module in model.modules()]
-        self._gives_empties = False
-        """Whether a state dict has empty tensors for sharded parameters."""
-        self._whole: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
+        """The first values of a parameter, sampled by a step."""
+        self._wrappers = [_ApplyWrapper(module, self._check_conversion) for module in model.modules()]
+        self._emits_empty_tensors = False
+        """Whether state dicts have empty tensors for sharded parameters."""
+        self._full_tensors: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             self._handles += [
@@ -113,28 +110,27 @@ class ParameterGuard:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Note that a forward or a backward of the engine is under way."""
-        self.under_way.append(what)
+        """Record that a forward or a backward of the engine is running."""
+        self.running.append(what)
         try:
             yield
         finally:
-            self.under_way.pop()
+            self.running.pop()
 
     def remove(self) -> None:
-        """Stop watching, and take the hooks off the modules; a second call does nothing."""
+        """Stop watching, and remove the hooks from the modules; a second call does nothing."""
         for handle in self._handles:
             handle.remove()
-        for noted in (self._laid_out, self._counting, self._later, self._tables, self._entries):
-            noted.clear()
-        self._turns, self._sample = cycle(()), None
-        while self._shadows:
-            self._shadows.pop().remove()
+        for table in (self._expected, self._versioned, self._later, self._tables, self._entries):
+            table.clear()
+        self._sampled_in_turn, self._sample = cycle(()), None
+        while self._wrappers:
+            self._wrappers.pop().remove()
 
     # -- conversions ------------------------------------------------------------------------------------------------
 
     def _check_conversion(self, module: nn.Module, convert: Convert) -> None:
-        """Raise UsageError if `convert` would change a parameter of `module`. Values are not touched: it is tried on
-        small tensors of the same kinds."""
+        """Raise UsageError if `convert`, tried on small tensors of the same kinds, would change a parameter of `module`."""
         tried: set[tuple[torch.dtype, torch.device, int]] = set()
         for name, parameter in module.named_parameters():
             kind = parameter.dtype, parameter.device, parameter.dim()
@@ -142,7 +138,7 @@ class ParameterGuard:
                 continue
             tried.add(kind)
             dtype, device, dims = kind
-            probe = torch.zeros((2,) * min(dims, _MOST_PROBE_DIMS), dtype=dtype, device=device)
+            probe = torch.zeros((2,) * min(dims, _MAX_PROBE_DIMS), dtype=dtype, device=device)
             address, strides = probe.data_ptr(), probe.stride()
             with torch.no_grad():
                 made = convert(probe)
@@ -156,7 +152,7 @@ class ParameterGuard:
         which = "the model" if module is self._model else f"a {type(module).__name__} of the model"
         return f"{which} cannot be converted after initialize()"
 
-    # -- changes that bypass them -----------------------------------------------------------------------------------
+    # -- other changes ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise UsageError if a parameter is no longer the one that the engine trains; a replaced storage is restored.
@@ -164,8 +160,8 @@ class ParameterGuard:
         Without gradients, frozen parameters may be thawed, as for adapters that double as a reference model.
         """
         trains = torch.is_grad_enabled()
-        with torch._C.DisableTorchFunctionSubclass():  # a fifth of the time for released ones
-            for record, parameter, dtype, frozen in self._laid_out:
+        with torch._C.DisableTorchFunctionSubclass():  # a fifth of the time for released parameters
+            for record, parameter, dtype, frozen in self._expected:
                 moved = parameter.data_ptr() != record.address or parameter.dtype is not dtype
                 if moved or (frozen and trains and parameter.requires_grad):
                     self._refuse(record)
@@ -181,7 +177,7 @@ class ParameterGuard:
         """Take over values written to parameters in place. Raises UsageError, and forgets them, if the parameters are
         sharded. See [Note: changed in place]."""
         with torch._C.DisableTorchFunctionSubclass():
-            written = [record for record, parameter in self._counting if parameter._version != record.version]
+            written = [record for record, parameter in self._versioned if parameter._version != record.version]
         if not written:
             return
         if self._update.is_in_backward:
@@ -190,7 +186,8 @@ class ParameterGuard:
                 "they are being updated at that point: change them after step()"
             )
         self._update.drain()
-        self._state.follow_parameters([] if self._update.torn else self._apart(written))  # torn state raises anyway
+        if not self._update.torn:  # torn state raises on its next use anyway
+            self._state.follow_parameters(self._with_separate_master(written))
         if self._units is not None:
             self._units.forget()
         for record in written:
@@ -199,29 +196,30 @@ class ParameterGuard:
         for record in sharded:
             record.restore()
         if sharded:
+            names = listed([repr(record.name) for record in sharded], _MAX_NAMED)
             raise UsageError(
-                f"parameter {listed([repr(record.name) for record in sharded], _NAMED)} changed in place, but is sharded or "
-                "offloaded: the values were written to temporary memory and are lost. Write them within `with "
+                f"parameter {names} changed in place, but is sharded or offloaded: the values were written to temporary "
+                "memory and are lost. Write them within `with "
                 "zstore.gather(parameter, modifier_rank=0):`, or call engine.set_full_parameter(name, values)"
             )
 
-    def _apart(self, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
-        """Return those that are resident, and have a separate fp32 master."""
+    def _with_separate_master(self, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
+        """Return the records of resident parameters that have a separate fp32 master."""
         resident = [r for r in records if r.residency is Residency.RESIDENT and r.group is not None and r.owned_numel]
         return [record for record in resident if not self._state.is_master(record)]
 
     def note_sample(self) -> None:
-        """Note the first values of the next parameter whose master is apart (after a step). See [Note: changed in place]."""
-        record = next(self._turns, None)
+        """Sample the first values of one parameter with a separate master (after a step). See [Note: changed in place]."""
+        record = next(self._sampled_in_turn, None)
         if record is not None:
             self._sample = record, record.owned()[:_SAMPLE_NUMEL].clone()
 
     def check_sample(self) -> None:
-        """Raise UsageError if the noted values changed and the master did not (before a step)."""
-        noted, self._sample = self._sample, None
-        if noted is None or same_bits(now := noted[0].owned()[:_SAMPLE_NUMEL], noted[1]):
+        """Raise UsageError if the sampled values changed and the master did not (before a step)."""
+        sample, self._sample = self._sample, None
+        if sample is None or same_bits(now := sample[0].owned()[:_SAMPLE_NUMEL], sample[1]):
             return
-        name = noted[0].name
+        name = sample[0].name
         master = as_torch(self._state.store.read(model_array(name), 0, now.numel()).wait())
         if not same_bits(now, master.to(now.device, now.dtype)):
             raise UsageError(
@@ -281,18 +279,17 @@ class ParameterGuard:
 
     # -- state dicts ------------------------------------------------------------------------------------------------
 
-    def give_empties(self, *, logs: bool) -> None:
-        """Represent sharded parameters by empty tensors in state dicts, and log that once if `logs` is set."""
-        self._gives_empties, self._told = True, not logs
+    def emit_empty_tensors(self, *, logs: bool) -> None:
+        """Represent sharded parameters by empty tensors in state dicts; `logs` one warning of it."""
+        self._emits_empty_tensors, self._has_warned = True, not logs
         for module in self._model.modules():
             # A distinct object, because torch sets an attribute on it.
             hook = partial(self._after)
             self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
-    def give_whole(self, state: Mapping[str, Any]) -> None:
-        """Let sharded parameters have the values of this state dict of the model, as long as it is alive, in place of empty
-        tensors."""
-        self._whole.update({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
+    def emit_full_tensors(self, state: Mapping[str, Any]) -> None:
+        """Use the tensors of this state dict of the model, as long as it is alive, in place of empty ones."""
+        self._full_tensors.update({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def _records_of(self, module: nn.Module) -> Iterator[tuple[str, ParameterRecord]]:
         for name, parameter in module.named_parameters(recurse=False):
@@ -300,36 +297,38 @@ class ParameterGuard:
             if record is not None:
                 yield name, record
 
-    def _released(self, module: nn.Module) -> list[ParameterRecord]:
-        return [record for _, record in self._records_of(module) if record.residency is Residency.RELEASED]
+    def _released(self, module: nn.Module) -> list[tuple[str, ParameterRecord]]:
+        return [(name, each) for name, each in self._records_of(module) if each.residency is Residency.RELEASED]
 
     def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         released = self._released(module)
-        if released and not self._gives_empties:
-            raise UsageError(f"state_dict() of a model whose parameters are sharded: {_INSTEAD}")
-        for record in released:
+        if released and not self._emits_empty_tensors:
+            raise UsageError(f"state_dict() of a model whose parameters are sharded: {_ALTERNATIVES}")
+        for _, record in released:
             record.detaches_empty = True
 
     def _after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        released = self._released(module)
-        empty = False
-        for record in released:
+        is_partial = False
+        for name, record in self._released(module):
             record.detaches_empty = False
-            whole = next((self._whole[one] for one in (record.name, *record.aliases) if one in self._whole), None)
-            empty |= whole is None
-            for name, parameter in module.named_parameters(recurse=False) if whole is not None else ():
-                if parameter is record.parameter and prefix + name in state:
-                    state[prefix + name] = whole
-        if empty and not self._told:
-            self._told = True
+            tensors = map(self._full_tensors.get, (record.name, *record.aliases))
+            full = next((tensor for tensor in tensors if tensor is not None), None)
+            is_partial |= full is None
+            if full is not None and prefix + name in state:
+                state[prefix + name] = full
+        if is_partial and not self._has_warned:
+            self._has_warned = True
             _log.warning(
-                "state_dict() has sharded parameters as empty tensors, as in DeepSpeed; for whole ones %s", _INSTEAD
+                "state_dict() returns sharded parameters as empty tensors, as in DeepSpeed; for whole ones %s",
+                _ALTERNATIVES,
             )
 
     def _before_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any) -> None:
         loaded = [record for name, record in self._records_of(module) if prefix + name in state]
-        apart = [] if self.open_blocks else [r for r in loaded if r.group is not None and not self._state.is_master(r)]
-        if apart or any(record.residency is Residency.RELEASED for record in loaded):
+        separate = (
+            [] if self.open_blocks else [r for r in loaded if r.group is not None and not self._state.is_master(r)]
+        )
+        if separate or any(record.residency is Residency.RELEASED for record in loaded):
             raise UsageError(
                 "load_state_dict() of a model in training: its values are in shards, or in fp32 masters that would overwrite "
                 "them at the next step. Call engine.load_module_state_dict(state) on all ranks, or load before "
@@ -337,8 +336,8 @@ class ParameterGuard:
             )
 
     @contextmanager
-    def lets_state_dicts_pass(self) -> Iterator[None]:
-        """Allow all state dicts for the length of a `with` block."""
+    def allow_state_dicts(self) -> Iterator[None]:
+        """Allow all state dicts within a `with` block."""
         self._is_suspended = True
         try:
             yield
@@ -346,8 +345,8 @@ class ParameterGuard:
             self._is_suspended = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles of the model get no-op hooks."""
-        return _watches_nothing, ()
+        """Return no-op hooks for copies and pickles of the model."""
+        return _inert_guard, ()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -364,8 +363,8 @@ _ADVICE = (
 
 def _added(name: str) -> str:
     return (
-        f"parameter {name!r} was added to the model, or replaced another one, after initialize(): it would not be trained "
-        "it. Complete the model before initialize(); to change the values of a parameter, call "
+        f"parameter {name!r} was added to the model, or replaced another one, after initialize(): it would not be "
+        "trained. Complete the model before initialize(); to change the values of a parameter, call "
         "engine.set_full_parameter(name, values)"
     )
 
@@ -374,8 +373,8 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
 
 
-class _Shadow:
-    """A module's `_apply` while the engine is open. Copies and pickles keep the original method."""
+class _ApplyWrapper:
+    """A module's `_apply` while the engine is open. Copies and pickles have the original method."""
 
     def __init__(self, module: nn.Module, check: Callable[[nn.Module, Convert], None]) -> None:
         self._module = weakref.ref(module)
@@ -384,22 +383,22 @@ class _Shadow:
         module.__dict__["_apply"] = self
 
     def __call__(self, fn: Convert, *args: Any, **kwargs: Any) -> nn.Module:
-        """Convert the module with `fn`, which changes none of its parameters, or raise UsageError."""
+        """Convert the module with `fn`, or raise UsageError if that would change a parameter."""
         module = self._living()
         self._check(module, fn)
-        usual = self._own or MethodType(type(module)._apply, module)
+        original = self._own or MethodType(type(module)._apply, module)
         with torch._C.DisableTorchFunctionSubclass():  # so that released parameters are not gathered
-            result: nn.Module = usual(fn, *args, **kwargs)
+            result: nn.Module = original(fn, *args, **kwargs)
         return result
 
     def _living(self) -> nn.Module:
         module = self._module()
         if module is None:
-            raise UsageError("the module is gone")
+            raise UsageError("the module was deleted")
         return module
 
     def remove(self) -> None:
-        """Restore the module's usual method."""
+        """Restore the module's original method."""
         module = self._module()
         if module is not None and module.__dict__.get("_apply") is self:
             del module.__dict__["_apply"]
@@ -414,7 +413,7 @@ class _Shadow:
         return getattr, (self._living(), "_apply")
 
 
-def _watches_nothing() -> ParameterGuard:
+def _inert_guard() -> ParameterGuard:
     guard = ParameterGuard.__new__(ParameterGuard)
     guard.records = {}
     return guard

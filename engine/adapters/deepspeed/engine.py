@@ -142,7 +142,7 @@ class DeepSpeedEngine(Engine):
             optimizer.optimizer = optimizer.client
             optimizer.parameter_offload = ParameterOffload()
         # Scripts ask on every rank, and save rank 0's: DeepSpeed's values there, which nothing takes for weights.
-        self.access.guard.give_empties(logs=self.global_rank == 0)
+        self.access.guard.emit_empty_tensors(logs=self.global_rank == 0)
         if training.config.stage == 3:
             for record in training.state.records:
                 whole = record.residency is Residency.RESIDENT
@@ -236,7 +236,7 @@ class DeepSpeedEngine(Engine):
             kept = _adapter_names(self) if _is_peft(self.module) else ()
             frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
             found = {name: value for name, value in found.items() if name not in frozen or name in kept}
-        self.access.guard.give_whole(found)
+        self.access.guard.emit_full_tensors(found)
         return found if self.global_rank == 0 else None
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
