@@ -20,13 +20,13 @@ disk, and removes them.
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from typing import Any
 from bench.checkpoint_figures import Row, describe, goals, medians
 from bench.children import Told, run_child
 from bench.limits import copy_limit, disk_limit, new_files_limit
-from bench.machine import choose_device, machine
+from bench.machine import bench_parser, choose_device, machine, write_figures
 from bench.offload import MODELS, Shape, byte_count, some_of
 
 _OURS, _PEERS, _TOOLS = "bench.checkpoint_engines", "bench.checkpoint_peers", "bench.checkpoint_tools"
@@ -63,24 +63,21 @@ def main() -> None:
             figures["versions"] |= row.pop("versions", {})
             figures["rows"].append(row)
             print(describe(row), flush=True)
-            if options.out:  # after each, for a run of all takes long
-                options.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+            write_figures(options.out, figures)  # after each, for a run of all takes long
     figures["medians"] = medians(figures["rows"])
     figures["goals"] = goals(figures["medians"])
     for row in figures["medians"]:
         print(f"median  {describe(row)}")
     for goal in figures["goals"]:
         print(f"{'reached' if goal['reached'] else 'MISSED '}  {goal['what']}: {goal['text']}")
-    if options.out:
-        options.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_figures(options.out, figures)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, device=True, gib=1.25, out="--out")
     parser.add_argument(
         "--models", type=some_of(*MODELS), default=["110m", "1.2b"], help="the first is compared with others"
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
     parser.add_argument("--from-device", action="store_true", help="also save and load state on the device")
     parser.add_argument("--peers", type=some_of(*TENSOR_PEERS, "none"), default=[*TENSOR_PEERS])
     parser.add_argument(
@@ -94,9 +91,6 @@ def _options() -> argparse.Namespace:
         default=_LIMIT_BYTES,
         help="memory limit of a consolidation, on top of the interpreter",
     )
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
-    parser.add_argument("--gib", type=float, default=1.25, help="GiB of the files that measure the limits")
-    parser.add_argument("--out", type=Path, help="write the figures to this file, as JSON")
     options = parser.parse_args()
     options.device = choose_device(options.device)
     return options
@@ -194,7 +188,7 @@ class _Run:
     def _state_bytes(self, model: str) -> int:
         if model not in self._sizes:
             shapes = state_shapes(MODELS[model]).values()
-            self._sizes[model] = sum(4 * _numel(shape) for shape in shapes)
+            self._sizes[model] = sum(4 * math.prod(shape) for shape in shapes)
         return self._sizes[model]
 
     @contextmanager
@@ -324,7 +318,7 @@ class _Run:
             spec = {"contender": "command", "folder": str(place), "arguments": arguments}
             limit = self._options.memory + interpreter
             told, found = self._conversion(_TOOLS, spec, wanted[0][2], memory_limit_bytes=limit)
-            row = {"model": model, "who": f"zstore, in {_mib(self._options.memory)} MiB", "what": wanted[0][0]}
+            row = {"model": model, "who": f"zstore, in {self._options.memory >> 20} MiB", "what": wanted[0][0]}
             limited = {"memory_limit": told.memory_limit, "limited_peak_bytes": told.limited_peak_bytes}
             yield from _with_end([row | found | limited], told, row)
 
@@ -355,17 +349,6 @@ class _Run:
         names = {"contender": "engine", "folder": str(place), "drive": str(self._folder)}
         names["device"] = self._options.device if ranks == 1 else "cpu"  # several talk over gloo
         return {**names, "model": asdict(MODELS[model]), "config": config, "samples": self._options.ranks // ranks}
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for extent in shape:
-        numel *= extent
-    return numel
-
-
-def _mib(nbytes: int) -> int:
-    return round(nbytes / 2**20)
 
 
 def _figures(found: Row, nbytes: int, limit: float) -> Row:

@@ -27,22 +27,6 @@ _GRACE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a contender told."""
-
-    built: dict[str, Any] | None
-    """Parameters, seconds, peak of the process and versions; None where it did not get so far."""
-    steps: list[dict[str, Any]]
-    end: dict[str, Any] | None
-    error: str | None
-    """The last lines that it wrote, where it failed."""
-    memory_limit: str
-    """How its memory was limited, or why not."""
-    limited_peak_bytes: int | None
-    """Most bytes charged to the limit, page cache included, where the kernel tells."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Told:
     """What a process of its own told, event by event, and how it ended."""
 
@@ -52,24 +36,17 @@ class Told:
     seconds: float
     """From its start to its end."""
     memory_limit: str
+    """How its memory was limited, or why not."""
     limited_peak_bytes: int | None
+    """Most bytes charged to the limit, page cache included, where the kernel tells."""
 
     def last(self, event: str) -> dict[str, Any] | None:
         """Return the last event of this kind."""
-        return next((each for each in reversed(self.events) if each["event"] == event), None)
+        return next(reversed(self.all(event)), None)
 
-
-def run_contender(spec: dict[str, Any], *, python: str | None = None, memory_limit_bytes: int | None = None) -> Outcome:
-    """Run a contender to its end; `spec` is as `bench.contenders` describes it, but for `out`."""
-    told = run_child("bench.contenders", spec, python=python, memory_limit_bytes=memory_limit_bytes)
-    return Outcome(
-        built=told.last("built"),
-        steps=[each for each in told.events if each["event"] == "step"],
-        end=told.last("end"),
-        error=told.error,
-        memory_limit=told.memory_limit,
-        limited_peak_bytes=told.limited_peak_bytes,
-    )
+    def all(self, event: str) -> list[dict[str, Any]]:
+        """Return the events of this kind, in order."""
+        return [each for each in self.events if each["event"] == event]
 
 
 def run_child(
@@ -106,13 +83,9 @@ def run_group(
 
     Where it takes longer than `limit_s`, or this process is told to end, it is ended with everything that it started.
     """
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        cwd=folder,
-        start_new_session=True,
+        command, stdout=pipe, stderr=pipe, env=environment, cwd=folder, start_new_session=True
     ) as process:
         try:
             out, err = process.communicate(timeout=limit_s)

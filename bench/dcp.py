@@ -47,10 +47,6 @@ class Pairs:
     rounds: int
     seconds: float
 
-    @property
-    def name(self) -> str:
-        return f"{self.megabytes}-{self.world_size}"
-
 
 def measure_pairs(pairs: Pairs) -> None:
     """Print what saves of both writers take in turn, each rank a process."""
@@ -62,8 +58,8 @@ def measure_pairs(pairs: Pairs) -> None:
 
 def _save_in_turn(rank: int, pairs: Pairs) -> None:
     folder, megabytes, world_size = pairs.folder, pairs.megabytes, pairs.world_size
-    meeting = folder / f"ranks-{pairs.name}"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+    name = f"{megabytes}-{world_size}"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks-{name}", rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
     rows = max(1, megabytes * 10**6 // (4 * _COLUMNS * _NUM_TENSORS))
     whole = (torch.randn(rows, _COLUMNS) for _ in range(_NUM_TENSORS))
@@ -77,7 +73,7 @@ def _save_in_turn(rank: int, pairs: Pairs) -> None:
         dist.all_reduce(late)
         if late:
             break
-        path = folder / f"{pairs.name}-{number}"
+        path = folder / f"{name}-{number}"
         ours = _timed_save(state, zstore.dcp.Writer(path / "step-1"))
         theirs = _timed_save(state, FileSystemWriter(path / "torch", sync_files=True))
         seconds.append((ours, theirs))

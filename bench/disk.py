@@ -5,8 +5,6 @@ python -m bench.disk [--path FOLDER] [--gib 2] [--rounds 5] [--json FILE]
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -18,6 +16,7 @@ import numpy as np
 
 import zstore
 from bench.limits import disk_limit, limit_name
+from bench.machine import bench_parser, write_figures
 from zstore.format import Array, ArraySpec, make_grid
 from zstore.store import Store, StoreOptions
 
@@ -46,13 +45,11 @@ def _rate(store: Store, work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
+    parser = bench_parser(__doc__)
     parser.add_argument("--gib", type=float, default=2.0, help="GiB that each pass covers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=StoreOptions.num_threads)
     parser.add_argument("--block-mib", type=float, default=StoreOptions.block_bytes / 2**20)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     nbytes = int(options.gib * 2**30)
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
@@ -71,8 +68,7 @@ def main() -> None:
             f"{limit_name()} {row['limit']:5.2f} GB/s   "
             f"{row['percent']:5.1f} % of the limit (median of {options.rounds} pairs)"
         )
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(options.json, figures)
 
 
 def _make_arrays(store: Store, nbytes: int) -> list[list[str]]:

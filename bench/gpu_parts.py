@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,19 +87,8 @@ def _run(label: str, module: str, setting: Setting, *arguments: str, out: str = 
 
 
 def _tests(label: str, file: str, setting: Setting, chosen: str, **environment: str) -> Run:
-    arguments = [
-        file,
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:benchmark",
-        "-m",
-        "not soak",
-        f"--junitxml={label}.xml",
-    ]
+    without = [word for plugin in ("cacheprovider", "xdist", "benchmark") for word in ("-p", f"no:{plugin}")]
+    arguments = [file, "-q", *without, "-m", "not soak", f"--junitxml={label}.xml"]
     if setting.tiny:
         arguments += ["-k", chosen]
     return Run(
@@ -119,7 +109,7 @@ def _ceilings(setting: Setting) -> Part:
     runs = (
         links,
         _tests("cuda", "tests/engine/test_cuda.py", setting, "moments_in_bf16"),
-        _tests("nccl", "tests/engine/test_nccl.py", setting, "collectives_of_one_rank and gloo"),
+        _tests("nccl", "tests/engine/test_nccl.py", setting, "one_rank_trains and gloo"),
         _tests(
             "late copies",
             "tests/engine/test_cuda.py",
@@ -213,20 +203,9 @@ def _checkpoint(setting: Setting) -> Part:
 
 def _deepspeed(setting: Setting) -> Part:
     """DeepSpeed compiles its operators for minutes at its first run."""
-    arguments = [
-        "--models",
-        "1.2b",
-        "--tiers",
-        "cpu",
-        "--clip",
-        "off",
-        "--peer",
-        "--overlap",
-        "backward",
-        "--steps",
-        "3",
-    ]
-    offload = _run("1.2b", "bench.offload", setting, *arguments, "--tokens", "1024", out="--out", is_peer=True)
+    arguments = ["--models", "1.2b", "--tiers", "cpu", "--clip", "off", "--peer", "--overlap", "backward"]
+    arguments += ["--steps", "3", "--tokens", "1024"]
+    offload = _run("1.2b", "bench.offload", setting, *arguments, out="--out", is_peer=True)
     runs = (_overhead(setting, ["DeepSpeed"]), offload)
     return Part(name="deepspeed", title="Training beside DeepSpeed", limit_s=2 * _LIMIT_S, runs=runs)
 
@@ -312,21 +291,12 @@ def _checkpoint_faults(figures: Figures) -> list[str]:
     return [f"{row['who']}, {row['what']}: {row['error']}" for row in ours if row.get("error")]
 
 
-def _no_faults(figures: Figures) -> list[str]:
-    """A benchmark of this kind ends with an error or has figures."""
-    return []
-
-
 FAULTS: dict[str, Callable[[Figures], list[str]]] = {
     "pytest": _test_faults,
-    "bench.links": _no_faults,
-    "bench.waits": _no_faults,
-    "bench.step": _no_faults,
     "bench.offload": _offload_faults,
-    "bench.overhead": _no_faults,
     "bench.checkpoint": _checkpoint_faults,
 }
-"""By module: what of its figures is a fault. One of a peer is none of ours."""
+"""By module: what of its figures is a fault; others end with an error. One of a peer is none of ours."""
 
 
 def lines_of(module: str, figures: Figures) -> Sequence[str]:
@@ -334,26 +304,10 @@ def lines_of(module: str, figures: Figures) -> Sequence[str]:
     if module == "pytest":
         skipped = [f"{count} skipped: {why}" for why, count in figures["skipped"].items()]
         return [f"{figures['passed']} of {figures['tests']} tests passed", *skipped]
+    bench = importlib.import_module("bench.checkpoint_figures" if module == "bench.checkpoint" else module)
     if module == "bench.links":
-        from bench import links
-
-        return links.describe(figures)
-    if module == "bench.waits":
-        from bench import waits
-
-        return [waits.describe(row) for row in figures["rows"]]
+        return list(bench.describe(figures))
     if module == "bench.step":
-        from bench import step
-
-        return step.describe(figures).splitlines()
-    if module == "bench.offload":
-        from bench import offload
-
-        return [offload.describe(row) for row in _offload_rows(figures)]
-    if module == "bench.overhead":
-        from bench import overhead
-
-        return [overhead.describe(row) for row in figures["rows"]]
-    from bench import checkpoint_figures
-
-    return [checkpoint_figures.describe(row) for row in figures["rows"]]
+        return list(bench.describe(figures).splitlines())
+    rows = _offload_rows(figures) if module == "bench.offload" else figures["rows"]
+    return [bench.describe(row) for row in rows]

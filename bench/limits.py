@@ -16,14 +16,12 @@ from zstore.io.memory import make_slab
 _BLOCK_BYTES = 1024 * 1024
 
 
-def disk_limit(folder: Path, pattern: str, nbytes: int, *, fio: bool | None = None) -> float:
+def disk_limit(folder: Path, pattern: str, nbytes: int) -> float:
     """Return bytes per second of direct I/O on a preallocated file: `pattern` is "read", "write" or "mixed".
 
     fio runs io_uring, 1 MiB x 32 deep over 4 jobs, its buffers in huge pages. "mixed" counts both directions.
     """
-    if fio is None:
-        fio = shutil.which("fio") is not None
-    return _fio(folder, pattern, nbytes) if fio else _threads(folder, pattern, nbytes)
+    return _fio(folder, pattern, nbytes) if shutil.which("fio") else _threads(folder, pattern, nbytes)
 
 
 def limit_name() -> str:
@@ -31,17 +29,15 @@ def limit_name() -> str:
     return "fio (io_uring)" if shutil.which("fio") else "threads of preadv/pwritev"
 
 
-def new_files_limit(folder: Path, nbytes: int, *, file_bytes: int | None = None, fio: bool | None = None) -> float:
+def new_files_limit(folder: Path, nbytes: int, *, file_bytes: int | None = None) -> float:
     """Return bytes per second of writing new files, reserved beforehand and durable at the end: what a checkpoint does.
 
     Few large files by default; with `file_bytes` files of about that size, each durable as it is closed.
     """
-    if fio is None:
-        fio = shutil.which("fio") is not None
     place = folder / "limit-new"
     place.mkdir()
     try:
-        if fio:
+        if shutil.which("fio"):
             job, jobs = _new_files_job(place, nbytes, file_bytes)
             return _rate(_run_fio(folder, job, jobs))
         return nbytes / _write_new_files(place, nbytes, file_bytes=file_bytes)
@@ -49,16 +45,14 @@ def new_files_limit(folder: Path, nbytes: int, *, file_bytes: int | None = None,
         shutil.rmtree(place)
 
 
-def copy_limit(folder: Path, read_bytes: int, written_bytes: int, *, fio: bool | None = None) -> float:
+def copy_limit(folder: Path, read_bytes: int, written_bytes: int) -> float:
     """Return the seconds of reading a file and writing new ones, as `new_files_limit` does, both at once: what a
     conversion does."""
-    if fio is None:
-        fio = shutil.which("fio") is not None
-    disk_limit(folder, "write", read_bytes, fio=fio)  # what is read, as `limit.bin`
+    disk_limit(folder, "write", read_bytes)  # what is read, as `limit.bin`
     place = folder / "limit-new"
     place.mkdir()
     try:
-        if fio:
+        if shutil.which("fio"):
             reading, jobs = _one_file_job(folder, "read", read_bytes)
             writing, more = _new_files_job(place, written_bytes, None)
             found = _run_fio(folder, [*reading, *writing], jobs + more)

@@ -7,8 +7,6 @@ Every other figure is set beside these. Without a device what needs one is left 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import tempfile
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 
 from bench.limits import disk_limit, limit_name
-from bench.machine import machine
+from bench.machine import bench_parser, machine, write_figures
 from zstore.engine.params.record import PRECISIONS
 from zstore.io.memory import PinnedSlabs
 
@@ -34,10 +32,8 @@ Rates = dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
+    parser = bench_parser(__doc__)
     parser.add_argument("--gib", type=float, default=1.0, help="GiB that each measurement moves")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     nbytes = max(1, round(options.gib * 16)) * 64 * _MIB
     rates = link_rates(nbytes) | (_pinning(nbytes) if torch.cuda.is_available() else {})
@@ -47,8 +43,7 @@ def main() -> None:
             rates[f"disk {pattern}"] = disk_limit(Path(name), pattern, nbytes)
     figures = {"machine": machine(options.path), "limit_name": limit_name(), "rates": rates}
     print("\n".join(describe(figures)))
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(options.json, figures)
 
 
 def describe(figures: dict[str, Any]) -> list[str]:

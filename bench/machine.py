@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import zstore
 from bench.limits import limit_name
+
+
+def bench_parser(
+    about: str | None, *, path: bool = True, device: bool = False, gib: float | None = None, out: str = "--json"
+) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks share; `gib` is the default of the file that measures the disk."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if path:
+        parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
+    if device:
+        parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
+    if gib is not None:
+        parser.add_argument("--gib", type=float, default=gib, help="GiB of the file that measures the disk's limit")
+    parser.add_argument(out, type=Path, help="write the figures to this file, as JSON")
+    return parser
+
+
+def write_figures(path: Path | None, figures: Any) -> None:
+    """Write figures to the file that was asked for, if one was."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def machine(folder: Path) -> dict[str, str | int]:
@@ -93,9 +117,5 @@ def _drive(folder: Path) -> str:
     if not mounts.exists():
         return ""
     fields = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
-    within = [(mount, f"{device} ({kind})") for device, mount, kind, *_ in fields if _holds(mount, folder.resolve())]
+    within = [(at, f"{device} ({kind})") for device, at, kind, *_ in fields if folder.resolve().is_relative_to(at)]
     return max(within, key=lambda pair: len(pair[0]))[1] if within else ""
-
-
-def _holds(mount: str, folder: Path) -> bool:
-    return folder.is_relative_to(mount)

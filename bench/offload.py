@@ -14,14 +14,13 @@ I/O time is the bytes that were counted at the measured limit: what is both read
 the rest at its own. Overlap is the iteration over the larger of computation and I/O; in mode `forward`, where updates run in
 the next forward, over the sum of that maximum for the forward and for the backward (with the step).
 
-DeepSpeed compiles its operators for about four minutes at its first run. `--peer-param` says where its parameters rest.
+DeepSpeed compiles its operators for about four minutes at its first run.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
 import signal
 import statistics
@@ -32,11 +31,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.children import Outcome, run_contender
+from bench.children import Told, run_child
 from bench.contenders import batch_shape
 from bench.limits import disk_limit
 from bench.links import least_phases, least_seconds, link_rates
-from bench.machine import choose_device, machine
+from bench.machine import bench_parser, choose_device, machine, write_figures
 
 WARM_UP = 2
 """Steps that do not count: in the first the order is recorded, and the slots of the optimizer are read from the third on."""
@@ -99,16 +98,14 @@ def main() -> None:
         for row in measure(shape, options):
             entry["rows"].append(row)
             print(f"{name}: {describe(row)}", flush=True)
-            if options.out:  # after each, for a run of all takes long
-                options.out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+            write_figures(options.out, figures)  # after each, for a run of all takes long
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, device=True, gib=2.0, out="--out")
     parser.add_argument(
         "--models", type=some_of(*MODELS), default=["110m", "1.2b"], help="2.7b takes 40 GB of disk, 7b 100 GB"
     )
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
     parser.add_argument(
         "--tiers", type=some_of("cpu", "nvme"), default=["nvme"], help="where state and parameters are stored"
     )
@@ -125,13 +122,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fsdp2", action="store_true", help="run torch's FSDP2 with CPU offload beside --tiers cpu")
     parser.add_argument("--device-memory", type=byte_count, help="bytes, or 8GiB: most memory of the device")
     parser.add_argument("--peer-python", help="python of an environment with deepspeed; default: this one")
-    parser.add_argument(
-        "--peer-param", choices=["none", "cpu", "nvme"], default="nvme", help="where its parameters are stored"
-    )
-    parser.add_argument("--peer-buffers", type=int, default=32, help="buffers for its parameters (its buffer_count)")
-    parser.add_argument("--peer-config", type=json.loads, default={}, help="JSON to merge into its zero_optimization")
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after two warm-up steps")
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
     parser.add_argument(
         "--overlap", type=some_of("none", "backward", "forward"), default=["none", "backward", "forward"]
     )
@@ -139,7 +130,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=_budgets, default=["none", "peer"], help="host budgets: none, peer, or as 2.5GB"
     )
-    parser.add_argument("--zstore", type=json.loads, default={}, help="JSON to put into zstore's own section")
     parser.add_argument(
         "--peer-memory", type=byte_count, help="bytes, or 13GB, for `--budget peer` (default: as measured)"
     )
@@ -149,8 +139,6 @@ def _options() -> argparse.Namespace:
         help="bytes, or 4GiB: limit zstore's processes, page cache included (not those with `--budget peer`)",
     )
     parser.add_argument("--limit-s", type=float, help="seconds after which a contender is ended")
-    parser.add_argument("--gib", type=float, default=2.0, help="GiB of the file that measures the limit")
-    parser.add_argument("--out", type=Path, help="write the figures to this file, as JSON")
     options = parser.parse_args()
     options.device = choose_device(options.device)
     return options
@@ -265,9 +253,9 @@ def _row(shape: Shape, options: argparse.Namespace, settings: Row, peer: Row, co
             "seed": 0,
         }
         python, limited = options.peer_python if theirs else None, settings.get("memory_limit_bytes")
-        outcome = run_contender(spec, python=python, memory_limit_bytes=limited)
+        told = run_child("bench.contenders", spec, python=python, memory_limit_bytes=limited)
         limits.append(_limits(folder, options.gib) if on_disk else UNLIMITED)
-    row = settings | figures_of(outcome, mean_limits(limits), settings, compute) | _compared(outcome, peer)
+    row = settings | figures_of(told, mean_limits(limits), settings, compute) | _compared(told, peer)
     if settings["tier"] == "cpu" and "iteration_s" in row:
         compute_s = 0.0 if compute is None or "iteration_s" not in compute else compute["iteration_s"]
         overlaps = settings.get("overlap", "none") != "none"
@@ -281,7 +269,7 @@ def _row(shape: Shape, options: argparse.Namespace, settings: Row, peer: Row, co
 def _config(folder: Path, settings: Row, options: argparse.Namespace) -> dict[str, Any]:
     if settings["contender"] in ("compute", "FSDP2"):
         return {}
-    own: dict[str, Any] = {"step_overlap": settings["overlap"], **options.zstore}
+    own: dict[str, Any] = {"step_overlap": settings["overlap"]}
     if settings["host_budget_bytes"] is not None:
         own["host_budget_bytes"] = settings["host_budget_bytes"]
     offload = _offload(folder, settings["tier"]) | ({"pin_memory": True} if options.device == "cuda" else {})
@@ -302,18 +290,14 @@ def _peer_config(folder: Path, settings: Row, options: argparse.Namespace) -> di
     shape: Shape = settings["shape"]
     offload = {**_offload(folder, settings["tier"]), "pin_memory": options.device == "cuda"}
     if settings["tier"] == "cpu":
-        return {**_common(settings), "zero_optimization": {**_zero(offload, offload), **options.peer_config}}
+        return {**_common(settings), "zero_optimization": _zero(offload, offload)}
     largest = shape.hidden * max(4 * shape.hidden, shape.vocab)
-    parameters = {**offload, "device": options.peer_param, "buffer_size": largest}
-    if options.peer_param == "nvme":
-        parameters |= {"buffer_count": options.peer_buffers, "max_in_cpu": 0}
-    zero = _zero({**offload, "buffer_count": 4}, None if options.peer_param == "none" else parameters)
-    if options.peer_param == "nvme":
-        live = {"stage3_max_live_parameters": 100_000_000, "stage3_max_reuse_distance": 100_000_000}
-        zero |= {"stage3_prefetch_bucket_size": 0, **live}
-    zero["sub_group_size"] = 100_000_000
+    parameters = {**offload, "buffer_size": largest, "buffer_count": 32, "max_in_cpu": 0}
+    zero = _zero({**offload, "buffer_count": 4}, parameters)
+    zero |= {"stage3_max_live_parameters": 100_000_000, "stage3_max_reuse_distance": 100_000_000}
+    zero |= {"stage3_prefetch_bucket_size": 0, "sub_group_size": 100_000_000}
     aio = {"block_size": 2**20, "queue_depth": 32, "single_submit": False, "overlap_events": True}
-    return {**_common(settings), "zero_optimization": {**zero, **options.peer_config}, "aio": aio}
+    return {**_common(settings), "zero_optimization": zero, "aio": aio}
 
 
 def _common(settings: Row) -> dict[str, Any]:
@@ -326,9 +310,8 @@ def _common(settings: Row) -> dict[str, Any]:
     }
 
 
-def _zero(optimizer: dict[str, Any], parameters: dict[str, Any] | None) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": optimizer}
-    return zero if parameters is None else {**zero, "offload_param": parameters}
+def _zero(optimizer: dict[str, Any], parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"stage": 3, "offload_optimizer": optimizer, "offload_param": parameters}
 
 
 def _limits(folder: Path, gib: float) -> Limits:
@@ -352,24 +335,25 @@ def mean_limits(limits: Sequence[Limits]) -> Limits:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def figures_of(outcome: Outcome, limits: Limits, settings: Mapping[str, Any], compute: Row | None) -> Row:
+def figures_of(told: Told, limits: Limits, settings: Mapping[str, Any], compute: Row | None) -> Row:
     """Return the figures of a run: medians over the steps after the first two, bytes per parameter and step."""
-    row: Row = {"error": outcome.error, "memory_limit": outcome.memory_limit}
+    row: Row = {"error": told.error, "memory_limit": told.memory_limit}
     row["limit_gb_per_s"] = {n: None if math.isinf(rate) else rate / 1e9 for n, rate in asdict(limits).items()}
-    if outcome.built is None or len(outcome.steps) <= WARM_UP:
+    built, all_steps = told.last("built"), told.all("step")
+    if built is None or len(all_steps) <= WARM_UP:
         return row
-    steps, parameters = outcome.steps[WARM_UP:], outcome.built["parameters"]
+    steps, parameters = all_steps[WARM_UP:], built["parameters"]
     seconds = {phase: statistics.median(_spans(steps, i)) for i, phase in enumerate(_PHASES)}
     moved = {phase: (_moved(steps, i, 0), _moved(steps, i, 1)) for i, phase in enumerate(_PHASES)}
     io_s = {phase: limits.seconds(*nbytes) for phase, nbytes in moved.items()}
     read_bytes, write_bytes = (sum(nbytes[i] for nbytes in moved.values()) for i in (0, 1))
     iteration_s = statistics.median(step["times"][-1] - step["times"][0] for step in steps)
-    end = outcome.end or {}
-    peaks = {"build_peak_bytes": outcome.built["peak_bytes"], "steps_peak_bytes": end.get("peak_bytes")}
+    end = told.last("end") or {}
+    peaks = {"build_peak_bytes": built["peak_bytes"], "steps_peak_bytes": end.get("peak_bytes")}
     row |= {
         "parameters": parameters,
-        "versions": outcome.built["versions"],
-        "build_s": outcome.built["seconds"],
+        "versions": built["versions"],
+        "build_s": built["seconds"],
         "iteration_s": iteration_s,
         "iterations_s": [step["times"][-1] - step["times"][0] for step in steps],
         **{f"{phase}_s": each for phase, each in seconds.items()},
@@ -379,12 +363,12 @@ def figures_of(outcome: Outcome, limits: Limits, settings: Mapping[str, Any], co
         "kernel_bytes_per_parameter": _kernel(steps) / parameters,
         "io_s": limits.seconds(read_bytes, write_bytes),
         "percent_of_limit": 100 * limits.seconds(read_bytes, write_bytes) / iteration_s,
-        "losses": [step["loss"] for step in outcome.steps],
+        "losses": [step["loss"] for step in all_steps],
         "peak_bytes": max(filter(None, peaks.values())),
         "device_peak_bytes": end.get("device_peak_bytes"),
         **peaks,
         "page_cache_bytes": end.get("page_cache_bytes"),
-        "limited_peak_bytes": outcome.limited_peak_bytes,
+        "limited_peak_bytes": told.limited_peak_bytes,
     }
     if io_s["step"] and (settings.get("overlap") == "none" or settings["contender"] == "deepspeed"):
         row["step_percent_of_limit"] = 100 * io_s["step"] / seconds["step"]
@@ -425,13 +409,13 @@ def _overlap(row: Row, io_s: Mapping[str, float], settings: Mapping[str, Any], c
     return {**reached, "judged_by": by, "goal": OVERLAP_GOAL}
 
 
-def _compared(outcome: Outcome, peer: Row) -> Row:
+def _compared(told: Told, peer: Row) -> Row:
     """Return the peer's time and memory over those of a run, where both ran."""
-    if not peer.get("iteration_s") or len(outcome.steps) <= WARM_UP or outcome.end is None or outcome.built is None:
+    built, steps, end = told.last("built"), told.all("step")[WARM_UP:], told.last("end")
+    if not peer.get("iteration_s") or not steps or end is None or built is None:
         return {}
-    steps = outcome.steps[WARM_UP:]
     iteration_s = statistics.median(step["times"][-1] - step["times"][0] for step in steps)
-    peak = max(outcome.built["peak_bytes"], outcome.end["peak_bytes"] or 0)
+    peak = max(built["peak_bytes"], end["peak_bytes"] or 0)
     return {"times_faster_than_peer": peer["iteration_s"] / iteration_s, "memory_of_peer": peak / peer["peak_bytes"]}
 
 

@@ -10,7 +10,6 @@ host memory beside AdamW alone.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from bench.limits import disk_limit, limit_name
+from bench.machine import bench_parser, write_figures
 from bench.process import forget_peak, peak_bytes, resident_bytes
 from zstore.engine.runtime.native import StepTensors, host_kernel
 from zstore.optim import Offloaded
@@ -31,19 +31,15 @@ _WARM_UP = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
+    parser = bench_parser(__doc__, gib=2.0)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=6, help="measured steps, after two warm-up steps")
-    parser.add_argument("--gib", type=float, default=2.0, help="GiB of the file that measures the limit")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
         figures = measure(options, Path(name))
     print(describe(figures))
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(options.json, figures)
 
 
 def describe(figures: dict[str, Any]) -> str:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -40,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zstore
 from bench.links import least_phases, link_rates
-from bench.machine import choose_device, machine
+from bench.machine import bench_parser, choose_device, machine, write_figures
 from bench.plain import plain_step
 from bench.process import synchronize
 from zstore.engine import Engine
@@ -61,9 +60,8 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, path=False, device=True)
     parser.add_argument("--pairs", type=int, default=20, help="measured pairs, after three warm-up pairs")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device of one process")
     parser.add_argument(
         "--others",
         nargs="+",
@@ -83,7 +81,6 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=4, help="sequences per process and step")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     options.device = choose_device(options.device)
     measure(options)
@@ -109,7 +106,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     for pairing in _pairings(options, shape):
         if pairing.processes > 1:
-            row = _slowest(run_ranks(_pairs_of_rank, pairing.processes, pairing, timeout_s=3600))
+            ranks = run_ranks(_pairs, pairing.processes, pairing, timeout_s=3600)
+            row = max(
+                ranks, key=lambda found: float(found["ratio"])
+            )  # steps begin and end together: they differ little
         elif pairing.other in {"plain", "compiled"}:
             row = _pairs(0, pairing)
         else:
@@ -119,8 +119,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         row["least_s"] = pairing.processes * (least["forward"] + least["backward"]) + least["update"]
         figures["rows"].append(row)
         print(describe(row), flush=True)
-        if options.json:  # after each, so that a run that is cut off keeps what it has
-            options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        write_figures(options.json, figures)  # after each, so that a run that is cut off keeps what it has
     return figures
 
 
@@ -192,10 +191,6 @@ def _quartiles(ratios: Sequence[float]) -> list[float]:
 # -- pairs ------------------------------------------------------------------------------------------------------------
 
 
-def _pairs_of_rank(rank: int, pairing: _Pairing) -> dict[str, Any]:
-    return _pairs(rank, pairing)
-
-
 def _pairs(rank: int, pairing: _Pairing) -> dict[str, Any]:
     """Return the figures of one stage against its counterpart, on this rank (all ranks)."""
     others = {"plain": _plain_step, "DDP": _ddp_step, "FSDP2": _fsdp_step, "DeepSpeed": _deepspeed_step}
@@ -238,11 +233,6 @@ def _pairs(rank: int, pairing: _Pairing) -> dict[str, Any]:
         "pairs_s": [[mine[0], theirs[0]] for mine, theirs in times],
         "pairs_cpu_s": [[mine[1], theirs[1]] for mine, theirs in times],
     }
-
-
-def _slowest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of the rank that fares worst; steps begin and end together, so that they differ little."""
-    return max(ranks, key=lambda row: float(row["ratio"]))
 
 
 def _timed(step: Step, ids: torch.Tensor) -> tuple[float, float, float]:

@@ -7,11 +7,9 @@ Rates are medians over the rounds; ratios are of pairs in one round.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import itertools
-import json
 import os
 import shutil
 import socket
@@ -27,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.machine import bench_parser, write_figures
+from bench.process import free_port
 from tests.checkpoint.checkpoints import save_arrays
 from tests.waiting import until
 
@@ -92,20 +92,15 @@ def _started(command: list[str], port: int) -> Iterator[None]:
             process.terminate()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
-
-
 @contextlib.contextmanager
 def servers(root: Path, scratch: Path) -> Iterator[list[Server]]:
     """Yield servers of the runs in `root`: ours, and nginx."""
     with contextlib.ExitStack() as stack:
-        port = _free_port()
+        port = free_port()
         stack.enter_context(_started([sys.executable, "-m", "zstore", "serve", str(root), "--port", str(port)], port))
         found = [Server(name="zstore", port=port, prefix="/zarr/run/step-00000001/")]
         if (nginx := shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")) is not None:
-            port, config = _free_port(), scratch / "nginx.conf"
+            port, config = free_port(), scratch / "nginx.conf"
             user = "user root;\n" if os.geteuid() == 0 else ""
             config.write_text(user + _NGINX.format(folder=scratch, port=port, root=root))
             stack.enter_context(_started([nginx, "-c", str(config), "-p", str(scratch)], port))
@@ -171,11 +166,9 @@ def compare(root: Path, scratch: Path, nbytes: int, rounds: int) -> dict[str, di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
+    parser = bench_parser(__doc__)
     parser.add_argument("--gib", type=float, default=1.0, help="GiB of the large file")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     nbytes = max(1, int(options.gib * 1024)) * _MIB
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
@@ -189,8 +182,7 @@ def main() -> None:
             print(
                 f"{pattern:34} {server:8} {row['gb_per_s']:6.2f} GB/s {row['requests_per_s']:8.0f} requests/s{beside}"
             )
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(options.json, figures)
 
 
 if __name__ == "__main__":

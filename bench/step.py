@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import math
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 import zstore
 from bench.limits import disk_limit, limit_name, new_files_limit
 from bench.links import ADAMW, WITHIN, least_phases, link_rates
-from bench.machine import choose_device
+from bench.machine import bench_parser, choose_device, write_figures
 from bench.plain import plain_step
 from bench.process import device_peak_bytes, disk_bytes, synchronize
 from zstore.engine import Engine
@@ -36,15 +36,11 @@ from zstore.tools.sample import build_model, loss_of
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
+    parser = bench_parser(__doc__, device=True, gib=2.0)
     parser.add_argument("--tier", choices=["none", "cpu", "nvme"], default="nvme", help="where the state is stored")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
     parser.add_argument("--model", default="gpt-base")
     parser.add_argument("--steps", type=int, default=6, help="measured steps, after two warm-up steps")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--gib", type=float, default=2.0, help="GiB of the file that measures the limit")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     options.device = choose_device(options.device)
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
@@ -59,8 +55,7 @@ def main() -> None:
         # AdamW on fp32 reads and writes 28 bytes a parameter.
         figures["memory_s"] = 28 * figures["parameters"] / rates[WITHIN if on_device else ADAMW]
     print(describe(figures))
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(options.json, figures)
 
 
 def describe(figures: dict[str, Any]) -> str:
@@ -112,7 +107,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows: list[tuple[float, float, float, int, float]] = []
     cores: list[float] = []
     nbytes = int(options.gib * 2**30)
-    limit = partial(disk_limit, folder, "mixed", nbytes) if options.tier == "nvme" else _no_limit
+    limit: Callable[[], float] = (
+        partial(disk_limit, folder, "mixed", nbytes) if options.tier == "nvme" else lambda: math.inf
+    )
     if options.tier == "nvme":
         disk_limit(folder, "write", nbytes)
     with engine:
@@ -156,11 +153,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         figures["limit"] = statistics.median(row[4] for row in rows) / 1e9
         figures["percent"] = statistics.median(100 * row[3] / row[2] / row[4] for row in rows)
     return figures
-
-
-def _no_limit() -> float:
-    """Return the rate of a disk that a step does not use."""
-    return math.inf
 
 
 def _offload(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -9,11 +9,9 @@ is dropped before reads. Contenders that are not installed are left out.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import os
 import statistics
 import tempfile
@@ -27,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from bench.limits import disk_limit, limit_name, new_files_limit
-from bench.machine import machine
+from bench.machine import bench_parser, machine, write_figures
 from bench.process import drop_page_cache, forget_peak, make_durable, peak_bytes, resident_bytes
 
 Arrays = Mapping[str, Any]
-Contender = Callable[[Path, Arrays], AsyncGenerator[None, None]]
-"""Writes arrays into a folder, yields once they are durable, reads them all, yields."""
+Contender = Callable[[Path, Arrays], AsyncGenerator[Any, None]]
+"""Yields what puts and what gets an array by name in a folder, and again once all that was put is durable."""
 WIDTH = 16
 """Operations under way at a time."""
 BUDGET_BYTES = 256 * 1024 * 1024
@@ -66,7 +64,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-async def _ours(folder: Path, arrays: Arrays) -> AsyncGenerator[None, None]:
+async def _ours(folder: Path, arrays: Arrays) -> AsyncGenerator[Any, None]:
     import zstore
 
     async with zstore.open_store(folder / "run", host_budget_bytes=BUDGET_BYTES) as store:
@@ -77,14 +75,12 @@ async def _ours(folder: Path, arrays: Arrays) -> AsyncGenerator[None, None]:
         async def get(name: str) -> Any:
             return await store.get(name)
 
-        await _each(arrays, put)
+        yield put, get
         await store.checkpoint(folder / "saved")
         yield
-        await _each(arrays, get, read=True)
-        yield
 
 
-async def _tensorstore(folder: Path, arrays: Arrays) -> AsyncGenerator[None, None]:
+async def _tensorstore(folder: Path, arrays: Arrays) -> AsyncGenerator[Any, None]:
     import tensorstore
 
     opened: dict[str, Any] = {}
@@ -101,13 +97,11 @@ async def _tensorstore(folder: Path, arrays: Arrays) -> AsyncGenerator[None, Non
     async def get(name: str) -> Any:
         return await opened[name].read()
 
-    await _each(arrays, put)
-    yield
-    await _each(arrays, get, read=True)
+    yield put, get
     yield
 
 
-async def _zarr(folder: Path, arrays: Arrays) -> AsyncGenerator[None, None]:
+async def _zarr(folder: Path, arrays: Arrays) -> AsyncGenerator[Any, None]:
     import obstore.store
     import zarr
     from zarr.api import asynchronous
@@ -129,14 +123,12 @@ async def _zarr(folder: Path, arrays: Arrays) -> AsyncGenerator[None, None]:
     async def get(name: str) -> Any:
         return await opened[name].getitem(slice(None))
 
-    await _each(arrays, put)
+    yield put, get
     _sync_folder(folder)
     yield
-    await _each(arrays, get, read=True)
-    yield
 
 
-async def _torch(folder: Path, arrays: Arrays) -> AsyncGenerator[None, None]:
+async def _torch(folder: Path, arrays: Arrays) -> AsyncGenerator[Any, None]:
     import torch
 
     def save(path: Path, value: Any) -> None:
@@ -151,14 +143,12 @@ async def _torch(folder: Path, arrays: Arrays) -> AsyncGenerator[None, None]:
     async def get(name: str) -> Any:
         return await asyncio.to_thread(torch.load, folder / name)
 
-    await _each(arrays, put)
+    yield put, get
     _sync_folder(folder)
     yield
-    await _each(arrays, get, read=True)
-    yield
 
 
-async def _aiofiles(folder: Path, arrays: Arrays) -> AsyncGenerator[None, None]:
+async def _aiofiles(folder: Path, arrays: Arrays) -> AsyncGenerator[Any, None]:
     import aiofiles
 
     async def put(name: str) -> None:
@@ -171,10 +161,8 @@ async def _aiofiles(folder: Path, arrays: Arrays) -> AsyncGenerator[None, None]:
         async with aiofiles.open(folder / name, "rb") as file:
             return np.frombuffer(await file.read(), np.float32)
 
-    await _each(arrays, put)
+    yield put, get
     _sync_folder(folder)
-    yield
-    await _each(arrays, get, read=True)
     yield
 
 
@@ -198,7 +186,12 @@ async def _measure(contender: Contender, folder: Path, arrays: Arrays) -> dict[s
             gc.collect()
             forget_peak()
             before, started = resident_bytes(), time.perf_counter()
-            await anext(steps)
+            if pattern == "write":
+                put, get = await anext(steps)
+                await _each(arrays, put)
+                await anext(steps)
+            else:
+                await _each(arrays, get, read=True)
             found[pattern] = time.perf_counter() - started
             found[f"{pattern}_growth_bytes"] = peak_bytes() - before
     return found
@@ -257,11 +250,9 @@ def _medians(rows: list[dict[str, float]], ours: list[dict[str, float]], nbytes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to measure")
+    parser = bench_parser(__doc__)
     parser.add_argument("--cases", default="1000x64,1000x1024,100x65536", help="arrays x KiB of each")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     figures: dict[str, Any] = {"machine": machine(options.path), "cases": {}}
     for case in options.cases.split(","):
@@ -276,8 +267,7 @@ def main() -> None:
                 for pattern in ("write", "read")
             ]
             print(f"  {name:20}", *cells, sep="   ")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(options.json, figures)
 
 
 if __name__ == "__main__":

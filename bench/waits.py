@@ -8,7 +8,6 @@ torch's own debug mode of synchronizations names each; a profiler's trace of one
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 import traceback
@@ -25,7 +24,7 @@ import torch
 import zstore
 from bench.limits import disk_limit
 from bench.links import least_phases, least_seconds, link_rates
-from bench.machine import choose_device, machine
+from bench.machine import bench_parser, choose_device, machine, write_figures
 from bench.process import synchronize
 from zstore.tools.sample import build_model, loss_of
 
@@ -43,13 +42,10 @@ MODES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device to compute on")
+    parser = bench_parser(__doc__, device=True)
     parser.add_argument("--model", default="gpt-small")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--path", type=Path, default=Path.cwd(), help="folder on the drive to use")
     parser.add_argument("--trace", type=Path, help="archive for the traces of the profiler")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     options.device = choose_device(options.device)
     rows = []
@@ -60,9 +56,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
             rows.append(measure(options, mode, Path(name)))
         print(describe(rows[-1]), flush=True)
-        if options.json:  # after each, for a run of all takes long
-            figures = {"machine": machine(options.path), "model": options.model, "tokens": options.tokens, "rows": rows}
-            options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        figures = {"machine": machine(options.path), "model": options.model, "tokens": options.tokens, "rows": rows}
+        write_figures(options.json, figures)  # after each, for a run of all takes long
 
 
 def describe(row: dict[str, Any]) -> str:
