@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import re
 
-import torch
-
 from tests.layout import Layout
-
-torch.set_num_threads(1)
-
 
 _NAMES = r"one_?bit|1-bit|sends signs|sparse_attention|elastic"
 _OF_THE_CONFIG = rf"{_NAMES}|muon|adafactor"

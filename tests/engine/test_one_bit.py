@@ -262,9 +262,6 @@ def test_one_bit_lamb_follows_its_formula(loss: bool) -> None:
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-torch.set_num_threads(1)
-
-
 def config_of(kind: str, stage: int, **keys: Any) -> dict[str, Any]:
     params: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.01}
     if kind in {"OneBitAdam", "OneBitLamb"}:

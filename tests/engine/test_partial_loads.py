@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.bits import engine_digests, reference_digests
-from tests.engine.models import Net, batch, make_net
-from tests.engine.runs import ADAM, make_config, start, state_of, step
-from tests.reference import Reference
+from tests.engine.bits import engine_digests
+from tests.engine.models import Net, make_net
+from tests.engine.runs import make_config, start, state_of, step
 from zstore.checkpoint.reader import open_checkpoint
 from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
@@ -86,27 +84,6 @@ def test_what_is_not_asked_for_stays(
         step(engine)
 
 
-def test_fine_tuning_goes_on_as_a_plain_loop_from_the_weights(saved: tuple[Path, dict[str, Any]]) -> None:
-    folder, _ = saved
-    reference = Reference(make_net(), 1, precision="bf16", accumulation=2, adam={"lr": 1e-3, "weight_decay": 0.1})
-    keys = {"optimizer": {"type": "AdamW", "params": ADAM["params"] | {"lr": 1e-3}}, "scheduler": None}
-    with start(make_config(1, "cpu", **keys), make_net(seed=5)) as engine:
-        engine.load_checkpoint(str(folder), load_module_only=True)
-        for name, parameter in reference.model.named_parameters():
-            master = engine.get_full_parameter(name)
-            assert master is not None
-            parameter.data.copy_(master)
-            if name in reference.masters:
-                reference.masters[name].data.copy_(master)
-        for number in range(2):
-            step(engine)
-            reference.step([[batch(number, micro, 0)] for micro in range(2)])
-        rows = {record.name: record.owned_range for record in engine.training_state.state.records}
-        assert engine_digests(engine) == {
-            name: value for name, value in reference_digests(reference, rows).items() if name in engine_digests(engine)
-        }
-
-
 class Grown(nn.Module):
     """The saved model with another head beside it, and without one of its parts."""
 
@@ -176,8 +153,6 @@ def test_weights_load_where_the_batch_cannot_be_kept(saved: tuple[Path, dict[str
 # -- precisions -------------------------------------------------------------------------------------------------------
 
 
-torch.set_num_threads(1)
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAVED_SCALE, OWN_SCALE = 2.0**7, 2.0**10
 
@@ -240,9 +215,6 @@ def test_every_precision_loads_in_every_other(
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
-
-
-torch.set_num_threads(1)
 
 
 def linked_config(nvme: Path, *, stage: int = 3, params: bool = False) -> dict[str, Any]:
@@ -337,23 +309,6 @@ def _read_alone(rank: int, folder: str) -> int:
         engine.load_checkpoint(f"{folder}/ckpt", "after-2-2", load_module_only=True)
         assert engine.load_report is not None
         return engine.load_report.linked_bytes
-
-
-def test_on_another_file_system_it_is_read(nvme: Path) -> None:
-    memory = Path("/dev/shm")
-    if not memory.is_dir() or memory.stat().st_dev == nvme.stat().st_dev:
-        pytest.skip("needs /dev/shm on a file system of its own")
-    with tempfile.TemporaryDirectory(dir=memory) as ckpt:
-        with start(linked_config(nvme), net()) as engine:
-            step(engine)
-            engine.save_checkpoint(ckpt)
-            expected = state_of(engine)
-        with start(linked_config(nvme), net(seed=3)) as engine:
-            engine.load_checkpoint(ckpt)
-            assert engine.load_report is not None
-            assert engine.load_report.linked_bytes == 0
-            assert engine.load_report.read_bytes > sum(arrays_on_disk(engine).values())
-            assert state_of(engine) == expected
 
 
 def two_steps(engine: Engine) -> None:

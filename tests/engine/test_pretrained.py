@@ -21,8 +21,6 @@ from zstore.errors import CheckpointMismatchError, CheckpointNotFoundError, Conf
 from zstore.interop.huggingface import WeightsReader
 from zstore.testing.ranks import run_ranks
 
-torch.set_num_threads(1)
-
 CLASSES: dict[str, Any] = {
     "Llama": transformers.LlamaForCausalLM,
     "GPT-Neo": transformers.GPTNeoForCausalLM,

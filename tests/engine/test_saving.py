@@ -23,8 +23,6 @@ from zstore.errors import CheckpointError, RankError, StorageError
 from zstore.testing.faults import CallingFiles, Fault, FaultyFiles, GatedFiles
 from zstore.testing.ranks import run_ranks
 
-torch.set_num_threads(1)
-
 MIB = 2**20
 
 
@@ -210,7 +208,7 @@ def test_ranks_link_their_shards_while_older_checkpoints_go(tmp_path: Path, stag
 # -- to another file system -------------------------------------------------------------------------------------------
 
 
-def test_another_file_system_is_pinned_at_once_and_copied_behind(nvme: Path) -> None:
+def test_another_file_system_is_pinned_at_once_copied_behind_and_read(nvme: Path) -> None:
     memory = Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == nvme.stat().st_dev:
         pytest.skip("needs /dev/shm on a file system of its own")
@@ -233,6 +231,11 @@ def test_another_file_system_is_pinned_at_once_and_copied_behind(nvme: Path) -> 
             assert ticket.wait().num_linked == 0
             after = state_of(engine)
             engine.load_checkpoint(ckpt)
+            assert engine.load_report is not None
+            assert engine.load_report.linked_bytes == 0
+            store = engine.training_state.state.store
+            on_disk = sum(store.local(name).nbytes for name in store.names() if store.tier(name).name == "disk")
+            assert engine.load_report.read_bytes > on_disk > 0
             assert state_of(engine) == at_save
             step(engine)
             assert state_of(engine) == after

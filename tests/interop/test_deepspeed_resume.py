@@ -22,8 +22,6 @@ from zstore.engine import Engine
 from zstore.errors import CheckpointMismatchError
 from zstore.testing.ranks import run_ranks
 
-torch.set_num_threads(1)
-
 CLOSE = {"fp32": 2e-6, "bf16": 1e-2, "fp16": 1e-3}
 """How far losses may be apart: rounding of the precision, in other orders of sums."""
 

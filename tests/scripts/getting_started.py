@@ -64,9 +64,6 @@ def get_arguments() -> argparse.Namespace:
     parser.add_argument("--save_dir")
     parser.add_argument("--load_dir")
     parser.add_argument("--ckpt_id")
-    parser.add_argument(
-        "--leftovers", action="store_true", help="keep the calls of the loop that this one was made from"
-    )
     parser = deepspeed.add_config_arguments(parser)
     return parser.parse_args()
 
@@ -86,9 +83,7 @@ def main() -> None:
     args = get_arguments()
     torch.manual_seed(7)
     model = NextByte()
-    model_engine, optimizer, _, scheduler = deepspeed.initialize(
-        args=args, model=model, model_parameters=model.parameters()
-    )
+    model_engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
     rank = model_engine.global_rank
     first = 0
     client_sd: dict[str, Any] = {}
@@ -103,11 +98,6 @@ def main() -> None:
         loss = model_engine(batch.to(model_engine.device))
         model_engine.backward(loss)
         model_engine.step()
-        if args.leftovers:
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            model_engine.zero_grad()
         print(f"rank {rank} step {step} loss {loss.item()!r} lr {optimizer.param_groups[0]['lr']!r}", flush=True)
 
         if args.save_dir and step % args.save_interval == args.save_interval - 1:

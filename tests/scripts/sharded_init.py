@@ -1,8 +1,10 @@
-"""A loop over a model that is built in shards, and whose weights are set and read through `deepspeed.zero`."""
+"""A loop over a model that is built in shards, and whose weights are set and read through `deepspeed.zero`; the process group
+is the script's own."""
 
 # ruff: noqa: T201
 
 import argparse
+import os
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ class Classifier(nn.Module):
 
 def start_weights(model: nn.Module) -> None:
     """Set each weight on rank 0, as scripts do that load a checkpoint of their own."""
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = dist.get_rank() == 0
     for module in model.modules():
         if isinstance(module, nn.Linear):
             with deepspeed.zero.GatheredParameters(module.weight, modifier_rank=0):
@@ -59,13 +61,17 @@ def main() -> None:
             "stage3_param_persistence_threshold": 1000,
         },
     }
-    deepspeed.init_distributed()
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.update(alone)
+    dist.init_process_group("gloo")
+    deepspeed.init_distributed("nccl")
     torch.manual_seed(3)
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.float32):
         model = Classifier()
     start_weights(model)
     engine: Any
-    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), config_params=config)
     rank = engine.global_rank
     with deepspeed.zero.GatheredParameters(model.layers[0].weight):
         weight = model.layers[0].weight.float()
@@ -82,6 +88,7 @@ def main() -> None:
         print(f"rank {rank} step {step} loss {loss.item()!r}", flush=True)
     with deepspeed.zero.GatheredParameters(model.parameters()):
         print(f"rank {rank} sum {sum(p.double().sum().item() for p in model.parameters())!r}", flush=True)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

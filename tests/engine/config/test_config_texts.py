@@ -29,13 +29,6 @@ from zstore.engine.optim.rules import classes, rule_of
 from zstore.engine.plan.plan import placement_settings
 from zstore.errors import ConfigError
 
-EVERYTHING = Path(__file__).parents[2] / "configs" / "zero3_nvme_everything.json"
-
-
-def test_no_effect_is_said_only_where_nothing_is_lost() -> None:
-    said = {notice.key.rpartition(".")[2]: notice.message for notice in load_config(EVERYTHING).notices}
-    assert all(message.startswith("no effect: ") for message in said.values())
-
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
@@ -67,17 +60,6 @@ def test_the_old_form_of_pinned_offload_pins() -> None:
     assert (config.notices, config.offload_optimizer.device, config.pin_memory) == ((), "cpu", True)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("LBFGS", "it calls the model again within its step"), ("Prodigy", "stage 0 without offload only")],
-)
-def test_an_optimizer_that_cannot_be_named_is_answered_with_what_is_true_of_it(name: str, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"optimizer": {"type": name, "params": {"lr": 1}}})
-    assert f'"ZeroOneAdam", "OneBitLamb"; got "{name}"; ' in str(caught.value)
-    assert expected in str(caught.value)
-
-
 def test_every_optimizer_of_the_engine_has_a_name_and_arguments_of_its_own() -> None:
     register_parts()
     rules = {name: rule_of(kind) for name, kind in classes().items() if kind.__module__.startswith(("torch", "zstore"))}
@@ -102,11 +84,6 @@ def test_errors_and_notices_name_the_file_as_it_was_given(tmp_path: Path, monkey
         load_config("ds.json").resolve(ResolveContext(world_size=1))
     with pytest.raises(ConfigError, match=r"^ds\.json: nope: unknown key$"):
         load_config({"nope": 1}, name="ds.json")
-
-
-def test_a_loaded_config_is_taken_as_it_is() -> None:
-    config = load_config({"train_batch_size": 2})
-    assert load_config(config) is config
 
 
 # -- JSON with comments -----------------------------------------------------------------------------------------------
