@@ -1,15 +1,14 @@
-"""The journal of a run: an object of JSON for each step, save and load, a line each, beside its checkpoints. No torch.
+"""The journal of a run: a line of JSON for each step, save and load, next to its checkpoints. Does not import torch.
 
 [Note: the journal]
 Rank 0 appends to `journal-<run_id>.jsonl`; docs/metrics.md has the kinds of lines. Numbers that are not finite are null, and
-`not_finite` says by name what they were. A resumed run continues the same file and repeats the steps since its checkpoint: the
-later ones count. A last line without its newline was cut off when the process was killed: readers skip it, the next writer
-removes it. Readers skip kinds and keys that they do not know.
+`not_finite` has them as text, by name. A resumed run continues the file and repeats the steps since its checkpoint: the later
+ones count. A last line without a newline was cut off when the process was killed: readers skip it, the next writer removes it.
+Readers skip kinds and keys that they do not know.
 
-[Note: what writing costs]
-`append` puts a dict into a queue; every half second a thread appends the new ones in one write. So a killed process loses less
-than a second, and a slow file system delays nobody. Lines that cannot be written, as on a full disk, are lost: the first
-failure is reported, and training continues.
+`append` only queues a record; every half second a thread writes the new ones in one call. So a killed process loses less than a
+second, and a slow file system does not delay training. Lines that cannot be written are lost: the first failure is reported,
+and training continues.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ COLUMNS = (
     "step", "at", "loss", "lr", "grad_norm", "samples", "tokens", "tokens_per_s", "step_s", "forward_s", "backward_s",
     "optimizer_s", "stall_s",
 )  # fmt: skip
-"""Columns of `steps` that are there even if no step has a number for them."""
+"""Columns that `steps` always returns, even if no step has a number for them."""
 
 _NAME = re.compile(r"journal-([A-Za-z0-9_.-]{1,100})\.jsonl")
 _PAUSE_S = 0.5
 _TAIL_BYTES = 64 * 1024
-_MOST_LINES_BYTES = 512 * 1024
-"""Bytes of a journal that go in one request, unless one line is longer."""
-_MOST_WAITING = 4096
-"""Records that wait while no file is open, at most: the oldest are dropped."""
+_MAX_REQUEST_BYTES = 512 * 1024
+"""Bytes of lines in one request, unless one line is longer."""
+_MAX_WAITING = 4096
+"""Records that wait while no file is open; older ones are dropped."""
 
 
 def journal_file(run_id: str) -> str:
@@ -58,7 +57,7 @@ def journal_file(run_id: str) -> str:
 
 
 def run_of(file: str) -> str | None:
-    """Return the id of the run whose journal a file is, by its name; None for any other file."""
+    """Return the id of the run in the name of a journal; None for any other file name."""
     found = _NAME.fullmatch(file)
     return None if found is None else found.group(1)
 
@@ -72,7 +71,7 @@ def journals(folder: FolderLike) -> list[str]:
 
 
 def read(folder: FolderLike, run_id: str | None = None) -> list[Record]:
-    """Return the records of a run's journal in a folder, by default of the one whose last record is the newest.
+    """Return the records of a run's journal in a folder, by default of the one with the newest last record.
 
     Raises FileNotFoundError if there is none.
     """
@@ -85,8 +84,8 @@ def read(folder: FolderLike, run_id: str | None = None) -> list[Record]:
 
 
 def steps(records: Iterable[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """Return the steps that count as columns of one length: `COLUMNS`, and every number that some step or metric has under
-    its name. None: a step has no such number. Metrics are in the row of their step."""
+    """Return the steps that count as columns of one length: `COLUMNS`, and every other number of a step or metric, by name.
+    None: a step has no such number. Metrics are in the row of their step."""
     rows: list[dict[str, Any]] = []
     for record in records:
         step, kind = record.get("step"), record.get("kind")
@@ -112,8 +111,7 @@ def number(value: Any) -> float | None:
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """Return a record as a line of JSON. Values that are functions are called for theirs; values of no JSON type become their
-    text."""
+    """Return a record as a line of JSON. Functions among its values are called; values of no JSON type are written as text."""
     not_finite: dict[str, str] = {}
     found = _finite(record, not_finite)
     found |= {"not_finite": not_finite} if not_finite else {}
@@ -132,7 +130,7 @@ def _finite(value: Any, not_finite: dict[str, str], key: str = "") -> Any:
 
 
 def decode_lines(data: bytes) -> list[Record]:
-    """Return the records in a part of a journal; lines that are none, as a torn one, are left out."""
+    """Return the records in a part of a journal, without lines that are no records, as a torn one."""
     found = []
     for line in data.split(b"\n"):
         with contextlib.suppress(ValueError, RecursionError):
@@ -146,14 +144,14 @@ def decode_lines(data: bytes) -> list[Record]:
 
 
 class JournalFile(Closing):
-    """Appends whole lines to a local file, whose folder is made if it is missing."""
+    """Appends whole lines to a local file; creates its folder if missing."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self.begin_bytes, self.tail = 0, b""
-        """Size of the file before anything is appended, and its last lines."""
+        """Size of the file when it was opened, and its last lines."""
         if size := os.fstat(self._fd).st_size:
             with mmap.mmap(self._fd, size, prot=mmap.PROT_READ) as content:
                 self.begin_bytes = content.rfind(b"\n") + 1
@@ -161,7 +159,7 @@ class JournalFile(Closing):
             os.ftruncate(self._fd, self.begin_bytes)
 
     def append(self, lines: bytes) -> None:
-        """Append all of `lines`, or none; raises OSError then."""
+        """Append all of `lines`; if that fails, none, and raise OSError."""
         size, written = os.fstat(self._fd).st_size, 0
         try:
             while written < len(lines):
@@ -179,9 +177,9 @@ class JournalFile(Closing):
 
 
 class JournalWriter(Closing):
-    """Takes records from any thread, in microseconds; they are written once there is a file. See [Note: what writing costs].
+    """Takes records from any thread, in microseconds, and writes them once there is a file. See [Note: the journal].
 
-    `failed` is told of the first failure. A record must not change once it is given.
+    `failed` is called with the first failure. A record must not change after `append`.
     """
 
     def __init__(self, failed: Callable[[str], None]) -> None:
@@ -192,12 +190,12 @@ class JournalWriter(Closing):
         self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
         self.file: JournalFile | None = None
-        """The file that is open."""
+        """The open file."""
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a record at the end."""
         self._waiting.append(record)
-        if self.file is None and len(self._waiting) > _MOST_WAITING:
+        if self.file is None and len(self._waiting) > _MAX_WAITING:
             with self._lock:
                 if self.file is None:
                     self._waiting.popleft()
@@ -205,8 +203,8 @@ class JournalWriter(Closing):
     def open(
         self, file: JournalFile, first: Sequence[Mapping[str, Any]] = (), after: Callable[[], None] = lambda: None
     ) -> None:
-        """Write to `file`, which this object closes: the records `first`, those that wait, then new ones. `after` is called
-        in the thread that writes, whenever it looked for new ones."""
+        """Write to `file`, which this object closes: the records `first`, those that wait, then new ones. The writing thread
+        calls `after` each time that it has looked for new ones."""
 
         def serve() -> None:
             while not self._ending.wait(_PAUSE_S):
@@ -220,7 +218,7 @@ class JournalWriter(Closing):
         self._threads = start_threads(1, serve, "zstore-journal")
 
     def flush(self) -> None:
-        """Write the records that wait, in the caller's thread."""
+        """Write the waiting records, in the caller's thread."""
         if os.getpid() == self._pid:
             with self._lock:
                 if self.file is not None:
@@ -240,7 +238,7 @@ class JournalWriter(Closing):
             failed(text)
 
     def close(self) -> None:
-        """Write the records that wait and close the file; from here on records wait for another one."""
+        """Write the waiting records and close the file; later records wait for another one."""
         threads, self._threads = self._threads, []
         if os.getpid() == self._pid:
             self._ending.set()
@@ -254,8 +252,8 @@ class JournalWriter(Closing):
 
 class JournalTail:
     """Sends the lines of the journal of training run `run_id` in the file `path`, from byte `start` on, to `place`, a run of a
-    service, after those that it has. Called by one thread at a time. `failed` is told of a refusal, and of lines that could not
-    be sent."""
+    service, which appends them. Called by one thread at a time. `failed` is called with a refusal, and if the last lines could
+    not be sent."""
 
     def __init__(
         self, path: Path, place: UploadPlace, run_id: str, start: int, *, failed: Callable[[str], None]
@@ -268,7 +266,7 @@ class JournalTail:
         self._is_refused = False
 
     def send(self, *, is_end: bool = False) -> None:
-        """Send the new whole lines. A network that fails is tried at the next call, `is_end` says that there is none."""
+        """Send the new whole lines. After a network error the next call tries again, unless this one `is_end`."""
         if self._is_refused:
             return
         try:
@@ -291,14 +289,10 @@ class JournalTail:
             self._sent += len(lines)
 
     def _next(self) -> bytes:
-        """Return whole lines that were not sent."""
-        lines: list[bytes] = []
-        room = _MOST_LINES_BYTES
+        """Return whole lines that were not sent yet."""
         with self._path.open("rb") as file:
             file.seek(self._sent)
-            for line in file:
-                room -= len(line)
-                if not line.endswith(b"\n") or (lines and room < 0):
-                    break
-                lines.append(line)
-        return b"".join(lines)
+            lines = file.read(_MAX_REQUEST_BYTES)
+            if b"\n" not in lines:
+                lines += file.readline()
+        return lines[: lines.rfind(b"\n") + 1]

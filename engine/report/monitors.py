@@ -1,11 +1,10 @@
 """Monitors: the destinations of a run's metrics, step by step, on rank 0.
 
 [Note: metrics]
-One value per name and optimizer step, against the samples seen so far over all ranks. The names are DeepSpeed's:
-`Train/Samples/` and `train_loss` (mean over the micro-batches of the step, of all ranks), `lr` (of the first group, for the
-next step), `loss_scale` (fp16 alone), `elapsed_time_ms_forward`, `_backward`, `_step`; and `grad_norm`, which it does
-not write. CSV files and TensorBoard's have everything when `write` returns, so that a killed run keeps it; wandb hands
-it to a process of its own, which writes every 15 seconds.
+One value per name and optimizer step, by the samples seen over all ranks. The names are DeepSpeed's, `Train/Samples/` and
+`train_loss` (mean over all micro-batches of the step), `lr` (of the first group, for the next step), `loss_scale` (fp16 only),
+`elapsed_time_ms_forward`, `_backward`, `_step`; and `grad_norm` and `mfu`, which it does not have. CSV and TensorBoard files
+are complete when `write` returns, so that a killed run loses nothing; wandb writes every 15 seconds, in its own process.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ class Monitor(Protocol):
     """A destination of metrics: `write` once a step, `close` at the end (rank 0). Both may raise anything."""
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
-        """Keep the values of one step."""
+        """Write the values of one step."""
 
     def close(self) -> None:
-        """Complete and close everything."""
+        """Complete and close all files."""
 
 
 class CsvMonitor:
-    """A CSV file for each metric, `step,<name>` and a row per step; a later run goes on at its end."""
+    """A CSV file for each metric, with a heading `step,<name>` and a row per step; later runs append."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -86,10 +85,10 @@ class TensorboardMonitor:
 
 
 class WandbMonitor:
-    """A run of Weights & Biases: the script's own if it began one, which is left open, else a new one.
+    """A run of Weights & Biases: the script's, which is left open, or a new one.
 
-    The values are logged against the metric `Train/samples` and not against wandb's own count of steps, which belongs to
-    the script and never goes back, as training does when it loads an earlier checkpoint.
+    Values are logged by the metric `Train/samples`: wandb's count of steps belongs to the script, and cannot go back, as
+    training does when it loads an earlier checkpoint.
     """
 
     def __init__(self, section: WandbSection, config: Mapping[str, Any]) -> None:
@@ -111,28 +110,28 @@ class WandbMonitor:
 
 
 class Monitors:
-    """All monitors of a run. One that fails warns once and stops nothing; it is tried again at each step.
+    """All monitors of a run. The first failure of each is a warning; it is tried again at each step.
 
-    A script writes its own values with `write_events`, as to DeepSpeed's `engine.monitor`.
+    A script writes its own values with `write_events`, as with DeepSpeed's `engine.monitor`.
     """
 
     def __init__(self, monitors: Sequence[Monitor] = (), *, enabled: bool = False) -> None:
         self._monitors = list(monitors)
         self.enabled = enabled
-        """Whether the config switches a monitor on: the same on every rank."""
+        """Whether the config turns a monitor on: the same on every rank."""
         self._failed: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._monitors)
 
     def write(self, values: Mapping[str, float], samples: int) -> None:
-        """Give the values of one step to each monitor."""
+        """Write the values of one step to each monitor."""
         for monitor in self._monitors:
             self._try(monitor, partial(monitor.write, values, samples))
 
     def write_events(self, events: Sequence[tuple[Any, ...]]) -> None:
-        """Write (name, value, sample) triples; those of other ranks than 0 are dropped, and so are items after a triple's
-        third. Raises UsageError for anything else."""
+        """Write (name, value, sample) triples, on rank 0; further items of a triple are dropped. Raises UsageError for
+        anything else."""
         for event in events:
             try:
                 name, value, sample = event[:3]
@@ -160,12 +159,11 @@ class Monitors:
 
 
 def open_monitors(config: Config, world: World) -> Monitors:
-    """Return the monitors that the config switches on; on other ranks than 0, and of an engine without an optimizer,
-    there are none (all ranks).
+    """Return the monitors that the config turns on; none on ranks other than 0, or for a frozen engine (all ranks).
 
-    Raises ConfigError, on every rank, for a package that is not installed or a place that cannot be used.
+    Raises ConfigError, on every rank, for a package that is not installed or a folder that cannot be used.
     """
-    if config.frozen:  # it has nothing to report, and another engine may have these places
+    if config.frozen:  # it has nothing to report, and another engine may use these folders
         return Monitors()
     csv_files, tensorboard, wandb = config.settings.csv_monitor, config.settings.tensorboard, config.settings.wandb
     makers: dict[str, tuple[bool, Callable[[], Monitor]]] = {

@@ -1,11 +1,10 @@
-"""Reports of a run in training: lines in the log, the values of its monitors, and its journal: steps, saves, loads. See
+"""Reports of training: lines in the log, values for the monitors, and the journal of steps, saves and loads. See
 [Note: the journal] in `zstore.journal`.
 
 [Note: the journal's folder]
-It is named by the config, `note_save_folder`, a load that resumes or the first save; until then records wait. The file is
-opened by the first step or save after that, so a process that only loads leaves none. Of a run that saves to a URL it is in the
-local folder that saves go through, and sent along with each of them and at the end; lines go to a service of zstore as they are
-written.
+The config, `note_save_folder`, a load that resumes or the first save gives it; until then records wait. The first step or
+save after that opens the file, so a process that only loads leaves none. A run that saves to a URL writes it into its local
+upload folder, and sends it with each save and at the end; to a service of zstore each line, as it is written.
 """
 
 from __future__ import annotations
@@ -47,33 +46,32 @@ _log = logging.getLogger("zstore")
 _METRICS = "Train/Samples/"
 _PROBLEM = "the run's journal cannot be written, and lines may be missing; training goes on: %s"
 _SAMPLE_S = 2.0
-"""Links and memory are sampled at most so often."""
+"""Least time between two samples of links and memory."""
 
 Loss = float | None | Callable[[], float]
-"""A loss, None if it is not known, or a function that waits for it."""
+"""A loss; None: not known; or a function that waits for it."""
 
 
 def _value_of(loss: torch.Tensor | None) -> Loss:
-    """Return a loss as a number: at once if it is in host memory, else a function that waits for the copy, which any thread
-    may call. The calling thread does not wait."""
+    """Return a loss as a number if it is in host memory, else a function, for any thread, that waits for its copy."""
     if loss is None or loss.device.type != "cuda":
         return None if loss is None else float(loss)
-    here = torch.empty((), dtype=torch.float32, pin_memory=True)
-    here.copy_(loss.reshape(()), non_blocking=True)
-    arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    arrived.record(torch.cuda.current_stream(loss.device))
+    copied = torch.empty((), dtype=torch.float32, pin_memory=True)
+    copied.copy_(loss.reshape(()), non_blocking=True)
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(loss.device))
 
     def wait() -> float:
-        arrived.synchronize()
-        return float(here)
+        event.synchronize()
+        return float(copied)
 
     return wait
 
 
 class RunReport:
-    """Is told of every known loss and of every step, and reports as the config asks. See [Note: metrics].
+    """Reports losses and steps as the config says. See [Note: metrics].
 
-    The value of the loss is copied from the device once in a step that is reported, else never.
+    The loss is copied from the device once in a step that is reported, else never.
     """
 
     def __init__(self, training: Training, monitors: Monitors) -> None:
@@ -82,7 +80,7 @@ class RunReport:
         self.times = PhaseTimes()
         waits = settings.wall_clock_breakdown and world.device.type == "cuda"
         self.wait: Callable[[], object] = partial(torch.cuda.synchronize, world.device) if waits else lambda: None
-        """Called at both ends of a phase: waits for the device, at the price of overlap with it."""
+        """Waits for the device at both ends of a phase, which costs overlap."""
         self.monitors = monitors
         self._writes = bool(monitors)
         self.utilisation = StepUtilisation(training)
@@ -94,8 +92,8 @@ class RunReport:
         self._losses: list[torch.Tensor] = []
         self._are_parts = False
         """Whether the losses were divided by the number of micro-batches."""
-        losses = self._to_send = list[torch.Tensor]()  # the step's, if it is known, until the other ranks have it
-        world.messages["loss"] = lambda: float(losses.pop()) if losses else None  # it must not hold the training
+        losses = self._to_send = list[torch.Tensor]()  # the step's, if known, until it is sent
+        world.messages["loss"] = lambda: float(losses.pop()) if losses else None  # without a reference to this object
         self._last_step = PhaseTimes()
         self._last_line = training.counters.global_steps, training.samples, PhaseTimes()
         self._line_s = time.perf_counter()
@@ -116,8 +114,8 @@ class RunReport:
 
     @contextlib.contextmanager
     def around_forward(self) -> Iterator[None]:
-        """Time a forward of training, and count its operations once. The time of an evaluation, by its model's mode and its
-        gradients, is no step's."""
+        """Time a forward in training, and count its operations once; not one of an evaluation: in the model's mode for it, and
+        without gradients."""
         trains = self._training.model.training or torch.is_grad_enabled()
         self.utilisation.forward_begins(trains=trains)
         counted = self.utilisation.counting() if self.utilisation.counts else contextlib.nullcontext()
@@ -125,15 +123,15 @@ class RunReport:
             yield
 
     def add_loss(self, loss: torch.Tensor, *, is_part: bool = False) -> None:
-        """Note the loss of a micro-batch, before its backward; one that `is_part` of the step's is divided already."""
-        # Not by the accumulation: zero_grad() forgets gradients, and lets it go on.
+        """Add the loss of a micro-batch, before its backward; `is_part`: it is divided by the accumulation steps."""
+        # Not by the accumulation, which zero_grad() continues without the gradients.
         if self._training.gradients.step.backwards == 0:
             self._losses.clear()
         self._losses.append(loss.detach())
         self._are_parts = is_part
 
     def _take_loss(self) -> torch.Tensor | None:
-        """Return the step's loss from those of its micro-batches, one element, on its device; None if it is not known."""
+        """Return the step's loss, one element on its device; None: not known."""
         losses, self._losses = self._losses, []
         if len(losses) <= 1:
             return losses[0] if losses else None
@@ -141,7 +139,7 @@ class RunReport:
         return stacked.sum() if self._are_parts else stacked.mean()
 
     def step_begins(self) -> None:
-        """Send the step's loss with its first message, by which the device has computed it (all ranks of several)."""
+        """Send the step's loss with its first message; the device has computed it by then (all ranks, if several)."""
         self._to_send[:] = [] if (loss := self._take_loss()) is None else [loss]
         self._training.world.received["loss"] = []
 
@@ -213,26 +211,25 @@ def _memory_line(training: Training) -> str:
 
 
 class RunJournal:
-    """Writes an engine's journal on rank 0. On others, and if the config wants none, every call does nothing.
+    """An engine's journal, written by rank 0; on other ranks, and if the config turns it off, every call does nothing.
 
-    It fails as monitors do: the first failure is a warning, and training continues.
+    The first failure is a warning, and training continues.
     """
 
     def __init__(self, training: Training, utilisation: StepUtilisation) -> None:
         chosen = training.config.zstore.journal
         self.enabled = training.world.rank == 0 and not training.config.frozen and chosen is not False
-        """Whether anything is written; not after `close`."""
+        """Whether anything is written; false after `close`."""
         self.writer = JournalWriter(partial(_log.warning, _PROBLEM))
-        """Writes its lines."""
         self.saves_s: Callable[[], Mapping[str, float]] = dict
-        """Returns the seconds for which saves delayed training, by their kind."""
+        """Returns the seconds for which saves delayed training, by kind."""
         self._training, self._utilisation = training, utilisation
         self._folder = chosen if isinstance(chosen, Path) else None
         self._remote: UploadPlace | None = None
         self._is_named = self._folder is not None
-        """Whether the folder is known for good: not by a load alone."""
+        """Whether the folder is final; that of a load is not."""
         self._run_id: str | None = None
-        """Of the file that is open."""
+        """The run of the open file."""
         self._tail: JournalTail | None = None
         self._total_steps: int | None = None
         self._first_step = self._sampled_step = training.counters.global_steps
@@ -252,13 +249,13 @@ class RunJournal:
     # -- from training loops ----------------------------------------------------------------------------------------
 
     def note(self, *, tokens: int | None = None, total_steps: int | None = None) -> None:
-        """Take facts that the engine cannot know: the tokens of a step over all ranks, from the current one until the next
-        call; the steps that the run is to have."""
+        """Set what the engine cannot know: the tokens of a step over all ranks, from the current one until the next call, and
+        the planned steps of the run."""
         self._utilisation.tokens = self._utilisation.tokens if tokens is None else tokens
         self._total_steps = self._total_steps if total_steps is None else total_steps
 
     def logged(self, values: Mapping[str, Any]) -> None:
-        """Record numbers of the loop's own after the last step; see `Engine.log`."""
+        """Record the loop's numbers for the last step; see `Engine.log`."""
         found = {f"metric/{name}": value for name, given in values.items() if (value := _number(given)) is not None}
         if found:
             self._add("metrics", **found)
@@ -266,7 +263,7 @@ class RunJournal:
     # -- from the engine --------------------------------------------------------------------------------------------
 
     def step_ended(self, loss: float | Callable[[], float] | None, spent: PhaseTimes) -> None:
-        """Record the step that ended now, with the seconds of its phases."""
+        """Record a step at its end, with the seconds of its phases."""
         if not self.enabled:
             return
         training, tokens, now_s = self._training, self._utilisation.tokens, time.perf_counter()
@@ -288,7 +285,7 @@ class RunJournal:
         self._open()
 
     def _sample(self, now_s: float) -> dict[str, float]:
-        """Return memory, and of links their rates and the stalls of a step, means since the last sample."""
+        """Return memory, rates of the links, and stalls per step: means since the last sample."""
         store = self._training.state.store
         statistics = store.statistics()
         links = link_statistics(self._training.world, store, statistics, self.saves_s())
@@ -310,56 +307,57 @@ class RunJournal:
     def save_begins(
         self, tag: str, folder: Path, remote: UploadPlace | None
     ) -> Callable[[SaveHandle | SaveSummary | BaseException], None]:
-        """Return a function that is told of a save's handle once it has begun, and of its summary or its error, from any
-        thread."""
+        """Return a function to call, from any thread, with a save's handle when it has begun, and with its summary or error."""
         location = str(folder / tag_folder(tag)) if remote is None else remote.location_of(tag_folder(tag))
         save, began_s = {"step": self._step, "tag": tag, "location": location}, time.perf_counter()
         handles: list[SaveHandle] = []
 
         def stall_s() -> float:
-            """Return for how long training was delayed, so far if it still is: a commit may come earlier."""
+            """Return the seconds of delay of training, until now if it lasts: the commit may be earlier."""
             return (handles[0].stall_s if handles else 0.0) or time.perf_counter() - began_s
 
-        def tell(told: SaveHandle | SaveSummary | BaseException) -> None:
-            if isinstance(told, SaveHandle):
-                handles.append(told)
+        def record(event: SaveHandle | SaveSummary | BaseException) -> None:
+            if isinstance(event, SaveHandle):
+                handles.append(event)
                 self.saves_in(folder, remote)
                 self._open()
-            elif isinstance(told, BaseException):
-                self._add("save", **save, state="failed", problem=_text_of(told))
+            elif isinstance(event, BaseException):
+                self._add("save", **save, state="failed", problem=_text_of(event))
             else:
-                state = "committed" if told.url is None else "uploaded"
-                moved = {f"{how}_bytes": getattr(told, f"all_{how}_bytes") for how in ("linked", "written", "uploaded")}
-                self._add("save", **save, state=state, stall_s=stall_s, elapsed_s=told.elapsed_s, **moved)
+                state = "committed" if event.url is None else "uploaded"
+                moved = {
+                    f"{how}_bytes": getattr(event, f"all_{how}_bytes") for how in ("linked", "written", "uploaded")
+                }
+                self._add("save", **save, state=state, stall_s=stall_s, elapsed_s=event.elapsed_s, **moved)
                 self._send()
 
-        return tell
+        return record
 
     def loaded(self, path: str, tag: str, elapsed_s: float, read_bytes: int, *, resumes: bool) -> None:
-        """Note that a checkpoint was loaded, to resume its run or to begin another with it."""
+        """Record that a checkpoint was loaded, to resume its run or to start another."""
         if self._run_id is None and self._utilisation.step_s is None:
             self._first_step = self._step
-        self._utilisation.begin_anew()
+        self._utilisation.reset()
         if not self.enabled:
             return
         self._add("load", tag=tag, location=path, elapsed_s=elapsed_s, read_bytes=read_bytes)
         self._sample(time.perf_counter())  # the bytes of the load belong to no step
         self._next_sample_s = 0.0
-        above = os.path.dirname(path)
-        if resumes and not is_url(path) and os.access(above, os.W_OK):
-            self.saves_in(Path(above), None, is_final=False)
+        parent = os.path.dirname(path)
+        if resumes and not is_url(path) and os.access(parent, os.W_OK):
+            self.saves_in(Path(parent), None, is_final=False)
 
     def stops(self, error: BaseException) -> None:
-        """Note that the engine is closed next because of an error; of SystemExit, because the run was asked to stop."""
+        """Record why the engine is about to be closed: an error, or, by SystemExit, a request to stop."""
         self._reason = "stopped" if isinstance(error, SystemExit | KeyboardInterrupt) else "failed"
         self._problem = "" if isinstance(error, SystemExit) else _text_of(error)
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
     def saves_in(self, folder: Path, remote: UploadPlace | None, *, is_final: bool = True) -> None:
-        """Take the folder of the run's checkpoints, and the URL that they are uploaded to from there, unless one is known. See
-        [Note: the journal's folder]. Of a loop that makes a folder for each save it is the one above; of Lightning's folders
-        `*.ckpt` nothing, since callers list the folder above them."""
+        """Set the folder of the run's checkpoints, and the URL that they are uploaded to, unless a final one is set. See
+        [Note: the journal's folder]. For a loop with a folder for each save the parent folder is used; Lightning's folders
+        `*.ckpt` are ignored, since callers list their parent."""
         if not self.enabled or self._is_named or folder.suffix == ".ckpt":
             return
         chosen = folder.parent if LOOPS_FOLDER.fullmatch(folder.name) else folder
@@ -368,7 +366,7 @@ class RunJournal:
         self._folder, self._remote, self._is_named = chosen, remote, is_final
 
     def _open(self) -> None:
-        """Open the file of the run, if its folder is known by now."""
+        """Open the file of the run, if its folder is known."""
         training = self._training
         if not self.enabled or self._folder is None or self._run_id == training.run_id:
             return
@@ -410,7 +408,7 @@ class RunJournal:
         }
 
     def _send(self) -> None:
-        """Send the file as it is to the URL that the run saves to, if to one that takes files."""
+        """Send the whole file to the URL that the run saves to, unless it is a service."""
         remote, file = self._remote, self.writer.file
         if remote is None or remote.is_service or file is None:
             return
@@ -423,7 +421,7 @@ class RunJournal:
             self.writer.fail(f"it was not sent to {remote}: {_text_of(error)}")
 
     def _end(self, reason: str, problem: str = "") -> None:
-        """Write the end of the file that is open, if any, and close it."""
+        """Write the end record and close the file, if one is open."""
         if self._run_id is None:
             return
         self._add("end", reason=reason, problem=problem or None)
@@ -434,8 +432,8 @@ class RunJournal:
         self._run_id = self._tail = None
 
     def close(self) -> None:
-        """Write the end; a second call does nothing."""
-        # An error that nobody caught, if the interpreter ends because of one.
+        """Write the end record; a second call does nothing."""
+        # An uncaught error, if the interpreter ends because of one.
         last: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         uncaught = None if self._reason != "done" or threading.main_thread().is_alive() else last
         self._end("failed" if uncaught else self._reason, _text_of(uncaught) if uncaught else self._problem)
@@ -446,7 +444,7 @@ class RunJournal:
 
 
 def _memory_record(training: Training) -> dict[str, Any]:
-    """Return the record of the bytes that this rank holds between two steps, and of the gradients in one, as planned."""
+    """Return the record of this rank's bytes between two steps, and of the planned bytes of gradients."""
     device, plan = training.world.device, training.plan
     buffer_bytes = training.state.store.statistics().pool_bytes
     arrays = [*placed_arrays(training), ("transfer buffers", "host", "buffers", buffer_bytes)]
@@ -465,7 +463,7 @@ def _memory_record(training: Training) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number of a loop's, or of a tensor of one element, as a float; None if it is none."""
+    """Return a number, or a tensor of one element, as a float; None for anything else."""
     with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
         return None if isinstance(value, bool | str | bytes) else float(value)
     return None

@@ -1,26 +1,21 @@
 """Counters of one rank since its engine was made: the traffic and waits of each link, memory, and model FLOPs utilisation.
 
 [Note: links]
-`EngineStatistics.links` has by name what docs/metrics.md lists. Times of collectives on CUDA are the host's, which seldom
-waits there. `within_group` and `between_groups` count every collective but `control` a second time, if ranks are in groups.
-`disk_prefetch`, `optimizer_read` and `optimizer_write` are parts of `disk_read` and `disk_write`; with parameters on disk
-that are their masters these count as the optimizer's, whatever they are read for. Links that are counted with `World.links`
-or `Store.links` under other names are there too. A link that was never used is missing. Busy time is summed over
-operations under way at once, so it may exceed the time that passed.
+docs/metrics.md lists the names in `EngineStatistics.links`; a link that was never used is missing. `disk_prefetch`,
+`optimizer_read` and `optimizer_write` are parts of `disk_read` and `disk_write`; parameters on disk that are their own masters
+count as the optimizer's. With groups of ranks `within_group` and `between_groups` count every collective but `control` a
+second time. Busy time is summed over concurrent operations, so it may exceed the time that passed.
 
 [Note: utilisation]
 MFU = operations of a step / (seconds of the step x peak of the device), on rank 0, as in Chowdhery et al., PaLM
-(https://arxiv.org/abs/2204.02311), appendix B: forwards that are repeated to save memory do not count. The forward of the
-first micro-batch is counted, once. A step is that for each of its micro-batches, and a backward takes twice a forward: once
-for the gradients of activations, once for those of parameters, of which only the trained share has any. Of a compiled model
-nothing is counted: its steps are taken for 6 x parameters x tokens, if the loop says how many tokens a step has.
+(https://arxiv.org/abs/2204.02311), appendix B: repeated forwards do not count. One forward, of the first micro-batch, is
+counted; a backward takes as much for the gradients of activations, and again for those of parameters, times the trained
+share. A compiled model's step is estimated as 6 x parameters x tokens, if the loop gives the tokens of a step.
 
-Matrix products, convolutions and attention count, by the formulas of `torch.utils.flop_counter`: a multiplication and an
-addition are two operations. Attention on the CPU, which torch leaves out there, has the same formula here. Torch's
-`FlopCounterMode` is not used, since beneath it a compiled function runs uncompiled, so that the count would change the run.
+Matrix products, convolutions and attention count, by the formulas of `torch.utils.flop_counter`, which leaves out attention on
+the CPU. `FlopCounterMode` itself would run compiled functions uncompiled, and so change the run.
 
-The peak is the maker's for dense products in the type of training, of the GPUs in the table below. Other devices, the CPU
-among them, have operations and no MFU.
+Peaks are the makers' for dense products in the type of training, of the GPUs in the table below; other devices have no MFU.
 """
 
 from __future__ import annotations
@@ -60,20 +55,17 @@ _PEAKS = (
     ("L40S", {"16": 362e12, "tf32": 183e12, "fp32": 91.6e12}),
     ("A10G", {"16": 70e12, "tf32": 35e12, "fp32": 31.2e12}),
 )
-"""Part of a CUDA device's name -> operations a second in dense products, from the makers' data sheets. The first that fits
+"""Part of a CUDA device's name -> operations per second in dense products, from the makers' data sheets. The first match
 counts."""
 
 
 @dataclass(kw_only=True)
 class PhaseTimes:
-    """Seconds spent in each phase.
-
-    On a device that computes behind the host a phase is the host's time alone, but with `wall_clock_breakdown`.
-    """
+    """Seconds spent in each phase: on an asynchronous device the host's, unless `wall_clock_breakdown` is on."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    """Backward, with the reduction that goes along with it."""
+    """Backward, with its reductions."""
     optimizer_s: float = 0.0
     """`step()` at the end of an accumulation: reduction, norm, update, gathering of parameters."""
 
@@ -83,16 +75,16 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes held by one rank now."""
+    """Bytes that one rank has in memory and on disk now."""
 
     parameters: int
-    """Parameters in their own type: own rows in memory of the parameter, and the gathered copies that exist now."""
+    """Parameters in their own type: own rows on the device, and gathered copies."""
     resting: int
-    """Rows of offloaded parameters in the store, on whichever tier, with fp32 masters that are the parameter."""
+    """Rows of offloaded parameters in the store, on any tier, with fp32 masters that are the parameter."""
     gradients: int
-    """Those that wait for the update."""
+    """Gradients that wait for the update."""
     optimizer_state: int
-    """fp32 masters and slots, on whichever tier; an fp32 parameter that is its own master counts as a parameter."""
+    """fp32 masters and slots, on any tier; an fp32 parameter that is its own master counts as a parameter."""
     secondary: int = 0
     """This rank's part of a second copy of the parameters (`zero_hpz_partition_size`)."""
 
@@ -109,29 +101,29 @@ class EngineStatistics:
     sent_bytes: Mapping[str, int]
     """Bytes that this rank sent to others, by kind of collective."""
     process_peak_bytes: int
-    """Most memory that the process had resident, everything included."""
+    """Peak of the process's resident memory."""
     cuda_peak_bytes: int
-    """Most memory that tensors had on the CUDA device; 0 if there is none."""
+    """Peak of the memory of tensors on the CUDA device; 0 without one."""
     held: MemoryUse
-    """Bytes of parameters, gradients and optimizer state that this rank holds now."""
+    """Bytes of parameters, gradients and optimizer state now."""
     units: UnitStatistics | None
     """Gathers of sharded or offloaded parameters, ahead or on demand; None if there are none."""
     overlapped: int
-    """Reductions of gradients that ran beside other work of this rank."""
+    """Reductions of gradients that overlapped with other work of this rank."""
     store: StoreStatistics
     """Bytes of state by tier and of transfer buffers, and the work of the I/O threads."""
     step_flops: int | None
-    """Operations of a step on this rank, forwards that are repeated left out; None: not known."""
+    """Operations of a step on this rank, repeated forwards left out; None: not known."""
     mfu: float | None
     """Model FLOPs utilisation of the last step, 0 to 1, on rank 0; None: not known."""
     activations: ActivationStatistics | None
-    """Of activations that leave the device; None if none does."""
+    """Activations that leave the device; None if none does."""
 
 
 def engine_statistics(
     training: Training, times: PhaseTimes, saves_s: Mapping[str, float], utilisation: StepUtilisation
 ) -> EngineStatistics:
-    """Return the counters now; `saves_s` has the seconds for which saves delayed training, by their kind."""
+    """Return the counters now; `saves_s` are the seconds for which saves delayed training, by kind."""
     world, state, hooks = training.world, training.state, training.hooks
     store = state.store.statistics()
     return EngineStatistics(
@@ -151,17 +143,17 @@ def engine_statistics(
 
 
 def cuda_peak_bytes(device: torch.device) -> int:
-    """Return the most memory that tensors had on a CUDA device; 0 for any other."""
+    """Return the peak of the memory of tensors on a CUDA device; 0 for any other."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def link_statistics(
     world: World, tensors: Store, store: StoreStatistics, saves_s: Mapping[str, float]
 ) -> dict[str, LinkStatistics]:
-    """Return the traffic of each link; `store` are the present statistics of `tensors`. See [Note: links]."""
+    """Return the traffic of each link; `store` are the statistics of `tensors`. See [Note: links]."""
 
     def moved(priorities: Iterable[str], *subjects: str, stall_s: Mapping[str, float] | None = None) -> LinkStatistics:
-        """Return the I/O threads' traffic of these subjects (none: of all); stalls of 0 s are left out."""
+        """Return the I/O threads' traffic of these subjects, by default of all; stalls of 0 s are left out."""
         keys = {key: key.split(" ", 1) for key in store.queue.subjects}
         chosen = [k for k, (priority, of) in keys.items() if priority in priorities and of in (subjects or (of,))]
         stalls = {cause: seconds for cause, seconds in (stall_s or {}).items() if seconds > 0}
@@ -173,7 +165,7 @@ def link_statistics(
     reading = {"not read yet": store.read_wait_s, "no free buffer": store.pool_wait_s}
     writing = {
         "not written yet": store.write_wait_s,
-        "pass not begun": store.pin_wait_s,  # for a save to let go of a shard, or for the file of a new version
+        "pass not begun": store.pin_wait_s,  # for a save to release a shard, or for the file of a new version
         "queue full": store.queue.blocked_s,
     }
     stored = {
@@ -190,12 +182,12 @@ def link_statistics(
 
 
 def memory_use(training: Training) -> MemoryUse:
-    """Return the bytes that this rank holds."""
+    """Return the bytes of this rank's parameters, gradients and optimizer state."""
     state, hooks, parameters = training.state, training.hooks, 0
     for record in state.records:
         if record.shard is not None:
             parameters += record.shard.nbytes
-        # Not `full.nbytes`: a released parameter has no memory, or one that was kept for its next use.
+        # Not `full.nbytes`: a released parameter has no memory, or memory kept for its next use.
         parameters += 0 if record.is_in_place else min(record.full.untyped_storage().nbytes(), record.full.nbytes)
     arrays = [(tier, kind == "parameters", nbytes) for _, tier, kind, nbytes in placed_arrays(training)]
     resting = sum(nbytes for tier, is_parameter, nbytes in arrays if is_parameter and tier != "device")
@@ -206,7 +198,7 @@ def memory_use(training: Training) -> MemoryUse:
 
 
 def placed_arrays(training: Training) -> Iterator[tuple[str, str, str, int]]:
-    """Yield name, tier, kind and bytes of this rank's arrays of every parameter: its values, master and slots."""
+    """Yield (name, tier, kind, bytes) of this rank's arrays of every parameter: values, master and slots."""
     state, store = training.state, training.state.store
     for record in state.records:
         resident = record.full.nbytes if record.residency is Residency.RESIDENT else 0
@@ -227,14 +219,14 @@ def placed_arrays(training: Training) -> Iterator[tuple[str, str, str, int]]:
 
 
 def peak_of(name: str, precision: str) -> float | None:
-    """Return the peak of the CUDA device called `name` for training in `precision`; None if it is not in the table."""
+    """Return the peak of a CUDA device, by its name, for training in `precision`; None if it is not in the table."""
     tf32 = torch.backends.cuda.matmul.allow_tf32
     kind = "16" if precision in {"bf16", "fp16"} else "tf32" if tf32 else "fp32"
     return next((peaks[kind] for part, peaks in _PEAKS if part in name), None)
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations within its `with` blocks, without changing the computation."""
+    """Counts the operations in its `with` blocks."""
 
     supports_higher_order_operators = True
 
@@ -244,18 +236,18 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return that compiled code stays so."""
+        """Return that compiled functions run compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if torch._guards.TracingContext.try_get() is None:  # while torch.compile traces nothing is computed
+        if torch._guards.TracingContext.try_get() is None:  # tracing by torch.compile computes nothing
             operator = getattr(func, "_overloadpacket", func)
             if operator in flop_registry:
                 self.total += int(flop_registry[operator](*args, **kwargs, out_val=out))
             elif operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-                # Heads that share a key and a value compute as many products; torch 2.9's formula refuses them.
+                # Heads that share a key and a value take as many products; torch 2.9's formula refuses them.
                 batch, heads, *_ = args[0].shape
                 key, value = ((batch, heads, *tensor.shape[2:]) for tensor in args[1:3])
                 self.total += int(sdpa_flop_count(args[0].shape, key, value))  # type: ignore[no-untyped-call]
@@ -263,31 +255,31 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class StepUtilisation:
-    """Knows the operations of a run's steps, and so its utilisation. See [Note: utilisation]."""
+    """The operations of a step, and the model FLOPs utilisation. See [Note: utilisation]."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
         self.counts = False
-        """Whether the next forward of training is counted."""
+        """Whether the next forward in training is counted."""
         self._micro_flops: int | None = None
         """Operations of one micro-batch."""
         self._numel = sum(record.numel for record in training.state.records)
         self.tokens: int | None = None
-        """Tokens of the step under way and of those to come, over all ranks; None: not known."""
+        """Tokens of a step over all ranks, from the current one on; None: not known."""
         device = training.world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self._peak = peak_of(name, training.config.precision)
         self._ended_s: float | None = None
         self._aside_s: float | None = None
-        """When the evaluation under way began."""
+        """Start of the running evaluation."""
         self.step_s: float | None = None
-        """Seconds of the last step; None: nothing says when it began."""
+        """Seconds of the last step; None: its start is not known."""
         self.last: float | None = None
         """Utilisation of the last step, 0 to 1; None: not known."""
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the operations of a forward, if none was counted; not of one without gradients or with compiled parts."""
+        """Count the operations of a forward; not of one without gradients or with compiled parts."""
         training = self._training
         if not torch.is_grad_enabled():
             yield
@@ -303,25 +295,25 @@ class StepUtilisation:
         self._micro_flops = 2 * counter.total + counter.total * trained_numel // max(self._numel, 1) or None
 
     def step_ended(self) -> None:
-        """Note that a step ended now, which began when the one before did; the first one, which warms up, does not count."""
+        """Note the end of a step, which began at the end of the one before; the first one, a warm-up, does not count."""
         now_s, flops = time.perf_counter(), self.step_flops()
         self.step_s = None if self._ended_s is None else now_s - self._ended_s
         self.last = flops / (self.step_s * self._peak) if self.step_s and flops and self._peak else None
         self._ended_s = now_s
 
     def forward_begins(self, *, trains: bool) -> None:
-        """Leave the time from the forward of an evaluation to the next one of training out of the step under way."""
+        """Exclude from the current step the time between a forward of an evaluation and the next forward in training."""
         now_s = time.perf_counter()
         if trains and self._aside_s is not None and self._ended_s is not None:
             self._ended_s += now_s - max(self._aside_s, self._ended_s)
         self._aside_s = None if trains else self._aside_s or now_s
 
-    def begin_anew(self) -> None:
-        """Forget when the last step ended: the time since then is no part of the next."""
+    def reset(self) -> None:
+        """Forget the end of the last step: the time since then does not belong to the next."""
         self._ended_s = self.step_s = None
 
     def step_flops(self) -> int | None:
-        """Return the operations of a step on one rank; None if they are not known."""
+        """Return the operations of a step on one rank; None: not known."""
         if self._micro_flops is not None:
             return self._micro_flops * self._training.accumulation.batch.accumulation_steps
         return 6 * self._numel * self.tokens // self._training.world.world_size if self.tokens else None
