@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from bench.limits import disk_limit, limit_name
-from bench.machine import bench_parser, write_figures
+from bench.machine import bench_parser, machine, write_figures
 from bench.process import forget_peak, peak_bytes, resident_bytes
 from zstore.engine.runtime.native import StepTensors, host_kernel
 from zstore.optim import Offloaded
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=6, help="measured steps, after two warm-up steps")
+    parser.add_argument("--peer-python", help="python of an environment with deepspeed, whose CPUAdam is measured too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.path, prefix="zstore-bench-") as name:
         figures = measure(options, Path(name))
@@ -95,6 +97,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "disk_bytes": held,
         "step_more_bytes": step_more_bytes,
         "kernels": _kernels(options.layers * options.width**2, options.steps),
+        "machine": machine(options.path),
+        "update": _update(options),
     }
 
 
@@ -150,6 +154,43 @@ def _kernels(numel: int, rounds: int) -> dict[str, dict[str, float]]:
         }
     torch.set_num_threads(before)
     return figures
+
+
+_PEER = """
+import sys, time, torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+numel, rounds = map(int, sys.argv[1:])
+parameters = [torch.nn.Parameter(torch.rand(numel // 16)) for _ in range(16)]
+for parameter in parameters:
+    parameter.grad = torch.rand_like(parameter) / 100
+optimizer, seconds = DeepSpeedCPUAdam(parameters, lr=1e-4), []
+for _ in range(rounds + 2):
+    started = time.perf_counter()
+    optimizer.step()
+    seconds.append(time.perf_counter() - started)
+print(sorted(seconds[2:])[rounds // 2])
+"""
+
+
+def _update(options: argparse.Namespace) -> dict[str, float]:
+    """Return the seconds of an update of 4.4 times the model's elements, by the host kernel from bf16 gradients to bf16 weights
+    with two threads, and by DeepSpeed's CPUAdam in fp32: 28 bytes an element each."""
+    kernel, numel = host_kernel(), 16 * (options.layers * options.width**2 * 11 // 40)
+    if kernel is None:
+        return {}
+    masters, averages, squares, gradients = ([*row.split(numel // 16)] for row in torch.rand(4, numel) / 100)
+    halves, weights = ([one.bfloat16() for one in gradients] for _ in range(2))
+    tensors = StepTensors(masters, [*zip(averages, squares, strict=True)], halves, weights)
+    given = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "step": 3.0, "factor": 0.5}
+    seconds = [
+        _cost(partial(kernel.update, given | {"decoupled": True}, tensors, 2))[0] for _ in range(options.steps + 2)
+    ]
+    found = {"parameters": numel, "zstore_s": statistics.median(seconds[2:])}
+    if options.peer_python:
+        command = [options.peer_python, "-c", _PEER, str(numel), str(options.steps)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found["deepspeed_s"] = float(done.stdout.split()[-1])
+    return found
 
 
 def _cost(work: Callable[[], Any]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from bench import plots
+from bench import figures
 from tests import warm
 from tests.layout import per_ten_thousand_words
 from zstore.engine.config.parse import load_jsonc
@@ -112,8 +112,11 @@ def test_the_korean_readme_has_the_same_code_commands_links_and_figures() -> Non
     assert facts("README.ko.md") == facts("README.md")
 
 
-def test_the_charts_are_those_of_the_results() -> None:
-    assert plots.PICTURE.read_text(encoding="utf-8") == plots.figures(), "run: python -m bench.plots"
+def test_charts_and_tables_are_those_of_the_results() -> None:
+    assert figures.PICTURE.read_text(encoding="utf-8") == figures.figures(), "run: python -m bench.figures --only none"
+    for page in figures.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert text == figures.updated(page.name, text), "run: python -m bench.figures --only none"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "results" not in page.parts], ids=lambda page: page.name)
