@@ -226,7 +226,7 @@ _WORDS = {
     ),
     "README.ko.md": (
         "| 항목 | zstore | 비교 대상 | 측정 환경 |",
-        "디스크에 상태를 두고 파라미터 12억 개 학습",
+        "1.2 B(12억) 파라미터를 디스크에서 학습",
         "반복당 {} s, 메모리 {} GiB",
         "호스트 메모리에 있는 파라미터 {} M개의 업데이트",
         "메모리에 있는 {} GB 저장: 학습이 멈추는 시간 / 안전하게 기록되는 시간",
@@ -285,6 +285,12 @@ def updated(name: str, page: str) -> str:
 PAGES = (ROOT / "README.md", ROOT / "README.ko.md", ROOT / "docs/figures.md")
 
 
+def written() -> dict[Path, str]:
+    """Return the pages and the chart of the results that are there."""
+    pages = {page: updated(page.name, page.read_text(encoding="utf-8")) for page in PAGES}
+    return {PICTURE: figures(), **pages}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, with commas between; or none")
@@ -294,9 +300,8 @@ def main() -> None:
     for part in options.only.split(","):
         if part != "none":
             measure(part, options.path, options.peer_python)
-    PICTURE.write_text(figures(), encoding="utf-8")
-    for page in PAGES:
-        page.write_text(updated(page.name, page.read_text(encoding="utf-8")), encoding="utf-8")
+    for file, text in written().items():
+        file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ LIMITS = {
     "lines of tools": (lambda: _layout().lines("tools/"), 4_287),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 46_205),
-    "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_657),
+    "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_662),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_019),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
