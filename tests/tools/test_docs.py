@@ -113,8 +113,7 @@ def test_the_korean_readme_has_the_same_code_commands_links_and_figures() -> Non
 
 
 def test_charts_and_tables_are_those_of_the_results() -> None:
-    for file, text in figures.written().items():
-        assert file.read_text(encoding="utf-8") == text, "run: python -m bench.figures --only none"
+    assert [file for file, text in figures.written().items() if file.read_text(encoding="utf-8") != text] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "results" not in page.parts], ids=lambda page: page.name)
