@@ -1,4 +1,4 @@
-"""The model's state: its state dict, whole, given out and loaded with the masters, and safetensors for other software."""
+"""The model's whole state dict, read and loaded with the masters, and its export as safetensors."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ _log = logging.getLogger("zstore")
 CustomLoad = Callable[..., Any]
 """Called as `custom(src=state_dict, dst=model)`."""
 
-_MOST_LISTED = 10
-_ENGINES = "module."
-"""Prefix of the names of `engine.state_dict()`."""
-_PICKLED = {".bin", ".pt", ".pth"}
-"""Endings of the names of files that other software pickles weights into."""
-_PICKLED_STEM = "pytorch_model"
-"""Transformers' name of a pickled model; one in safetensors it calls `STEM`."""
+_MAX_LISTED = 10
+_ENGINE_PREFIX = "module."
+"""Prefix of names in `engine.state_dict()`."""
+_PICKLE_SUFFIXES = {".bin", ".pt", ".pth"}
+_PICKLE_STEM = "pytorch_model"
+"""Transformers' name of a pickled model; in safetensors it is `STEM`."""
 
 
 def module_state_dict(access: Access, *, exclude_frozen: bool) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def module_state_dict(access: Access, *, exclude_frozen: bool) -> dict[str, Any]
 
 
 def _whole_state_dict(access: Access) -> dict[str, Any]:
-    """Return copies on the CPU of all that is in the state dict, on rank 0, and nothing on others (all ranks)."""
+    """Return copies on the CPU of all entries of the state dict on rank 0, an empty dict on others (all ranks)."""
     access.finished("module_state_dict()", lambda: None)
     leader = access.world.rank == 0
     sharded = [record for record in access.state.records if record.residency is not Residency.RESIDENT]
@@ -73,8 +72,8 @@ def _whole_state_dict(access: Access) -> dict[str, Any]:
 
 
 def hand_back(access: Access, config: Any, end: Callable[[], None]) -> None:
-    """Give every parameter its value, the fp32 master if it is trained, in memory of its own or as a `config` shards it (all
-    ranks). `end` takes the engine's hooks off, once only reading can fail."""
+    """Set every parameter to its value, the fp32 master if it is trained, in separate memory or sharded by a `config` (all
+    ranks). `end` removes the engine's hooks; after it only reading can fail."""
     state, device, init = access.state, access.world.device, Init(config=config, enabled=config is not None)
     records = access.finished("hand_back()", lambda: state.records, changes=True)
     end()
@@ -95,15 +94,15 @@ def hand_back(access: Access, config: Any, end: Callable[[], None]) -> None:
 def load_module_state(
     access: Access, state: Mapping[str, Any], *, strict: bool, custom: CustomLoad | None = None
 ) -> _IncompatibleKeys:
-    """Load a state dict of rank 0 into parameters, masters and buffers of all ranks; return the names that were missing in
-    it, and those that the model does not have (all ranks).
+    """Load a state dict of rank 0 into parameters, masters and buffers of all ranks; return the missing and unexpected names
+    (all ranks).
 
-    Raises UsageError on every rank, before anything was changed, that lists the keys that do not fit. `custom` loads it in
-    its own way, with all parameters gathered.
+    Raises UsageError on every rank, before any change, that lists the keys that do not fit. `custom` loads it instead, with
+    all parameters gathered.
     """
     world, model = access.world, access.model
-    if state and all(name.startswith(_ENGINES) for name in state):
-        state = {name.removeprefix(_ENGINES): value for name, value in state.items()}
+    if state and all(name.startswith(_ENGINE_PREFIX) for name in state):
+        state = {name.removeprefix(_ENGINE_PREFIX): value for name, value in state.items()}
     if custom is not None:
         with gather(model, modifier_rank=0):
             if world.rank == 0:
@@ -136,14 +135,14 @@ def load_module_state(
 
 
 def state_entries(access: Access) -> dict[str, Any]:
-    """Return the model's parameters and buffers themselves, by their names in its state dict."""
+    """Return the model's parameters and buffers, not copies, by their names in its state dict."""
     with access.guard.allow_state_dicts():
         found: dict[str, Any] = access.model.state_dict(keep_vars=True)
     return found
 
 
 def _share_buffers(access: Access, tensors: Iterable[torch.Tensor]) -> None:
-    """Give all ranks rank 0's values of the buffers among `tensors` (all ranks)."""
+    """Broadcast the buffers among `tensors` from rank 0 (all ranks)."""
     for tensor in tensors:
         if not isinstance(tensor, nn.Parameter):
             broadcast_bytes(access.world, tensor)
@@ -154,17 +153,17 @@ def _check(entries: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool
     missing, unexpected = [n for n in entries if n not in given], [n for n in given if n not in entries]
     for what, names in (("missing", missing), ("not in the model", unexpected)) if strict else ():
         if names:
-            faults.append(f"{what}: {listed(names, _MOST_LISTED)}")
+            faults.append(f"{what}: {listed(names, _MAX_LISTED)}")
     for name, target in entries.items():
         if name not in given:
             continue
         if not isinstance(target, torch.Tensor):
-            faults.append(f"{name}: extra state of a module, which is not loaded while the model is in training")
+            faults.append(f"{name}: extra state of a module, which cannot be loaded while the model is in training")
         elif not isinstance(given[name], torch.Tensor) or given[name].shape != target.shape:
             got = tuple(given[name].shape) if isinstance(given[name], torch.Tensor) else type(given[name]).__name__
             faults.append(f"{name}: expected a tensor of shape {tuple(target.shape)}, got {got}")
     if faults:
-        lines = shortened(faults, _MOST_LISTED)
+        lines = shortened(faults, _MAX_LISTED)
         raise UsageError("the state dict does not fit the model:" + "".join(f"\n  {line}" for line in lines))
 
 
@@ -184,9 +183,9 @@ def save_weights(
     """Write the weights as safetensors in one of `DTYPES` and return the files, the index last; see `save_16bit_model` (all
     ranks)."""
     filename = given_name
-    if filename is not None and PurePath(filename).suffix in _PICKLED:
+    if filename is not None and PurePath(filename).suffix in _PICKLE_SUFFIXES:
         stem = PurePath(filename).stem
-        filename = (STEM if stem == _PICKLED_STEM else stem) + SUFFIX
+        filename = (STEM if stem == _PICKLE_STEM else stem) + SUFFIX
     stem = STEM if filename is None else filename.removesuffix(SUFFIX)
 
     def check() -> None:
@@ -194,8 +193,7 @@ def save_weights(
             raise UsageError(f"save_16bit_model(dtype={precision!r}): expected one of {', '.join(DTYPES)}")
         if filename is not None and (not filename.endswith(SUFFIX) or not stem or "/" in filename):
             raise UsageError(
-                f"save_16bit_model(filename={filename!r}): expected a name that ends with {SUFFIX}, the format that is "
-                "written"
+                f"save_16bit_model(filename={filename!r}): expected a name that ends with {SUFFIX}, the written format"
             )
         if access.world.rank == 0:
             _check_free(folder, stem, overwrite=overwrite)
@@ -203,7 +201,9 @@ def save_weights(
     which = "without frozen parameters" if without_frozen else "all parameters"
     access.finished(f"save_16bit_model({str(folder)!r}, {filename!r}, {precision}, {which})", check)
     if filename != given_name and access.world.rank == 0:
-        _log.warning("save_16bit_model: %s is written in place of %s: weights are safetensors", filename, given_name)
+        _log.warning(
+            "save_16bit_model: writing %s instead of %s: weights are saved as safetensors", filename, given_name
+        )
     records = [r for r in access.state.records if r.group is not None or not without_frozen]
     layouts = plan_files(_weights(access.model, records, DTYPES[precision]), max_file_bytes, stem)
     sources = {model_array(record.name): access.source(record, "model") for record in records}
@@ -225,7 +225,7 @@ def save_weights(
 
 
 def weight_files(folder: Path, stem: str = STEM) -> list[Path]:
-    """Return the files of weights of that name in a folder, the index last."""
+    """Return the weights files of that name in a folder, the index last."""
     name = glob.escape(stem)
     patterns = (f"{name}{SUFFIX}", f"{name}{SUFFIX}.index.json", f"{name}-*-of-*{SUFFIX}")
     found = {path for pattern in patterns for path in folder.glob(pattern)}
@@ -233,7 +233,7 @@ def weight_files(folder: Path, stem: str = STEM) -> list[Path]:
 
 
 def _check_free(folder: Path, stem: str, *, overwrite: bool) -> None:
-    """Raise CheckpointExistsError if the folder has weights of that name already that may not be replaced."""
+    """Raise CheckpointExistsError if the folder has weights of that name that may not be replaced."""
     if overwrite and folder.is_dir():
         return
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -246,7 +246,7 @@ def _check_free(folder: Path, stem: str, *, overwrite: bool) -> None:
 
 
 def _weights(model: nn.Module, records: Sequence[ParameterRecord], dtype: str) -> list[Weight]:
-    """Return the tensors to write: those that `zstore consolidate` finds in a checkpoint."""
+    """Return the tensors to write, the same as `zstore consolidate`."""
     weights = []
     for record in records:
         kind = dtype_name(record.dtype)
@@ -259,7 +259,7 @@ def _weights(model: nn.Module, records: Sequence[ParameterRecord], dtype: str) -
 
 
 class _Export:
-    """Rank 0's part of `save_weights`."""
+    """Writes the files of `save_weights` (rank 0)."""
 
     _folder: Path
     _writer: WeightsWriter
@@ -274,7 +274,7 @@ class _Export:
         self._buffers = {buffer_array(name): buffer for name, buffer in stored_buffers(model)}
 
     def open(self, opened: ExitStack) -> None:
-        """Make the files, which `opened` closes; a new folder gets its name at its end, if there was no error."""
+        """Create the files, which `opened` closes; a new folder is renamed to its final name at the end without an error."""
         if self._is_new:
             place = new_folder(self._files, self._target)
         else:
@@ -283,7 +283,7 @@ class _Export:
         self._writer = opened.enter_context(WeightsWriter(self._files, self._layouts, self._folder, overflow="error"))
 
     def put(self, source: RankArray, first: int, values: torch.Tensor) -> None:
-        """Write a piece, and the buffers that come before it in the files."""
+        """Write a piece, after the buffers that precede it in the files."""
         self._put_buffers(source.name)
         self._writer.put(source.name, first, as_numpy(values))
 
@@ -294,7 +294,7 @@ class _Export:
                 self._writer.put(array, 0, as_numpy(host_values(self._buffers[array]).view(-1)))
 
     def finish(self, precision: str) -> None:
-        """Make everything durable under its name."""
+        """Flush all files and give them their final names."""
         self._put_buffers(None)
         names = self._writer.finish()
         if lost := self._writer.lost():
@@ -302,7 +302,7 @@ class _Export:
         save_config(self._model, self._folder)
         if self._is_new:
             return
-        # Weights go last, and the index after them: until then nobody takes the folder for a whole model.
+        # Weights last, and the index after them: until then no reader takes the folder for a complete model.
         others = [name for name in os.listdir(self._folder) if name not in names]
         for name in [name for name in others if not (self._target / name).exists()] + names:
             self._files.rename(self._folder / name, self._target / name)

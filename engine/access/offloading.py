@@ -1,13 +1,13 @@
-"""`engine.offload_states()`: a run's states move out of the way between two steps, and come back with the same bits.
+"""`engine.offload_states()`: states of a run move to another tier between two steps, and back with the same bits.
 
-[Note: the moved states]
-optim_states              the optimizer's state beside the masters
+[Note: offloaded states]
+optim_states              the optimizer's slots
 hp_params                 fp32 masters
-lp_params                 the parameters that the model computes with, on any tier
-lp_grads,                 the memory that collects gradients: between two steps it is empty, so it is freed, and
-contiguous_grad_buffer    allocated again by the next backward
-Arrays of the store move to the other tier and back. The memory of a parameter is copied to an array of the store and freed;
-the parameter is a released one meanwhile. State that is on that tier already, or lower, stays.
+lp_params                 the model's parameters, on any tier
+lp_grads,                 the memory of gradients: between two steps it is empty, so it is freed, and the next backward
+contiguous_grad_buffer    allocates it again
+Arrays of the store move to the tier and back. The memory of a parameter is copied to an array of the store and freed; the
+parameter is released meanwhile. State on that tier or a lower one stays.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from .access import Access
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-"""The states that can be moved, by DeepSpeed's names. See [Note: the moved states]."""
+"""The states that can be moved, by DeepSpeed's names. See [Note: offloaded states]."""
 _TIERS: dict[str, TierName] = {"cpu": "pinned", "nvme": "disk"}
-_LOWER = {"device": 0, "host": 1, "pinned": 1, "disk": 2}
+_DEPTH = {"device": 0, "host": 1, "pinned": 1, "disk": 2}
 
 
 class OffloadedStates:
-    """The states of a run that are moved out of the way. See [Note: the moved states]."""
+    """The offloaded states of a run. See [Note: offloaded states]."""
 
     def __init__(self, training: Training, access: Access) -> None:
         self._training = training
         self._access = access
         self._away = training.away
         self._former: dict[str, TierName] = {}
-        """Arrays that were moved, and their own tiers."""
+        """Moved arrays, and their original tiers."""
         self._copied: dict[ParameterRecord, str] = {}
-        """Parameters whose memory was freed, and the arrays that have their values."""
+        """Parameters whose memory was freed, and the arrays with their values."""
 
     def offload(self, include: Iterable[Any] | None, device: Any) -> None:
-        """Move `include`, all by default, to a tier (all ranks). Raises, on every rank, with everything back in its place."""
+        """Move `include`, all by default, to a tier (all ranks). An error moves everything back, and raises on every rank."""
         call = "engine.offload_states()"
         names = _names_of(include)
         tier = self._tier_of(device)
@@ -59,8 +59,7 @@ class OffloadedStates:
                 raise UsageError(f"{call} in the middle of a step: call it after the step() that ends an accumulation")
             if (stepper := self._training.update.stepper) is not None and stepper.keeps_state:
                 raise UsageError(
-                    f"{call}: {stepper.name} steps whole tensors, and keeps its own state of them where "
-                    "they are: use an element-wise optimizer"
+                    f"{call}: {stepper.name} steps whole tensors, whose state cannot be moved: use an element-wise optimizer"
                 )
 
         self._access.finished(call, check, changes=True, moves=True)
@@ -98,12 +97,12 @@ class OffloadedStates:
                 if (group := self._group_of(record, array)) in names:
                     self._move_array(array, tier, fetched=group == "lp_params")
             if "lp_params" in names and record.stored_array is None:
-                self._copy_away(record, tier)
+                self._offload_memory(record, tier)
         if names & {"lp_grads", "contiguous_grad_buffer"}:
             training.gradients.free()
 
     def _group_of(self, record: ParameterRecord, array: str) -> str | None:
-        """Return the state that an array of a parameter belongs to; None: it is the parameter's own memory."""
+        """Return the state that an array of a parameter belongs to; None: the array is the parameter's own memory."""
         if array == record.stored_array:
             return "lp_params"
         if array.startswith("optimizer/"):
@@ -113,7 +112,7 @@ class OffloadedStates:
     def _move_array(self, name: str, tier: TierName, *, fetched: bool = False) -> None:
         store = self._training.state.store
         former = store.tier(name).name
-        if _LOWER[former] < _LOWER[tier]:
+        if _DEPTH[former] < _DEPTH[tier]:
             store.relocate(name, tier, self._copy)
             self._former.setdefault(name, "pinned" if fetched and former == "host" else former)
 
@@ -122,7 +121,7 @@ class OffloadedStates:
 
     # -- memory of parameters ---------------------------------------------------------------------------------------
 
-    def _copy_away(self, record: ParameterRecord, tier: TierName) -> None:
+    def _offload_memory(self, record: ParameterRecord, tier: TierName) -> None:
         """Copy a parameter's memory to the store and free it."""
         name = f"offloaded/{record.name}"
         if record in self._copied:
@@ -150,7 +149,7 @@ class OffloadedStates:
         else:
             record.shard = freed
 
-    def _bring_back(self, record: ParameterRecord) -> None:
+    def _restore(self, record: ParameterRecord) -> None:
         name, store = self._copied.pop(record), self._training.state.store
         self._former.pop(name, None)
         if record.shard is None:
@@ -173,11 +172,11 @@ class OffloadedStates:
     # -- back -------------------------------------------------------------------------------------------------------
 
     def reload(self) -> None:
-        """Bring everything back to its place (all ranks)."""
+        """Move everything back (all ranks)."""
         store = self._training.state.store
         with self._training.world.agreeing():
             for record in list(self._copied):
-                self._bring_back(record)
+                self._restore(record)
             for name, tier in list(self._former.items()):
                 store.relocate(name, tier, self._copy)
                 del self._former[name]
@@ -198,5 +197,5 @@ def _names_of(include: Iterable[Any] | None) -> set[str]:
 
 
 def _memory(record: ParameterRecord) -> torch.Tensor:
-    """Return the values that a parameter has nowhere else: its rows, or if it is resident all its values, 1-D."""
+    """Return the parameter's own memory, 1-D: its rows, or all values if it is resident."""
     return record.full if record.shard is None else record.shard

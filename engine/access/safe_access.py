@@ -1,16 +1,14 @@
-"""Parameters in a script's own hands: `gather`, whole ones in a `with` block, and their state by DeepSpeed's names, as
-`deepspeed.utils` has them.
+"""`gather`, whole parameters in a `with` block, and access to their state under DeepSpeed's names (`deepspeed.utils`).
 
-All are collectives: every rank calls them for the same parameters, in the same order. For a parameter that is not trained,
-or that no open engine has, getters return None.
+All are collectives: every rank calls them for the same parameters, in the same order. Getters return None for a parameter
+that is not trained by an open engine.
 
 [Note: changes in a block]
-With a `modifier_rank`, that rank's values go to all ranks at the end of the block, and into the fp32 masters of every
-parameter of which a bit changed: the master becomes the new value. A parameter that was left alone keeps its master, which
-has more digits than the parameter. Without one the block is for reading. A change that shows in the parameter's version
-counter, or in the rows that this rank keeps of a sharded parameter, is undone and answered with an error; a write through
-`.data` elsewhere is lost without one. An fp32 parameter that is its own master (fp32, whole on every rank, state on the
-device) has no other copy to restore, and keeps the written values, as without an engine.
+With a `modifier_rank`, that rank's values are broadcast at the end of the block; the fp32 master of each parameter with a
+changed bit becomes the new value. An unchanged parameter keeps its master, which is more precise. Without it the block is
+read-only: a change that shows in the parameter's version counter, or in this rank's rows of a sharded parameter, is undone
+and raises; a write through `.data` elsewhere is lost silently. An fp32 parameter that is its own master (whole on every rank,
+state on the device) has no copy to restore, and keeps the written values, as without an engine.
 """
 
 from __future__ import annotations
@@ -41,16 +39,15 @@ Parameters = nn.Parameter | nn.Module | Iterable[nn.Parameter]
 
 @contextmanager
 def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[None]:
-    """Give parameters all their values for the length of a `with` block (all ranks, with the same parameters).
+    """Gather parameters for the length of a `with` block (all ranks, with the same parameters).
 
-    `params` is one parameter, several, or a module. With `modifier_rank`, that rank's values at the end of the block are
-    the parameter's on every rank afterwards, and its fp32 master's. Without, the block is for reading: a change is undone
-    and raises UsageError, as far as it is seen (see [Note: changes in a block]). An error in the block, on any rank, ends
-    it on all ranks, and changes are undone.
+    `params` is one parameter, several, or a module. With `modifier_rank`, every rank's parameters and fp32 masters get that
+    rank's values at the end of the block. Without it the block is read-only: a detected change is undone and raises
+    UsageError (see [Note: changes in a block]). An error in the block on any rank ends it on all, and undoes changes.
 
     Works at every stage, in nested blocks, and within a forward for reading. Tensors taken from a sharded parameter in
-    the block stay valid after it. Parameters of a model that was built within `zstore.Init`, or loaded by
-    `zstore.from_pretrained`, and not yet given to `initialize` are given their values likewise. Others are left alone.
+    the block stay valid after it. It also gathers parameters of a model that was built within `zstore.Init`, or loaded by
+    `zstore.from_pretrained`, and not yet passed to `initialize`. Others are left unchanged.
 
     Raises UsageError for changes within a forward or backward, and if the ranks gather different parameters.
     """
@@ -63,7 +60,7 @@ def gather(params: Parameters, modifier_rank: int | None = None) -> Iterator[Non
                     opened.enter_context(block)
                 worlds.append(world)
             yield
-        except Exception as raised:  # Ctrl-C, or the end of a closed generator, is this rank's alone, and the script's
+        except Exception as raised:  # not Ctrl-C, or the end of a closed generator, which only this rank has
             error = raised
         with ExitStack() as closing:
             for world in worlds:
@@ -90,8 +87,7 @@ def _listed(params: Parameters) -> list[nn.Parameter]:
 def _blocks(
     parameters: Sequence[nn.Parameter], modifier_rank: int | None
 ) -> list[tuple[World, AbstractContextManager[None]]]:
-    """Return a block for each run and builder that have some of the parameters, and one for others of `zstore.Init`, each with
-    its ranks."""
+    """Return a block, with its ranks, for each run and builder of the parameters, and one for others of `zstore.Init`."""
     runs: dict[Access, list[ParameterRecord]] = {}
     builders: dict[Builder, list[Built]] = {}
     plain = []
@@ -121,7 +117,7 @@ def _check_rank(rank: int | None, world: World) -> None:
 
 @contextmanager
 def _of_run(access: Access, records: Sequence[ParameterRecord], rank: int | None) -> Iterator[None]:
-    """Give parameters of a run their values; at the end write changes back, or undo them, and let the parameters go."""
+    """Gather parameters of a run; at the end write changes back or undo them, and release the parameters."""
     names = hashlib.sha256("\n".join(record.name for record in records).encode()).hexdigest()[:16]
     call = f"gather() of {len(records)} parameters ({names}), modifier_rank={rank}"
     access.finished(call, lambda: _check_rank(rank, access.world), changes=rank is not None)
@@ -149,7 +145,7 @@ def _of_run(access: Access, records: Sequence[ParameterRecord], rank: int | None
 
 
 def _fill(access: Access, records: Sequence[ParameterRecord]) -> None:
-    """All-gather the rows of sharded parameters, in their own type, into `full` of each, which has room (all ranks)."""
+    """All-gather the rows of sharded parameters into the allocated `full` of each (all ranks)."""
     sources = [
         rows_source(r, r.owned(), r.dtype)
         if r.stored_array is None
@@ -160,7 +156,7 @@ def _fill(access: Access, records: Sequence[ParameterRecord]) -> None:
 
 
 def _write_back(access: Access, records: Sequence[ParameterRecord], rank: int) -> None:
-    """Let parameters, and masters that differ from them, have the values of `rank` (all ranks)."""
+    """Set parameters, and masters that differ from them, to the values of `rank` (all ranks)."""
     world = access.world
     with world.agreeing():
         for record in records:
@@ -170,19 +166,17 @@ def _write_back(access: Access, records: Sequence[ParameterRecord], rank: int) -
     differ = [False] * len(records)
     with world.agreeing(), access.state.passing([[model_array(r.name)] for r in records], "read") as tiles:
         for tile in tiles:
-            record, there = records[tile.group], as_torch(tile.views[0])
+            record, master = records[tile.group], as_torch(tile.views[0])
             first = record.owned_range[0]
-            here = record.full[first + tile.first : first + tile.stop]
-            # Bits, in the parameter's type.
-            differ[tile.group] |= not same_bits(here, there.to(here.device, record.dtype))
+            rows = record.full[first + tile.first : first + tile.stop]
+            differ[tile.group] |= not same_bits(rows, master.to(rows.device, record.dtype))
     access.write([(r, r.full) for r, any_ in zip(records, agree_any(world, differ), strict=True) if any_])
     for record in records:
         record.note_version()
 
 
 def _undo(access: Access, records: Sequence[ParameterRecord], versions: Sequence[int]) -> None:
-    """Raise UsageError on every rank if a parameter was changed on any since it had this version, and give it its values
-    again."""
+    """Restore parameters that were changed on any rank since these versions, and raise UsageError on every rank."""
     changed = agree_any(access.world, [_is_changed(*pair) for pair in zip(records, versions, strict=True)])
     found = [record for record, any_ in zip(records, changed, strict=True) if any_]
     if not found:
@@ -206,7 +200,7 @@ def _is_changed(record: ParameterRecord, version: int) -> bool:
 
 
 def _restore(access: Access, records: Sequence[ParameterRecord]) -> None:
-    """Cast masters into all values of parameters that are not released (all ranks)."""
+    """Restore parameters that are not released from their masters (all ranks)."""
     sources = [access.source(r, "model") for r in records]
     access.read_into({r: r.full for r in records if r.residency is not Residency.RELEASED}, sources)
     for record in records:
@@ -214,8 +208,7 @@ def _restore(access: Access, records: Sequence[ParameterRecord]) -> None:
 
 
 def _take_over(record: ParameterRecord, *, keep: bool) -> None:
-    """Give a parameter its own memory again if the block replaced it (`p.data = ...`), with the values of the new one if
-    `keep`."""
+    """Restore a parameter's memory if the block replaced it (`p.data = ...`); `keep` the new values."""
     values = record.parameter.data
     if keep and values.shape != record.shape:
         raise UsageError(
@@ -233,7 +226,7 @@ def _take_over(record: ParameterRecord, *, keep: bool) -> None:
 
 @contextmanager
 def _of_builder(builder: Builder, built: Sequence[Built], rank: int | None) -> Iterator[None]:
-    """Give sharded parameters of a model that is being built their values; at the end write changes back, or drop them."""
+    """Gather parameters of a model that is being built in shards; at the end write changes back, or drop them."""
     _check_rank(rank, builder.world)
     for one in built:
         builder.touch(one)
@@ -263,8 +256,7 @@ def _of_builder(builder: Builder, built: Sequence[Built], rank: int | None) -> I
 
 @contextmanager
 def _of_plain(world: World, parameters: Sequence[nn.Parameter], rank: int) -> Iterator[None]:
-    """At the end give parameters of `zstore.Init` that are whole on every rank the values of the one, or after an error those
-    of before."""
+    """At the end broadcast whole parameters of `zstore.Init` from `rank`; after an error restore them."""
     _check_rank(rank, world)
     before = [parameter.detach().clone() for parameter in parameters]
     try:
@@ -280,11 +272,10 @@ def _of_plain(world: World, parameters: Sequence[nn.Parameter], rank: int) -> It
 
 
 def in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `generate` with transformers' `synced_gpus` on, unless the call says otherwise.
+    """Return `generate` with transformers' `synced_gpus` on by default.
 
-    Gathering is a collective, so a rank whose texts are complete has to go on with forwards until all are, as `synced_gpus`
-    does; the ranks call `generate` equally often. A `generate` without that parameter is returned as it is: it runs equally
-    many forwards on every rank, or has its own way to keep step.
+    Gathering is a collective, so a rank whose texts are complete must run forwards until all are; `synced_gpus` does so. A
+    `generate` without that parameter is returned unchanged: it must run equally many forwards on every rank.
     """
     signature = inspect.signature(generate)
     if "synced_gpus" not in signature.parameters:
@@ -316,7 +307,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a parameter's gradient in the step under way, averaged over ranks and unscaled, fp32, on the CPU."""
+    """Return a parameter's gradient in the current step, averaged over ranks and unscaled, fp32, on the CPU."""
     found = _find(param)
     return None if found is None else found[0].gradient(found[1].name)
 
@@ -336,14 +327,14 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace a parameter's averaged, unscaled gradient, after the last backward of a step; rank 0's values count.
 
-    Raises UsageError if there is none, or if it waits on disk.
+    Raises UsageError if there is none, or if it is on disk.
     """
     access, record = _required(param)
 
     def check() -> None:
         if not access.gradients.having([record]):
             raise UsageError(
-                f"parameter {record.name!r} has no gradient to be replaced: set it between backward() and step()"
+                f"parameter {record.name!r} has no gradient to replace: set it between backward() and step()"
             )
         access.check_values(record, value)
 
@@ -409,8 +400,8 @@ def _rows(source: RankArray) -> torch.Tensor:
 
 
 def _joined(param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
-    """Return a parameter whose rows each rank gives (all ranks). Raises UsageError on every rank if one gives other than
-    its own."""
+    """Return the whole values of a parameter from each rank's `rows` (all ranks). Raises UsageError on every rank if one passes
+    another number of elements than it owns."""
     access, record = _required(param)
     with access.world.agreeing():
         if rows.numel() != record.owned_numel:

@@ -1,10 +1,10 @@
-"""Blocks whose activations are computed again in the backward: torch's checkpointing, under DeepSpeed's names, and one switch
-for a model's blocks, the modules in its outermost ModuleLists.
+"""Activation checkpointing: torch's, under DeepSpeed's names, and one switch for a model's blocks, the modules in its
+outermost ModuleLists.
 
-[Note: a block]
-`checkpoint(function, *args)` keeps the tensors in `args`, and not those that `function` computes from them. It is torch's
-non-reentrant checkpointing: random numbers and autocast are as they were, so the bits are those without it. The tensors
-are saved through autograd, so that the engine's saved-tensor hooks take them off the device (see `offload`).
+[Note: a checkpointed block]
+`checkpoint(function, *args)` saves the tensors in `args`, and recomputes those in `function` in the backward. It is torch's
+non-reentrant checkpointing, with the same random numbers and autocast, so the bits do not change. Autograd saves the tensors,
+so the engine's saved-tensor hooks offload them (see `offload`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _log = logging.getLogger("zstore")
 
 
 class _Process:
-    """The choice of this process."""
+    """The setting of this process."""
 
     in_cpu: bool | None = None
-    """Whether inputs go to host memory if no engine takes them off the device; None: `configure` was not called."""
+    """Whether inputs go to host memory if no engine offloads them; None: `configure` was not called."""
 
 
 def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
@@ -47,9 +47,8 @@ def configure(  # noqa: PLR0913, PLR0917 - DeepSpeed's arguments
 ) -> None:
     """Set whether `checkpoint` keeps the inputs of blocks in host memory in this process, until the next call.
 
-    `deepspeed_config`, a dict or a path, has defaults in its section `activation_checkpointing`, which describes the
-    arguments, and says of all but `checkpoint_in_cpu` that they do not act; neither does `mpu_`, since there is no model
-    parallelism. Raises ConfigError for a config that is wrong.
+    `deepspeed_config`, a dict or a path, has defaults in its section `activation_checkpointing`. Only `checkpoint_in_cpu` has
+    an effect. Raises ConfigError for a config that is wrong.
     """
     given = {
         "partition_activations": partition_activations,
@@ -78,13 +77,13 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: there are no buffers to let go of. DeepSpeed's scripts call it."""
+    """Do nothing: there are no buffers to free. DeepSpeed's scripts call it."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`, of which the backward computes the activations again. See [Note: a block].
+    """Return `function(*args)`, whose activations the backward recomputes. See [Note: a checkpointed block].
 
-    Tensors anywhere else than directly in `args` are kept as they are.
+    Tensors that are not directly in `args` are saved unchanged.
     """
     keeping: AbstractContextManager[object] = nullcontext()
     if _Process.in_cpu and torch.is_grad_enabled() and active_offload.get() is None:
@@ -99,8 +98,8 @@ non_reentrant_checkpoint = checkpoint
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Let the blocks of `model` be computed again in the backward: it is changed in place, one of transformers' by its own
-    method. Raises UsageError if the model has no blocks."""
+    """Checkpoint the blocks of `model`, in place; a model of transformers by its own method. Raises UsageError if the model
+    has no blocks."""
     if getattr(model, "supports_gradient_checkpointing", False):
         for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # the newer one first
             method: Any = getattr(model, name, None)
@@ -121,7 +120,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 
 def _checkpoint_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `function(*args, **kwargs)` as `checkpoint` does, which takes the tensors of `kwargs` too then."""
+    """Return `function(*args, **kwargs)` by `checkpoint`, with the tensors of `kwargs` as arguments."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     return checkpoint(partial(_with_names, function, tuple(kwargs), len(args)), *args, *kwargs.values())

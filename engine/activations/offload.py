@@ -1,20 +1,18 @@
-"""Takes tensors that autograd saves off the device behind the forward, and brings them back ahead of the backward.
+"""Offloads tensors that autograd saves during the forward, in the background, and prefetches them in the backward.
 
-[Note: how activations leave and come back]
-Saved-tensor hooks are set around the engine's forward. Tensors saved there go through `pack`: the inputs of checkpointed
-blocks, whoever checkpoints them, since torch saves those like any others; and without checkpointing all that the blocks
-save. Within a checkpointed block torch has hooks of its own on top, so nothing that is to be computed again comes here.
-These stay as they are: parameters and buffers, storages under 64 KiB, tensors that are a small part of a large storage,
-subclasses of Tensor, tensors that torch negates or conjugates as they are read, and those that the model saves after its last
-block, which the backward needs at once.
+[Note: offloaded activations]
+Saved-tensor hooks are active in the engine's forward. `pack` receives the tensors saved there: the inputs of checkpointed
+blocks and, without checkpointing, everything that blocks save. Within a checkpointed block torch's hooks are on top, so
+recomputed tensors are not offloaded. Neither are parameters and buffers, storages under 64 KiB, tensors that are a small part
+of a large storage, subclasses of Tensor, tensors with a lazy negation or conjugation, and tensors saved after the last block,
+which the backward needs first.
 
-A piece is the memory of one storage, as bytes. Views of it are one piece, as it is one allocation: they are made again over
-the memory that comes back, so that values, strides and offsets are the same. A thread copies it to its tier; until then it is
-in memory, and a backward that needs it takes it from there. At most `_BEHIND_BYTES` are leaving at a time (or one piece):
-then the forward waits. When a piece is asked for, those that were saved before it are brought back by another thread, the
-latest first, up to `_AHEAD_BYTES` (or one piece). In a backward no other pieces begin to leave: they are needed next. A
-piece that nobody needs any more gives its place back, also if a forward or a backward failed: autograd lets go of its
-saved tensors. A graph that is retained keeps its pieces in memory once they were brought back.
+A piece is the memory of one storage, as bytes. Views of it share the piece: they are made again over the restored memory, with
+the same values, strides and offsets. A thread writes it to its tier; a backward that needs it earlier takes it from memory. At
+most `_MAX_WRITE_BYTES` (or one piece) are being written: then the forward waits. When a piece is needed, another thread
+prefetches those saved before it, the latest first, up to `_MAX_PREFETCH_BYTES` (or one piece). In a backward no other writes
+start. The place of a piece is freed when autograd drops its saved tensors, also after a failed forward or backward. A retained
+graph keeps restored pieces in memory.
 """
 
 from __future__ import annotations
@@ -40,19 +38,19 @@ from zstore.errors import UsageError
 from zstore.format import ArraySpec, make_grid
 from zstore.io import Ticket, Workers
 from zstore.io.memory import as_torch
-from zstore.store import Store
+from zstore.store import ModeName, Store
 
 from ..config.config import Config
 from ..runtime.device import Event, StreamContext, Transfers
 
 _WORD_BYTES = 4
 """Bytes of an element of an array on disk; chunks are cut by elements."""
-_LEAST_BYTES = 64 * 1024
+_MIN_BYTES = 64 * 1024
 """Smaller storages stay: a transfer would cost more than their memory."""
-_LEAST_SHARE = 8
-"""A tensor that is less than one part in so many of its storage stays: the storage is somebody else's."""
-_BEHIND_BYTES = 64 * 1024 * 1024
-_AHEAD_BYTES = 64 * 1024 * 1024
+_MAX_STORAGE_RATIO = 8
+"""A tensor whose storage is larger by more stays: other code owns the storage."""
+_MAX_WRITE_BYTES = 64 * 1024 * 1024
+_MAX_PREFETCH_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(kw_only=True)
@@ -62,11 +60,11 @@ class ActivationStatistics:
     tier: str
     """Tier of the activations: host or disk."""
     kept_bytes: int = 0
-    """Bytes that were taken off the device, or were to be."""
+    """Bytes chosen to be offloaded."""
     written_bytes: int = 0
-    """Bytes that reached the tier, without those that the backward needed before."""
+    """Bytes written to the tier, without those that the backward needed before."""
     read_bytes: int = 0
-    """Bytes brought back."""
+    """Bytes read back."""
     resting_bytes: int = 0
     """Bytes on the tier now."""
     resting_peak_bytes: int = 0
@@ -77,8 +75,8 @@ class HostPieces:
     """The tier of host memory, pinned if possible, within the store's budget.
 
     `make` returns a place for a piece and `free` frees it, called by one thread at a time; `make` raises BudgetError or
-    DiskFullError if there is none. `write` copies `source`, uint8 on the device, to a place, and `read` a place to `target`,
-    after an event and done on return: each is carried out by a thread of its own.
+    DiskFullError if there is no room. `write` copies `source`, uint8 on the device, to a place, and `read` a place to `target`,
+    after an event: both block, each in a separate thread.
     """
 
     name = "host"
@@ -113,7 +111,7 @@ class DiskPieces:
     def __init__(self, store: Store, transfers: Transfers, pool_bytes: int) -> None:
         self._store = store
         self._transfers = transfers
-        # Each its own: a read must not wait for the writes behind the forward.
+        # Separate pools: a read must not wait for the writes of the forward.
         self._writing = store.make_pool(pool_bytes // 2)
         self._reading = store.make_pool(pool_bytes // 2)
         self._free: dict[int, list[str]] = defaultdict(list)
@@ -130,24 +128,24 @@ class DiskPieces:
         return spec.name
 
     def write(self, place: str, source: torch.Tensor, after: Event) -> None:
-        with closing(self._store.tiles([[place]], "fill", pool=self._writing)) as tiles:
-            for tile in tiles:
-                part = source[tile.first * _WORD_BYTES : tile.stop * _WORD_BYTES]
-                self._copy(as_torch(tile.views[0]).view(torch.uint8)[: part.numel()], part, after)
+        self._transfer(place, source, after, reads=False)
 
     def read(self, place: str, target: torch.Tensor, after: Event) -> None:
-        with closing(self._store.tiles([[place]], "read", pool=self._reading, ahead=True)) as tiles:
-            for tile in tiles:
-                part = target[tile.first * _WORD_BYTES : tile.stop * _WORD_BYTES]
-                self._copy(part, as_torch(tile.views[0]).view(torch.uint8)[: part.numel()], after)
+        self._transfer(place, target, after, reads=True)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, after: Event) -> None:
-        if self._transfers.link(source, target) is None:
-            # One memcpy, without torch's threads, which the computation has.
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
-        else:
-            # The buffer is given back when the next tile is asked for.
-            self._transfers.begin(target, source, after=after).wait()
+    def _transfer(self, place: str, values: torch.Tensor, after: Event, *, reads: bool) -> None:
+        mode: ModeName = "read" if reads else "fill"
+        pool = self._reading if reads else self._writing
+        with closing(self._store.tiles([[place]], mode, pool=pool, ahead=reads)) as tiles:
+            for tile in tiles:
+                part = values[tile.first * _WORD_BYTES : tile.stop * _WORD_BYTES]
+                stored = as_torch(tile.views[0]).view(torch.uint8)[: part.numel()]
+                target, source = (part, stored) if reads else (stored, part)
+                if self._transfers.link(source, target) is None:
+                    # One memcpy, without torch's threads, which the computation uses.
+                    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+                else:  # done before the next tile, which returns the buffer
+                    self._transfers.begin(target, source, after=after).wait()
 
     def free(self, place: str) -> None:
         self._free[self._store.local(place).valid_numel].append(place)
@@ -155,24 +153,24 @@ class DiskPieces:
 
 ActivationTier = HostPieces | DiskPieces
 Place = Any
-"""Of one piece; only the tier that made it knows more."""
+"""Place of one piece; opaque except to its tier."""
 
 
 class _State(Enum):
-    """The place of a piece. See [Note: how activations leave and come back]."""
+    """State of a piece. See [Note: offloaded activations]."""
 
-    LEAVING = "leaving"
-    """It is in memory, and to be copied to its tier."""
-    AWAY = "away"
-    """It is on its tier alone."""
+    WRITING = "writing"
+    """It is in memory, to be written to its tier."""
+    OFFLOADED = "offloaded"
+    """It is only on its tier."""
     NEEDED = "needed"
-    """It is in memory, or on its way there, until nothing needs it any more."""
+    """It is in memory, or being read, until it is dropped."""
 
 
 class _Piece:
     """The memory of one storage; lives as long as autograd keeps a tensor of it."""
 
-    def __init__(self, number: int, tensor: torch.Tensor, place: Place, gone: deque[tuple[int, Place, int]]) -> None:
+    def __init__(self, number: int, tensor: torch.Tensor, place: Place, dropped: deque[tuple[int, Place, int]]) -> None:
         storage = tensor.untyped_storage()
         self.number = number
         self.place = place
@@ -181,31 +179,31 @@ class _Piece:
         self.memory: torch.Tensor | None = memory.set_(storage, 0, (self.nbytes,), (1,))
         self.device = tensor.device
         self.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        """While this is there, no other storage has the same address."""
+        """While this exists, no other storage has the same address."""
         self.version = tensor._version
         self.saved: torch.Tensor | None = tensor.detach()
-        """Shares the version of the saved tensor; None once its values are taken."""
+        """Shares the version of the saved tensor; None after `take_values`."""
         self.was_changed = False
-        """Whether the tensor was changed in place before that."""
-        self.state = _State.LEAVING
+        """Whether the tensor was changed in place before."""
+        self.state = _State.WRITING
         self.written_bytes = 0
-        """Bytes that its tier has."""
-        self.coming: Ticket[None] | None = None
-        self._gone = gone
+        """Bytes on its tier."""
+        self.read: Ticket[None] | None = None
+        self._dropped = dropped
 
     def take_values(self) -> None:
-        """Note that the values are taken as they are now."""
+        """Record that the values were copied, or are about to be used."""
         if self.saved is not None:
             self.was_changed = self.saved._version != self.version
             self.saved = None
 
     def __del__(self) -> None:
-        # Runs in any thread that drops the last tensor: only noted here.
-        self._gone.append((self.number, self.place, self.written_bytes))
+        # Runs in any thread that drops the last tensor, so it only records.
+        self._dropped.append((self.number, self.place, self.written_bytes))
 
 
 class _Saved(NamedTuple):
-    """Kept by autograd in place of a tensor: a view of its piece."""
+    """Saved by autograd in place of a tensor: a view of its piece."""
 
     piece: _Piece
     dtype: torch.dtype
@@ -215,8 +213,8 @@ class _Saved(NamedTuple):
 
 
 class ActivationOffload:
-    """Keeps activations of `model` on `tier`; `parameters` gives the memory that its parameters have now. See [Note: how
-    activations leave and come back]."""
+    """Keeps activations of `model` on `tier`; `parameters` returns the present memory of its parameters. See
+    [Note: offloaded activations]."""
 
     def __init__(
         self,
@@ -231,23 +229,23 @@ class ActivationOffload:
         self._transfers = transfers
         self._lock = threading.RLock()
         self._ended = threading.Condition(self._lock)
-        """A piece has left, or will not."""
+        """Notified when a write ends."""
         self._writer = Workers(1, "zstore-activations-out")
         self._reader = Workers(1, "zstore-activations-in")
         self._context: StreamContext = nullcontext
         self._fixed: frozenset[int] = frozenset()
-        """Addresses of storages that stay: of parameters and buffers."""
+        """Addresses of the storages of parameters and buffers, which stay."""
         self._in_blocks = True
-        """Whether tensors saved now are a block's, or come before one."""
+        """Whether tensors saved now are a block's, or precede one."""
         self._in_backward = False
         self._by_storage: weakref.WeakValueDictionary[int, _Piece] = weakref.WeakValueDictionary()
-        self._away: dict[int, weakref.ref[_Piece]] = {}
-        """By number, in order: the last was saved last."""
-        self._ahead: weakref.WeakSet[_Piece] = weakref.WeakSet()
-        """Those that are brought back before they are asked for."""
-        self._gone: deque[tuple[int, Place, int]] = deque()
-        """Numbers, places and bytes there of pieces that nobody needs any more."""
-        self._behind_bytes = 0
+        self._offloaded: dict[int, weakref.ref[_Piece]] = {}
+        """By number, in the order in which they were saved."""
+        self._prefetched: weakref.WeakSet[_Piece] = weakref.WeakSet()
+        """Prefetched pieces that were not needed yet."""
+        self._dropped: deque[tuple[int, Place, int]] = deque()
+        """Numbers, places and written bytes of dropped pieces."""
+        self._writing_bytes = 0
         self._made = 0
         self._error: BaseException | None = None
         """Error of a thread, raised by the next call."""
@@ -263,8 +261,8 @@ class ActivationOffload:
         self._in_blocks = in_blocks
 
     def stay_out_of_graphs(self) -> None:
-        """Take tensors that are saved after the last block too, since compiled code saves when it likes, and keep
-        torch.compile from tracing the hooks that are called between its graphs."""
+        """Offload tensors saved after the last block too, since compiled code saves at any time, and keep torch.compile from
+        tracing the hooks between its graphs."""
         self._take_all()
         self.hooks = tuple(map(torch.compiler.disable, (self.pack, self.unpack)))
 
@@ -275,7 +273,7 @@ class ActivationOffload:
 
     @contextmanager
     def around_forward(self) -> Iterator[None]:
-        """Take the tensors that autograd saves in this block."""
+        """Offload tensors that autograd saves in this block."""
         self._in_blocks, self._in_backward = True, False
         if not torch.is_grad_enabled():
             yield
@@ -293,7 +291,7 @@ class ActivationOffload:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Return the object that autograd keeps in place of `tensor`, or `tensor` if it stays (a saved-tensor hook)."""
+        """Return the object that autograd saves in place of `tensor`, or `tensor` if it stays (a saved-tensor hook)."""
         if not self._takes(tensor):
             return tensor
         with self._lock:
@@ -311,26 +309,26 @@ class ActivationOffload:
             return False
         if not streams.device_is_host and streams.is_host(tensor):
             return False
-        return _LEAST_BYTES <= storage.nbytes() <= tensor.nbytes * _LEAST_SHARE
+        return _MIN_BYTES <= storage.nbytes() <= tensor.nbytes * _MAX_STORAGE_RATIO
 
     def _begin(self, tensor: torch.Tensor) -> _Piece:
-        """Let a storage leave, once there is room behind the forward."""
+        """Start to write a storage, after a wait if too many are being written."""
         nbytes = tensor.untyped_storage().nbytes()
-        while self._behind_bytes and self._behind_bytes + nbytes > _BEHIND_BYTES:
+        while self._writing_bytes and self._writing_bytes + nbytes > _MAX_WRITE_BYTES:
             self._ended.wait()
         self._tidy()
-        piece = _Piece(self._made, tensor, self._tier.make(nbytes), self._gone)
+        piece = _Piece(self._made, tensor, self._tier.make(nbytes), self._dropped)
         self._made += 1
         self._counts.kept_bytes += nbytes
-        self._behind_bytes += nbytes
+        self._writing_bytes += nbytes
         self._writer.submit(partial(self._write, weakref.ref(piece), nbytes, self._transfers.streams.record()))
         return piece
 
     def _write(self, known: weakref.ref[_Piece], nbytes: int, after: Event) -> None:
-        """Carry one piece to its tier (the writing thread)."""
+        """Write one piece to its tier (the writing thread)."""
         try:
             piece, counts = known(), self._counts
-            if piece is None or piece.memory is None or piece.state is not _State.LEAVING:
+            if piece is None or piece.memory is None or piece.state is not _State.WRITING:
                 return
             if self._in_backward or self._closed:
                 return
@@ -342,16 +340,16 @@ class ActivationOffload:
                 counts.written_bytes += nbytes
                 counts.resting_bytes += nbytes
                 counts.resting_peak_bytes = max(counts.resting_peak_bytes, counts.resting_bytes)
-                if piece.state is _State.LEAVING:  # else it was asked for meanwhile
-                    piece.state, piece.memory = _State.AWAY, None
-                    self._away[piece.number] = known
+                if piece.state is _State.WRITING:  # otherwise the backward needs it
+                    piece.state, piece.memory = _State.OFFLOADED, None
+                    self._offloaded[piece.number] = known
         except BaseException as error:
             # It is still in memory; the next call raises the error.
-            error.add_note("An activation could not be taken off the device.")
+            error.add_note("An activation could not be offloaded.")
             self._error = error
         finally:
             with self._lock:
-                self._behind_bytes -= nbytes
+                self._writing_bytes -= nbytes
                 self._ended.notify_all()
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -362,23 +360,23 @@ class ActivationOffload:
             return cast("torch.Tensor", saved)
         piece = saved.piece
         if self._closed:
-            raise UsageError("a backward after engine.close(): what the forward kept for it is gone")
+            raise UsageError("a backward after engine.close(): the offloaded activations were dropped")
         with self._lock:
             self._tidy()
             self._in_backward = True
-            if piece.state is _State.LEAVING:
+            if piece.state is _State.WRITING:
                 piece.take_values()
                 piece.state = _State.NEEDED
-            elif piece.state is _State.AWAY:
+            elif piece.state is _State.OFFLOADED:
                 self._read(piece)
-            self._ahead.discard(piece)
+            self._prefetched.discard(piece)
             self._read_ahead(piece)
-            coming = piece.coming
-        if coming is not None:
-            coming.wait()
+            read = piece.read
+        if read is not None:
+            read.wait()
         if piece.was_changed:
             raise RuntimeError(
-                "a tensor that the backward needs was changed in place after it was saved, while it was taken off the device: "
+                "a tensor that the backward needs was changed in place after it was saved, while it was being offloaded: "
                 'change the model, as autograd would ask for without offloading, or set zstore.activations to "device"'
             )
         memory = cast("torch.Tensor", piece.memory)
@@ -386,56 +384,56 @@ class ActivationOffload:
         return empty.set_(memory.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     def _read_ahead(self, after: _Piece) -> None:
-        """Begin to bring back the pieces saved before `after`, the latest first."""
-        ahead = sum(piece.nbytes for piece in self._ahead)
+        """Start to read the pieces saved before `after`, the latest first."""
+        ahead = sum(piece.nbytes for piece in self._prefetched)
         chosen: list[_Piece] = []
-        for number, known in reversed(self._away.items()):
+        for number, known in reversed(self._offloaded.items()):
             piece = known()
             if number >= after.number or piece is None:
                 continue
-            if ahead and ahead + piece.nbytes > _AHEAD_BYTES:
+            if ahead and ahead + piece.nbytes > _MAX_PREFETCH_BYTES:
                 break
             ahead += piece.nbytes
             chosen.append(piece)
         for piece in chosen:
-            self._ahead.add(piece)
+            self._prefetched.add(piece)
             self._read(piece)
 
     def _read(self, piece: _Piece) -> None:
-        del self._away[piece.number]
+        del self._offloaded[piece.number]
         piece.state = _State.NEEDED
-        # Allocated here, on the stream of its user.
+        # Allocated on the stream of its user.
         target = torch.empty(piece.nbytes, dtype=torch.uint8, device=piece.device)
         after = self._transfers.streams.record()
-        piece.coming = self._reader.submit(partial(self._carry_back, weakref.ref(piece), target, after))
+        piece.read = self._reader.submit(partial(self._read_back, weakref.ref(piece), target, after))
 
-    def _carry_back(self, known: weakref.ref[_Piece], target: torch.Tensor, after: Event) -> None:
-        """Bring one piece back (the reading thread)."""
+    def _read_back(self, known: weakref.ref[_Piece], target: torch.Tensor, after: Event) -> None:
+        """Read one piece back (the reading thread)."""
         if (piece := known()) is None:
             return
         try:
             with self._context():
                 self._tier.read(piece.place, target, after)
         except BaseException as error:
-            error.add_note("An activation could not be brought back.")
+            error.add_note("An activation could not be read back.")
             raise
         with self._lock:
-            piece.memory, piece.coming = target, None
+            piece.memory, piece.read = target, None
             self._counts.read_bytes += piece.nbytes
 
     # -- both -------------------------------------------------------------------------------------------------------
 
     def _tidy(self) -> None:
-        """Free the places of pieces that nobody needs any more, and raise the error of a thread."""
+        """Free the places of dropped pieces, and raise the error of a thread."""
         self._sweep()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def _sweep(self) -> None:
-        while self._gone:
-            number, place, written_bytes = self._gone.popleft()
-            self._away.pop(number, None)
+        while self._dropped:
+            number, place, written_bytes = self._dropped.popleft()
+            self._offloaded.pop(number, None)
             self._counts.resting_bytes -= written_bytes
             self._tier.free(place)
 
@@ -446,7 +444,7 @@ class ActivationOffload:
             return replace(self._counts)
 
     def close(self) -> None:
-        """End the threads; pieces that are away are lost, and the backward of a graph that needs them raises."""
+        """End the threads; offloaded pieces are lost, and a backward that needs them raises."""
         self._closed = True
         self._take_all()
         self._writer.close()
@@ -454,8 +452,8 @@ class ActivationOffload:
 
 
 def make_tier(config: Config, store: Store, transfers: Transfers, pool_bytes: int) -> ActivationTier | None:
-    """Return the tier of activations that the config names, with buffers of `pool_bytes` to the disk; None if they stay on the
-    device, as those in host memory do if the CPU computes."""
+    """Return the config's tier of activations, with buffers of `pool_bytes` for the disk; None if they stay on the device, as
+    with tier "host" if the CPU computes."""
     if config.activations == "disk":
         return DiskPieces(store, transfers, pool_bytes)
     on_host = config.activations == "host" and not transfers.streams.device_is_host
@@ -463,7 +461,7 @@ def make_tier(config: Config, store: Store, transfers: Transfers, pool_bytes: in
 
 
 active_offload: ContextVar[ActivationOffload | None] = ContextVar("active_offload", default=None)
-"""Takes activations of the forward under way; None: nothing does."""
+"""Offloads activations of the current forward; None: they stay."""
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,19 +1,18 @@
-"""The device that computes: its streams, events and pinned memory, and copies between tensors in different memories.
+"""The compute device: its streams, events and pinned memory, and copies between tensors in different memories.
 
-[Note: the hand-over]
-A device works behind the host, in the order of a stream. Copies that nothing else has to wait for use streams of their own,
-one for each direction, beside the computation. So each copy names the event it follows, and anyone who uses its target,
-or reuses its source, waits for it:
-event    a point in the work that the device was given so far: a copy reads and writes device memory after it.
-copy     begins after an event and ends with one. Until it is waited for, nobody touches or frees target or source. Tensors
-         that move together, those of a unit, are one copy: one call and one event, however many they are.
-wait     the host waits until the event is reached: the copied values are there, for the device too, and the source may be
-         reused.
-follow   the device waits, and the host goes on: the copied values are there for what the device is given from now on.
-Threads that give the device work do so on the stream of their creator, so that its order is theirs.
+[Note: copies across]
+A device executes work asynchronously, in the order of a stream. Background copies use separate streams, one for each
+direction, in parallel with the computation. So each copy has an event that it follows, and code that uses its target or
+reuses its source waits for it:
+event    a point in the work submitted to the device: a copy reads and writes device memory after it.
+copy     starts after an event and ends with one. Before the end, nothing may use or free target or source. Tensors that move
+         together, those of a unit, are one copy: one call and one event.
+wait     blocks the host until the event: then the target has the values, for the device too, and the source may be reused.
+follow   makes the device wait, not the host: work submitted from now on sees the values.
+Threads submit work on the stream of their creator, in its order.
 
-torch casts on the host's side of a copy that it waits for, so values travel in the type of the device's side. A copy
-that nobody waits for at once is cast before it begins, or after it ended.
+torch casts on the host's side of a blocking copy, so values cross in the type of the device's side. A background copy is cast
+before its start or after its end.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from zstore.io import LinkCounters, Rooms, Workers
 from zstore.io.memory import as_torch
 from zstore.store import MEMORY_TILE_NUMEL
 
-_MOST_UP = 2
-"""Tiles on their way to the device: one is copied while the next is computed."""
-_LEAST_MEAN_NUMEL = 128 * 1024
-_MOST_SIDE_BY_SIDE = 4
-"""Threads that work on tiles of their own, and share torch's: of sixteen each waited for the others' Python, and one leaves
-the cores idle while its Python runs."""
+_MAX_PENDING_TILES = 2
+"""Tiles being copied to the device: one is copied while the next is computed."""
+_MIN_MEAN_NUMEL = 128 * 1024
+_MAX_TILE_THREADS = 4
+"""Threads that process tiles, and share torch's: sixteen waited for each other's Python, and one leaves the cores idle while
+its Python runs."""
 
 T = TypeVar("T")
 
@@ -50,16 +49,16 @@ StreamContext = Callable[[], AbstractContextManager[None]]
 
 
 def labelled(phase: str, what: str = "") -> AbstractContextManager[object]:
-    """Name a phase of the engine, of `what`, in the trace of a running torch.profiler, as "zstore::unshard (layers.0)"."""
+    """Label a phase of the engine in the trace of a running torch.profiler, like "zstore::unshard (layers.0)"."""
     if not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(f"zstore::{phase} ({what})" if what else f"zstore::{phase}")
 
 
 class Streams:
-    """Streams of a device that computes in the host's memory: nothing crosses, and nothing is late.
+    """Streams of a device that computes in the host's memory: no copy crosses, and nothing is asynchronous.
 
-    See [Note: the hand-over]. Every method may be called from any thread.
+    See [Note: copies across]. Every method may be called from any thread.
     """
 
     device_is_host = True
@@ -76,41 +75,41 @@ class Streams:
         return torch.empty(numel, dtype=dtype)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy across, cast on the host's side, in the order of this thread's stream; done on return."""
+        """Copy across, cast on the host's side, in the order of this thread's stream; blocks."""
         target.copy_(source)
 
     def record(self) -> Event:
-        """Return the end of the work that this thread gave the device so far."""
+        """Return the event after the work that this thread submitted so far."""
         return None
 
     def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor], after: Event) -> Event:
-        """Begin to copy each source across into its target, all in one direction and each of its target's type, beside the
-        computation; return the event of the end."""
+        """Start to copy each source into its target, all in one direction and of equal types, in the background; return the
+        event of the end."""
         torch._foreach_copy_(targets, sources)
 
     def wait(self, event: Event) -> None:
-        """Return when the event is reached."""
+        """Wait until the event is reached."""
 
     def follow(self, event: Event) -> None:
-        """Let what this thread gives the device from now on come after the event; the host does not wait."""
+        """Order work that this thread submits from now on after the event; the host does not wait."""
 
     def query(self, event: Event) -> bool:
         """Return whether the event was reached, so that `wait` would not block."""
         return True
 
     def stream_context(self) -> StreamContext:
-        """Return the context that a thread working for the caller enters: its device and its stream."""
+        """Return the context of the caller's device and stream, for a thread that works for it."""
         return nullcontext
 
 
 class CudaStreams(Streams):
-    """Streams of a CUDA device: one for each direction beside the one that computes."""
+    """Streams of a CUDA device: one for each direction of copies besides the one that computes."""
 
     device_is_host = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Events are created, and streams looked up, on the current device of a thread.
+        # Events and streams belong to the current device of a thread.
         torch.cuda.set_device(device)
         self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -121,7 +120,7 @@ class CudaStreams(Streams):
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         try:
             return torch.empty(numel, dtype=dtype, pin_memory=True)
-        except RuntimeError:  # no more memory can be pinned: copies block, and are still right
+        except RuntimeError:  # no more memory can be pinned: copies block, and are still correct
             return torch.empty(numel, dtype=dtype)
 
     def record(self) -> Event:
@@ -157,20 +156,20 @@ class CudaStreams(Streams):
 
 
 def streams_for(device: torch.device) -> Streams:
-    """Return the streams between the host and `device`, and make it this thread's current device."""
+    """Return the streams between the host and `device`, which becomes this thread's current device."""
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
 @dataclass(eq=False, repr=False)
 class Copy:
-    """A copy under way, of one tensor or of several. See [Note: the hand-over]."""
+    """A pending copy of one or several tensors. See [Note: copies across]."""
 
     _streams: Streams
     _event: Event
     targets: list[torch.Tensor]
-    """Not to be touched before the end."""
+    """Must not be used before the end."""
     _sources: list[torch.Tensor] | None
-    """Nobody may reuse their memory before the end."""
+    """Their memory must not be reused before the end."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -185,11 +184,11 @@ class Copy:
         return self.values
 
     def follow(self) -> None:
-        """Let the device wait for the copy, and the host not: its work from now on sees the values."""
+        """Make the device wait for the copy, not the host."""
         self._streams.follow(self._event)
 
     def done(self) -> bool:
-        """Return whether the copy is done, so that `wait` would not block."""
+        """Return whether `wait` would not block."""
         if self._sources is not None and self._streams.query(self._event):
             self._sources = None
         return self._sources is None
@@ -204,24 +203,24 @@ class Transfers:
         self._rooms = None if streams.device_is_host else rooms
 
     def empty_host(self, numel: int, dtype: torch.dtype, what: str = "") -> torch.Tensor:
-        """Return host memory for `numel` elements, 1-D, pinned if possible: that of a former tensor for the same thing that
-        nobody has any more, or new one. For sizes that come again in every step."""
+        """Return host memory for `numel` elements, 1-D, pinned if possible: that of a freed tensor for the same `what`, or new.
+        For sizes that repeat in every step."""
         if self._rooms is None or not numel:
             return self.streams.empty_host(numel, dtype)
         return as_torch(self._rooms.take(numel * dtype.itemsize, what)).view(dtype)
 
     def synchronize(self) -> None:
-        """Return when the device has done this thread's work so far: others may read its memory on streams of theirs."""
+        """Wait until the device has done this thread's work: other streams may read its memory."""
         self.streams.wait(self.streams.record())
 
     def link(self, source: torch.Tensor, target: torch.Tensor) -> str | None:
-        """Return the link of a copy from one tensor to another, or None within one memory."""
+        """Return the link of a copy from one tensor to another; None within one memory."""
         if self.streams.is_host(source) == self.streams.is_host(target):
             return None
         return "device_to_host" if self.streams.is_host(target) else "host_to_device"
 
     def copy_into(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` into `target`, cast to its type; done on return."""
+        """Copy `source` into `target`, cast to its type; blocks."""
         link = self.link(source, target)
         if link is None:
             target.copy_(source)
@@ -233,13 +232,13 @@ class Transfers:
     def begin(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, counted: bool = True
     ) -> Copy:
-        """Begin a copy across, between equal types, after the work that the device was given so far (or `after`)."""
+        """Start a copy across, between equal types, after the work submitted so far (or `after`)."""
         return self.begin_all([target], [source], after=after, counted=counted)
 
     def begin_all(
         self, targets: list[torch.Tensor], sources: list[torch.Tensor], *, after: Event = None, counted: bool = True
     ) -> Copy:
-        """Begin to copy each source into its target, at least one and all in one direction, as one copy; see `begin`."""
+        """Start one copy of one or more sources into their targets, all in one direction; see `begin`."""
         if counted:
             link = self.link(sources[0], targets[0]) or "device_to_host"
             self._links.begin(link, sum(target.nbytes for target in targets))
@@ -247,7 +246,7 @@ class Transfers:
         return Copy(self.streams, event, targets, sources)
 
     def bring(self, values: torch.Tensor, other: torch.Tensor) -> Copy | None:
-        """Begin to copy `values`, 1-D, into new memory beside `other`; None if they are there."""
+        """Start to copy `values`, 1-D, into new memory where `other` is; None if they are there."""
         link = self.link(values, other)
         if link is None:
             return None
@@ -256,7 +255,7 @@ class Transfers:
         return self.begin(other.new_empty(values.numel(), dtype=values.dtype), values)
 
     def finish(self, copy: Copy) -> torch.Tensor:
-        """Wait for a copy, and count that; return its values."""
+        """Wait for a copy, count the wait, and return the values."""
         if not copy.done():
             link = "device_to_host" if self.streams.is_host(copy.values) else "host_to_device"
             started = time.perf_counter()
@@ -266,15 +265,14 @@ class Transfers:
 
 
 class Scratch(threading.local):
-    """Memory of each thread for the length of a tile, by name, kept for later tiles: memory that is freed and allocated
-    again has fresh pages each time, which costs more than the work on it."""
+    """Memory of each thread for one tile, by name, reused for later tiles: newly allocated memory has fresh pages, which cost
+    more than the work on it."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, beside: torch.Tensor, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
-        """Return memory beside 1-D `beside`, of its length or of `numel` elements, with undefined values, until `name` is
-        taken again."""
+        """Return memory on the device of 1-D `beside`, of its length or `numel`, undefined, until `name` is taken again."""
         numel = beside.numel() if numel is None else numel
         kept = self._kept.get(name)
         if kept is None or kept.numel() < numel or kept.dtype != dtype or kept.device != beside.device:
@@ -283,13 +281,13 @@ class Scratch(threading.local):
 
 
 class GradientTiles:
-    """The rows of a gradient, tile by tile, in fp32 beside the state, copied there ahead of use if they are elsewhere. With
-    `room` each tile uses the same memory, unless the rows can be changed in place."""
+    """The rows of a gradient, tile by tile, in fp32 in the memory of the state, copied there ahead of use if needed. With
+    `scratch` each tile uses the same memory, unless the rows can be changed in place."""
 
-    def __init__(self, transfers: Transfers, rows: torch.Tensor, room: Scratch | None = None) -> None:
+    def __init__(self, transfers: Transfers, rows: torch.Tensor, scratch: Scratch | None = None) -> None:
         self._transfers = transfers
         self.rows = rows
-        self._room = room
+        self._scratch = scratch
         self._ahead: tuple[int, int, Copy] | None = None
 
     def tile(self, first: int, stop: int, beside: torch.Tensor) -> torch.Tensor:
@@ -297,9 +295,9 @@ class GradientTiles:
         part = self.rows[first:stop]
         link = self._transfers.link(part, beside)
         if link is None:
-            if self._room is None or part.dtype == torch.float32:
+            if self._scratch is None or part.dtype == torch.float32:
                 return part.float()
-            return self._room.take("gradient", part, torch.float32).copy_(part)
+            return self._scratch.take("gradient", part, torch.float32).copy_(part)
         if link == "host_to_device":
             return self._transfers.finish(
                 self._transfers.begin(torch.empty_like(beside, dtype=part.dtype), part)
@@ -323,20 +321,19 @@ class GradientTiles:
 
 
 class H2DQueue:
-    """New rows on their way to the parameters' memory: a tile is copied while the next is computed. Several threads may put
-    rows. Rows in host memory may be new ones of a device's."""
+    """Copies of new rows to the parameters' memory: a tile is copied while the next is computed. For several threads."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._under_way: deque[Copy] = deque()
+        self._pending: deque[Copy] = deque()
         self._places = count()
-        self.most = _MOST_UP
-        """Tiles that may be under way."""
+        self.most = _MAX_PENDING_TILES
+        """Maximum number of pending tiles."""
 
     def put(self, rows: torch.Tensor, master: torch.Tensor, after: Event = None) -> None:
-        """Cast `master` into `rows`; they hold the values after `drain`, and until then a master on the device is not to be
-        changed, one of the host's is the caller's again on return. Rows on the device are written after what was asked of it
-        so far, or `after` an event if nothing of that reads them since."""
+        """Cast `master` into `rows`, which have the values after `drain`. Before it a master on the device must not change; one
+        in host memory may on return. Rows on the device are written after the work submitted so far, or `after` an event if
+        no later work reads them."""
         link = self._transfers.link(master, rows)
         if link is None:
             rows.copy_(master)
@@ -347,36 +344,32 @@ class H2DQueue:
         self.send(rows, self.stage(rows).copy_(master), after)
 
     def stage(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return memory of the host for new values of `rows`, to `send` them: `rows` themselves if they are there."""
+        """Return host memory for new values of `rows`, to `send` them: `rows` themselves if they are in host memory."""
         if self._transfers.streams.is_host(rows):
             return rows
-        # In turn, whichever are under way: the same memory serves in every step.
+        # In turn: every step uses the same memory.
         place = f"rows {next(self._places) % (self.most + 1)}"
         return self._transfers.empty_host(rows.numel(), rows.dtype, place)
 
     def send(self, rows: torch.Tensor, staged: torch.Tensor, after: Event = None) -> None:
-        """Copy what was staged into `rows`; see `put`."""
+        """Copy the `staged` values into `rows`; see `put`."""
         if staged is not rows:
             self.add(self._transfers.begin(rows, staged, after=after))
 
     def add(self, copy: Copy) -> None:
-        """Wait in `drain` for a copy too."""
-        self._under_way.append(copy)
+        """Add a copy that `drain` waits for."""
+        self._pending.append(copy)
         self.drain(self.most)
 
     def drain(self, most: int = 0) -> None:
-        """Return when all rows are there, except for the last `most` tiles."""
-        while len(self._under_way) > most and (copy := _next(self._under_way)) is not None:
+        """Wait for all tiles except the last `most`."""
+        while len(self._pending) > most and (copy := _next(self._pending)) is not None:
             self._transfers.finish(copy)
 
 
 def one_thread(enabled: bool = True, *, most: int = 1) -> AbstractContextManager[object]:
-    """Return a context in which operations of this thread, and of no other, are not split among torch's threads, or among
-    `most` of them.
-
-    An operation on a tile takes some 10 microseconds, and so does waking a sleeping thread for it; beside I/O the cores
-    have other work. The values are the same.
-    """
+    """Return a context in which operations of this thread, and of no other, use one of torch's threads, or `most`. An
+    operation on a tile takes some 10 microseconds, and so does waking a thread for it. The values are the same."""
     if not enabled:
         return nullcontext()
     torch.get_num_threads()  # lets torch set this thread's number, which it would otherwise do over ours at the first operation
@@ -385,12 +378,12 @@ def one_thread(enabled: bool = True, *, most: int = 1) -> AbstractContextManager
 
 
 def threads_for(numels: Sequence[int]) -> int:
-    """Return how many threads work on tiles of arrays of so many elements `side_by_side`: one if torch has one, if there is
-    little to do, or if arrays are so small that Python, which one thread runs at a time, takes longer."""
+    """Return the number of threads for `side_by_side` over tiles of arrays of so many elements: one if torch has one, if there
+    is little work, or if arrays are so small that Python, with its lock, takes longer."""
     numel = sum(numels)
-    if numel < len(numels) * _LEAST_MEAN_NUMEL:
+    if numel < len(numels) * _MIN_MEAN_NUMEL:
         return 1
-    return max(1, min(torch.get_num_threads(), _MOST_SIDE_BY_SIDE, numel // MEMORY_TILE_NUMEL))
+    return max(1, min(torch.get_num_threads(), _MAX_TILE_THREADS, numel // MEMORY_TILE_NUMEL))
 
 
 def tile_numel(num_threads: int) -> int:
@@ -401,13 +394,11 @@ def tile_numel(num_threads: int) -> int:
 def side_by_side(
     work: Callable[[T], object], items: Iterable[T], num_threads: int, context: StreamContext = nullcontext
 ) -> None:
-    """Call `work` on all `items`, each on one of `num_threads` threads, which share torch's threads.
+    """Call `work` on all `items`, on `num_threads` threads, which share torch's threads and each enter `context`.
 
-    The threads take the items in order, never two threads the same one. So they wait for each other once, at the end, and
-    do not spin as torch's threads do in each operation, the more so beside other programs. All items are there before the
-    first is taken: threads that waited for each other to make them slept longer than they worked. The first error stops the
-    items that have not begun. With one thread the caller does the work, and its operations are split as usual. Each thread
-    enters `context`.
+    The threads take the items in order. They wait for each other only at the end, and do not spin in each operation as torch's
+    threads do. All items are made before the first is taken: threads that waited for new ones slept longer than they worked.
+    The first error stops items that have not started. With one thread the caller does the work, with all torch threads.
     """
     if num_threads <= 1:
         for item in items:

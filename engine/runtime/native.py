@@ -1,10 +1,10 @@
 """Adam and AdamW in host memory in one pass over their state, by adamw.c in place of torch's casts and fused kernel.
 
 [Note: the host kernel]
-It is optional, and its bits are torch's. The library is built with the wheel if there was a compiler, or else at first use
-by `cc` into the user's cache. torch's compilers contracted some of the products and sums of its kernel; which ones differs by
-build, and is found by comparing with torch's own kernel, once a process. Without a compiler, without AVX2 and FMA on x86, or
-if no form is equal, torch's kernel is used, and a line at debug level says so.
+It is optional, and its bits are torch's. The library is built with the wheel if there was a compiler, otherwise at first use
+by `cc` into the user's cache. torch's compilers contract some products and sums of its kernel; which ones differs by build,
+and is found by a comparison with torch's own kernel, once a process. Without a compiler, without AVX2 and FMA on x86, or if no
+form is equal, torch's kernel is used, and a debug message is logged.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Tensors = Sequence[torch.Tensor]
 
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-pthread")
 _WHEEL = "_adamw*.so"
-"""The library that was built with the wheel, beside this file."""
+"""The library that was built with the wheel, in this folder."""
 _COMPILE_LIMIT_S = 30.0
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 _OTHER_THREADS = 2
-"""Cores of a rank that the update leaves to the computation and to I/O."""
+"""Cores of a rank that the update leaves for the computation and I/O."""
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Types of gradients and weights, and their numbers in adamw.c."""
@@ -56,7 +56,7 @@ class _Settings(ctypes.Structure):
 
 
 class Form(NamedTuple):
-    """Which operations torch's build contracts, as the bits in adamw.c, and from where on it has its `tail`."""
+    """The operations that torch's build contracts, as bits of adamw.c, in vectors of `width` and in the `tail` after them."""
 
     body: int = 0
     tail: int = 0
@@ -64,7 +64,7 @@ class Form(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """Tensors of parameters that take one step: for each a master, its slots, a gradient and a weight in 16 bits, if any."""
+    """Tensors of parameters in one step: for each a master, slots, a gradient and, if any, a weight in 16 bits."""
 
     masters: Tensors
     slots: Sequence[Tensors]
@@ -76,23 +76,22 @@ class HostKernel:
     """The kernel of one library in one form."""
 
     name = "adamw.c"
-    """Its name in the record of a checkpoint."""
+    """Name in the record of a checkpoint."""
 
     def __init__(self, library: ctypes.CDLL, form: Form) -> None:
         self._call = library.zstore_adam_1
         self._call.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32]
         self.form = form
 
-    def takes(self, here: Iterable[torch.Tensor], gradient: torch.dtype, weight: torch.dtype | None) -> bool:
-        """Return whether `update` takes tensors, those that are `here` already among them, with a gradient and a weight of
-        these types."""
+    def takes(self, tensors: Iterable[torch.Tensor], gradient: torch.dtype, weight: torch.dtype | None) -> bool:
+        """Return whether `update` supports the tensors, with a gradient and a weight of these types."""
         types = gradient in TYPES and (weight is None or TYPES.get(weight, 0) > 0)
-        return types and all(each.is_cpu and each.is_contiguous() and not each.is_neg() for each in here)
+        return types and all(each.is_cpu and each.is_contiguous() and not each.is_neg() for each in tensors)
 
     def update(self, settings: Mapping[str, float], tensors: StepTensors, num_threads: int = 1) -> None:
-        """Take a step of tensors in host memory, 1-D and contiguous. The settings are those of `_Settings` but for types and
+        """Take a step of tensors in host memory, 1-D and contiguous. The settings are those of `_Settings` except types and
         form; gradients are multiplied by the factor in fp32, a negative one maximizes."""
-        # Of each step: other code may move memory under a tensor, as `share_memory_` does when a process is sent one.
+        # Addresses are read in each step: other code may move a tensor's memory, as `share_memory_` does.
         jobs = array("q", bytes(8 * 7 * len(tensors.masters)))
         for number, column in enumerate((tensors.masters, *zip(*tensors.slots, strict=True))):
             jobs[number::7] = array("q", map(torch.Tensor.data_ptr, column))
@@ -107,21 +106,21 @@ class HostKernel:
 
 
 def num_threads(local_ranks: int, *, beside_compute: bool) -> int:
-    """Return how many threads update state of one of the ranks of this machine: one less while the processor computes the
-    model too."""
+    """Return the number of threads that update the state of one rank of this machine: one less if the CPU computes the model
+    too."""
     cores = num_cores() // max(1, local_ranks)
-    own = max(1, min(_MOST_THREADS, cores - _OTHER_THREADS))
+    own = max(1, min(_MAX_THREADS, cores - _OTHER_THREADS))
     return own if beside_compute or cores < 2 else own + 1
 
 
 @cache
 def host_kernel() -> HostKernel | None:
-    """Return the kernel with the bits of torch's, or None if there is none here. See [Note: the host kernel]."""
+    """Return the kernel with torch's bits, or None if there is none. See [Note: the host kernel]."""
     try:
         library = _load()
         kernel = HostKernel(library, _find_form(library))
-    except Exception as error:  # whatever it is, torch's kernel is as good
-        _log.debug("torch's kernel updates state in host memory, and not that of adamw.c: %r", error)
+    except Exception as error:  # of any kind: torch's kernel has the same results
+        _log.debug("torch's kernel updates state in host memory, instead of adamw.c: %r", error)
         return None
     atexit.register(library.zstore_adam_end)
     return kernel
@@ -131,13 +130,13 @@ def host_kernel() -> HostKernel | None:
 
 
 def _load() -> ctypes.CDLL:
-    """Return the library of the wheel, or of the cache, where it is built if it is not there."""
-    here = Path(__file__)
-    for path in here.parent.glob(_WHEEL):
+    """Return the library of the wheel, or of the cache, where it is built if it is missing."""
+    folder = Path(__file__).parent
+    for path in folder.glob(_WHEEL):
         library = ctypes.CDLL(str(path))
-        if hasattr(library, "zstore_adam_1"):  # else of other sources
+        if hasattr(library, "zstore_adam_1"):  # otherwise built from other sources
             return library
-    source = here.with_name("adamw.c")
+    source = folder / "adamw.c"
     key = hashlib.sha256("\n".join((source.read_text(), platform.machine(), *_FLAGS)).encode())
     path = _own_folder() / f"adamw-{key.hexdigest()[:32]}.so"
     if not _is_whole(path):
@@ -146,17 +145,17 @@ def _load() -> ctypes.CDLL:
 
 
 def _own_folder() -> Path:
-    """Return the folder of the user's cache; raise if others may write to it."""
+    """Return the folder in the user's cache. Raises ZstoreError if others may write to it."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zstore-kernel"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise ZstoreError(f"{folder} is not a folder that this user alone writes to")
+        raise ZstoreError(f"{folder} is not a folder that only this user can write to")
     return folder
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether the file ends with the digest of the rest: the loader of a cut file would end the process."""
+    """Return whether the file ends with the digest of its content: loading a truncated one would end the process."""
     if not path.is_file() or path.stat().st_uid != os.getuid():
         return False
     content = path.read_bytes()
@@ -164,7 +163,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _build(source: Path, path: Path) -> None:
-    """Compile `source` to `path`, whole or not at all, whoever else does so."""
+    """Compile `source` to `path`, atomically, also if other processes do so."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         made = Path(folder, path.name)
         command = ["cc", *_FLAGS, "-o", str(made), str(source), "-lm"]
@@ -176,7 +175,7 @@ def _build(source: Path, path: Path) -> None:
                 code = compiler.wait(_COMPILE_LIMIT_S)
             finally:
                 if compiler.poll() is None:
-                    os.killpg(compiler.pid, signal.SIGKILL)  # what it started too
+                    os.killpg(compiler.pid, signal.SIGKILL)  # with its children
                     compiler.wait()
             messages.seek(0)
             if code:
@@ -207,7 +206,7 @@ _CASES = (
 
 
 class _Case:
-    """A step that torch's kernel took, for another to take."""
+    """A step of torch's kernel, for comparison."""
 
     def __init__(
         self, decoupled: bool, beta1: float, factor: float, gradient: torch.dtype, weight: torch.dtype, amsgrad: bool
@@ -229,7 +228,7 @@ class _Case:
         self._after = rows[:-1]
 
     def is_equal(self, form: Form, library: ctypes.CDLL, of_body: bool) -> bool:
-        """Return whether the library leaves the same of the body, or of the tails."""
+        """Return whether the library has the same results for the body, or for the tails."""
         part, sizes = (slice(_HEAD), [_HEAD]) if of_body else (slice(_HEAD, None), _SIZES)
         state, weights = self._before[:, part].clone(), torch.empty_like(self._before[0, part], dtype=self._weight)
         masters, *slots, gradients, into = (torch.split(row, sizes) for row in (*state, self._gradients[part], weights))
@@ -240,7 +239,7 @@ class _Case:
 
 
 def _find_form(library: ctypes.CDLL) -> Form:
-    """Return the form in which the library's bits are those of torch's kernel here. Raises ZstoreError if there is none."""
+    """Return the form in which the library has the bits of torch's kernel. Raises ZstoreError if there is none."""
     cases = [_Case(*case) for case in _CASES]
 
     def first(forms: Iterable[Form], of_body: bool) -> Form:

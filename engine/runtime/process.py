@@ -1,21 +1,20 @@
-"""The process of a rank: its messages, signals, collector of reference cycles, and process group.
+"""The process of a rank: its messages, signals, garbage collector, and process group.
 
 [Note: messages]
-All messages go to the logger "zstore": progress at INFO, events that deserve a look at WARNING. Python shows nothing below
-WARNING of a logger that was not configured, so a plain script would never see its progress. Therefore `show_messages` gives
-that logger, if neither it nor the root has a handler, one that writes to stderr, and level INFO if none was set. Once
-another handler would get the same messages, this one is silent, so configuring logging later doubles no line. To see less:
+All messages go to the logger "zstore": progress at INFO, notable events at WARNING. Python shows nothing below WARNING without
+configuration, so `show_messages` adds a handler for stderr, and level INFO, if neither that logger nor the root has a handler.
+It is silent when another handler gets the messages, so configuring logging later duplicates no line. To see less:
 `logging.getLogger("zstore").setLevel(logging.WARNING)`, before or after.
 
 [Note: stopping by a signal]
-A handler only notes the signal. It is one of `World.messages`, which travel with what the ranks exchange in each step anyway,
-so that after the same step all of them know, whichever rank was signalled. Then the state is saved, and the process ends
-with code 75, which says: run me again. A second signal takes effect at once, as if nobody handled it.
+The handler only records the signal. It is one of `World.messages`, which the ranks exchange in each step, so all know of it
+after the same step. Then the state is saved, and the process exits with code 75: run it again. A second signal has its
+default effect at once.
 
 [Note: the collector]
-A collection walks over every object of the process, those of torch, transformers and the model among them, which takes
-0.2 s; with many ranks, all wait for the one that collects. So objects that exist when an engine is made are frozen until
-it is closed. With `disable_python_gc` there are none: steps leave no cycles, and a loop that does calls `gc.collect()`.
+A collection visits every object of the process, including those of torch, transformers and the model, which takes 0.2 s; all
+ranks wait for one that collects. So objects that exist when an engine is made are frozen until it is closed. With
+`disable_python_gc` there are no collections: steps leave no cycles, and a script that makes some calls `gc.collect()`.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if
 
 
 class _FallbackHandler(logging.Handler):
-    """Writes to the present `sys.stderr`, unless another handler gets the message."""
+    """Writes to the current `sys.stderr`, unless another handler gets the message."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
@@ -66,14 +65,14 @@ class _FallbackHandler(logging.Handler):
 
 
 def warn_once(message: str, *arguments: object) -> None:
-    """Warn on rank 0 of something that is the same on every rank."""
+    """Warn on rank 0 of a condition that all ranks have."""
     started = torch_dist.is_available() and torch_dist.is_initialized()
     if not started or torch_dist.get_rank() == 0:
         _log.warning(message, *arguments)
 
 
 def show_messages() -> None:
-    """Let the package's messages be seen if nobody configured logging. See [Note: messages]."""
+    """Show the package's messages if logging is not configured. See [Note: messages]."""
     if _log.hasHandlers():
         return
     handler = _FallbackHandler()
@@ -92,35 +91,35 @@ class StopSignals:
     def __init__(self, world: World) -> None:
         self._world = world
         self._pid = os.getpid()
-        self._noted: int | None = None  # the signal that this rank got
+        self._received: int | None = None  # by this rank
         self._before: dict[int, Any] = {}
 
     def watch(self, numbers: Iterable[int] = STOP_SIGNALS) -> None:
-        """Note these signals from now on in place of ending the process. Raises UsageError outside the main thread."""
+        """Record these signals from now on, instead of their default effect. Raises UsageError outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("signals can be watched from the main thread only: call this where the script starts")
-        self._world.messages["signal"] = lambda: self._noted
+        self._world.messages["signal"] = lambda: self._received
         for number in numbers:
             if number not in self._before:
                 self._before[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A forked child, as a data loader's worker, has the handler but not the run.
-        if os.getpid() != self._pid or self._noted is not None:
+        if os.getpid() != self._pid or self._received is not None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self._noted = number
+        self._received = number
         name = signal.Signals(number).name
         text = f"zstore: rank {self._world.rank}: {name}: will stop after this step; a second signal stops at once\n"
-        # Not print: this may come in the middle of one.
+        # Not print, which the signal may have interrupted.
         os.write(2, text.encode())
 
     @property
     def requested(self) -> signal.Signals | None:
-        """The signal that some rank got, once all ranks know of it."""
-        heard = self._world.received.get("signal", [])
-        number = self._noted if self._world.world_size == 1 else max(heard, default=None)
+        """The signal that some rank received, once all ranks know of it."""
+        received = self._world.received.get("signal", [])
+        number = self._received if self._world.world_size == 1 else max(received, default=None)
         return None if number is None else signal.Signals(number)
 
     def close(self) -> None:
@@ -137,11 +136,10 @@ class StopSignals:
 
 
 class FrozenObjects:
-    """Spares the collector the objects that are there now, until `end` of this engine, or until another is made. See [Note: the
-    collector].
+    """Freezes the present objects until `end` of this engine, or until another is made. See [Note: the collector].
 
-    With several engines nothing is frozen: one that is dropped without `close()` is found by the collector alone. Nor if the
-    application froze objects itself: only all can be unfrozen."""
+    With several engines nothing is frozen, since only the collector finds one dropped without `close()`. Nor if the
+    application froze objects, since only all can be unfrozen."""
 
     _lock = threading.Lock()
     _count = 0  # of engines that have not ended
@@ -159,7 +157,7 @@ class FrozenObjects:
                 gc.freeze()
 
     def end(self) -> None:
-        """Let the collector look at all objects again; a second call does nothing."""
+        """Unfreeze all objects; a second call does nothing."""
         with FrozenObjects._lock:
             if not self._ended:
                 self._ended = True
@@ -168,13 +166,13 @@ class FrozenObjects:
 
     @classmethod
     def thaw(cls) -> None:
-        """Unfreeze what an engine froze."""
+        """Unfreeze objects that an engine froze."""
         if cls.frozen_before is False:
             gc.unfreeze()
 
 
 class CollectorPause:
-    """Turns the collector off until `end`, or until the last of several pauses in this process ended."""
+    """Disables the collector until `end` of the last pause in this process."""
 
     _lock = threading.Lock()
     _count = 0
@@ -191,7 +189,7 @@ class CollectorPause:
             CollectorPause._count += 1
 
     def end(self) -> None:
-        """Restore the collector's former state; a second call does nothing."""
+        """Restore the collector's state; a second call does nothing."""
         with CollectorPause._lock:
             if not self._ended:
                 self._ended = True
@@ -200,14 +198,14 @@ class CollectorPause:
                     gc.enable()
 
     @classmethod
-    def _start_anew(cls) -> None:
-        """Turn the collector on in a forked child, as a worker of a data loader."""
+    def _reset(cls) -> None:
+        """Enable the collector in a forked child, such as a worker of a data loader."""
         if cls._count and cls._was_enabled:
             gc.enable()
         cls._lock, cls._count = threading.Lock(), 0
 
 
-os.register_at_fork(after_in_child=CollectorPause._start_anew)
+os.register_at_fork(after_in_child=CollectorPause._reset)
 
 
 # -- the process group ------------------------------------------------------------------------------------------------
@@ -225,21 +223,19 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start torch.distributed from the variables that torchrun sets, or mpirun; do nothing if it runs already, or for a
-    process alone.
+    """Initialize torch.distributed from the variables of torchrun or mpirun; do nothing if it is initialized, or for a single
+    process.
 
-    A collective in which a rank waits for longer than `timeout` fails; by default 30 minutes, or as many as the variable
-    DEEPSPEED_TIMEOUT says. Ranks that fail, die or stop are noticed much earlier, by the engine's watch.
-    `dist_backend` "nccl" on a machine without CUDA is gloo, with one warning, of rank 0. By default it is NCCL if there is
-    CUDA. `auto_mpi_discovery`, `verbose` and `config` are accepted for scripts that
-    pass them.
+    A collective that blocks for longer than `timeout` fails: 30 minutes by default, or DEEPSPEED_TIMEOUT minutes. The engine's
+    watch detects ranks that fail, die or stop much earlier. `dist_backend` is NCCL by default with CUDA, and gloo without,
+    where "nccl" logs one warning on rank 0. `auto_mpi_discovery`, `verbose` and `config` are accepted for compatibility.
     """
     cuda = torch.cuda.is_available()
     backend = dist_backend or ("nccl" if cuda else "gloo")
     if backend == "nccl" and not cuda:
         backend = "gloo"
         if (rank if rank >= 0 else int(os.environ.get("RANK", "0"))) == 0:
-            _say_gloo()
+            _warn_of_gloo()
     if torch_dist.is_initialized() or dist_init_required is False:
         return
     if init_method is None and rank < 0 and not {"RANK", "WORLD_SIZE"} <= set(os.environ):
@@ -258,17 +254,17 @@ def init_distributed(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
         # Else NCCL guesses it from the rank, and barriers warn or hang if the guess is another rank's device.
         device_id=device if backend == "nccl" else None,
     )
-    # Before the interpreter shuts down: gloo's threads would meet a process that is half shut down.
-    atexit.register(_end)
+    # Before the interpreter shuts down, which gloo's threads would not survive.
+    atexit.register(_destroy)
 
 
-def _end() -> None:
-    """End the process group that `init_distributed` started, if it still runs."""
+def _destroy() -> None:
+    """Destroy the process group that `init_distributed` created, if it exists."""
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
 
 
 @functools.cache
-def _say_gloo() -> None:
+def _warn_of_gloo() -> None:
     """Warn once in a process."""
     _log.warning("init_distributed: there is no CUDA device here; using gloo instead of nccl")

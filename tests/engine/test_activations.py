@@ -227,7 +227,7 @@ def test_errors_leave_nothing_behind(tmp_path: Path) -> None:
         files.inject(Fault(kind="read", error_number=errno.EIO, times=1))
         with pytest.raises(StorageError) as raised:
             engine.backward(loss)
-        assert "An activation could not be brought back." in raised.value.__notes__
+        assert "An activation could not be read back." in raised.value.__notes__
     assert not any(tmp_path.rglob("*.shard"))
 
 

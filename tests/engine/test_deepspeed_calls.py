@@ -280,7 +280,7 @@ def test_frozen_parameters_may_be_left_out_of_a_checkpoint(
 def test_weights_under_the_names_that_scripts_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with start(frozen_body()) as engine:
         assert engine.save_16bit_model(tmp_path / "a", "pytorch_model.bin") == [tmp_path / "a" / "model.safetensors"]
-        assert "model.safetensors is written in place of pytorch_model.bin" in caplog.text
+        assert "writing model.safetensors instead of pytorch_model.bin" in caplog.text
         (named,) = engine.save_16bit_model(tmp_path / "b", save_filename="best.pt", exclude_frozen_parameters=True)
         assert named.name == "best.safetensors"
         assert set(load_file(named)) == {"head.weight", "head.bias"}
