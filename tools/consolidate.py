@@ -61,7 +61,7 @@ def consolidate_command(
             layouts = plan_model(weights, max_shard_size, source.record.state)
             plan = f"plan: {format_count(len(weights), 'tensor')} as {dtype}, {size_of(layouts)}, to {target}"
             progress.say(plan + _left_out_text(left_out, source.record))
-            write_folder(source, target, layouts, dtype, Companions.of(source, beside=True), progress)
+            write_folder(source, target, layouts, dtype, Companions.of(source, with_parent=True), progress)
             progress.document |= {"left_out": left_out, "not_saved": source.record.absent_parameters}
     return 0
 

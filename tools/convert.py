@@ -92,7 +92,7 @@ def convert_command(
                 _to_torch(source, out, weights, dtype or "", progress)
             else:
                 layouts = plan_model(weights, MAX_FILE_BYTES, source.record.state)
-                write_folder(source, out, layouts, dtype or "", Companions.of(source, beside=False), progress)
+                write_folder(source, out, layouts, dtype or "", Companions.of(source, with_parent=False), progress)
     return 0
 
 
@@ -111,8 +111,8 @@ def _to_torch(source: ArraySource, out: Path, weights: list[Weight], dtype: str,
         files.sync_folder(parent)
     progress.say(f"wrote {out}")
     progress.document |= {"path": str(out)}
-    beside = Companions.of(source, beside=False)
-    beside.left = [*beside.files, *beside.left]
+    beside = Companions.of(source, with_parent=False)
+    beside.skipped = [*beside.files, *beside.skipped]
     report_left_behind(progress, beside)
 
 

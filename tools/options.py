@@ -290,6 +290,6 @@ def array_bytes(source: ArraySource) -> int:
 
 def report_left_behind(progress: ProgressBar, companions: Companions) -> None:
     """Say which files of a model were not copied with its weights, and note for `--json` which were."""
-    progress.document |= {"companions": companions.copied, "left_behind": companions.left}
-    if companions.left:
-        progress.say(f"left behind: {listed(companions.left, _MAX_NAMED)}")
+    progress.document |= {"companions": companions.copied, "left_behind": companions.skipped}
+    if companions.skipped:
+        progress.say(f"left behind: {listed(companions.skipped, _MAX_NAMED)}")

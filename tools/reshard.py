@@ -82,7 +82,7 @@ def reshard_into(
     Raises CheckpointExistsError if its tag is there already.
     """
     try:
-        beside = Companions.of(source, beside=False)
+        beside = Companions.of(source, with_parent=False)
         path = reshard_checkpoint(
             source,
             folder,

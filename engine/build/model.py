@@ -206,9 +206,9 @@ def _save_companions(model: nn.Module, folder: Path) -> list[str]:
     try:
         own.copy_into_checkpoint(folder, files)
     except OSError as error:
-        own.left.append(str(error))
-    if own.left:
-        messages.append(f"the checkpoint has not all files of the model in {loaded_from}: {', '.join(own.left)}")
+        own.skipped.append(str(error))
+    if own.skipped:
+        messages.append(f"the checkpoint has not all files of the model in {loaded_from}: {', '.join(own.skipped)}")
     return messages
 
 

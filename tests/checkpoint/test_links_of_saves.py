@@ -169,11 +169,11 @@ def test_copies_on_another_file_system_are_made_once(nvme: Path) -> None:
         folder = Path(other)
         first = save(world, folder, 1)
         assert first.num_linked == 0
-        assert "2 of 2 shards on disk were copied behind training" in first.messages[0]
+        assert "2 of 2 shards on disk were copied in the background" in first.messages[0]
         train(world)
         second = save(world, folder, 2, first)
         assert check(world, folder, 2) == [FROZEN]
-        assert "1 of 2 shards on disk were copied behind training" in second.messages[0]
+        assert "1 of 2 shards on disk were copied in the background" in second.messages[0]
 
 
 NOISE = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from zstore.errors import CheckpointExistsError
 from zstore.io.machine import Workers
 from zstore.remote.bucket import PART_BYTES, BucketFolder
 from zstore.remote.service import open_folder
-from zstore.remote.target import BucketTarget, files_here
+from zstore.remote.target import BucketTarget, local_files
 from zstore.remote.upload import upload_checkpoint
 
 pytest.importorskip("s3fs", reason="extra s3")
@@ -120,13 +120,13 @@ def test_of_two_saves_of_one_tag_one_is_committed(bucket: Bucket) -> None:
     with open_checkpoint(path) as reader, Workers(1, "test") as workers:
         first = BucketTarget(folder, reader.record.tag, reader.record.id, "one")
         first.begin(reader, overwrite=False)
-        with pytest.raises(CheckpointExistsError, match=r"another save of s3://.*/step-00000001 is under way"):
+        with pytest.raises(CheckpointExistsError, match=r"another save of s3://.*/step-00000001 is running"):
             BucketTarget(folder, reader.record.tag, new_save_id(), "two").begin(reader, overwrite=False)
         # As of a machine whose clock or listing is behind: it commits without having seen the first.
         second = BucketTarget(folder, reader.record.tag, new_save_id(), "two")
         folder.write_small(second._lock, b"{}")
         second.facts = first.facts
-        first.send(workers, reader.path, files_here(reader), lambda _: None)
+        first.send(workers, reader.path, local_files(reader), lambda _: None)
         first.commit(reader)
         with pytest.raises(CheckpointExistsError, match="was committed by another save meanwhile"):
             second.commit(reader)

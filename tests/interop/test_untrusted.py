@@ -81,7 +81,7 @@ def reshape(document: Any, shape: list[Any], shard: list[Any] | None = None, chu
 
 
 ARRAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a name that leads up": (lambda d: own(d).update(name="model/../../h"), "must lie in"),
+    "a name that leads up": (lambda d: own(d).update(name="model/../../h"), "must be in"),
     "a name that leads to the root": (lambda d: own(d).update(name="/etc/passwd"), "expected `group/name`"),
     "a name with a lone surrogate": (lambda d: own(d).update(name="model/\ud800"), "lone surrogates"),
     "a name without end": (lambda d: own(d).update(name="model/" + "x" * 2**20), "at most 4096"),

@@ -34,7 +34,7 @@ from zstore.io.machine import Workers
 from zstore.journal import JournalTail, journal_file
 from zstore.remote.bucket import Retries
 from zstore.remote.service import UploadPlace
-from zstore.remote.target import files_here
+from zstore.remote.target import local_files
 from zstore.remote.upload import target_in, upload_checkpoint
 from zstore.testing.faults import FaultyFiles
 from zstore.testing.ranks import run_ranks
@@ -122,7 +122,7 @@ def test_the_successor_of_a_client_that_ended_goes_on(tmp_path: Path, url: str, 
         with open_checkpoint(path) as reader, Workers(1, "test") as workers:
             target.begin(reader, overwrite=False)
             with pytest.raises(StorageError, match="no connection"):
-                target.send(workers, reader.path, files_here(reader), lambda _: None)
+                target.send(workers, reader.path, local_files(reader), lambda _: None)
     runs = tmp_path / "runs"
     assert [one.name for one in (runs / "one").iterdir()] == [".uploads"]
     assert http.request("GET", f"{url}/api/runs", headers=BEARER).json()["runs"] == []
@@ -156,7 +156,7 @@ def test_a_cancelled_upload_ends_within_a_file_and_is_given_up_at_the_service(tm
             target.send(
                 workers,
                 reader.path,
-                files := files_here(reader),
+                files := local_files(reader),
                 Mock(side_effect=[None, None, CheckpointError("cancelled")]),
             )
         (path / "model/a/c.0.0").write_bytes(b"short")

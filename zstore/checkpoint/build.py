@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain
@@ -43,15 +43,15 @@ from .reader import ArraySource
 @lru_cache(maxsize=2)
 def _layout_digest(specs: Sequence[ArraySpec], grids: Sequence[Grid], pieces: Sequence[Grid | None]) -> str:
     described: list[str] = []
-    for spec, grid, held in zip(specs, grids, pieces, strict=True):
-        cut = [grid.shard_rows, grid.chunk_rows, grid.chunk_cols, *([] if held is None else [held.shard_rows])]
+    for spec, grid, piece in zip(specs, grids, pieces, strict=True):
+        cut = [grid.shard_rows, grid.chunk_rows, grid.chunk_cols, *([] if piece is None else [piece.shard_rows])]
         described.append(json.dumps([spec.name, spec.shape, spec.dtype, *cut], separators=(",", ":")))
     return sha256(f"[{','.join(described)}]".encode())
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlan:
-    """A checkpoint as every rank plans it alike. Rank r stores shard r of each array's grid."""
+    """A checkpoint, planned alike by every rank. Rank r stores shard r of each array's grid."""
 
     tag: str
     step: int
@@ -59,17 +59,17 @@ class CheckpointPlan:
     save_id: str
     """From `new_save_id()` of rank 0, the same on every rank."""
     run_id: str = ""
-    """The training run, kept across resumes: the save replaces a checkpoint of the same run and tag. Needed for `keep`."""
+    """The training run, the same after a resume: the save replaces a checkpoint of the same run and tag. Needed for `keep`."""
     specs: Mapping[str, ArraySpec]
     """All arrays of the checkpoint; other ranks than 0 may leave out those of `small`."""
     grids: Mapping[str, Grid]
-    """How each array is cut in the checkpoint; those of `small` may be left out (one shard)."""
+    """How each array is cut in the checkpoint; arrays of `small` may be left out (one shard)."""
     pieces: Mapping[str, Grid] = field(default_factory=dict)
-    """How the ranks hold those arrays that `grids` has in one shard: each rank gives its rows to rank 0."""
+    """The ranks' grids of arrays that `grids` has in one shard: each rank gives its rows to rank 0."""
     small: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Arrays that rank 0 stores whole: module buffers, the client's tensors. Rank 0's count."""
+    """Arrays that rank 0 stores whole, in its values: module buffers, the client's tensors."""
     codec: Codec | None = None
-    """The codec of the chunks of an archive, with no arrays in `small`."""
+    """Compresses the chunks of an archive, which has no arrays in `small`."""
 
     def grid(self, name: str) -> Grid:
         """Return how the array is cut in the checkpoint."""
@@ -80,24 +80,9 @@ class CheckpointPlan:
         layout = layout_of(self.grid(name), shard, self.specs[name].dtype)
         return layout.file_bytes if layout.num_present else 0
 
-    def layout_digest(self) -> str:
-        """Return the SHA-256, hex, of all arrays and how they are cut: ranks with the same one agree on every shard.
-
-        Arrays that rank 0 stores whole do not concern the others.
-        """
-        names = sorted(self.specs.keys() - self.small.keys())
-        grids, pieces = (tuple(map(of, names)) for of in (self.grid, self.pieces.get))
-        return _layout_digest(tuple(self.specs[name] for name in names), grids, pieces)
-
     def shard_path(self, name: str, shard: int) -> str:
         """Return the path of a shard's file inside the checkpoint."""
         return f"{array_path(name)}/{shard_file(len(self.specs[name].stored_shape), shard)}"
-
-    @property
-    def shard_bytes(self) -> int:
-        """Bytes of all shard files, not compressed."""
-        shards = [(name, shard) for name in self.specs for shard in range(self.grid(name).num_shards)]
-        return sum(self.file_bytes(name, shard) for name, shard in shards)
 
 
 class CheckpointBuilder:
@@ -114,10 +99,10 @@ class CheckpointBuilder:
         self._earlier = earlier
         """By folder, the `zarr.json` of the same array in an earlier checkpoint."""
         self._ranks = range(plan.world_size)
-        self._plan = plan
+        self.plan = plan
         self._files = files
         self._made: set[str] = set()
-        """Folders that exist."""
+        """Folders that were made."""
         self._written: list[str] = []
         """Files that are not durable yet."""
         self._found: dict[int, str] = {}
@@ -128,7 +113,7 @@ class CheckpointBuilder:
     @cached_property
     def _texts(self) -> Mapping[str, bytes]:
         """Bytes of all documents, by folder."""
-        plan = self._plan
+        plan = self.plan
         return encode_documents(plan.specs, {name: plan.grid(name) for name in plan.specs}, plan.codec)
 
     def check_names(self) -> None:
@@ -137,18 +122,23 @@ class CheckpointBuilder:
 
     @cached_property
     def _layout(self) -> str:
-        return self._plan.layout_digest()
+        """SHA-256, hex, of all arrays and how they are cut, except those that rank 0 stores whole: ranks with the same
+        digest agree on every shard."""
+        plan = self.plan
+        names = sorted(plan.specs.keys() - plan.small.keys())
+        grids, pieces = (tuple(map(of, names)) for of in (plan.grid, plan.pieces.get))
+        return _layout_digest(tuple(plan.specs[name] for name in names), grids, pieces)
 
     # -- each rank --------------------------------------------------------------------------------------------------
 
     def place(self, name: str, shard: int) -> Path:
         """Return the path of a shard file; makes its folder."""
-        path = self._plan.shard_path(name, shard)
+        path = self.plan.shard_path(name, shard)
         self._make_folder(os.path.dirname(path))
         return self.folder / path
 
     def _make_folder(self, folder: str) -> None:
-        """Make an array's folder, for its first shard or its metadata, whichever comes first."""
+        """Make an array's folder, unless it was made for another file."""
         if folder not in self._made:
             self._files.make_folder(os.path.join(self.folder, folder))
             self._made.add(folder)
@@ -162,17 +152,16 @@ class CheckpointBuilder:
         *,
         sync: bool = True,
     ) -> None:
-        """Write a rank's manifest: the last thing that it does, once its shard files are durable. Without `sync` it is made
-        durable by `finish`.
+        """Write a rank's manifest, last, once its shard files are durable. Without `sync`, `finish` makes it durable.
 
-        Raises CheckpointError if the outcome is to be "complete" and a shard of the rank is not in `summaries`.
+        Raises CheckpointError if the outcome is "complete" and `summaries` lacks a shard of the rank.
         """
         if outcome == COMPLETE:
             self._check_shards(rank, summaries)
         manifest = Manifest(
-            id=self._plan.save_id,
+            id=self.plan.save_id,
             rank=rank,
-            world_size=self._plan.world_size,
+            world_size=self.plan.world_size,
             outcome=outcome,
             shards=tuple(summaries),
             rank_state=rank_state,
@@ -188,19 +177,19 @@ class CheckpointBuilder:
     def _check_shards(self, rank: int, summaries: Sequence[ShardSummary]) -> None:
         """Each rank checks its own shards: rank 0 alone could not check those of thousands of ranks."""
         stored = {each.array: each.file_bytes for each in summaries if each.shard == rank}
-        strange = [(each.array, each.shard) for each in summaries if each.shard != rank]
-        for name in self._plan.specs:
-            expected = self._plan.file_bytes(name, rank)
+        unexpected = [(each.array, each.shard) for each in summaries if each.shard != rank]
+        for name in self.plan.specs:
+            expected = self.plan.file_bytes(name, rank)
             found = stored.pop(name, 0)
             # The size of a compressed file is not known beforehand.
-            if found != expected and (self._plan.codec is None or not found or not expected):
+            if found != expected and (self.plan.codec is None or not found or not expected):
                 raise CheckpointError(
                     f"array {name!r}: no rank stored shard {rank} with the expected {expected} bytes; every rank must pin "
                     "its shard of every array"
                 )
-        strange += [(name, rank) for name in stored]
-        if strange:
-            raise CheckpointError(f"shards that belong to no array were stored: {sorted(strange)[:5]}")
+        unexpected += [(name, rank) for name in stored]
+        if unexpected:
+            raise CheckpointError(f"shards that belong to no array were stored: {sorted(unexpected)[:5]}")
 
     # -- rank 0 -----------------------------------------------------------------------------------------------------
 
@@ -219,7 +208,7 @@ class CheckpointBuilder:
         return (partial(write, folder) for folder in self._texts)
 
     def _link_earlier(self, folder: str, path: str) -> bool:
-        """Link an earlier checkpoint's document if it is the same; to make a file takes several times as long."""
+        """Link an earlier checkpoint's document if it is equal, which takes a fraction of the time of a new file."""
         earlier = self._earlier.get(folder)
         if earlier is None:
             return False
@@ -230,8 +219,8 @@ class CheckpointBuilder:
                 self._files.link(earlier, path)
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     return True
-            self._files.unlink(path)  # it was replaced meanwhile
-        except OSError:  # removed since, on another file system, or with all the names that a file may have
+            self._files.unlink(path)  # it was replaced since it was opened
+        except OSError:  # removed, on another file system, or at the limit of links
             pass
         return False
 
@@ -240,24 +229,23 @@ class CheckpointBuilder:
         make_read_only(path)
 
     def syncs(self) -> Iterator[Callable[[], None]]:
-        """Yield a task for each file that was written that makes it durable: many at once, since drives coalesce concurrent
-        flushes."""
+        """Yield a task for each written file that makes it durable, to be run concurrently: drives coalesce flushes."""
         written, self._written = self._written, []
         return (partial(self._files.sync_file, path) for path in written)
 
     def collect(self) -> bool:
-        """Read the manifests that came since the last call; return whether those of all ranks have come.
+        """Read the manifests that arrived since the last call; return whether those of all ranks have.
 
         Raises RankError as soon as one says that its rank failed, CheckpointError for one of another save or model.
         """
         for rank in self._arrived():
             path = self.folder / manifest_file(rank)
             data = read_json(path)
-            # Each rank checked its own shards: their list, which may have millions of entries, is not read.
+            # Each rank checked its own shards; the list, which may have millions of entries, is not read.
             manifest = Manifest.decode_head(data, str(path))
             if manifest.outcome != COMPLETE:
                 raise RankError(f"rank {rank} could not save its part of {self.folder}", {rank: manifest.outcome})
-            if (manifest.id, manifest.rank) != (self._plan.save_id, rank):
+            if (manifest.id, manifest.rank) != (self.plan.save_id, rank):
                 raise CheckpointError(f"{path} belongs to another save or rank; save again")
             if manifest.layout != self._layout:
                 raise CheckpointError(
@@ -269,35 +257,34 @@ class CheckpointBuilder:
         return not self.missing_ranks()
 
     def _arrived(self) -> list[int]:
-        """Return the ranks whose manifest has come and was not read yet."""
+        """Return the ranks whose manifest has arrived and was not read yet."""
         names = set(os.listdir(self.folder / MANIFEST_FOLDER))
         return [rank for rank in self.missing_ranks() if os.path.basename(manifest_file(rank)) in names]
 
     def missing_ranks(self) -> list[int]:
-        """Return the ranks whose manifest is not there yet."""
+        """Return the ranks whose manifest was not read yet."""
         return [rank for rank in self._ranks if rank not in self._found]
 
     def check_complete(self) -> None:
-        """Raise CheckpointError unless every shard of every array belongs to a rank that checked that it stored it."""
-        for name in self._plan.specs:
-            num_shards = self._plan.grid(name).num_shards
-            if num_shards > self._plan.world_size:
+        """Raise CheckpointError unless every shard of every array belongs to a rank, which checked that it stored it."""
+        for name in self.plan.specs:
+            num_shards = self.plan.grid(name).num_shards
+            if num_shards > self.plan.world_size:
                 raise CheckpointError(
-                    f"array {name!r}: no rank stored shard {self._plan.world_size} of {num_shards}; rank r stores shard "
+                    f"array {name!r}: no rank stored shard {self.plan.world_size} of {num_shards}; rank r stores shard "
                     "r, so an array has at most as many as there are ranks"
                 )
 
     def folder_syncs(self, *, manifests: bool = True, arrays: bool = True) -> Iterator[Callable[[], None]]:
-        """Yield a task for each folder below this one that makes the names in it durable, once all are there: that of the
-        manifests, and those of arrays and groups."""
-        # Not by a walk: a folder has a file for each rank. Names in the folder itself are made durable with the record.
+        """Yield a task for each complete folder below this one (manifests, arrays, groups) that makes its names durable."""
+        # Without a walk: a folder has a file for each rank. Names in the folder itself are made durable with the record.
         folders = [MANIFEST_FOLDER] if manifests else []
         folders += filter(None, self._texts) if arrays else []
         return (partial(self._files.sync_folder, self.folder / folder) for folder in folders)
 
     def record(self, state: Mapping[str, Any], *, training_world_size: int | None = None) -> Record:
-        """Return the commit record, once all manifests are there."""
-        plan = self._plan
+        """Return the commit record; called after `collect` found all manifests."""
+        plan = self.plan
         return Record(
             id=plan.save_id,
             tag=plan.tag,
@@ -311,8 +298,8 @@ class CheckpointBuilder:
         )
 
     def finish(self, state: Mapping[str, Any], *, training_world_size: int | None = None, sync: bool = True) -> Record:
-        """Complete a checkpoint whose shard files and manifests are all there, and return its commit record. Without `sync`
-        the caller makes everything durable."""
+        """Complete a checkpoint that has all shard files and manifests, and return its commit record. Without `sync` the
+        caller makes everything durable."""
         with Workers(min(4, helpful_threads(0, 2 * len(self._texts))), "zstore-build") as workers:
             workers.run(self.metadata_tasks(), here=True)
             self.collect()
@@ -327,79 +314,61 @@ class CheckpointBuilder:
 
 _WHOLE = ("buffer/", "client/")
 """Groups of arrays that rank 0 stores whole, at every world size."""
-_MOST_BEHIND = 8
-"""Shard files that are being written at a time; their buffers are those of the resources."""
+_MAX_UNFINISHED = 8
+"""Shard files written at a time; their buffers are those of the resources."""
 
 
 def reshard_checkpoint(
     reader: ArraySource,
     folder: Path,
     world_size: int | None = None,
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda _: None,
     *,
     codec: str = "none",
-    before_commit: Callable[[Path], None] | None = None,
+    before_commit: Callable[[Path], None] = lambda _: None,
 ) -> Path:
     """Write `reader`'s checkpoint into `folder` under its tag, laid out for `world_size` ranks (default: as many as it has).
 
-    `codec`, one of `zstore.format.codecs.CODECS`, makes it an archive: its chunks are compressed. The record stays as it
-    was except for the layout; states of single ranks (RNG) are kept if the world size is, and left out otherwise.
-    `advance` is called with the bytes that were written, before compression. Returns the tag's folder. Raises
-    CheckpointExistsError if `folder` has that tag. `before_commit` may put files into the tag's folder.
+    `codec`, one of `zstore.format.codecs.CODECS`, makes it an archive: its chunks are compressed. Of the record only the layout
+    changes; the states of single ranks (RNG) are kept if the world size is, else left out. Memory is bounded. `advance` is
+    called with the bytes that were written, before compression; `before_commit` may put files into the tag's folder. Returns
+    the tag's folder. Raises CheckpointExistsError if `folder` has that tag.
     """
-    world_size = reader.record.world_size if world_size is None else world_size
+    record = reader.record
+    world_size = record.world_size if world_size is None else world_size
     if world_size < 1:
         raise UsageError(f"world size must be at least 1, got {world_size}")
     if codec not in CODECS:
         raise UsageError(f"expected one of {', '.join(CODECS)} as codec, got {codec!r}")
+    # Another program's checkpoint has neither our grids nor our ranks' states.
+    keeps_layout = world_size == record.world_size and record.id != ""
+    arrays = reader.arrays
+    plan = CheckpointPlan(
+        tag=reader.tag,
+        step=record.step,
+        world_size=world_size,
+        save_id=new_save_id(),
+        run_id=record.run,
+        specs={name: array.spec for name, array in arrays.items()},
+        grids={
+            name: array.grid if keeps_layout else _new_grid(array.spec, world_size) for name, array in arrays.items()
+        },
+        codec=CODECS[codec],
+    )
     with open_resources(files=reader.resources.files, pool_bytes=reader.resources.pool.nbytes) as resources:
-        reshard = _Reshard(reader, resources, folder, (world_size, CODECS[codec]))
-        return reshard.run(advance or (lambda _: None), before_commit or (lambda _: None))
-
-
-class _Reshard:
-    """One resharding."""
-
-    def __init__(
-        self, reader: ArraySource, resources: IoResources, folder: Path, made: tuple[int, Codec | None]
-    ) -> None:
-        world_size, codec = made
-        self._reader = reader
-        self._resources = replace(resources, sync=False)
-        self._folder = folder
-        # Another program's checkpoint has neither our grids nor our ranks' states.
-        self._keeps_layout = world_size == reader.record.world_size and reader.record.id != ""
-        specs = {name: array.spec for name, array in reader.arrays.items()}
-        self._plan = CheckpointPlan(
-            tag=reader.tag,
-            step=reader.record.step,
-            world_size=world_size,
-            save_id=new_save_id(),
-            run_id=reader.record.run,
-            specs=specs,
-            grids={name: self._grid(specs, name, world_size) for name in specs},
-            codec=codec,
-        )
-
-    def _grid(self, specs: Mapping[str, ArraySpec], name: str, world_size: int) -> Grid:
-        if self._keeps_layout:
-            return self._reader.arrays[name].grid
-        shape = specs[name].stored_shape
-        grid = make_grid(shape, 1 if name.startswith(_WHOLE) else world_size)
-        return grid_in_checkpoint(shape, specs[name].itemsize, grid)
-
-    def run(self, advance: Callable[[int], None], before_commit: Callable[[Path], None]) -> Path:
-        """Write, commit and return the tag's folder."""
-        plan, files, record = self._plan, self._resources.files, self._reader.record
-        committer = Committer(files, self._folder, plan.tag, plan.save_id)
+        committer = Committer(resources.files, folder, plan.tag, plan.save_id)
         committer.check(overwrite=False)
         committer.begin()
-        builder = CheckpointBuilder(plan, committer.temporary, files)
+        builder = CheckpointBuilder(plan, committer.temporary, resources.files)
         try:
-            if plan.codec is None:  # nobody knows how small an archive becomes
-                needed = plan.shard_bytes
-                files.require_room(self._folder, needed, f"the checkpoint needs {needed} bytes")
-            self._write_ranks(builder, advance)
+            if plan.codec is None:  # the size of an archive is not known beforehand
+                needed = sum(
+                    plan.file_bytes(name, n) for name, grid in plan.grids.items() for n in range(grid.num_shards)
+                )
+                resources.files.require_room(folder, needed, f"the checkpoint needs {needed} bytes")
+            _write_ranks(
+                builder, replace(resources, sync=False), reader, advance, reader.rank_state if keeps_layout else None
+            )
             committed = builder.finish(record.state, training_world_size=record.training_world_size)
             before_commit(builder.folder)
             committer.commit(committed)
@@ -410,53 +379,57 @@ class _Reshard:
             committer.close()
         return committer.target
 
-    def _write_ranks(self, builder: CheckpointBuilder, advance: Callable[[int], None]) -> None:
-        """Write the shards and the manifest of each rank of the new layout."""
-        plan, files = self._plan, self._resources.files
-        by_rank = {
-            rank: [name for name, grid in plan.grids.items() if grid.shard_valid_numel(rank) > 0]
-            for rank in range(plan.world_size)
-        }
-        # One order for reading and filling, and one shard at a time: see [Note: spans]. They are written behind.
-        ranges: list[Range] = []
-        for rank, name in ((rank, name) for rank, names in by_rank.items() for name in names):
-            first = rank * plan.grids[name].shard_numel
-            ranges.append((name, first, first + plan.grids[name].shard_valid_numel(rank)))
-        with ReadAhead(self._reader, ranges) as ahead, Workers(4, "zstore-reshard") as workers:
-            for rank, names in by_rank.items():
-                summaries = self._write(rank, names, builder, ahead, advance)
-                # Many at once, and not one by one as they are written: drives coalesce concurrent flushes.
-                written = [builder.folder / plan.shard_path(name, rank) for name in names]
-                workers.run([partial(files.sync_file, path) for path in written])
-                rank_state = self._reader.rank_state(rank) if self._keeps_layout else {}
-                builder.write_manifest(rank, COMPLETE, summaries, rank_state)
 
-    def _write(
-        self,
-        rank: int,
-        names: Sequence[str],
-        builder: CheckpointBuilder,
-        ahead: ReadAhead,
-        advance: Callable[[int], None],
-    ) -> list[ShardSummary]:
-        """Write a rank's shard files of the new layout, with values from the old one."""
-        res, plan, codec = self._resources, self._plan, self._plan.codec
-        asked = (
-            (builder.place(name, rank), plan.specs[name], plan.grids[name], partial(ahead.read, name)) for name in names
-        )
-        if codec is None:
-            begun = (
-                ShardWriter(res, path, spec, grid, rank, Priority.CHECKPOINT).create(fill, here=True)
-                for path, spec, grid, fill in asked
-            )
-            shards = in_order(begun, _MOST_BEHIND)
-        else:
-            shards = (write_packed(res, path, codec, spec, grid, rank, fill) for path, spec, grid, fill in asked)
-        summaries: list[ShardSummary] = []
-        with contextlib.closing(shards) as written:
-            for summary in written:
-                spec, grid = plan.specs[summary.array], plan.grids[summary.array]
-                make_read_only(builder.folder / plan.shard_path(spec.name, rank))
-                advance(grid.shard_valid_numel(rank) * spec.itemsize)
-                summaries.append(summary)
-        return summaries
+def _new_grid(spec: ArraySpec, world_size: int) -> Grid:
+    grid = make_grid(spec.stored_shape, 1 if spec.name.startswith(_WHOLE) else world_size)
+    return grid_in_checkpoint(spec.stored_shape, spec.itemsize, grid)
+
+
+def _write_ranks(
+    builder: CheckpointBuilder,
+    res: IoResources,
+    reader: ArraySource,
+    advance: Callable[[int], None],
+    state_of: Callable[[int], Mapping[str, Any]] | None,
+) -> None:
+    """Write the shards and the manifest of each rank of the new layout, with values from `reader`."""
+    plan = builder.plan
+    by_rank = {
+        rank: [name for name, grid in plan.grids.items() if grid.shard_valid_numel(rank) > 0]
+        for rank in range(plan.world_size)
+    }
+    # Shards are read and filled in one order, one at a time: see [Note: spans]. They are written in the background.
+    ranges: list[Range] = []
+    for rank, name in ((rank, name) for rank, names in by_rank.items() for name in names):
+        first = rank * plan.grids[name].shard_numel
+        ranges.append((name, first, first + plan.grids[name].shard_valid_numel(rank)))
+    with ReadAhead(reader, ranges) as ahead, Workers(4, "zstore-reshard") as workers:
+        for rank, names in by_rank.items():
+            summaries: list[ShardSummary] = []
+            with contextlib.closing(_write_shards(builder, res, rank, names, ahead)) as shards:
+                for summary in shards:
+                    spec, grid = plan.specs[summary.array], plan.grids[summary.array]
+                    make_read_only(builder.folder / plan.shard_path(spec.name, rank))
+                    advance(grid.shard_valid_numel(rank) * spec.itemsize)
+                    summaries.append(summary)
+            # Many at once: drives coalesce concurrent flushes.
+            written = [builder.folder / plan.shard_path(name, rank) for name in names]
+            workers.run([partial(res.files.sync_file, path) for path in written])
+            builder.write_manifest(rank, COMPLETE, summaries, {} if state_of is None else state_of(rank))
+
+
+def _write_shards(
+    builder: CheckpointBuilder, res: IoResources, rank: int, names: Sequence[str], ahead: ReadAhead
+) -> Generator[ShardSummary]:
+    """Write a rank's shard files and yield a summary of each, in order."""
+    plan, codec = builder.plan, builder.plan.codec
+    shards = (
+        (builder.place(name, rank), plan.specs[name], plan.grids[name], partial(ahead.read, name)) for name in names
+    )
+    if codec is not None:
+        return (write_packed(res, path, codec, spec, grid, rank, fill) for path, spec, grid, fill in shards)
+    started = (
+        ShardWriter(res, path, spec, grid, rank, Priority.CHECKPOINT).create(fill, here=True)
+        for path, spec, grid, fill in shards
+    )
+    return in_order(started, _MAX_UNFINISHED)

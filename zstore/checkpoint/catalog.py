@@ -1,4 +1,4 @@
-"""Which committed checkpoints a folder holds, and which one a caller means."""
+"""The committed checkpoints of a folder, and the choice of one by path and tag."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .folder import Entries, Folder, FolderLike, folder_at
 from .format import MAX_RECORD_BYTES, Record
 from .layout import LATEST_FILE, LOCK, METADATA_FILE, RECORD_FILE, SET_ASIDE, parse_own_name, step_tag, tag_folder
 
-_MOST_LISTED = 10
-"""Tags that a message names."""
-MOST_LATEST_BYTES = 4096
+_MAX_LISTED = 10
+"""Tags that a message lists."""
+MAX_LATEST_BYTES = 4096
 LOOPS_FOLDER = re.compile(r"checkpoint[-_]\d+")
-"""Folders that other training loops make, each with a checkpoint in it."""
+"""Folders of other training loops, each with a checkpoint in it."""
 _FOREIGN = {
     "latest_checkpointed_iteration.txt": "Megatron, which this version does not read",
     ".metadata": "torch.distributed.checkpoint, which `zstore convert` reads by the path of its own folder",
     "zero_to_fp32.py": "DeepSpeed, but no folder of a tag with *_model_states.pt is in it: it is incomplete",
 }
-"""A file's name -> whose checkpoint has it, and why it is not read here."""
+"""A file's name -> the software whose checkpoints have it, and the reason or advice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class TagInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A folder that looks like a checkpoint and is not."""
+    """A folder that looks like a checkpoint but is not a valid one."""
 
     folder: Folder
     reason: str
@@ -76,16 +76,14 @@ class Catalog:
     """Committed checkpoints, the oldest first."""
     refusals: tuple[Refusal, ...]
     unfinished: frozenset[str] = frozenset()
-    """Ids of the saves whose lock is there: they go on, or were killed, if need be after their commit."""
+    """Ids of the saves that have a lock: they are running, or were killed before or after their commit."""
     has_latest: bool = False
     """Whether there is a file `latest`."""
 
 
 def read_record(place: FolderLike) -> Record:
-    """Return the record in a tag's folder.
-
-    Raises FileNotFoundError if there is none, CorruptionError or CheckpointMismatchError if it is not valid.
-    """
+    """Return the record in a tag's folder. Raises FileNotFoundError if there is none, CorruptionError or
+    CheckpointMismatchError if it is not valid."""
     folder = folder_at(place)
     return Record.decode(folder.read_small(RECORD_FILE, MAX_RECORD_BYTES), folder.location_of(RECORD_FILE))
 
@@ -100,17 +98,17 @@ def is_committed(place: FolderLike) -> bool:
 
 
 def stamped(record: Record, place: FolderLike) -> Record:
-    """Return `record` with the time of its commit, later than that of the checkpoint that the last save in `place` left."""
+    """Return `record` with the time of its commit, later than that of the last checkpoint in `place`."""
     folder, newest = folder_at(place), 0
     with contextlib.suppress(OSError, ValueError, ZstoreError):
-        last = find_tag(folder, folder.read_small(LATEST_FILE, MOST_LATEST_BYTES).decode().strip())
+        last = find_tag(folder, folder.read_small(LATEST_FILE, MAX_LATEST_BYTES).decode().strip())
         newest = last.record.committed_ns if last is not None else 0
     return replace(record, committed_ns=max(time.time_ns(), newest + 1))
 
 
 @contextlib.contextmanager
 def noting(messages: list[str], problem: str) -> Iterator[None]:
-    """Run a block whose failure does no harm to a checkpoint; if it fails, add `problem` and the reason to `messages`."""
+    """Run a block whose failure does not harm the checkpoint; on failure add `problem` and the reason to `messages`."""
     try:
         yield
     except (OSError, ZstoreError) as error:
@@ -122,10 +120,8 @@ NOT_LATEST = f"the checkpoint is committed, but `{LATEST_FILE}` could not be rep
 
 
 def scan(place: FolderLike) -> Catalog:
-    """Return all checkpoints right below a folder; the set-aside ones count if nothing else has their name.
-
-    Raises CheckpointNotFoundError if it is not a folder.
-    """
+    """Return all checkpoints directly below a folder, and set-aside ones whose tag no other has. Raises
+    CheckpointNotFoundError if it is not a folder."""
     folder = folder_at(place)
     found: dict[str, TagInfo] = {}
     aside: dict[str, TagInfo] = {}
@@ -160,13 +156,13 @@ def scan(place: FolderLike) -> Catalog:
 
 
 def may_be_checkpoint(name: str) -> bool:
-    """Tell whether a folder of that name may be one of a checkpoint that counts."""
+    """Return whether a folder of that name may be a checkpoint: it is not a temporary one."""
     own = parse_own_name(name)
     return own is None or own[1] == SET_ASIDE
 
 
 def _info(folder: Folder, data: bytes | Exception) -> TagInfo:
-    """Return the checkpoint whose record, or the error of reading it, is `data`."""
+    """Return the checkpoint in `folder`, whose record, or the error of reading it, is `data`."""
     if isinstance(data, Exception):
         raise data
     return TagInfo(folder=folder, record=Record.decode(data, folder.location_of(RECORD_FILE)))
@@ -187,15 +183,13 @@ def _entries(folder: Folder) -> Entries:
 
 
 def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
-    """Return the committed checkpoint `tag` in a folder, even one that is set aside; None if there is none.
-
-    Raises CorruptionError or CheckpointMismatchError if it is there, but its record is not valid.
-    """
+    """Return the committed checkpoint `tag` in a folder, even a set-aside one; None if there is none. Raises CorruptionError or
+    CheckpointMismatchError if its record is not valid."""
     return find_folder(place, tag_folder(tag))
 
 
 def find_folder(place: FolderLike, name: str) -> TagInfo | None:
-    """Return the committed checkpoint in the tag's folder `name`, as `find_tag` does by tag."""
+    """Return the committed checkpoint in the tag's folder `name`; see `find_tag`."""
     folder = folder_at(place)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return _open_tag(folder, name)
@@ -203,7 +197,7 @@ def find_folder(place: FolderLike, name: str) -> TagInfo | None:
 
 
 def _set_aside(folder: Folder, name: str) -> TagInfo | None:
-    """Return the checkpoint that counts for the tag folder `name`, which has no record of its own; None if there is none."""
+    """Return the set-aside checkpoint that counts for the tag folder `name`, which has no record; None if there is none."""
     try:
         entries = folder.entries()
     except (FileNotFoundError, NotADirectoryError):
@@ -222,15 +216,14 @@ def _set_aside(folder: Folder, name: str) -> TagInfo | None:
 def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
     """Return the checkpoint that `place` and `tag` mean: a tag's folder, or a folder of checkpoints and one of its tags.
 
-    A tag that no checkpoint has may be the number of a step, for `step-<number>`. Without one, or with
-    `latest`, it is the one that the file `latest` names, else the newest; see `meant_of`.
-    Raises CheckpointNotFoundError that lists the tags that are there.
+    A tag that no checkpoint has may be the number of a step, for `step-<number>`. Without a tag, or with `latest`, it is the
+    checkpoint that the file `latest` names, else the newest; see `meant_of`. Raises CheckpointNotFoundError with the tags.
     """
     folder = folder_at(place)
     own = parse_own_name(folder.name)
     if own is not None and own[1] != SET_ASIDE:
         raise CheckpointNotFoundError(
-            f"{folder} belongs to a save that is under way, or was killed: it was never committed; "
+            f"{folder} belongs to a save that is running or was killed: it was never committed; "
             f"name {folder.parent.child(own[0])} or {folder.parent}"
         )
     if (info := _tag_at(folder)) is not None:
@@ -260,7 +253,7 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
 
 
 def _pinned(info: TagInfo) -> TagInfo:
-    """Return a checkpoint by its own name, if a service found it by another one, as `latest`, which may move at any time."""
+    """Return a checkpoint under its own name if a service found it by another, such as `latest`, which may change."""
     own = tag_folder(info.record.tag)
     if info.folder.is_local or info.folder.name == own:
         return info
@@ -269,15 +262,15 @@ def _pinned(info: TagInfo) -> TagInfo:
 
 
 def meant_of(folder: Folder, catalog: Catalog) -> tuple[TagInfo, str]:
-    """Return the checkpoint of a catalog, which has at least one, that is meant if none is named, and a line for people if
-    `latest` names another one than the newest.
+    """Return the checkpoint that is meant if none is named, of a catalog with at least one, and a line for people if `latest`
+    does not name the newest.
 
-    It is the whole one that `latest` names, for people go back so; but not if the save of the newest was killed between its
-    commit and the new `latest`: then its lock is there, and `latest` is no younger than its record.
+    It is the one that `latest` names, by which people go back; but the newest if its save was killed between its commit and
+    the update of `latest`: then its lock exists, and `latest` is not younger than its record.
     """
     newest = newest_of(catalog.tags)
     try:
-        named = folder.read_small(LATEST_FILE, MOST_LATEST_BYTES).decode().strip() if catalog.has_latest else ""
+        named = folder.read_small(LATEST_FILE, MAX_LATEST_BYTES).decode().strip() if catalog.has_latest else ""
     except (OSError, ValueError, ZstoreError):
         named = ""
     if named in ("", newest.tag):
@@ -302,19 +295,19 @@ def _is_younger(folder: Folder, newest: TagInfo) -> bool:
 
 
 def newest_of(tags: Sequence[TagInfo]) -> TagInfo:
-    """Return the one of `tags`, the oldest first and at least one, that is meant if none is named."""
+    """Return the newest of `tags`, at least one and the oldest first, that may count as the latest."""
     return next((info for info in reversed(tags) if info.record.is_latest), tags[-1])
 
 
 def list_tags(place: FolderLike) -> Catalog:
-    """Return the catalog of a folder of checkpoints; of a tag's own folder, that one alone."""
+    """Return the catalog of a folder of checkpoints, or of a tag's folder alone."""
     folder = folder_at(place)
     info = _tag_at(folder)
     return scan(folder) if info is None else Catalog(tags=(info,), refusals=())
 
 
 def list_nested(place: FolderLike) -> Catalog:
-    """Return the catalog of the folders `checkpoint-N` in a folder, which a Trainer makes, or `checkpoint_N` of Accelerate."""
+    """Return the catalog of the folders `checkpoint-N` of a Trainer, or `checkpoint_N` of Accelerate, in a folder."""
     folder = folder_at(place)
     try:
         names = [name for name in folder.entries().folders if LOOPS_FOLDER.fullmatch(name)]
@@ -329,7 +322,7 @@ def list_nested(place: FolderLike) -> Catalog:
 
 
 def _tag_at(folder: Folder) -> TagInfo | None:
-    """Return the checkpoint whose own folder it is, None if it has no record."""
+    """Return the checkpoint whose tag folder it is; None if it has no record."""
     try:
         return TagInfo(folder=folder, record=read_record(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -339,8 +332,8 @@ def _tag_at(folder: Folder) -> TagInfo | None:
 def tags_text(infos: Sequence[TagInfo]) -> str:
     """Return the names of the newest of `infos`, the oldest first, for a message."""
     names = [repr(info.tag) for info in infos]
-    more = f" and {len(names) - _MOST_LISTED} older" if len(names) > _MOST_LISTED else ""
-    return f"the tag{'s' * (len(names) > 1)} {', '.join(names[-_MOST_LISTED:])}{more}"
+    more = f" and {len(names) - _MAX_LISTED} older" if len(names) > _MAX_LISTED else ""
+    return f"the tag{'s' * (len(names) > 1)} {', '.join(names[-_MAX_LISTED:])}{more}"
 
 
 def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
@@ -353,15 +346,13 @@ def _nothing(folder: Folder, tag: str | None, catalog: Catalog) -> str:
         text += f": it has a {METADATA_FILE} but no {RECORD_FILE}, so it was never committed, or that file was lost"
     for refusal in catalog.refusals[:5]:
         text += f"; {refusal.folder.name} was refused: {refusal.reason}"
-    foreign = sorted({maker for name, maker in _FOREIGN.items() if name in entries.files})
+    foreign = sorted({software for name, software in _FOREIGN.items() if name in entries.files})
     return text + (f"; it looks like a checkpoint of {foreign[0]}" if foreign else "")
 
 
 def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str = "") -> TagInfo | None:
-    """Return the checkpoint that a save to `tag` replaces: with `overwrite` any, otherwise one of the run `run`.
-
-    Raises CheckpointExistsError if the save would replace something that it may not.
-    """
+    """Return the checkpoint that a save to `tag` replaces: with `overwrite` any, otherwise one of the run `run`. Raises
+    CheckpointExistsError if it may not be replaced."""
     folder, name = folder_at(place), tag_folder(tag)
     target = folder.location_of(name)
     try:
@@ -378,22 +369,22 @@ def check_tag_is_free(place: FolderLike, tag: str, *, overwrite: bool, run: str 
                 f"{target} exists and is not a checkpoint of zstore: move it away, or use another tag"
             )
     elif not overwrite and (not run or existing.record.run != run):
-        whose = " by another run" if run else ""
+        by_other = " by another run" if run else ""
         resume = "load it first to go on with that run, " if run else ""
         raise CheckpointExistsError(
-            f"Checkpoint already exists: {existing.record.tag!r} is committed in {existing.folder.parent}{whose} (step "
+            f"Checkpoint already exists: {existing.record.tag!r} is committed in {existing.folder.parent}{by_other} (step "
             f"{existing.record.step}): {resume}save under another tag, or pass overwrite=True to replace it"
         )
     return existing
 
 
 def replaced_text(info: TagInfo) -> str:
-    """Return the message about a checkpoint that a later one of its run replaced."""
+    """Return the message about a checkpoint that its own run replaced."""
     return f"checkpoint {info.tag!r} of this run (step {info.record.step}) was replaced in {info.folder.parent}"
 
 
 def _is_in_use(folder: Folder, name: str) -> bool:
-    """Whether something has that name; an empty folder that somebody made for the checkpoint leaves it free."""
+    """Return whether the name is used; an empty local folder leaves it free."""
     try:
         entries = folder.entries()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,21 +1,21 @@
-"""Rank 0's part of a save: beginning, committing and giving up; and the removal of the leftovers of dead saves,
-which their locks tell from the living.
+"""Rank 0's part of a save: begin, commit or abort; and the removal of the leftovers of dead saves, which their locks
+tell from running ones.
 
 [Note: the order of a commit]
-    1  <tag>.lock-<id>      made and held locked: the save is alive
-    2  <tag>.tmp-<id>/      made; other ranks see it, or their folder is another one than rank 0's
+    1  <tag>.lock-<id>      made and locked while the save runs
+    2  <tag>.tmp-<id>/      made; other ranks see it, unless their folder is not rank 0's
     3  shards, metadata, manifests in it, every file and folder made durable
     4  zstore.json          in it, durable
-    5  <tag> -> <tag>.old-<id>          only if a committed one is replaced
+    5  <tag> -> <tag>.old-<id>          only if a committed checkpoint is replaced
     6  <tag>.tmp-<id> -> <tag>          the commit
-    7  `latest` replaced; the folder above made durable; the one set aside and older ones removed; the lock removed
+    7  `latest` replaced; the folder above made durable; the set-aside and older checkpoints removed; the lock removed
 
 If one flush of the file system is enough for 3 and 4 (`Flush`), the new `latest` is written before it too.
 
-Lost before 6: nothing has the tag's name, or the former checkpoint has it. Lost between 5 and 6: a scan takes the one
-set aside for the tag, and the next save gives it its name back. Lost after 6: the checkpoint is whole, `latest` is old
-(it is a hint), and the next save removes the leftovers. Whatever is removed is first renamed to `<tag>.tmp-<id>`, so that
-half of it never looks like a checkpoint.
+After a crash before 6, nothing has the tag's name, or the previous checkpoint has it; between 5 and 6, a scan takes the
+set-aside checkpoint for the tag, and the next save renames it back; after 6, the checkpoint is whole, `latest` is old (it is a
+hint), and the next save removes the leftovers. Each removal begins with a rename to `<tag>.tmp-<id>`, so that half of a
+checkpoint never looks like one.
 """
 
 from __future__ import annotations
@@ -59,15 +59,12 @@ except ImportError:  # Windows: nothing saves there
 
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)
 FOREIGN_LIFE_S = 24 * 3600
-"""Without locks, a save of another machine counts as alive for this long."""
+"""Without file locks, a save of another machine counts as running for this long."""
 
 
 class SaveLock:
-    """Holds the new lock file `path` until `release()`, the end of a `with` block, or of the process; its text names the
-    process. Waits while another process has it.
-
-    Raises StorageError if it cannot be made.
-    """
+    """Locks the new lock file `path`, which names the process, until `release()`, the end of a `with` block, or of the process.
+    Waits while another process has it. Raises StorageError if it cannot be made."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,7 +74,7 @@ class SaveLock:
             except OSError as error:
                 raise _not_writable(path.parent, error.errno) from error
             _flock(self._fd, wait=True)
-            # A sweep may have taken the file for a dead save's between the two calls.
+            # A sweep may have removed the file, as a dead save's, between the two calls.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(path).st_ino == os.fstat(self._fd).st_ino:
                     break
@@ -91,7 +88,7 @@ class SaveLock:
         self.release()
 
     def release(self) -> None:
-        """Remove the file and give the lock back; a second call does nothing."""
+        """Remove the file and release the lock; a second call does nothing."""
         fd, self._fd = self._fd, None
         if fd is None:
             return
@@ -113,7 +110,7 @@ def _not_writable(folder: Path, number: int | None) -> StorageError:
 def owner_is_dead(path: Path) -> Iterator[bool]:
     """Yield whether the save that made the lock file `path` has ended; a missing file is a dead save's.
 
-    If it is dead, the lock is held for the length of the block: nobody begins a save of that name meanwhile.
+    If so, the lock is held during the block, so that no save of that name begins.
     """
     try:
         fd = os.open(path, os.O_RDWR)
@@ -124,14 +121,14 @@ def owner_is_dead(path: Path) -> Iterator[bool]:
         yield False
         return
     try:
-        taken = _flock(fd, wait=False)
-        yield not _owner_lives(fd) if taken is None else taken
+        locked = _flock(fd, wait=False)
+        yield not _owner_lives(fd) if locked is None else locked
     finally:
         os.close(fd)
 
 
 def _flock(fd: int, *, wait: bool) -> bool | None:
-    """Take the lock and return whether that worked, None if the system or the file system has no locks."""
+    """Take the lock and return whether that succeeded; None if the system or the file system has no locks."""
     if fcntl is not None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -164,7 +161,7 @@ def process_ended(owner: Mapping[str, Any]) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except OSError as error:  # of another user's it is one too
+    except OSError as error:  # PermissionError: a process of another user
         return isinstance(error, ProcessLookupError)
     return False
 
@@ -187,7 +184,7 @@ class Committer:
     def check(self, *, overwrite: bool, run: str = "") -> TagInfo | None:
         """Check that the save may begin; runs in the caller's thread, and changes nothing except that it makes `folder`.
 
-        Returns the checkpoint that is to be replaced. Raises CheckpointExistsError for a committed tag (unless `overwrite`,
+        Returns the checkpoint that it will replace. Raises CheckpointExistsError for a committed tag (unless `overwrite`,
         or it is one of the run `run`), StorageError if nothing can be made.
         """
         if not self.folder.is_dir():
@@ -199,7 +196,7 @@ class Committer:
     def begin(self, move: Callable[[Path], object] | None = None) -> None:
         """Make the temporary folder, with its lock. Not in the caller's thread: a busy journal may hold it up.
 
-        `move` gives an existing folder that name in place of a new one.
+        `move` renames an existing folder to it.
         """
         self._lock = SaveLock(self.lock_path)
         try:
@@ -211,18 +208,15 @@ class Committer:
             raise
 
     def commit(self, record: Record, flush: Flush | None = None, keep: Keep | None = None) -> list[str]:
-        """Publish the temporary folder, whose files are durable or will be by `flush`, with `record`, and remove checkpoints of
-        its run that `keep` does not keep; returns what went wrong after the commit.
-
-        `record.committed_ns` is set here, unless it is already.
-        """
+        """Publish the temporary folder, whose files are durable or become so by `flush`, with `record`; then apply `keep` to
+        the checkpoints of its run. Returns what failed after the commit. Sets `record.committed_ns` unless it is set."""
         record = record if record.committed_ns else stamped(record, self.folder)
         path = self.temporary / RECORD_FILE
         self._files.write_small(path, record.encode(), sync=flush is None)
         make_read_only(path)
         messages: list[str] = []
         if self.target.is_dir() and not (self.target / RECORD_FILE).exists():
-            # Others' files stay beside the checkpoint's.
+            # Other programs' files are kept next to the checkpoint's.
             shutil.copytree(self.target, self.temporary, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
         if flush is None:
             self._files.sync_folder(self.temporary)
@@ -238,16 +232,16 @@ class Committer:
             if replaces:
                 self._files.rename(self._aside, self.target)
             raise
-        # Failures that do no harm to the checkpoint are noted.
+        # From here on, failures do not harm the checkpoint and are noted.
         if flush is None:
             self._write_hint(record, messages)
         with noting(messages, NOT_LATEST):
             if record.is_latest and not messages:
                 self._files.rename(self._hint, self.folder / LATEST_FILE)
-        if messages:  # it names an older one, and would look as if somebody went back
+        if messages:  # it names an older checkpoint, as if the user had gone back to it
             with contextlib.suppress(StorageError):
                 self._files.unlink(self.folder / LATEST_FILE)
-        # Both new names at once.
+        # The tag and `latest`.
         self._files.sync_folder(self.folder)
         with noting(messages, NOT_REMOVED):
             if replaces:
@@ -258,16 +252,14 @@ class Committer:
         return messages
 
     def _write_hint(self, record: Record, messages: list[str], *, sync: bool = True) -> None:
-        """Write the new content of `latest` under a name of the save's own."""
+        """Write the new content of `latest` to a temporary file."""
         with noting(messages, NOT_LATEST):
             if record.is_latest:
                 self._files.write_small(self._hint, f"{self._tag}\n".encode(), sync=sync)
 
     def abort(self, reason: str, *, alone: bool) -> None:
-        """Say why the save was given up, for the other ranks to see, and remove its files. Never raises.
-
-        Files that cannot be removed now are swept by the next save; `alone` says that no other rank looks.
-        """
+        """Write the reason for the other ranks, unless `alone`, and remove the save's files. Never raises. Files that cannot
+        be removed now are swept by the next save."""
         with contextlib.suppress(OSError):
             self._files.unlink(self._hint)
         with contextlib.suppress(OSError):
@@ -285,13 +277,13 @@ class Committer:
         self.close()
 
     def close(self) -> None:
-        """Release the lock: the save is over."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.release()
 
 
 def abort_reason(path: Path) -> str | None:
-    """Return the reason in a rank's file that says why it gave a save up; None if it is not there, or not yet whole."""
+    """Return the reason in the file that an aborting rank wrote; None if it is missing or incomplete."""
     with contextlib.suppress(OSError, ValueError):
         message = json.loads(path.read_bytes())
         return str(message.get("reason")) if isinstance(message, dict) else None
@@ -310,11 +302,8 @@ def discard(files: Files, path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(files: Files, parent: Path, name: str) -> Iterator[Path]:
-    """Yield a new folder in `parent`, with a name that belongs to `name`, and remove its remains at the
-    end.
-
-    First sweeps the leftovers of a dead process for the same name.
-    """
+    """Yield a new folder in `parent`, named after `name`, and remove what is left of it at the end. First sweeps the leftovers
+    of a dead process for the same name."""
     files.make_folder(parent)
     sweep(files, parent, only=name)
     save_id = new_save_id()
@@ -344,10 +333,8 @@ def new_folder(files: Files, target: Path) -> Iterator[Path]:
 
 
 def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
-    """Remove the leftovers of dead saves in `folder` (of the folder `only`), and give set-aside checkpoints their names back.
-
-    Never touches a living save's. Returns a message for each file or folder that could not be removed.
-    """
+    """Remove the leftovers of dead saves in `folder` (of the tag folder `only`), and rename set-aside checkpoints back. Returns
+    a message for each file or folder that could not be removed."""
     by_save: dict[str, list[tuple[str, str, Path]]] = {}
     for name in os.listdir(folder):
         own = parse_own_name(name)
@@ -355,7 +342,7 @@ def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
             by_save.setdefault(own[2], []).append((own[1], own[0], folder / name))
     messages: list[str] = []
     for save_id, left in by_save.items():
-        # The lock goes last: until then, files that could not be removed still have an owner who is known to be dead.
+        # The lock last: files that could not be removed keep an owner that is known to be dead.
         left.sort(key=lambda entry: (entry[0] == LOCK, entry[0]))
         locks = [path for kind, _, path in left if kind == LOCK]
         with owner_is_dead(locks[0]) if locks else contextlib.nullcontext(True) as dead:
@@ -367,8 +354,8 @@ def sweep(files: Files, folder: Path, *, only: str | None = None) -> list[str]:
 
 
 def _drop_stale_latest(files: Files, folder: Path, save_id: str) -> list[str]:
-    """Remove `latest` if the dead save `save_id` committed the newest checkpoint and did not get to it: without the lock it
-    would look as if somebody had gone back."""
+    """Remove `latest` if the dead save `save_id` committed the newest checkpoint but did not update it: without the lock it
+    would look as if the user had gone back to an older one."""
     messages: list[str] = []
     with noting(messages, NOT_LATEST):
         catalog = scan(folder)
@@ -383,7 +370,7 @@ def _sweep_one(files: Files, left: Sequence[tuple[str, str, Path]]) -> list[str]
     messages: list[str] = []
     for kind, name, path in left:
         target = path.with_name(name)
-        with noting(messages, "what an earlier save left could not be removed"):
+        with noting(messages, "leftovers of an earlier save could not be removed"):
             if kind == SET_ASIDE and not is_committed(target):
                 if not target.exists() and is_committed(path):
                     files.rename(path, target)

@@ -1,11 +1,10 @@
-"""The folder that a checkpoint's files are read from: a local one, or one behind a URL (`zstore.remote`); and what its files
-take on disk.
+"""The folder that a checkpoint's files are read from, local or behind a URL (`zstore.remote`); and its size on disk.
 
 [Note: sizes]
-Three numbers describe a checkpoint, each with one name in every command and page: its *array data* are the values alone;
-its *shard files* hold these with index, checksums and padding; its *size on disk* is that of all its files, metadata and
-manifests included, as `ls -l` shows it. A file that has several names (hard links) is *shared*; removing a checkpoint
-*frees* the files that have no name outside of it.
+Three sizes describe a checkpoint, with the same names in every command and page: its *array data* are the values alone; its
+*shard files* add index, checksums and padding; its *size on disk* is that of all files, metadata and manifests included, as
+`ls -l` shows it. A file with several names (hard links) is *shared*; removing a checkpoint *frees* the files that have no name
+outside of it.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ class Folder(ABC):
     """A folder of files. Paths inside it have `/` between their parts. Usable from any thread."""
 
     is_local: bool
-    """Whether it is on a file system here: then an operation costs microseconds, and not a request over a network."""
+    """Whether it is on a mounted file system: an operation then takes microseconds, and not a request over a network."""
 
     traffic: NetworkTraffic | None = None
-    """Traffic to and from a URL, by this folder and those made from it; None: not counted."""
+    """Traffic to and from a URL, of this folder and those made from it; None: not counted."""
 
     def __init__(self, location: str, name: str) -> None:
         self.location = location
@@ -84,11 +83,11 @@ class Folder(ABC):
         """Return the path or URL of a file in it, for `resources()` and messages."""
 
     @abstractmethod
-    def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+    def read_small(self, file: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         """Return a small file's bytes.
 
-        Raises FileNotFoundError, or NotADirectoryError, if it is missing, CorruptionError if it has more than
-        `most_bytes`, by default those of any JSON file of a checkpoint, or is a link or no file.
+        Raises FileNotFoundError or NotADirectoryError if it is missing, CorruptionError if it has more than `max_bytes` (by
+        default the limit of JSON files) or is a link or no file.
         """
 
     @abstractmethod
@@ -104,15 +103,15 @@ class Folder(ABC):
 
     @abstractmethod
     def check_file(self, file: str) -> None:
-        """Raise FileNotFoundError if a local file is missing, CorruptionError if it, or a folder on the way, is a link or
-        of another kind. Behind a URL there are none, and nothing is asked."""
+        """Raise FileNotFoundError if a local file is missing, CorruptionError if it, or a folder above it, is a link or of
+        another kind. Does nothing behind a URL, where there are no links."""
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
-        """Return what `read_small` returns or raises for each of `files`."""
+        """Return for each of `files` the bytes, or the error of reading it."""
         return [self.try_read(file) for file in files]
 
     def try_read(self, file: str) -> bytes | Exception:
-        """Return what `read_small` returns, or the error that it raises."""
+        """Return a small file's bytes, or the error of reading it."""
         try:
             return self.read_small(file)
         except (OSError, ValueError) as error:
@@ -124,7 +123,7 @@ class Folder(ABC):
 
     @abstractmethod
     def has(self, file: str) -> bool:
-        """Return whether the file is there."""
+        """Return whether the file exists."""
 
     @abstractmethod
     def entries(self) -> Entries:
@@ -158,15 +157,15 @@ class Folder(ABC):
 
 
 def links_elsewhere(entry: Path) -> bool:
-    """Tell whether `entry` is a symbolic link to something that is not in the same folder as itself."""
+    """Return whether `entry` is a symbolic link out of its folder."""
     return entry.is_symlink() and os.path.dirname(os.path.realpath(entry)) != os.path.realpath(entry.parent)
 
 
 class LocalFolder(Folder):
     """A folder on a local file system, below which only folders and regular files count.
 
-    `path` itself may be a link: its user named it. `documents` are small files that were read already, by path, each of
-    which is given once.
+    `path` itself may be a link, as the user named it. `documents` are the bytes of small files that were read already, by path;
+    each is returned once.
     """
 
     is_local = True
@@ -192,12 +191,12 @@ class LocalFolder(Folder):
     def location_of(self, file: str) -> str:
         return str(self._path / file)
 
-    def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+    def read_small(self, file: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         data = self._documents.pop(self.location_of(file), None)
-        if data is not None and len(data) <= most_bytes:
+        if data is not None and len(data) <= max_bytes:
             return data
         self.check_file(file)
-        return read_json(self._path / file, most_bytes)
+        return read_json(self._path / file, max_bytes)
 
     def read_range(self, file: str, start: int, stop: int) -> bytes:
         self.check_file(file)
@@ -299,7 +298,7 @@ def folder_at(place: FolderLike) -> Folder:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file."""
+    """A file of a checkpoint, with all its names."""
 
     nbytes: int
     names_here: int
@@ -310,11 +309,15 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredFiles:
-    """The files of one checkpoint, each once; behind a URL, where files have one name each, all of them as one."""
+    """The files of checkpoints, each once; behind a URL, where there are no links, all files of a checkpoint as one."""
 
     files: Mapping[Hashable, StoredFile]
     """By a key that is the same for the same file of any checkpoint."""
-    num_files: int
+
+    @property
+    def num_files(self) -> int:
+        """Names of files in the checkpoints."""
+        return sum(file.names_here for file in self.files.values())
 
     @property
     def size_bytes(self) -> int:
@@ -328,39 +331,33 @@ class StoredFiles:
 
 
 def stored_files(place: FolderLike) -> StoredFiles:
-    """Return the files of the checkpoint in the tag's folder `place`; those that somebody else removes are left out."""
+    """Return the files of the checkpoint in the tag's folder `place`, without those that are removed meanwhile."""
     folder = folder_at(place)
     if not folder.is_local:
         sizes = folder.sizes("").values()
-        return StoredFiles({folder.location: StoredFile(sum(size or 0 for size in sizes), 1, 1)}, len(sizes))
+        return StoredFiles({folder.location: StoredFile(sum(size or 0 for size in sizes), len(sizes), len(sizes))})
     found: dict[Hashable, StoredFile] = {}
-    num_files = 0
     for parent, _, names in os.walk(folder.path):
         for name in names:
-            try:
+            with contextlib.suppress(OSError):
                 status = os.lstat(os.path.join(parent, name))
-            except OSError:
-                continue
-            num_files += 1
-            key = status.st_dev, status.st_ino
-            here = found[key].names_here if key in found else 0
-            found[key] = StoredFile(status.st_size, here + 1, status.st_nlink)
-    return StoredFiles(found, num_files)
+                key = status.st_dev, status.st_ino
+                names_here = found[key].names_here + 1 if key in found else 1
+                found[key] = StoredFile(status.st_size, names_here, status.st_nlink)
+    return StoredFiles(found)
 
 
 def shared_bytes(tables: Sequence[StoredFiles]) -> list[int]:
-    """Return, of each checkpoint, the bytes of the files that others of them have too."""
-    holders = Counter(key for table in tables for key in table.files)
-    return [sum(file.nbytes for key, file in table.files.items() if holders[key] > 1) for table in tables]
+    """Return for each checkpoint the bytes of the files that it shares with others of `tables`."""
+    counts = Counter(key for table in tables for key in table.files)
+    return [sum(file.nbytes for key, file in table.files.items() if counts[key] > 1) for table in tables]
 
 
 def joined_files(tables: Iterable[StoredFiles]) -> StoredFiles:
-    """Return the files of several checkpoints together: what removing all of them frees is no sum."""
+    """Return the files of several checkpoints together, whose `freed_bytes` is not the sum of theirs."""
     found: dict[Hashable, StoredFile] = {}
-    num_files = 0
     for table in tables:
-        num_files += table.num_files
         for key, file in table.files.items():
-            here = found[key].names_here if key in found else 0
-            found[key] = replace(file, names_here=here + file.names_here)
-    return StoredFiles(found, num_files)
+            names_here = found[key].names_here if key in found else 0
+            found[key] = replace(file, names_here=names_here + file.names_here)
+    return StoredFiles(found)

@@ -30,20 +30,20 @@ RECORD_FORMAT = "zstore checkpoint"
 MANIFEST_FORMAT = "zstore manifest"
 COMPLETE = "complete"
 ABSENT_KEY = "frozen_left_out"
-"""Key of a record's state: names of parameters that the checkpoint does not have although the model does."""
+"""Key of a record's state: names of the model's parameters that the checkpoint leaves out."""
 LATEST_KEY = "latest"
-"""Key of a record's state: false in a checkpoint that is loaded by its tag alone."""
+"""Key of a record's state: false in a checkpoint that is loaded only by its tag."""
 
 MAX_JSON_BYTES = 256 * 1024 * 1024
-"""No JSON file of a checkpoint is larger; a larger one is not read."""
+"""A larger JSON file is not read."""
 MAX_JSON_VALUES = 2**24
-"""No JSON file of a checkpoint has more values, so that a small file cannot ask for much memory."""
+"""A JSON file with more values is not parsed: a small file could take much memory."""
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 MAX_RECORD_VALUES = 2**20
 MAX_RANKS = 2**20
 _MAX_DEPTH = 100
 _SHARDS = b',"shards":['
-"""The beginning of the list of shards in a manifest, its last key. In a JSON text the quotes would be escaped."""
+"""The beginning of a manifest's list of shards, its last key. Inside a JSON string the quotes would be escaped."""
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -55,9 +55,9 @@ class Manifest:
     rank: int
     world_size: int
     outcome: str
-    """`complete`, or `failed: ` and why."""
+    """`complete`, or `failed: ` and the reason."""
     layout: str = ""
-    """SHA-256, hex, of the arrays and cuts for which the rank stored every shard that is its own."""
+    """SHA-256, hex, of the arrays and cuts for which the rank stored all its shards."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     """JSON that belongs to this rank alone, such as the states of its random number generators."""
     shards: tuple[ShardSummary, ...] = ()
@@ -71,20 +71,20 @@ class Manifest:
 
     @classmethod
     def decode_head(cls, data: bytes, path: str) -> Manifest:
-        """Return as `decode` does a manifest that `encode` made, but without its shards, which are most of it."""
+        """Return a manifest that `encode` made without its shards, which are most of it; see `decode`."""
         head, found, _ = data.rpartition(_SHARDS)
         return cls.decode(head + _SHARDS + b"]}" if found else data, path)
 
     @staticmethod
     def sum_bytes(data: bytes, *, linked: bool) -> int:
-        """Return the bytes of shard files that are links, or of the others, in a manifest of `encode`, which is not decoded."""
+        """Return the bytes of the linked shard files, or of the others, without decoding the manifest, which `encode` made."""
         sizes = rb'"bytes":(\d+),"linked":' + (b"true" if linked else b"false")
         return sum(map(int, re.findall(sizes, data.rpartition(_SHARDS)[2])))
 
     @classmethod
-    def decode(cls, data: bytes, path: str, most_values: int = MAX_JSON_VALUES) -> Manifest:
+    def decode(cls, data: bytes, path: str, max_values: int = MAX_JSON_VALUES) -> Manifest:
         """Return the manifest in `data`, which was read from `path`. Raises CorruptionError for anything else."""
-        document = parse_json(data, path, most_values)
+        document = parse_json(data, path, max_values)
         _check_kind(document, MANIFEST_FORMAT, path)
         shards = _get(document, "shards", list, path)
         return cls(
@@ -140,8 +140,7 @@ class Record:
     world_size: int
     """Ranks that the arrays are laid out for; each has a manifest."""
     training_world_size: int
-    """Ranks of the run that saved the state; another number if it was resharded since, and then no rank has states
-    of its own."""
+    """Ranks of the run that saved the state; if it was resharded since, `world_size` differs, and no rank has states."""
     run: str = ""
     """Id of the training run, kept across resumes; retention deletes only checkpoints of its own run."""
     committed_ns: int = 0
@@ -167,7 +166,7 @@ class Record:
 
     @property
     def is_latest(self) -> bool:
-        """Whether the checkpoint may count as the newest of its folder: its save did not say otherwise."""
+        """Whether the checkpoint may count as the newest of its folder, unless its save excluded that."""
         return self.state.get(LATEST_KEY) is not False
 
     def encode(self) -> bytes:
@@ -188,7 +187,7 @@ class Record:
 
         Raises CorruptionError if it is damaged, CheckpointMismatchError if a newer version wrote it.
         """
-        document = parse_json(data, path, most_values=MAX_RECORD_VALUES)
+        document = parse_json(data, path, max_values=MAX_RECORD_VALUES)
         _check_kind(document, RECORD_FORMAT, path)
         if document.pop("digest", None) != _digest(document):
             raise CorruptionError(f"{path} fails its digest: the record is damaged; restore it from another copy")
@@ -230,8 +229,8 @@ def encode_state(value: Any, where: str) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value as one that JSON has, if it is of a kind that training loops keep: a numpy number as the plain number, a
-    path as text, an `argparse.Namespace` as the dict of its values; any other as it is."""
+    """Return a value that training loops often have in a form of JSON: a numpy number as the plain number, a path as text, an
+    `argparse.Namespace` as the dict of its values; any other value unchanged."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Namespace):
@@ -275,13 +274,13 @@ def decode_state(value: Any, depth: int = 0) -> Any:
     return [decode_state(item, depth + 1) for item in value] if isinstance(value, list) else value
 
 
-def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """Return the bytes of a JSON file of a checkpoint.
 
     Raises FileNotFoundError or NotADirectoryError if it is missing, CorruptionError if it is larger than any such
     file, a symbolic link or no file, StorageError if it cannot be read.
     """
-    # A pipe would keep its reader waiting forever; a link may lead anywhere.
+    # A pipe would block its reader forever; a link may lead anywhere.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         if path.is_symlink():
@@ -290,21 +289,21 @@ def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> bytes:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CorruptionError(f"{path} is not a regular file: it is not part of a checkpoint")
-            # The requested bytes are reserved: the limit would take the address space of a process that reads many at once.
-            data = file.read(status.st_size + 1) if status.st_size <= most_bytes else None
+            # Sized by the file: the limit would reserve the address space of a process that reads many at once.
+            data = file.read(status.st_size + 1) if status.st_size <= max_bytes else None
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise storage_error(error, "cannot read the file", path=str(path)) from error
-    if data is None or len(data) > most_bytes:
-        raise CorruptionError(f"{path} has more than {most_bytes} bytes: it is not a checkpoint file")
+    if data is None or len(data) > max_bytes:
+        raise CorruptionError(f"{path} has more than {max_bytes} bytes: it is not a checkpoint file")
     return data
 
 
-def parse_json(data: bytes, path: str, most_values: int = MAX_JSON_VALUES) -> dict[str, Any]:
+def parse_json(data: bytes, path: str, max_values: int = MAX_JSON_VALUES) -> dict[str, Any]:
     """Return the JSON object in `data`, which was read from `path`; raises CorruptionError for anything else."""
-    if _num_values(data) > most_values:
-        raise CorruptionError(f"{path} has more than {most_values} values: it is not a checkpoint file")
+    if _num_values(data) > max_values:
+        raise CorruptionError(f"{path} has more than {max_values} values: it is not a checkpoint file")
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:

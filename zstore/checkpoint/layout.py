@@ -1,17 +1,17 @@
-"""The layout of a checkpoint on disk: names of tags, arrays and shard files, and those that a save uses on its way; and
-the Zarr v3 documents, one for every group level and array, the root's with a copy of all. Pure.
+"""The layout of a checkpoint on disk: names of tags, arrays, shard files and a save's temporary files; and the Zarr v3
+documents, one for each group and array, the root's with a copy of all. Pure.
 
 [Note: names on disk]
 A user's name becomes one path component: its UTF-8 bytes, percent-encoded except for letters, digits and
-`-_.~=+@,`. Encoded too, although the characters are plain: a leading `.`, the first of two leading `_` (Zarr reserves
-`__`), the first letter of names that the format uses itself, and the `.` of an ending that looks like one of a save's
-own. A component over 180 bytes is cut and ends in `~` and the first 32 digits of the SHA-256 of the true name. The true
-name is in the metadata, and a reader accepts a folder only if encoding its true name gives the folder's name.
+`-_.~=+@,`. Also encoded: a leading `.`, the first of two leading `_` (Zarr reserves `__`), the first letter of names that the
+format uses, and the `.` of an ending like that of a save's temporary files. A component over 180 bytes is cut and ends in `~`
+and the first 32 digits of the SHA-256 of the true name. The true name is in the metadata, and a reader accepts a folder only
+if encoding its true name gives the folder's name.
 
 [Note: objects of a save]
-Python's collector counts the objects that are made, and after so many walks over all that the program holds, modules of
-torch and transformers among them: that takes longer than a small save. A document is some thirty objects. So they are
-made as text, once for the arrays of a run, and a save makes a few objects for an array in all.
+Python's garbage collector runs after so many new objects and walks over all of the program's, those of torch and
+transformers among them, which takes longer than a small save. A document is some thirty objects. So documents are made as
+text, once for the arrays of a run, and a save makes only a few objects for each array.
 
 Source: Zarr v3 core specification and the sharding codec, https://zarr-specs.readthedocs.io/en/latest/v3/core/
 """
@@ -25,7 +25,6 @@ import re
 import reprlib
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -40,9 +39,8 @@ from ..format.arrays import (
     ArraySpec,
     Grid,
     extents_of_cols,
-    numpy_dtype,
 )
-from ..format.codecs import Codec, parse_codec
+from ..format.codecs import Codec, CodecError, parse_codec
 
 RECORD_FILE = "zstore.json"
 METADATA_FILE = "zarr.json"
@@ -51,20 +49,20 @@ MANIFEST_FOLDER = "manifest"
 ABORT_FILE = "abort.json"
 
 TEMPORARY = "tmp"
-"""A folder on its way in or out: never a checkpoint."""
+"""A folder that is being written or removed: never a checkpoint."""
 SET_ASIDE = "old"
-"""A committed checkpoint that is being replaced: it counts as long as nothing has its name."""
+"""A committed checkpoint that is being replaced: it counts while no folder has its tag."""
 LOCK = "lock"
-"""The file that a running save holds locked."""
+"""The file that a running save keeps locked."""
 
-_MOST_BYTES = 180
+_MAX_COMPONENT_BYTES = 180
 _RESERVED = frozenset({RECORD_FILE, METADATA_FILE, LATEST_FILE, MANIFEST_FOLDER})
 _OWN = re.compile(rf"\A(?P<folder>.+)\.(?P<kind>{TEMPORARY}|{SET_ASIDE}|{LOCK})-(?P<id>[0-9a-f]{{32}})\Z", re.DOTALL)
 _ID = re.compile(r"\A[0-9a-f]{32}\Z")
 _PARTIAL_ESCAPE = re.compile(r"%[0-9A-F]?\Z")
 _FORBIDDEN_IN_TAGS = re.compile(r"[/\x00-\x1f\x7f-\x9f]")
 
-# Bounds on the requests of metadata, before anything is allocated.
+# Bounds on what metadata may ask for, before anything is allocated.
 MAX_NUMEL = 2**48
 MAX_CHUNK_BYTES = 2**31
 
@@ -76,6 +74,7 @@ _BYTES: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}
 _CRC32C: dict[str, Any] = {"name": "crc32c"}
 _PLAIN_CODECS = [_BYTES, _CRC32C]
 _FILL_VALUES = {**dict.fromkeys(FLOATING, "NaN"), "complex64": ["NaN", "NaN"], "bool": False}
+_UNREAD_CODING = "the array is coded in a way that this version does not read"
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 100
 
@@ -125,13 +124,13 @@ def encode_name(name: str) -> str:
     if own := _OWN.match(text):
         dot = len(own["folder"])
         text = f"{text[:dot]}%2E{text[dot + 1 :]}"
-    if len(text) <= _MOST_BYTES:
+    if len(text) <= _MAX_COMPONENT_BYTES:
         return text
-    head = _PARTIAL_ESCAPE.sub("", text[: _MOST_BYTES - 33])
+    head = _PARTIAL_ESCAPE.sub("", text[: _MAX_COMPONENT_BYTES - 33])
     return f"{head}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
-# A save asks several times for each.
+# Called several times for each array of a save.
 @lru_cache(maxsize=2**15)
 def array_path(name: str) -> str:
     """Return the folder of an array inside a checkpoint: `model/<fqn>`, `optimizer/<slot>/<fqn>`, `buffer/<fqn>`."""
@@ -158,12 +157,12 @@ def manifest_file(rank: int) -> str:
 
 
 def own_name(folder: str, kind: str, save_id: str) -> str:
-    """Return the name that save `save_id` gives to something of tag folder `folder` that is not a checkpoint."""
+    """Return the name of a temporary file or folder of save `save_id` for the tag folder `folder`."""
     return f"{folder}.{kind}-{save_id}"
 
 
 def parse_own_name(name: str) -> tuple[str, str, str] | None:
-    """Return (tag folder, kind, save id) of a name that a save uses on its way, None for every other name."""
+    """Return (tag folder, kind, save id) of a name that `own_name` made, None for every other name."""
     found = _OWN.match(name)
     return (found["folder"], found["kind"], found["id"]) if found else None
 
@@ -218,7 +217,7 @@ def array_document(spec: ArraySpec, grid: Grid, codec: Codec | None = None) -> d
         "data_type": "uint8" if spec.dtype in FLOAT8 else spec.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [grid.shard_rows, *width] if some else []}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        # A lost file must never read as zeros, if the type has another value for it.
+        # A lost file must not read as zeros, if the type has another value for it.
         "fill_value": _FILL_VALUES.get(spec.dtype, 0),
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         "attributes": {"zstore": attributes},
@@ -231,7 +230,7 @@ def encode_documents(
 ) -> Mapping[str, bytes]:
     """Return the bytes of every `zarr.json` of a checkpoint by its folder inside it; the root's folder is an empty string.
 
-    `codec` compresses the chunks of all arrays. Those of the last arrays are kept: see [Note: objects of a save].
+    `codec` compresses the chunks of all arrays. The last results are cached: see [Note: objects of a save].
 
     Raises UsageError if two arrays would share a folder, or an array would be inside another.
     """
@@ -283,26 +282,22 @@ def parse_root(document: Mapping[str, Any], path: str) -> dict[str, tuple[str, A
             groups.add(folder)
             continue
         spec, grid, codec = parse_array(entry, where)
-        expected = _folder_of(spec.name, where)
+        try:
+            expected = array_path(spec.name)
+        except UsageError as error:
+            raise CorruptionError(f"{where}: {error}") from error
         if expected != folder:
             raise CorruptionError(
-                f"{where}: array {brief(spec.name)} must lie in {brief(expected)}: the metadata was changed"
+                f"{where}: array {brief(spec.name)} must be in {brief(expected)}: the metadata was changed"
             )
         arrays[spec.name] = (folder, spec, grid, codec)
     _check_groups(groups, {folder for folder, *_ in arrays.values()}, inner, path)
     return arrays
 
 
-def _folder_of(name: str, where: str) -> str:
-    try:
-        return array_path(name)
-    except UsageError as error:
-        raise CorruptionError(f"{where}: {error}") from error
-
-
 def _check_groups(groups: set[str], folders: set[str], inner: Mapping[str, Any], path: str) -> None:
-    """Raise CorruptionError for groups that no array is in: their names would lead anywhere."""
-    parents = {folder[:at] for folder in folders for at, letter in enumerate(folder) if letter == "/"}
+    """Raise CorruptionError for groups that no array is in: their names could lead anywhere."""
+    parents = {group for folder in folders for group in groups_of(folder)}
     unexpected = sorted(groups - parents) or sorted(parents & folders)
     if unexpected:
         raise CorruptionError(f"{path}: {brief(unexpected[0])} is not a group of its arrays: the metadata was changed")
@@ -315,66 +310,51 @@ def _check_groups(groups: set[str], folders: set[str], inner: Mapping[str, Any],
 
 def parse_array(document: Mapping[str, Any], where: str) -> tuple[ArraySpec, Grid, Codec | None]:
     """Return spec, grid and codec of an array's document; `where` names it in errors (see `parse_root`)."""
-    stored = tuple(_extents(document.get("shape"), f"{where}: shape"))
-    spec = _parse_spec(document, stored, where)
-    if stored != spec.stored_shape:
-        raise CorruptionError(f"{where}: shape {stored} does not belong to a tensor of shape {spec.shape}")
-    shard_shape, chunk_shape = _parse_cuts(document, where)
-    if len(shard_shape) != len(stored) or len(chunk_shape) != len(stored):
-        raise CorruptionError(f"{where}: shards {shard_shape} and chunks {chunk_shape} do not fit shape {stored}")
+    try:
+        own, sharding = document["attributes"]["zstore"], document["codecs"][0]["configuration"]
+        name, dtype, codecs = own["name"], document["data_type"], sharding["codecs"]
+        aliases, dims = own.get("aliases", []), document.get("dimension_names", [])
+        cuts = document["chunk_grid"]["configuration"]["chunk_shape"], sharding["chunk_shape"]
+        are_texts = all(isinstance(text, str) for text in (name, dtype, *aliases, *dims))
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CorruptionError(
+            f"{where}: expected an array with `zstore` attributes, in a regular grid of shards with inner chunks"
+        ) from error
+    if not are_texts:
+        raise CorruptionError(
+            f"{where}: expected texts as name, data type ({brief(dtype)}), aliases and dimension_names"
+        )
+    if dtype == "uint8" and own.get("data_type") in FLOAT8:
+        dtype = own["data_type"]
+    stored, shape = (
+        tuple(_extents(document.get("shape"), f"{where}: shape")),
+        tuple(_extents(own.get("shape"), f"{where}: true shape")),
+    )
+    shard_shape, chunk_shape = _extents(cuts[0], f"{where}: shard shape"), _extents(cuts[1], f"{where}: chunk shape")
+    keeps_shape = stored == shape and len(shape) not in (1, 2)
+    try:
+        spec = ArraySpec(
+            name=name, shape=shape, dtype=dtype, aliases=tuple(aliases), keeps_shape=keeps_shape, dims=tuple(dims)
+        )
+        codec = parse_codec(codecs[1]) if isinstance(codecs, list) and len(codecs) == 3 else None
+    except CodecError as error:
+        raise CheckpointMismatchError(f"{where}: {_UNREAD_CODING} ({error}): use a newer version") from error
+    except ValueError as error:
+        raise CheckpointMismatchError(f"{where}: {error}") from error
+    if stored != spec.stored_shape or not len(stored) == len(shard_shape) == len(chunk_shape):
+        raise CorruptionError(
+            f"{where}: shape {stored}, shards {shard_shape} and chunks {chunk_shape} do not fit a tensor of shape {spec.shape}"
+        )
     rows, *width = shard_shape or [1]
     chunk_rows, *chunk_extents = chunk_shape or [1]
     grid = Grid(spec.rows, spec.row_numel, rows, chunk_rows, math.prod(chunk_extents))
     _check_grid(spec, grid, math.prod(width), where)
-    codec = _parse_codec(document, where)
     if document != array_document(spec, grid, codec):
         raise CheckpointMismatchError(
-            f"{where}: the array is coded in a way that this version does not read (expected shards of "
-            "[bytes little, crc32c] chunks, or such with zstd between the two, with the index at the start, keys "
-            "with `.`): use a newer version"
+            f"{where}: {_UNREAD_CODING} (expected shards of [bytes little, crc32c] chunks, or such with zstd between the two, "
+            "with the index at the start, keys with `.`): use a newer version"
         )
     return spec, grid, codec
-
-
-def _parse_codec(document: Mapping[str, Any], where: str) -> Codec | None:
-    codecs = document["codecs"][0]["configuration"].get("codecs")
-    if not isinstance(codecs, list) or len(codecs) != 3:
-        return None  # the plain ones, or unsupported ones
-    try:
-        return parse_codec(codecs[1])
-    except ValueError as error:
-        raise CheckpointMismatchError(
-            f"{where}: the array is coded in a way that this version does not read ({error}): use a newer version"
-        ) from error
-
-
-def _parse_spec(document: Mapping[str, Any], stored: tuple[int, ...], where: str) -> ArraySpec:
-    attributes = document.get("attributes")
-    own = attributes.get("zstore") if isinstance(attributes, dict) else None
-    if document.get("node_type") != "array" or not isinstance(own, dict):
-        raise CorruptionError(f"{where}: expected an array with `zstore` attributes in {METADATA_FILE}")
-    name, dtype, aliases = own.get("name"), document.get("data_type"), own.get("aliases", [])
-    if not isinstance(name, str) or not isinstance(dtype, str):
-        raise CorruptionError(f"{where}: expected a name and a data type as text, got {brief(name)} and {brief(dtype)}")
-    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-        raise CorruptionError(f"{where}: expected a list of names as aliases")
-    if dtype == "uint8" and own.get("data_type") in FLOAT8:
-        dtype = own["data_type"]
-    shape, dims = tuple(_extents(own.get("shape"), f"{where}: true shape")), document.get("dimension_names", [])
-    if not isinstance(dims, list) or not all(isinstance(dim, str) for dim in dims):
-        raise CorruptionError(f"{where}: expected a list of names as dimension_names")
-    try:
-        numpy_dtype(dtype)
-        spec = ArraySpec(
-            name=name,
-            shape=shape,
-            dtype=dtype,
-            aliases=tuple(aliases),
-            keeps_shape=stored == shape and len(shape) not in (1, 2),
-        )
-        return replace(spec, dims=tuple(dims))
-    except ValueError as error:
-        raise CheckpointMismatchError(f"{where}: {error}") from error
 
 
 def _extents(value: object, what: str) -> list[int]:

@@ -1,9 +1,9 @@
 """Reading ranges of arrays in order, ahead of their use, each stored chunk once, in bounded memory.
 
 [Note: spans]
-The ranges are cut at the ends of stored chunks, into spans of about `span_bytes`. Threads load spans in order into a fixed
-set of buffers; a buffer is free again when its span was used. A span exists from when its loading begins until then: all
-spans of a huge checkpoint would take gigabytes.
+Ranges are cut at the ends of stored chunks into spans of about `span_bytes`. Threads load spans in order into a fixed set of
+buffers; a buffer is free again once its span is used. A span is created when its loading begins: all spans of a huge
+checkpoint would take gigabytes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .reader import ArraySource, StoredArray
 Range = tuple[str, int, int]
 """An array's name and global flat elements `[first, stop)` of it."""
 
-Landed = Callable[[int, int, int], None]
-"""`landed(number, first, stop)`: elements `[first, stop)` of target number `number` are there, counted from its first. Called
+OnRead = Callable[[int, int, int], None]
+"""`on_read(number, first, stop)`: elements `[first, stop)` of target number `number`, counted from its first, were read. Called
 by the thread that read them, in whose cache they may still be."""
 
 MEMORY_BYTES = 48 * 1024 * 1024
-_LEAST_DEPTH = 6
+_MIN_DEPTH = 6
 _NUM_REQUESTS = 12
-"""Requests of `use_spans` under way at a time, at most."""
-_NUM_STRAIGHT = 20
-"""Requests of `read_into` for local files: threads wait for the drive by turns with what each does to its bytes."""
-_LEAST_USERS = 4
+"""Concurrent requests of `use_spans`, at most."""
+_NUM_LOCAL_REQUESTS = 20
+"""Concurrent requests of `read_into` for local files: some threads wait for the drive while others process their bytes."""
+_MIN_USERS = 4
 _USERS_PER_CORE = 2
-"""Threads of `use_spans` that read local files: more take each other's cores and caches (docs/design/0006-checkpoints.md)."""
+"""Threads of `use_spans` that read local files: more compete for cores and caches (docs/design/0006-checkpoints.md)."""
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Span:
     def data(self) -> Bytes:
         """The elements' bytes, while the span has memory."""
         if self.slab is None:
-            raise UsageError(f"array {self.name!r}: elements from {self.first} on are not in memory, or no longer")
+            raise UsageError(f"array {self.name!r}: elements from {self.first} on are not, or no longer, in memory")
         return self.slab[: self.nbytes]
 
 
@@ -72,7 +72,7 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Ite
     grid, itemsize = array.grid, array.spec.itemsize
     while first < stop:
         shard, local = divmod(first, grid.shard_numel)
-        # As they are in the file: otherwise a span is a request and a little more.
+        # In their size in the file, so that a span is not slightly more than a request.
         chunks = max(1, span_bytes // round_up(grid.chunk_numel * itemsize + CRC_BYTES, BLOCK_BYTES))
         end = min((local // grid.chunk_numel + chunks) * grid.chunk_numel, grid.shard_numel)
         end = min(shard * grid.shard_numel + end, stop)
@@ -81,7 +81,7 @@ def cut_spans(array: StoredArray, first: int, stop: int, span_bytes: int) -> Ite
 
 
 def _spans_memory(reader: ArraySource) -> int:
-    """Return about the bytes that spans take beside the reader's pool."""
+    """Return about the bytes of spans in addition to the reader's pool."""
     return min(MEMORY_BYTES, reader.resources.pool.nbytes // 2)
 
 
@@ -89,9 +89,8 @@ class ReadAhead(Closing):
     """Loads `ranges` of `reader`'s arrays ahead of one thread that uses them in that order. Close it, or use it in a `with`
     block.
 
-    The spans take about `memory_bytes` beside the reader's pool: 48 MiB, or half of a pool that is smaller than twice
-    that. Either `read` serves pieces of the ranges, one after the other; or `take` hands out whole spans. Both raise the
-    errors of reading.
+    The spans take about `memory_bytes` in addition to the reader's pool (default: 48 MiB, at most half of the pool). Either
+    `read` copies consecutive pieces of the ranges, or `take` returns whole spans. Both raise the errors of reading.
     """
 
     def __init__(self, reader: ArraySource, ranges: Sequence[Range], *, memory_bytes: int | None = None) -> None:
@@ -99,32 +98,32 @@ class ReadAhead(Closing):
         num_threads = reader.num_readers
         if memory_bytes is None:
             memory_bytes = _spans_memory(reader)
-        # A span is a chunk at least, of up to 1 MiB: in little memory there are few.
-        depth = min(2 * num_threads, max(_LEAST_DEPTH, memory_bytes // 2**20))
+        # A span is at least a chunk, of up to 1 MiB: little memory has few spans.
+        depth = min(2 * num_threads, max(_MIN_DEPTH, memory_bytes // 2**20))
         span_bytes = memory_bytes // depth
-        most = 0
+        max_bytes = 0
         for name, first, stop in ranges:
             array = reader.array(name)
             chunk_bytes = array.grid.chunk_numel * array.spec.itemsize
-            most = max(most, min(max(span_bytes, chunk_bytes), (stop - first) * array.spec.itemsize))
-        self._slabs = Slabs(most)
-        self._coming = (
+            max_bytes = max(max_bytes, min(max(span_bytes, chunk_bytes), (stop - first) * array.spec.itemsize))
+        self._slabs = Slabs(max_bytes)
+        self._next_spans = (
             each for one, low, high in ranges for each in cut_spans(reader.array(one), low, high, span_bytes)
         )
-        self._begun: deque[tuple[Span, Ticket[None]]] = deque()
-        """Spans that are loaded, or will be next, in order."""
+        self._loading: deque[tuple[Span, Ticket[None]]] = deque()
+        """Spans that are loaded or being loaded, in order."""
         self._current: Span | None = None
-        """The one that `read` is in."""
+        """The span that `read` copies from."""
         self._closed = False
         self._workers = Workers(num_threads, "zstore-ahead")
         for _ in range(depth):
             self._begin()
 
     def _begin(self) -> None:
-        """Load the next span, for which there is memory now."""
-        span = None if self._closed else next(self._coming, None)
+        """Load the next span, whose memory is free."""
+        span = None if self._closed else next(self._next_spans, None)
         if span is not None:
-            self._begun.append((span, self._workers.submit(partial(self._load, span))))
+            self._loading.append((span, self._workers.submit(partial(self._load, span))))
 
     def _load(self, span: Span) -> None:
         if not self._closed:
@@ -135,16 +134,16 @@ class ReadAhead(Closing):
         """Return the next span, loaded, or None after the last; the caller releases it."""
         if self._closed:
             raise UsageError("the read-ahead was closed")
-        if not self._begun:
-            self._begin()  # all spans that were begun failed, or the caller has not released them
-        if not self._begun:
+        if not self._loading:
+            self._begin()  # the spans before failed, or the caller has not released them
+        if not self._loading:
             return None
-        span, loaded = self._begun.popleft()
+        span, loaded = self._loading.popleft()
         loaded.wait()
         return span
 
     def release(self, span: Span) -> None:
-        """Take the span's memory back, for another one."""
+        """Free the span's memory for the next span."""
         if span.slab is not None:
             self._slabs.release(span.slab)
             span.slab = None
@@ -153,7 +152,7 @@ class ReadAhead(Closing):
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
         """Copy elements `[first, stop)`, part of one of the ranges, into `out`: contiguous elements, or bytes as uint8.
 
-        Raises UsageError for elements that are not among those to come.
+        Raises UsageError for elements that are not among the next spans'.
         """
         target = out.reshape(-1).view(np.uint8)
         position = first
@@ -167,14 +166,14 @@ class ReadAhead(Closing):
             position = end
 
     def _span_at(self, name: str, position: int) -> Span:
-        """Return the span of an element, and release those before it."""
+        """Return the span of an element, and release the spans before it."""
         span = self._current
         while span is None or span.slab is None or span.name != name or not span.first <= position < span.stop:
             if span is not None:
                 self.release(span)
             span = self._current = self.take()
             if span is None:
-                raise UsageError(f"array {name!r}: elements from {position} on are not in memory, or no longer")
+                raise UsageError(f"array {name!r}: elements from {position} on are not, or no longer, in memory")
         return span
 
     def close(self) -> None:
@@ -186,18 +185,18 @@ class ReadAhead(Closing):
 def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span], None], name: str) -> None:
     """Read `ranges` in spans of a request each, roughly in order, and call `use` for each, in several threads called `name`.
 
-    The thread that read a span uses it, in whose cache it may still be; its memory is taken back then. The first error stops
-    all of them and is raised. The spans take at most as much memory as those of `ReadAhead`.
+    The thread that read a span uses it, in whose cache it may still be, and frees it. The first error stops all threads and is
+    raised. The spans take at most as much memory as those of `ReadAhead`.
     """
     memory_bytes, request_bytes = _spans_memory(reader), reader.resources.request_bytes
     wanted = reader.num_readers if reader.is_remote else min(_NUM_REQUESTS, _USERS_PER_CORE * num_cores())
-    num_threads = max(_LEAST_USERS, min(wanted, memory_bytes // request_bytes))
+    num_threads = max(_MIN_USERS, min(wanted, memory_bytes // request_bytes))
     span_bytes = min(request_bytes, memory_bytes // num_threads)
     slabs = Slabs(span_bytes)
 
     def work(span: Span) -> None:
         slab = slabs.acquire()
-        # A chunk of another program may be larger than all other spans.
+        # A chunk that another program wrote may be larger than a span.
         span.slab = slab if span.nbytes <= slab.size else np.empty(span.nbytes, np.uint8)
         reader.read(span.name, span.first, span.stop, span.data)
         use(span)
@@ -210,25 +209,25 @@ def use_spans(reader: ArraySource, ranges: Sequence[Range], use: Callable[[Span]
 
 
 def read_into(
-    reader: ArraySource, targets: Sequence[tuple[Range, npt.NDArray[Any]]], landed: Landed | None = None
+    reader: ArraySource, targets: Sequence[tuple[Range, npt.NDArray[Any]]], on_read: OnRead | None = None
 ) -> None:
     """Read each range whole into its memory, contiguous elements or bytes, by several threads at once, a request each.
 
-    Takes no memory beside the reader's pool. The first error stops all reads and is raised; the memory then has mixed content.
+    Takes no memory but the reader's pool. The first error stops all reads and is raised; the content is then undefined.
     """
     tasks: list[Callable[[], None]] = []
     for number, ((name, first, stop), out) in enumerate(targets):
         target = out.reshape(-1).view(np.uint8)
         spans = cut_spans(reader.array(name), first, stop, reader.resources.request_bytes)
-        tasks += [partial(_read_span, reader, span, number, first, target, landed) for span in spans]
+        tasks += [partial(_read_span, reader, span, number, first, target, on_read) for span in spans]
     if tasks:
-        most = max(_NUM_REQUESTS, reader.num_readers) if reader.is_remote else _NUM_STRAIGHT
-        with Workers(min(most, len(tasks)), "zstore-read") as workers:
+        num_threads = max(_NUM_REQUESTS, reader.num_readers) if reader.is_remote else _NUM_LOCAL_REQUESTS
+        with Workers(min(num_threads, len(tasks)), "zstore-read") as workers:
             workers.run(tasks)
 
 
-def _read_span(reader: ArraySource, span: Span, number: int, base: int, target: Bytes, landed: Landed | None) -> None:
+def _read_span(reader: ArraySource, span: Span, number: int, base: int, target: Bytes, on_read: OnRead | None) -> None:
     low, high = span.first - base, span.stop - base
     reader.read(span.name, span.first, span.stop, target[low * span.itemsize : high * span.itemsize])
-    if landed is not None:
-        landed(number, low, high)
+    if on_read is not None:
+        on_read(number, low, high)

@@ -1,19 +1,19 @@
-"""One rank's part of a save: what it was asked for, its shard files, and its pieces of arrays that rank 0 stores.
+"""One rank's part of a save: the request, its shard files, and its pieces of arrays that rank 0 stores.
 
 [Note: links of unchanged shards]
-A shard of which no pass changed anything has the version that it had when it was saved. Its file is then linked from that
-checkpoint, if it is still the very file that was written, and the checksums of the values in memory are those of the
-file: any code with a parameter may have written to its memory without a pass. Otherwise the shard is written.
+A shard that no pass changed has the version that it had when it was saved. Its file is then linked from that checkpoint, if it
+is still the same file and the values in memory have its checksums: any code with a parameter may have written to its memory
+without a pass. Otherwise the shard is written.
 
 [Note: pieces]
 An array under 64 KiB has no file for each rank: a shard file of a few rows takes 8 KiB, and a model has hundreds of such
-arrays. So each rank writes its rows of all of them, one array after the other, into few files beside its manifest. Once
-every manifest is there, rank 0 reads them, stores each array as one shard, and removes them. As all of a save, that needs
-no collectives, and no rank waits for it: the pins are released as soon as their rows were copied.
+arrays. So each rank writes its rows of all of them, one array after the other, into few files next to its manifest. Rank 0
+reads the files of all ranks, stores each array as one shard, and removes them. This needs no collectives, and no rank waits
+for it: the pins are released once their rows are copied.
 
     manifest/rank-<rank>.pieces-<group>     rows of the group's arrays in their order, without padding; their crc32c (u32)
 
-A group is arrays of 8 MiB together, which bounds the memory that either side takes.
+A group has 8 MiB of arrays, which bounds the memory of both sides.
 """
 
 from __future__ import annotations
@@ -58,16 +58,14 @@ class KnownFile:
     device: int
     """Number of the file system."""
     identity: str
-    """An identity that no other file there has, nor this one after a write."""
+    """Differs from that of any other file there, and of this file after a write."""
 
     @staticmethod
     def of(
         path: str | Path, *, version: int | None, crcs: tuple[int, ...], written_as: Path | None = None
     ) -> KnownFile | None:
-        """Return the file that is at `written_as` now and at `path` later (None: it is there); None if there is none.
-
-        None as well for a version that is not known.
-        """
+        """Return the file that is at `written_as` now (None: at `path`) and will be at `path`; None if it is missing or its
+        version is unknown."""
         found = _identity(written_as or path)
         if version is None or found is None:
             return None
@@ -81,14 +79,14 @@ class KnownFile:
         return _identity(path) == (self.device, self.identity)
 
     def link(self, files: Files, target: Path) -> bool:
-        """Make the hard link `target`; false, and nothing made, if the file is another one now or cannot be linked."""
+        """Make the hard link `target`; return False, with nothing made, if the file was changed or cannot be linked."""
         if not self.is_there():
             return False
         try:
             files.link(self.path, target)
         except OSError:
             return False
-        # It may have been replaced meanwhile.
+        # It may have been replaced since the check.
         if self._is(target):
             return True
         with contextlib.suppress(StorageError):
@@ -106,7 +104,7 @@ def _identity(path: str | Path) -> tuple[int, str] | None:
 
 
 class PinnedShard(Protocol):
-    """A shard's version that nobody changes until `release()`; usable from any thread but an I/O thread."""
+    """A version of a shard that does not change until `release()`; usable from any thread but an I/O thread."""
 
     @property
     def local(self) -> LocalShard:
@@ -118,11 +116,11 @@ class PinnedShard(Protocol):
 
     @property
     def has_file(self) -> bool:
-        """Whether they are a file of the run folder, so that `publish` may link it."""
+        """Whether they are in a file of the run folder, which `publish` may link."""
 
     @property
     def version(self) -> int | None:
-        """None if it is not known yet, because an update is to make it."""
+        """None if it is not known yet, because an update will create it."""
 
     def copy_into(self, out: Bytes, grid: Grid, shard: int) -> None:
         """Copy the elements of shard number `shard` on `grid`, without padding, into `out`. Raises UsageError if the pinned
@@ -132,8 +130,8 @@ class PinnedShard(Protocol):
         """Return the crc32c of each chunk that a shard file of shard number `shard` on `grid` has."""
 
     def publish(self, res: IoResources, path: str | Path, grid: Grid, shard: int, priority: Priority) -> ShardSummary:
-        """Make the shard file `path` of shard number `shard` on `grid`: a hard link if the disk tier has that very file
-        on the same file system, else a copy; durable when this returns, if `res.sync`."""
+        """Make the shard file `path` of shard number `shard` on `grid`: a hard link if the disk tier has that file on the
+        same file system, else a copy; durable when this returns, if `res.sync`."""
 
     def release(self) -> None:
         """Allow changes again; a second call does nothing."""
@@ -141,48 +139,48 @@ class PinnedShard(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest(CheckpointPlan):
-    """One save, as one rank sees it. The arrays in `small` must not change until the handle is done."""
+    """The request for one rank's part of a save. The arrays in `small` must not change until the save is done."""
 
     resources: IoResources
     folder: Path
-    """The folder of checkpoints; made if missing. The same for every rank."""
+    """The folder of checkpoints, the same on every rank; made if missing."""
     rank: int
     pins: Mapping[str, PinnedShard]
     """This rank's pinned shards by array name."""
     rank_state: Mapping[str, Any] = field(default_factory=dict)
     """JSON of this rank alone, such as its RNG states."""
     record: Mapping[str, Any] = field(default_factory=dict)
-    """JSON of the whole run; rank 0's counts."""
+    """JSON of the whole run; only rank 0's is stored."""
     keep: Keep | None = None
-    """Checkpoints of this run that stay in the folder once this one is committed; None: all."""
+    """Which checkpoints of this run are kept once this one is committed; None: all."""
     known: Mapping[str, KnownFile] = field(default_factory=dict)
-    """By array, the file of an earlier checkpoint that may have the same content as the pinned shard."""
+    """By array, the file of an earlier checkpoint that may equal the pinned shard."""
     overwrite: bool = False
-    """Replace a committed checkpoint of the same tag, whatever run saved it."""
+    """Replace a committed checkpoint of the same tag, even one of another run."""
     disk_folder: Path | None = None
-    """The disk tier's folder: if it is on another file system, room for copies is asked for beforehand."""
+    """The disk tier's folder; if it is on another file system, the check of free room counts copies."""
     disk_folders: Mapping[str, Path] = field(default_factory=dict)
     """By array, the folder of shards that are on another drive than `disk_folder`."""
     before_commit: Callable[[CheckpointReader], Iterable[str]] | None = None
-    """Called on rank 0 with the checkpoint before it is committed, in the save's thread; returns messages. Files that it writes
-    at the top of the folder, durably, are committed too."""
+    """Called on rank 0 with the checkpoint before it is committed, in the save's thread; returns messages. Files that it
+    writes durably at the top of the folder are committed too."""
     reserve_bytes: int = 0
-    """Bytes on the disk tier's file system that the next step needs for files beside those that the save keeps."""
+    """Bytes on the disk tier's file system that the next step needs in addition to the files of the save."""
     on_end: Callable[[SaveSummary | BaseException], None] | None = None
     """Called in the save's thread with this rank's summary, or its error, before `wait()` returns. Must not raise."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others."""
     num_threads: int = 8
-    """Shards that are published at a time."""
+    """Shards published at a time."""
 
     @property
     def written_bytes(self) -> int:
-        """About how many bytes a rank writes, unless it finds them unchanged."""
+        """About the bytes that a rank writes if no shard is unchanged."""
         written = [name for name, pin in self.pins.items() if not pin.has_file]
         return sum(self.specs[name].nbytes for name in [*written, *self.small]) // max(1, self.world_size)
 
     def check(self) -> None:
-        """Raise UsageError for a request that makes no sense. Not done in the constructor: the save releases the pins first."""
+        """Raise UsageError for an invalid request. Not done by the constructor, so that the save can release the pins."""
         tag_text(self.tag)
         check_save_id(self.save_id)
         if not 0 <= self.rank < self.world_size:
@@ -196,7 +194,7 @@ class SaveRequest(CheckpointPlan):
                 raise UsageError(f"array {name!r} has no spec in the save request")
         for name in self.pieces:
             if (num_shards := self.grid(name).num_shards) > 1:
-                raise UsageError(f"array {name!r} comes in pieces: expected one shard, got {num_shards}")
+                raise UsageError(f"array {name!r} is gathered from pieces: expected one shard, got {num_shards}")
         for name, data in self.small.items():
             spec = self.specs[name]
             if data.shape != spec.shape or data.dtype != numpy_dtype(spec.dtype):
@@ -205,35 +203,35 @@ class SaveRequest(CheckpointPlan):
                 )
 
     def unchanged(self, name: str) -> KnownFile | None:
-        """Return the file of an earlier checkpoint that no pass made old, None if there is none."""
+        """Return the file of an earlier checkpoint with the same version as the pinned shard; None if there is none."""
         known, version = self.known.get(name), self.pins[name].version
         return known if known is not None and version is not None and known.version == version else None
 
     def check_room(self, path: Path, num_ranks: int) -> None:
         """Raise DiskFullError if the file system of `path` lacks room for the files of so many ranks together."""
-        here = os.stat(path).st_dev
+        device = os.stat(path).st_dev
         folders = {folder for folder in (self.disk_folder, *self.disk_folders.values()) if folder is not None}
-        elsewhere = {folder for folder in folders if os.stat(folder).st_dev != here}
+        on_other_devices = {folder for folder in folders if os.stat(folder).st_dev != device}
         written = [
             name
             for name, pin in self.pins.items()
-            if not pin.has_file or self.disk_folders.get(name, self.disk_folder) in elsewhere
-            if (known := self.unchanged(name)) is None or known.device != here or not known.is_there()
+            if not pin.has_file or self.disk_folders.get(name, self.disk_folder) in on_other_devices
+            if (known := self.unchanged(name)) is None or known.device != device or not known.is_there()
         ]
         needed = sum(
             min(self.grid(name).num_shards, num_ranks) * self.file_bytes(name, 0)
             for name in written
             if name not in self.pieces
         )
-        # For a while a piece and the whole are both there.
+        # For a while a piece and the whole both exist.
         needed += sum(self.file_bytes(name, 0) for name in [*self.small, *self.pieces])
         needed += sum(self.specs[name].nbytes for name in self.pieces)
-        reserved = 0 if self.disk_folder is None or self.disk_folder in elsewhere else self.reserve_bytes
-        beside = f", and the next step {reserved} beside it" if reserved else ""
+        reserved = 0 if self.disk_folder is None or self.disk_folder in on_other_devices else self.reserve_bytes
+        step_text = f", and the next step {reserved} in addition" if reserved else ""
         self.resources.files.require_room(
             path,
             needed + reserved,
-            f"the checkpoint writes about {needed} bytes{beside}",
+            f"the checkpoint writes about {needed} bytes{step_text}",
             "make room, or save elsewhere",
         )
 
@@ -247,11 +245,11 @@ class SaveSummary:
     num_files: int
     """Shard files of this rank."""
     num_linked: int
-    """Those of them that are links: no byte of them was written."""
+    """Shard files that are links, of which nothing was written."""
     linked_bytes: int
     written_bytes: int
     all_linked_bytes: int
-    """Of all ranks that save to this folder, on the one that commits; else 0."""
+    """Of all ranks that save to this folder, on the rank that commits; else 0."""
     all_written_bytes: int
     elapsed_s: float
     """From the request to the commit."""
@@ -260,11 +258,11 @@ class SaveSummary:
     messages: tuple[str, ...]
     """Messages for the user: copies instead of links, leftovers that could not be removed."""
     url: str | None = None
-    """The URL that it was uploaded to; then `path`, the local copy, is gone unless it was to be kept."""
+    """The URL that it was uploaded to; `path`, the local folder, is then removed."""
     uploaded_bytes: int = 0
     """Bytes that this rank uploaded."""
     all_uploaded_bytes: int = 0
-    """Of all ranks, on the one that commits; else 0."""
+    """Of all ranks, on the rank that commits; else 0."""
 
 
 class RankPart(CheckpointBuilder):
@@ -286,7 +284,7 @@ class RankPart(CheckpointBuilder):
         self.known: dict[str, KnownFile] = {}
         """Files that the next save may link, once this one is committed."""
         self._groups: list[list[str]] = []
-        """Names whose pieces travel together."""
+        """Names of arrays whose pieces share a file."""
         nbytes = _GROUP_BYTES
         for name in sorted(request.pieces):
             size = request.specs[name].nbytes
@@ -297,8 +295,8 @@ class RankPart(CheckpointBuilder):
             nbytes += size
 
     def tasks(self) -> Iterator[Callable[[], ShardSummary | None]]:
-        """Yield a task for each group of pieces and each shard file of this rank; those in memory first, since an updater
-        waits for them."""
+        """Yield a task for each group of pieces and each shard file of this rank; shards in memory first, since an
+        updater waits for them."""
         request = self._request
         yield from (partial(self._write_rows, group) for group in self._own_groups())
         own = [name for name in request.pins if name not in request.pieces and request.file_bytes(name, request.rank)]
@@ -320,14 +318,13 @@ class RankPart(CheckpointBuilder):
         # Released at once: an updater of this shard may be waiting.
         pin.release()
         self._finish_file(path)
-        later = self._target / request.shard_path(name, request.rank)
-        if known := KnownFile.of(later, version=version, crcs=summary.crcs, written_as=path):
+        committed = self._target / request.shard_path(name, request.rank)
+        if known := KnownFile.of(committed, version=version, crcs=summary.crcs, written_as=path):
             self.known[name] = known
         return summary
 
     def _link_known(self, name: str, pin: PinnedShard, path: Path) -> ShardSummary | None:
-        """Link an earlier checkpoint's file that holds the same; None if there is none. See [Note: links of unchanged
-        shards]."""
+        """Link an equal file of an earlier checkpoint; None if there is none. See [Note: links of unchanged shards]."""
         request = self._request
         known = request.unchanged(name)
         if known is None or not known.link(self._files, path):
@@ -353,11 +350,11 @@ class RankPart(CheckpointBuilder):
     # -- pieces -----------------------------------------------------------------------------------------------------
 
     def pieces_of_rank(self) -> list[Path]:
-        """Return the files of pieces that this rank writes."""
+        """Return this rank's files of pieces."""
         return [self._pieces_file(group, self._request.rank) for group in self._own_groups()]
 
     def all_pieces(self) -> list[Path]:
-        """Return the files of pieces that `assembly_tasks` need."""
+        """Return all ranks' files of pieces."""
         return [path for group in range(len(self._groups)) for path in self._pieces_files(group)]
 
     def assembly_tasks(self) -> list[Callable[[], list[ShardSummary]]]:
@@ -368,7 +365,7 @@ class RankPart(CheckpointBuilder):
         return [group for group in range(len(self._groups)) if self._num_bytes(group, self._request.rank)]
 
     def _sources(self, group: int) -> range:
-        # The first ranks have the rows; of many ranks most have none of small arrays.
+        # The first ranks have the rows; of many ranks most have no row of a small array.
         return range(max(self._request.pieces[name].num_shards for name in self._groups[group]))
 
     def _pieces_files(self, group: int) -> list[Path]:
@@ -397,7 +394,7 @@ class RankPart(CheckpointBuilder):
                 at += stop - first
                 # Released at once: an updater of this shard may be waiting.
                 request.pins[name].release()
-        # It need not be durable: it is gone before the commit.
+        # It need not be durable: it is removed before the commit.
         whole = data.tobytes()
         whole += _CRC.pack(crc32c(whole))
         self._files.write_small(self._pieces_file(group, request.rank), whole, sync=False)

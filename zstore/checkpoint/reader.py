@@ -1,6 +1,5 @@
-"""Reading arrays out of a checkpoint of ours, local or remote, or of one that other software wrote. No torch.
-
-Of ours, any range of any array is read, every chunk verified, in parallel and in bounded memory.
+"""Reading any range of any array of a checkpoint, local or remote; the interface serves checkpoints of other software too. In
+parallel, in bounded memory, with every chunk verified. No torch.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from .format import COMPLETE, MAX_JSON_VALUES, Manifest, Record, parse_json, sha
 from .layout import METADATA_FILE, RECORD_FILE, manifest_file, natural_key, parse_root, shard_file, tag_text
 
 NUM_THREADS = 4
-"""I/O threads of a source without resources of its own."""
+"""I/O threads of a source that is given no resources."""
 NUM_REMOTE_REQUESTS = 12
-"""Requests over a network under way at a time: each takes tens of milliseconds, whatever it reads."""
+"""Concurrent requests over a network: each takes tens of milliseconds, whatever it reads."""
 _NUM_LOCAL_READERS = 6
 
 
@@ -42,16 +41,16 @@ class StoredArray:
 
     spec: ArraySpec
     grid: Grid
-    """How it is cut in its files, by its own metadata; reads that end at ends of chunks cost least."""
+    """How it is cut in its files; reads that end with a chunk cost least."""
     folder: str
-    """Its place inside the source, for people; of our checkpoints its folder."""
+    """Its place inside the source, for messages; in our checkpoints its folder."""
     codec: Codec | None = None
-    """The codec of its chunks; a store cannot go on with compressed shard files."""
+    """The codec of its chunks; a store cannot link compressed shard files."""
     shard_bytes: tuple[int, ...] | None = None
     """Bytes of each shard file if it is compressed."""
 
     def open_shard(self, resources: IoResources, path: str, shard: int) -> ShardReader:
-        """Return the reader of one of its shard files, of which nothing was checked yet."""
+        """Return the reader of one of its shard files, unchecked."""
         if self.codec is None:
             return ShardReader(resources, path, self.spec, self.grid, shard, check=False)
         return PackedReader(resources, path, (self.spec, self.grid, self.codec), shard)
@@ -65,7 +64,7 @@ class StoredArray:
         """Bytes of all its shard files."""
         if self.grid.num_shards == 0 or self.shard_bytes is not None:
             return sum(self.shard_bytes or ())
-        last = self.grid.num_shards - 1  # all others are alike
+        last = self.grid.num_shards - 1  # the others have equal sizes
         return last * self.shard_file_bytes(0) + self.shard_file_bytes(last)
 
     def shard_file_bytes(self, shard: int) -> int:
@@ -83,11 +82,11 @@ class ArraySource(Closing):
     """
 
     kind: str = "a checkpoint of other software"
-    """The software whose checkpoint it is, for people: "zstore", "DeepSpeed stage 2"."""
+    """The software that wrote the checkpoint, for messages: "zstore", "DeepSpeed stage 2"."""
     notes: tuple[str, ...] = ()
-    """State that other software's checkpoint has, or lacks, and that is not carried over: for one warning on use."""
+    """State that is not carried over from, or is missing in, other software's checkpoint: for one warning on use."""
     weight_files: Collection[str] = ()
-    """Of a model's folder, all of which belongs to the model, the files that the arrays are in; of any other source none."""
+    """The files with the arrays, if the source is a model's folder, all of which belongs to the model; else empty."""
 
     def __init__(
         self,
@@ -102,19 +101,19 @@ class ArraySource(Closing):
         """Path or URL, for messages."""
         self.tag: str = tag
         self.record: Record = record
-        """The commit record; of other software's checkpoint its counterpart, with `id` empty."""
+        """The commit record; for other software's checkpoint its counterpart, with an empty `id`."""
         self.arrays: dict[str, StoredArray] = {}
         self._cleanup = contextlib.ExitStack()
         self.is_remote: bool = False
-        """Whether reads go over a network: a `read` waits long then, and takes little of a processor."""
+        """Whether reads go over a network: they wait long and use little processor time."""
         self.resources: IoResources = resources or self._cleanup.enter_context(open_resources(num_threads=num_threads))
-        """Threads and buffers; given back by `close` unless they were the caller's."""
+        """Threads and buffers; released by `close` unless the caller passed them."""
         self.is_forked = False
-        """Whether this is a forked child of the process that opened it: then it reads nothing."""
+        """Whether this is a forked child of the process that opened it, in which nothing is read."""
         tell_of_fork(self)
 
     def _forked(self) -> None:
-        """Belong to the parent, in a forked child: buffers may be lent out for ever there, and locks held."""
+        """Mark it as the parent's in a forked child, where its buffers may be in use and its locks taken forever."""
         self.is_forked = True
 
     @property
@@ -125,14 +124,14 @@ class ArraySource(Closing):
     @property
     @abstractmethod
     def read_bytes(self) -> int:
-        """Bytes that were read so far, checksums and alignment included."""
+        """Bytes read so far, checksums and alignment included."""
 
     @abstractmethod
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
-        """Read global flat elements `[first, stop)` of array `name` into `out`; blocks until they are there.
+        """Read global flat elements `[first, stop)` of array `name` into `out`; blocks until done.
 
         `out` is contiguous: `stop - first` elements of the array's data type, or their bytes as uint8. Raises
-        CorruptionError that names array, file and offset of missing or damaged data; `out` then holds no result.
+        CorruptionError that names array, file and offset of missing or damaged data; the content of `out` is then undefined.
         """
 
     @abstractmethod
@@ -140,23 +139,20 @@ class ArraySource(Closing):
         """Return the JSON that belongs to rank `rank` of the saving run alone; empty if there is none."""
 
     def reading(self) -> ReadStatistics | None:
-        """Return the bytes that were read so far, and those that were asked for; None if they are not counted."""
+        """Return the statistics of the reads so far; None if they are not counted."""
         return None
 
     def shard_crcs(self, name: str, shard: int) -> Sequence[int] | None:
-        """Return the crc32c of each chunk of a shard that holds values, as committed; None if there are none."""
+        """Return the committed crc32c of each chunk of a shard that has values; None if there are none."""
         return None
 
     def file_of(self, name: str, shard: int) -> Path | None:
-        """Return the path of a shard's file in our format on this machine, which may be linked instead of being read.
-
-        None if there is no such file, or a compressed one. Raises CorruptionError if it is missing, cut, or its index is
-        damaged.
-        """
+        """Return the path of a shard's local, uncompressed file in our format, which may be linked instead of being read; None
+        if there is none. Raises CorruptionError if it is missing, truncated, or its index is damaged."""
         return None
 
-    def room_for(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-        """Return `out` of a `read` as bytes; raises UsageError if elements and memory do not fit."""
+    def checked_target(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+        """Return the memory `out` of a `read` as bytes; raises UsageError if it does not fit the elements."""
         if self.is_forked:
             raise UsageError(f"the checkpoint {self.location} {OF_THE_PARENT}")
         spec = self.array(name).spec
@@ -178,7 +174,7 @@ class ArraySource(Closing):
         return sorted(self.arrays, key=natural_key)
 
     def known(self, name: str) -> StoredArray:
-        """Return the array that a program named; raises KeyError, with other names, if there is none."""
+        """Return the array called `name`; raises KeyError, with some of the names, if there is none."""
         if name not in self.arrays:
             names = self.names()
             raise KeyError(f"{self.location} has no array {name!r}; it has {len(names)}, for example {names[:3]}")
@@ -192,7 +188,7 @@ class ArraySource(Closing):
         return out
 
     def close(self) -> None:
-        """Give the threads and buffers back; a second call does nothing."""
+        """Release the threads and buffers; a second call does nothing."""
         self._cleanup.close()
 
 
@@ -201,9 +197,9 @@ class ReadStatistics:
     """The reads of a checkpoint so far."""
 
     read_bytes: int
-    """Behind a URL all bytes that came over the network; of a folder those of chunks. Checksums and alignment included."""
+    """Behind a URL all bytes over the network, else those of chunks; checksums and alignment included."""
     asked_bytes: int
-    """Bytes of the elements that were asked for."""
+    """Bytes of the requested elements."""
     requests: int
     """Operations on a URL; 0 for a folder."""
 
@@ -218,7 +214,7 @@ class ReadStatistics:
         return text + (f": {more:.0%} more than needed, since chunks are read whole" if more > 0.005 else "")
 
 
-_MOST_OPEN_SHARDS = 4096
+_MAX_OPEN_SHARDS = 4096
 
 
 class CheckpointReader(ArraySource):
@@ -235,12 +231,12 @@ class CheckpointReader(ArraySource):
         self.folder: Folder = info.folder
         """The tag's folder."""
         self.asked_bytes = 0
-        """Bytes of elements that `read` was asked for so far."""
+        """Bytes of the elements requested from `read` so far."""
         self.shard_resources: IoResources = info.folder.resources(self.resources)
-        """`resources`, made to read the shard files, wherever they are."""
+        """`resources` for reading the shard files, local or remote."""
         self.arrays = parsed
         self._crcs: dict[int, dict[str, tuple[int, ...]]] = {}
-        """By rank, the checksums of its shard of each array."""
+        """By rank and array, the checksums of its shard."""
         self._decoding = threading.Lock()
         self._shards: OrderedDict[tuple[str, int], ShardReader] = OrderedDict()
         self._lock = threading.Lock()
@@ -252,7 +248,7 @@ class CheckpointReader(ArraySource):
             raise
 
     def _find_sizes(self) -> None:
-        """Look up how large the files of compressed arrays are: their metadata does not tell."""
+        """Look up the sizes of compressed files in the manifests."""
         packed = {name: array for name, array in self.arrays.items() if array.codec is not None}
         sizes: dict[str, list[int]] = {name: [0] * array.grid.num_shards for name, array in packed.items()}
         for rank in range(max(map(len, sizes.values()), default=0)):
@@ -269,12 +265,12 @@ class CheckpointReader(ArraySource):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of chunks that were read from files so far, checksums and alignment included."""
+        """Bytes of chunks read from files so far, checksums and alignment included."""
         with self._lock:
             return self._retired_bytes + sum(shard.read_bytes for shard in self._shards.values())
 
     def reading(self) -> ReadStatistics:
-        """Return the statistics: reads are always counted."""
+        """Return the statistics of the reads so far."""
         traffic = self.folder.traffic
         return ReadStatistics(
             read_bytes=self.read_bytes if traffic is None else traffic.read_bytes,
@@ -285,7 +281,7 @@ class CheckpointReader(ArraySource):
     def manifest(self, rank: int) -> Manifest:
         """Return the manifest of rank `rank` of the saving run, checked against the record.
 
-        Raises CorruptionError if it is missing or not the one that was committed.
+        Raises CorruptionError if it is missing or differs from the committed one.
         """
         path = self.folder.location_of(manifest_file(rank))
         try:
@@ -297,7 +293,7 @@ class CheckpointReader(ArraySource):
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
         array = self.array(name)
         itemsize = array.spec.itemsize
-        target = self.room_for(name, first, stop, out)
+        target = self.checked_target(name, first, stop, out)
         with self._lock:
             self.asked_bytes += out.nbytes
         try:
@@ -305,12 +301,12 @@ class CheckpointReader(ArraySource):
                 piece = target[(part.first - first) * itemsize : (part.stop - first) * itemsize]
                 self.open_shard(name, part.shard).read(part.first, part.stop, piece)
         except CorruptionError as error:
-            if (what := self._what_became()) is not None:
-                raise CorruptionError(f"{self.location} {what} while it was read: open it again") from error
+            if (change := self._change_since_open()) is not None:
+                raise CorruptionError(f"{self.location} {change} while it was read: open it again") from error
             raise
 
-    def _what_became(self) -> str | None:
-        """Return what happened to the checkpoint since it was opened; None if it is still there."""
+    def _change_since_open(self) -> str | None:
+        """Return what happened to the checkpoint since it was opened; None if it is unchanged."""
         try:
             return None if read_record(self.folder).id == self.record.id else "was replaced by another save"
         except (FileNotFoundError, NotADirectoryError):
@@ -321,7 +317,7 @@ class CheckpointReader(ArraySource):
     def read_array(self, name: str) -> npt.NDArray[Any]:
         if self.folder.is_local:
             for shard in range(self.array(name).grid.num_shards):
-                self.open_shard(name, shard)  # files of that size are there, before memory is taken
+                self.open_shard(name, shard)  # its file exists in full size: checked before memory is allocated
         return super().read_array(name)
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
@@ -352,23 +348,20 @@ class CheckpointReader(ArraySource):
                 f"array {name!r}: the shard file {path} is missing; restore it from another copy"
             ) from error
         opened = array.open_shard(self.shard_resources, path, shard)
-        if (
-            self.folder.is_local
-        ):  # far away, size and index would be two requests a shard, and tell nothing that chunks do not
+        if self.folder.is_local:  # behind a URL, that would be another request, and chunks have checksums
             opened.check_size()
         opened.expect(crcs)
         with self._lock:
             kept = self._shards.setdefault(key, opened)
-            if len(self._shards) > _MOST_OPEN_SHARDS:
+            if len(self._shards) > _MAX_OPEN_SHARDS:
                 self._retired_bytes += self._shards.popitem(last=False)[1].read_bytes
         return kept
 
     def shard_crcs(self, name: str, shard: int) -> Sequence[int]:
-        """Return the crc32c of each chunk of a shard that holds values, by the manifest; in an archive of its compressed
-        bytes. Raises CorruptionError if it lacks them.
-        """
+        """Return the crc32c of each chunk of a shard that has values, by the manifest; in an archive of its compressed bytes.
+        Raises CorruptionError if the manifest lacks them."""
         array = self.array(name)
-        # Rank r stores shard r; arrays of one shard are rank 0's. Decoded once: all threads of a load ask first of all.
+        # Rank r stores shard r. Decoded once, although all threads of a load start here.
         with self._decoding:
             if shard not in self._crcs:
                 entries = self.manifest(shard).shards
@@ -392,16 +385,16 @@ def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, StoredArray
 
 
 def checked_metadata(
-    data: bytes, record: Record, path: str, most_values: int = MAX_JSON_VALUES
+    data: bytes, record: Record, path: str, max_values: int = MAX_JSON_VALUES
 ) -> tuple[dict[str, Any], dict[str, StoredArray]]:
     """Return the root's document and the arrays that it describes; `data` was read from `path`.
 
-    Raises CorruptionError for other bytes than were committed, or more values than `most_values`, CheckpointMismatchError
-    for arrays of a newer version.
+    Raises CorruptionError for bytes that were not committed, or more than `max_values` values, CheckpointMismatchError for
+    arrays of a newer version.
     """
     if sha256(data) != record.metadata_sha256:
         raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
-    document = parse_json(data, path, most_values)
+    document = parse_json(data, path, max_values)
     arrays = {
         name: StoredArray(spec=spec, grid=grid, folder=folder, codec=codec)
         for name, (folder, spec, grid, codec) in parse_root(document, path).items()
@@ -415,11 +408,11 @@ def checked_metadata(
     return document, arrays
 
 
-def checked_manifest(data: bytes, record: Record, rank: int, path: str, most_values: int = MAX_JSON_VALUES) -> Manifest:
+def checked_manifest(data: bytes, record: Record, rank: int, path: str, max_values: int = MAX_JSON_VALUES) -> Manifest:
     """Return the manifest of rank `rank`. Raises as `checked_metadata` does."""
     if sha256(data) != record.manifest_sha256[rank]:
         raise CorruptionError(f"{path} fails the digest in {RECORD_FILE}; restore it from another copy")
-    manifest = Manifest.decode(data, path, most_values)
+    manifest = Manifest.decode(data, path, max_values)
     if (manifest.id, manifest.rank, manifest.outcome) != (record.id, rank, COMPLETE):
         raise CorruptionError(f"{path} is the manifest of another save or rank; restore it from another copy")
     return manifest

@@ -1,13 +1,13 @@
-"""Which checkpoints stay: the rules, their outcome for a folder's records, and the removal of the others.
+"""Retention: the rules by which checkpoints are kept, their outcome for a folder, and the removal of the others.
 
 [Note: what stays]
-A checkpoint stays for any of these reasons; the others are removed.
+A checkpoint is kept for any of these reasons; the others are removed.
 last     it is one of the newest, by the time of its commit
 every    its step is a multiple of a number
-best     its value of a metric is the least, or the greatest, of all; of equal ones the newest
+best     its value of a metric is the minimum, or the maximum, of all; of equal ones the newest
 tag      its tag is one of the names, or matches one of the patterns (`*`, `?`, `[...]`)
-latest   the file `latest` names it in place of the newest; this needs no rule
-A metric is a finite number under `metrics` in the record's state, or otherwise in the client's state, by keys joined with `.`.
+latest   the file `latest` names it in place of the newest, without a rule
+A metric is a finite number under `metrics` in the record's state, else in the client's state, by keys joined with `.`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MODES = {"min": 1.0, "max": -1.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Rules of what stays. See [Note: what stays]. Raises UsageError for rules that make no sense."""
+    """Rules of retention. See [Note: what stays]. Raises UsageError for invalid rules."""
 
     last: int = 1
-    """How many of the newest; at least one."""
+    """Number of the newest; at least one."""
     every: int | None = None
-    """Multiples of this step stay; None: no such rule."""
+    """Multiples of this step are kept; None: no such rule."""
     best: str | None = None
-    """`METRIC:min` or `METRIC:max`; None: for no value."""
+    """`METRIC:min` or `METRIC:max`; None: no such rule."""
     tags: tuple[str, ...] = ()
     """Names, or patterns of names."""
 
@@ -49,7 +49,7 @@ class Keep:
             raise UsageError(f"keep: tags are {tags!r}; expected a list of names or patterns")
 
     def reasons(self, infos: Sequence[TagInfo]) -> list[list[str]]:
-        """Return why each checkpoint of `infos`, the oldest first, stays; nothing for one that goes."""
+        """Return the reasons to keep each checkpoint of `infos`, the oldest first; an empty list: it is removed."""
         best = self._best(infos)
         found: list[list[str]] = []
         for number, info in enumerate(infos):
@@ -72,7 +72,7 @@ class Keep:
 
 
 def metric_of(state: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric out of a record's state, None if it has none of that name that is a finite number."""
+    """Return a metric of a record's state; None if it has no finite number of that name."""
     metrics = state.get("metrics")
     candidates = [metrics.get(name) if isinstance(metrics, Mapping) else None, state.get("client_state")]
     for key in name.split("."):
@@ -98,16 +98,14 @@ class Fate:
 
     info: TagInfo
     reasons: tuple[str, ...]
-    """Why it stays; empty: it goes."""
+    """Why it is kept; empty: it is removed."""
     size_bytes: int
-    """Its size on disk: the bytes of all its files, those that other checkpoints share too. See [Note: sizes] in `folder`."""
+    """Its size on disk, shared files included. See [Note: sizes] in `folder`."""
 
 
 def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
-    """Return the fate of each checkpoint in `folder`, here or behind a URL, by the rules, the oldest first.
-
-    Raises CheckpointNotFoundError if there is none, or if none has the metric that the rules go by.
-    """
+    """Return the fate of each checkpoint in `folder`, local or behind a URL, the oldest first. Raises CheckpointNotFoundError
+    if there is none, or if none has the metric of the rules."""
     catalog = scan(folder)
     if not catalog.tags:
         raise CheckpointNotFoundError(f"{folder} has no committed checkpoint")
@@ -126,9 +124,9 @@ def weigh(folder: FolderLike, keep: Keep) -> list[Fate]:
 def _reasons(
     folder: FolderLike, keep: Keep, infos: Sequence[TagInfo], catalog: Catalog
 ) -> list[tuple[TagInfo, list[str]]]:
-    """Return why each checkpoint of `infos`, the oldest first, stays, by the rules and by the file `latest`."""
-    meant, line = meant_of(folder_at(folder), catalog) if catalog.tags else (None, "")
-    named = {meant.folder.name} if meant is not None and line else set()
+    """Return the reasons to keep each checkpoint of `infos`, the oldest first, by the rules and the file `latest`."""
+    newest, line = meant_of(folder_at(folder), catalog) if catalog.tags else (None, "")
+    named = {newest.folder.name} if newest is not None and line else set()
     return [
         (info, why + ["latest"] * (info.folder.name in named))
         for info, why in zip(infos, keep.reasons(infos), strict=True)
@@ -136,12 +134,12 @@ def _reasons(
 
 
 def plan_lines(fates: Sequence[Fate], freed_bytes: int, *, dry_run: bool) -> list[str]:
-    """Return the plan: the removals, the bytes that they free, and a line for each checkpoint, the oldest first."""
+    """Return lines with the number of removals, the bytes that they free, and each checkpoint, the oldest first."""
     width = max(len(fate.info.tag) for fate in fates)
-    doomed = [fate for fate in fates if not fate.reasons]
-    total = format_bytes(sum(fate.size_bytes for fate in doomed))
-    what = f"plan: {'would remove' if dry_run else 'remove'} {len(doomed)} of {len(fates)} checkpoints"
-    if doomed:
+    removed = [fate for fate in fates if not fate.reasons]
+    total = format_bytes(sum(fate.size_bytes for fate in removed))
+    what = f"plan: {'would remove' if dry_run else 'remove'} {len(removed)} of {len(fates)} checkpoints"
+    if removed:
         what += f" ({total} on disk), which frees {format_bytes(freed_bytes)}: files that other checkpoints or a run share stay"
     lines = [what]
     for fate in fates:
@@ -152,7 +150,7 @@ def plan_lines(fates: Sequence[Fate], freed_bytes: int, *, dry_run: bool) -> lis
 
 
 def remove_each(infos: Sequence[TagInfo], remove: Callable[[TagInfo], None]) -> list[str]:
-    """Remove checkpoints with `remove`, in this order. Returns a message for each that could not be removed."""
+    """Call `remove` for each checkpoint, in order; return a message for each that could not be removed."""
     messages: list[str] = []
     for info in infos:
         with noting(messages, f"checkpoint {info.tag!r} could not be removed"):
@@ -161,14 +159,12 @@ def remove_each(infos: Sequence[TagInfo], remove: Callable[[TagInfo], None]) -> 
 
 
 def retire(place: FolderLike, *, keep: Keep, run: str, remove: Callable[[TagInfo], None]) -> list[str]:
-    """Remove with `remove` the checkpoints in the folder that run `run` saved and that the rules do not keep.
-
-    Returns a message for each that could not be removed.
-    """
+    """Call `remove` for the checkpoints of run `run` in the folder that the rules do not keep; return a message for each that
+    could not be removed."""
     messages: list[str] = []
-    with noting(messages, "checkpoints that are not needed any more could not be looked for"):
+    with noting(messages, "the folder could not be scanned for checkpoints to remove"):
         catalog = scan(place)
         own = [info for info in catalog.tags if info.record.run == run]
-        doomed = [info for info, reasons in _reasons(place, keep, own, catalog) if not reasons]
-        messages += remove_each(doomed, remove)
+        removed = [info for info, reasons in _reasons(place, keep, own, catalog) if not reasons]
+        messages += remove_each(removed, remove)
     return messages

@@ -3,10 +3,10 @@
 [Note: who does what]
 On every rank, in one background thread and without collectives:
     publish the pins (links or copies), read-only and durable; release each; write the manifest, last.
-On rank 0 also: make the temporary folder first, for which the others wait; write metadata and the small arrays; wait for the
-manifest of every rank, and put together the arrays that it stores whole (see [Note: pieces]); call `before_commit`; commit.
-The others wait for the commit, so that `wait()` tells the same on every rank. A rank that fails writes a manifest that says so;
-rank 0 then gives up and leaves `abort.json` for all to see.
+On rank 0 also: make the temporary folder first, for which the others wait; write metadata and the small arrays; wait for every
+rank's manifest; assemble the arrays that it stores whole (see [Note: pieces]); call `before_commit`; commit.
+The others wait for the commit, so that `wait()` has the same outcome on every rank. A rank that fails writes a manifest that
+says so; rank 0 then aborts and leaves `abort.json` for the others.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from .reader import CheckpointReader
 T = TypeVar("T")
 
 _completions = Completions()
-_SEE_FOLDER_S = 60.0
-"""How long a rank looks for the temporary folder that rank 0 makes first."""
-_LOOK_AFTER_RANK_0_S = 2.0
-_MOST_FLUSHED_BYTES = 256 * 1024 * 1024
+_FOLDER_TIMEOUT_S = 60.0
+"""How long a rank waits for the temporary folder that rank 0 makes first."""
+_RANK_0_CHECK_DELAY_S = 2.0
+_MAX_FLUSHED_BYTES = 256 * 1024 * 1024
 """Per rank; above this, per-file fsync is as fast and does not wait for other writers."""
-_FOR_SMALL_FILES = 3
-"""Threads beside the save's own worth starting for small files: the caller waits for them to start."""
+_MAX_SMALL_FILE_THREADS = 3
+"""Helper threads worth starting for small files: the caller waits for them to start."""
 
 
 class SaveHandle:
-    """A save under way. The end of the program completes it, and exits non-zero if that fails and nobody waited."""
+    """A running save. The program's exit waits for it, with a non-zero status if it fails and `wait` was never called."""
 
     def __init__(self, job: Save) -> None:
         self._job = job
@@ -58,7 +58,7 @@ class SaveHandle:
         self._completion = _completions.begin(job.title, self.wait_for_end)
 
     def start(self) -> Self:
-        """Begin, and return this handle. If this raises, as on Ctrl-C, the save may still be running: see `begun`."""
+        """Start the save and return this handle. If this raises, as on Ctrl-C, the save may still be running: see `begun`."""
         try:
             run_to_the_end(self._carry_out, "zstore-save")
         except BaseException:
@@ -110,9 +110,9 @@ class SaveHandle:
 def save_checkpoint(request: SaveRequest) -> SaveHandle:
     """Begin to save in the background and return the handle. See [Note: who does what].
 
-    The pins belong to the save from now on, even if this raises: it releases them. Raises before anything is
+    The save takes over the pins, and releases them even if this raises. Raises before anything is
     written: UsageError for a bad request or state that is not JSON, CheckpointExistsError, StorageError for a folder that
-    cannot be written, DiskFullError if there is no room. The caller tells the other ranks, which `cancel()` theirs.
+    cannot be written, DiskFullError if there is no room. The caller then notifies the other ranks, which `cancel()` theirs.
     """
     return begin_save(request, lambda: Save(request))
 
@@ -129,9 +129,9 @@ def begin_save(request: SaveRequest, make: Callable[[], Save]) -> SaveHandle:
         return handle.start()
     except BaseException as error:
         if handle is not None and handle.begun:
-            raise  # interrupted as it began: the end of the program completes it
+            raise  # interrupted as it started: the program's exit waits for it
         if job is not None:
-            job.give_up(error)
+            job.abort(error)
             job.workers.close()
         for pin in request.pins.values():
             pin.release()
@@ -141,8 +141,8 @@ def begin_save(request: SaveRequest, make: Callable[[], Save]) -> SaveHandle:
 class Save:
     """The save of one rank, into a folder that all ranks see. See [Note: who does what]."""
 
-    lasts = True
-    """Whether this rank's files stay in its folder, and so are made durable there."""
+    keeps_local_files = True
+    """Whether this rank's files remain in its folder, and so are made durable."""
 
     def __init__(self, request: SaveRequest, save_id: str | None = None, num_threads: int | None = None) -> None:
         self._request = request
@@ -168,7 +168,9 @@ class Save:
         """Return how many helper threads are worthwhile, which writes its shards and, on rank 0, documents."""
         request = self._request
         num_files = len(request.pins) + (2 * len(request.specs) if request.rank == 0 else 0)
-        helpers = max(helpful_threads(request.written_bytes, 0), min(_FOR_SMALL_FILES, helpful_threads(0, num_files)))
+        helpers = max(
+            helpful_threads(request.written_bytes, 0), min(_MAX_SMALL_FILE_THREADS, helpful_threads(0, num_files))
+        )
         return min(request.num_threads, helpers)
 
     @property
@@ -219,7 +221,7 @@ class Save:
                     self._gather(pieces=True)
                     summaries += chain.from_iterable(workers.run(part.assembly_tasks(), here=True))
                     self._sync(workers)
-                now = self.lasts and (request.rank > 0 or self._flush is None)
+                now = self.keeps_local_files and (request.rank > 0 or self._flush is None)
                 part.write_manifest(request.rank, COMPLETE, summaries, self._rank_state, sync=now)
                 self._is_complete = True
                 if request.rank == 0:
@@ -228,9 +230,9 @@ class Save:
                     self._follow(summaries, workers)
         except BaseException as error:
             try:
-                self._explain(error)
-            finally:  # then: rank 0 gives up as soon as it is told, which would look like the reason
-                self.give_up(error)
+                self._raise_cause(error)
+            finally:  # afterwards: rank 0 aborts once it is notified, and its abort would mask the real reason
+                self.abort(error)
             raise
         finally:
             for pin in request.pins.values():
@@ -239,22 +241,22 @@ class Save:
         return summaries
 
     def _begin(self) -> None:
-        """Make the folder that this rank's files come into, or wait for it."""
+        """Make the folder that this rank writes to, or wait for it."""
         request = self._request
         if request.rank == 0:
             self._committer.begin()
         else:
-            # What rank 0 makes last: a rank without rows goes straight to its manifest.
+            # Rank 0 makes it last: a rank without rows goes straight to its manifest.
             manifests = self._folder / MANIFEST_FOLDER
-            self._wait_until(manifests.is_dir, self._not_seen, min(_SEE_FOLDER_S, request.timeout_s))
-        if request.written_bytes <= _MOST_FLUSHED_BYTES:
+            self._wait_until(manifests.is_dir, self._not_seen, min(_FOLDER_TIMEOUT_S, request.timeout_s))
+        if request.written_bytes <= _MAX_FLUSHED_BYTES:
             self._flush = Flush.of(self._files, self._folder)
 
     def _tasks(self) -> Iterator[Callable[[], ShardSummary | None]]:
         tasks = self._part.tasks()
         if self._request.rank:
             return tasks
-        # Metadata in between, so that the drive writes shards meanwhile; not first: encoding it first would delay the caller.
+        # Metadata in between, while the drive writes shards; encoding it first would delay the caller.
         first = list(islice(tasks, self._request.num_threads))
         return chain(first, in_turn(tasks, self._part.metadata_tasks()))
 
@@ -263,8 +265,8 @@ class Save:
         if self._flush is not None:
             if self._request.rank:
                 self._flush.sync()
-        elif self.lasts:
-            alone = self._request.world_size == 1  # nobody else makes files
+        elif self.keeps_local_files:
+            alone = self._request.world_size == 1  # no other rank makes files
             folders = self._part.folder_syncs(manifests=False, arrays=alone)
             workers.run(chain(self._part.syncs(), folders), here=True)
 
@@ -279,15 +281,15 @@ class Save:
         self._commit(record, workers)
 
     def _gather(self, pieces: bool) -> None:
-        """Wait until the other ranks' pieces, or all ranks' manifests, are in this rank's folder, and read these (rank 0)."""
+        """Wait until the other ranks' pieces, or all ranks' manifests, are in this rank's folder, and read them (rank 0)."""
         part = self._part
         if not pieces:
             self._messages += sweep(self._files, self._request.folder)
-        # Its own manifest is the last.
+        # Rank 0's own manifest is the last.
         self._wait_until(lambda: part.collect() or (pieces and part.missing_ranks() == [0]), self._ranks_missing)
 
     def _commit(self, record: Record, workers: Workers) -> None:
-        """Publish the checkpoint, whose files are all there (rank 0)."""
+        """Publish the checkpoint, which is complete (rank 0)."""
         request = self._request
         if self._flush is None:
             workers.run(self._part.folder_syncs(arrays=request.world_size > 1), here=True)
@@ -314,10 +316,10 @@ class Save:
         linked = [s for s in summaries if s.linked]
         on_disk = [s for s in summaries if s.array in request.pins and request.pins[s.array].has_file]
         num_copied = sum(not s.linked for s in on_disk)
-        if num_copied and self.lasts:
+        if num_copied and self.keeps_local_files:
             self._messages.append(
-                f"rank {request.rank}: {num_copied} of {len(on_disk)} shards on disk were copied behind "
-                f"training, for the run folder's files cannot be linked into {request.folder} (another file system, or "
+                f"rank {request.rank}: {num_copied} of {len(on_disk)} shards on disk were copied in the "
+                f"background: the run folder's files cannot be linked into {request.folder} (another file system, or "
                 "one without hard links)"
             )
         return SaveSummary(
@@ -333,25 +335,25 @@ class Save:
             messages=tuple(self._messages),
         )
 
-    # -- waiting and giving up --------------------------------------------------------------------------------------
+    # -- waiting and aborting ---------------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
-        """Raise CheckpointError if the save was given up, here or by another rank."""
+        """Raise CheckpointError if this save was cancelled or another rank aborted it."""
         if self._cancelled.is_set():
             raise CheckpointError(f"{self.title} was cancelled")
         if (failed := self._failed_rank()) is not None:
             raise CheckpointError(f"rank {failed[0]} aborted {self.title}: {failed[1]}")
 
     def _failed_rank(self) -> tuple[int, str] | None:
-        """Return another rank that gave up, and why, while this rank's own work can still continue; None if there is none."""
+        """Return a rank that aborted, and the reason, as long as this rank depends on it; None if there is none."""
         reason = abort_reason(self._folder / ABORT_FILE) if self._request.rank else None
         return None if reason is None else (0, reason)
 
     def _is_over(self) -> bool:
-        """Return whether rank 0 committed; raises CheckpointError if it ended without doing so."""
+        """Return whether rank 0 committed; raises CheckpointError if it ended without a commit."""
         if self._is_committed():
             return True
-        if time.monotonic() - self._started > _LOOK_AFTER_RANK_0_S:
+        if time.monotonic() - self._started > _RANK_0_CHECK_DELAY_S:
             with owner_is_dead(self._committer.lock_path) as dead:
                 ended = dead
             if ended and not self._is_committed():
@@ -379,20 +381,20 @@ class Save:
         missing = [rank for rank in self._part.missing_ranks() if rank]
         return f"ranks {missing[:20]} did not finish their part of {self._committer.target} within {self._request.timeout_s} s"
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed, and why. Never raises."""
+    def abort(self, error: BaseException) -> None:
+        """Notify the other ranks that this one failed, and why. Never raises."""
         reason = f"{type(error).__name__}: {error}"
         if self._request.rank == 0:
             self._committer.abort(reason, alone=self._request.world_size == 1)
         elif not self._is_complete and (self._folder / MANIFEST_FOLDER).is_dir():
-            # A complete part's manifest stays as it is: rank 0 may be committing it.
+            # The manifest of a complete part is left unchanged: rank 0 may be committing it.
             with contextlib.suppress(OSError):
                 self._part.write_manifest(self._request.rank, f"failed: {reason}", [], self._rank_state)
 
-    def _explain(self, error: BaseException) -> None:
+    def _raise_cause(self, error: BaseException) -> None:
         """Replace an OSError caused by another rank's abort by that rank's CheckpointError."""
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            self._check_alive()  # rank 0 may have given up, and removed this rank's files: it knows why
+            self._check_alive()  # rank 0 may have aborted and removed this rank's files: it has the reason
 
     def _end(self) -> None:
         if self._flush is not None:

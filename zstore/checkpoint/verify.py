@@ -16,25 +16,25 @@ from .layout import MANIFEST_FOLDER, METADATA_FILE, manifest_file
 from .reader import CheckpointReader, StoredArray
 
 Advance = Callable[[int], None]
-"""Told, from several threads, how many bytes of shard files were checked."""
+"""Called from several threads with the bytes of shard files that were checked."""
 
 _FILES_AT_A_TIME = 8
-_LEAST_THREADS = 8
+_MIN_THREADS = 8
 _INDEX_FIRST_BYTES = 64 * 1024 * 1024
-"""From this size on a file's index is read and checked before its chunks: a file of another kind is not read through."""
+"""From this size on, a file's index is checked before its chunks, so that a file of another kind is not read to its end."""
 _Crcs = dict[tuple[str, int], Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyFault:
-    """A difference from the committed state."""
+    """A difference from the committed checkpoint."""
 
     file: str
     """Path inside the checkpoint."""
     problem: str
     array: str | None = None
     offset: int | None = None
-    """Byte in the file at which the trouble begins, if there is such a place."""
+    """Byte in the file at which the fault begins, if known."""
 
     def __str__(self) -> str:
         place = self.file if self.offset is None else f"{self.file}, offset {self.offset}"
@@ -44,7 +44,7 @@ class VerifyFault:
 def verify_checkpoint(
     reader: CheckpointReader, advance: Advance | None = None, *, num_threads: int | None = None
 ) -> list[VerifyFault]:
-    """Check everything in parallel and return the faults, sorted by file; an empty list means a whole checkpoint.
+    """Check everything in parallel and return the faults, sorted by file; an empty list means an intact checkpoint.
 
     Memory stays within the reader's pool. Files at the top of the tag's folder that the format does not know are the user's
     and no fault.
@@ -54,7 +54,7 @@ def verify_checkpoint(
     sizes = _sizes(reader)
     num_shards = {name: array.grid.num_shards for name, array in reader.arrays.items()}
     tasks: list[Callable[[], list[VerifyFault]]] = []
-    for shard in range(max(num_shards.values(), default=0)):  # by the ranks that saved them, so that a drive reads on
+    for shard in range(max(num_shards.values(), default=0)):  # by rank, in the order on the drive
         for name in (name for name, count in num_shards.items() if shard < count):
             check = _ShardCheck(reader, reader.arrays[name], shard, sizes, shard not in unread)
             tasks.append(partial(check.run, crcs.get((name, shard)), advance))
@@ -65,7 +65,7 @@ def verify_checkpoint(
         for name, shard in crcs
         if shard >= num_shards.get(name, 0)
     ]
-    with Workers(num_threads or max(_LEAST_THREADS, reader.num_readers), "zstore-verify") as workers:
+    with Workers(num_threads or max(_MIN_THREADS, reader.num_readers), "zstore-verify") as workers:
         for found in workers.run(in_turn(_metadata_tasks(reader), tasks)):
             faults += found
     faults += _find_extra_files(reader, sizes)
@@ -73,16 +73,16 @@ def verify_checkpoint(
 
 
 def _metadata_tasks(reader: CheckpointReader) -> list[Callable[[], list[VerifyFault]]]:
-    """Return tasks that check the metadata of all levels: in between, while the drive reads shards."""
+    """Return tasks that check the metadata of all levels, to be run while the drive reads shards."""
     folders = [*reader.documents["consolidated_metadata"]["metadata"]]
-    # Behind a URL they are asked for at once.
+    # Behind a URL they are requested at once.
     step = _FILES_AT_A_TIME if reader.folder.is_local else max(1, len(folders))
     batches = [folders[first : first + step] for first in range(0, len(folders), step)]
     return [partial(_check_metadata, reader, batch) for batch in batches]
 
 
 def _check_metadata(reader: CheckpointReader, folders: Sequence[str]) -> list[VerifyFault]:
-    """Compare the `zarr.json` in `folders` with the copies at the root, whose digest was checked when it was opened."""
+    """Compare the `zarr.json` of `folders` with their copies at the root, whose digest was checked when it was opened."""
     faults: list[VerifyFault] = []
     documents = reader.documents["consolidated_metadata"]["metadata"]
     files = [f"{folder}/{METADATA_FILE}" for folder in folders]
@@ -101,7 +101,7 @@ def _check_metadata(reader: CheckpointReader, folders: Sequence[str]) -> list[Ve
 
 
 def _sizes(reader: CheckpointReader) -> dict[str, int | None]:
-    """Return the bytes of all files below the folders that the format knows (see `Folder.sizes`)."""
+    """Return the bytes of all files below the folders of the format (see `Folder.sizes`)."""
     documents = reader.documents["consolidated_metadata"]["metadata"]
     sizes: dict[str, int | None] = {}
     for top in sorted({folder.split("/")[0] for folder in documents} | {MANIFEST_FOLDER}):
@@ -110,7 +110,7 @@ def _sizes(reader: CheckpointReader) -> dict[str, int | None]:
 
 
 def _read_manifests(reader: CheckpointReader, faults: list[VerifyFault]) -> tuple[_Crcs, Collection[int]]:
-    """Return the checksums that the manifests name, and the ranks whose manifests cannot be read."""
+    """Return the checksums of the manifests, and the ranks whose manifests cannot be read."""
     crcs: _Crcs = {}
     unread: list[int] = []
     for rank in range(reader.record.world_size):
@@ -131,15 +131,14 @@ class _ShardCheck:
     shard: int
     sizes: Mapping[str, int | None]
     has_manifest: bool
-    """If not, that is a fault of its own."""
+    """If not, that is reported as a separate fault."""
 
     @property
     def _file(self) -> str:
         return self.array.shard_file(self.shard)
 
     def run(self, expected: Sequence[int] | None, advance: Advance | None) -> list[VerifyFault]:
-        """Return the faults of the file and its chunks; `expected` are the manifest's checksums, None if it names no such
-        shard."""
+        """Return the faults of the file and its chunks; `expected` are the manifest's checksums, None if it lacks the shard."""
         file_bytes, found = self.array.shard_file_bytes(self.shard), self.sizes.get(self._file)
         if self._file not in self.sizes:
             faults = [self._fault("is missing")]
@@ -178,7 +177,7 @@ class _ShardCheck:
         ]
 
     def _find_damage(self, shard: ShardReader) -> list[VerifyFault]:
-        """Read a file that is known to be bad again, chunk by chunk, to name each bad one."""
+        """Read a damaged file again, chunk by chunk, to name each damaged one."""
         try:
             shard.check_index()
         except CorruptionError as error:
@@ -190,7 +189,7 @@ class _ShardCheck:
         base = self.shard * grid.shard_numel
         for chunk in range(shard.layout.num_present):
             offset, nbytes = shard.place(chunk)
-            # One element is enough: the chunk around it is read and checked.
+            # Reading one element checks its whole chunk.
             first = base + chunk * grid.chunk_numel
             try:
                 shard.read(first, first + 1, np.empty(self.array.spec.itemsize, np.uint8))

@@ -31,7 +31,7 @@ _MOST_LEVEL = 22
 
 
 class CodecError(ValueError):
-    """Bytes that do not decode as they must."""
+    """Bytes that do not decode as they must, or a codec that is not read."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ CODECS: Mapping[str, Codec | None] = {"none": None, "zstd": Codec()}
 
 
 def parse_codec(document: object) -> Codec:
-    """Return the codec of which `document` is the metadata. Raises ValueError for one that is not read."""
+    """Return the codec of which `document` is the metadata. Raises CodecError for one that is not read."""
     settings = document.get("configuration") if isinstance(document, dict) else None
     level = settings.get("level") if isinstance(settings, dict) else None
     if type(level) is not int or not 0 <= level <= _MOST_LEVEL or document != Codec(level=level).document():
-        raise ValueError(f"expected the codec `zstd` with a level from 0 to {_MOST_LEVEL} and without checksum")
+        raise CodecError(f"expected the codec `zstd` with a level from 0 to {_MOST_LEVEL} and without checksum")
     return Codec(level=level)
 
 

@@ -51,7 +51,7 @@ class ForeignSource(ArraySource):
         return {}
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
-        target = self.room_for(name, first, stop, out)
+        target = self.checked_target(name, first, stop, out)
         if first == stop:
             return
         self._fill(name, first, stop, target)

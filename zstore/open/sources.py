@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..checkpoint.catalog import MOST_LATEST_BYTES, may_be_checkpoint
+from ..checkpoint.catalog import MAX_LATEST_BYTES, may_be_checkpoint
 from ..checkpoint.folder import Folder, LocalFolder
 from ..checkpoint.format import MAX_JSON_BYTES, MAX_RECORD_BYTES
 from ..checkpoint.layout import LATEST_FILE, METADATA_FILE, RECORD_FILE, tag_folder, tag_text
@@ -35,7 +35,7 @@ _URL_WITH_PATH = re.compile(r".+://[^/]+/.")
 """An `@` before the path belongs to the address."""
 _NUM_READS = 16
 """Small files that are read at a time."""
-_MOST_BYTES = {RECORD_FILE: MAX_RECORD_BYTES, METADATA_FILE: MAX_JSON_BYTES, LATEST_FILE: MOST_LATEST_BYTES}
+_MAX_BYTES = {RECORD_FILE: MAX_RECORD_BYTES, METADATA_FILE: MAX_JSON_BYTES, LATEST_FILE: MAX_LATEST_BYTES}
 
 T = TypeVar("T", bound=Closing)
 
@@ -150,9 +150,9 @@ async def _read_ahead(folder: LocalFolder, tag: str | None) -> dict[str, bytes]:
     async def read(folder: LocalFolder, file: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             async with limit:  # a call in a thread for each file, which a cancelled task does not leave open half way
-                found[folder.location_of(file)] = await aiofiles.os.wrap(folder.read_small)(file, _MOST_BYTES[file])
+                found[folder.location_of(file)] = await aiofiles.os.wrap(folder.read_small)(file, _MAX_BYTES[file])
 
-    await asyncio.gather(*(read(folder, file) for file in _MOST_BYTES))
+    await asyncio.gather(*(read(folder, file) for file in _MAX_BYTES))
     tag = None if tag == LATEST_FILE else tag
     if folder.location_of(RECORD_FILE) not in found:
         with contextlib.suppress(OSError, ValueError, UsageError):

@@ -1,9 +1,9 @@
-"""Folders behind URLs: small files, many at a time, and ranges of large ones; and those of buckets, through fsspec, with
+"""Folders behind URLs: small files, read concurrently, and ranges of large ones; and folders of buckets, through fsspec, with
 the operations of an upload.
 
 [Note: requests]
-Each operation is a request of tens of milliseconds, so many run at a time and none is made that another answers. One that
-fails is tried again (`Retries`). Listings are never taken from fsspec's cache: other machines write there too.
+Each operation is a request of tens of milliseconds, so many run at a time, and none is redundant. A failed request is retried
+(`Retries`). Listings are never taken from fsspec's cache: other machines write there too.
 """
 
 from __future__ import annotations
@@ -37,27 +37,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-"""Errors of a file that is not there, or is a folder."""
+"""Errors of a file that is missing, or is a folder."""
 _FINAL = (FileExistsError, PermissionError, NotImplementedError, ImportError, TypeError, AttributeError, MemoryError)
-"""Errors that another try would meet again. All others may pass: file systems raise errors of many packages."""
+"""Errors that a retry would meet again. Any other is retried: file systems raise errors of many packages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """How often a request is tried, and the pauses in between, longer each time."""
+    """How often a request is tried, and the pauses in between, doubled each time."""
 
     attempts: int = 6
     first_pause_s: float = 0.2
-    most_pause_s: float = 20.0
+    max_pause_s: float = 20.0
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Once set, a failure is final and pauses end."""
 
     def run(self, operation: Callable[[], T], what: str, url: str) -> T:
-        """Return what `operation` returns, tried again if it fails.
-
-        Raises FileNotFoundError, IsADirectoryError, NotADirectoryError and zstore's errors as they come, StorageError with
-        `what`, `url` and the last failure for others.
-        """
+        """Return what `operation` returns, retried if it fails. Errors of a missing file and zstore's errors are raised at
+        once; after the last try StorageError with `what`, `url` and the last failure."""
         pause_s = self.first_pause_s
         attempt = 0
         while True:
@@ -73,26 +70,26 @@ class Retries:
                         f"cannot {what} (tried {tries}): {type(error).__name__}: {error}", path=url
                     ) from error
             self.cancelled.wait(pause_s)
-            pause_s = min(2 * pause_s, self.most_pause_s)
+            pause_s = min(2 * pause_s, self.max_pause_s)
 
 
 PATIENT = Retries(attempts=10)
-"""For requests that nobody waits for, such as uploads behind training: over a minute."""
+"""For requests that delay nothing, such as uploads in the background: over a minute."""
 
 
 PART_BYTES = 8 * 1024 * 1024
-"""Bytes of a part; a file that is no larger goes in one request."""
-_MOST_PARTS = 9000
-"""S3 takes 10,000: larger files have larger parts."""
+"""Bytes of a part; a file that is not larger takes one request."""
+_MAX_PARTS = 9000
+"""S3 accepts 10,000: larger files have larger parts."""
 _NUM_SMALL = 16
-"""Small files that are read at a time."""
+"""Small files read at a time."""
 _NUM_LOOKUPS = 4
-"""Most hosts that are looked up at a time."""
+"""Hosts looked up at a time, at most."""
 _WITHOUT_FOLDERS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss", "memory"})
 
 
 class UrlFolder(Folder):
-    """A folder that people call by a URL, `location`."""
+    """A folder with the URL `location`."""
 
     is_local = False
     traffic: NetworkTraffic
@@ -112,11 +109,11 @@ class UrlFolder(Folder):
         """Return the file in it for which `location_of` gives `location`."""
         return location[len(self.location) + 1 :]
 
-    def read_small(self, file: str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
-        data = self.read_range(file, 0, most_bytes + 1)
-        if len(data) > most_bytes:
+    def read_small(self, file: str, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+        data = self.read_range(file, 0, max_bytes + 1)
+        if len(data) > max_bytes:
             raise CorruptionError(
-                f"{self.location_of(file)} has more than {most_bytes} bytes: it is not a checkpoint file"
+                f"{self.location_of(file)} has more than {max_bytes} bytes: it is not a checkpoint file"
             )
         return data
 
@@ -142,7 +139,7 @@ class UrlFolder(Folder):
 
 
 class _UrlFiles(Files):
-    """Reads ranges of the files of `folder`; they are named by their URLs, and written by nobody."""
+    """Reads ranges of the files of `folder`, named by their URLs; writes nothing."""
 
     def __init__(self, folder: UrlFolder) -> None:
         super().__init__(direct=False)
@@ -158,13 +155,13 @@ class _UrlFiles(Files):
         yield OpenFile(-1, os.fspath(path), False)
 
     def read_into(self, file: OpenFile, out: Bytes | ScatteredMemory, offset: int) -> None:
-        """Read by one request."""
+        """Read with one request."""
         try:
             data = self._folder.read_range(self._folder.file_at(file.path), offset, offset + out.size)
         except MISSING as error:
             raise storage_error(error, "cannot read", path=file.path, offset=offset, nbytes=out.size) from error
         if len(data) != out.size:
-            text = f"expected {out.size} bytes, got {len(data)}: the file ended"
+            text = f"expected {out.size} bytes, got {len(data)}: the file is shorter"
             raise StorageError(text, path=file.path, offset=offset, nbytes=out.size)
         if isinstance(out, ScatteredMemory):
             out.fill(data)
@@ -176,7 +173,7 @@ class _UrlFiles(Files):
 
 
 class BucketFolder(UrlFolder):
-    """The folder `root` of the fsspec file system `fs`, which people call `url`."""
+    """The folder `root` of the fsspec file system `fs`; its URL is `url`."""
 
     def __init__(self, fs: Any, root: str, url: str, retries: Retries, traffic: NetworkTraffic | None = None) -> None:
         super().__init__(url, traffic)
@@ -240,7 +237,7 @@ class BucketFolder(UrlFolder):
         return Entries(tuple(folders), tuple(files))
 
     def sizes(self, top: str) -> dict[str, int | None]:
-        """Return those of the folder itself if `top` is empty."""
+        """Return the sizes of all its files if `top` is empty."""
         inner = self._inner(top)
         try:
             found = self._run(lambda: self.fs.find(inner, detail=True), "list the folder", top, listing=inner)
@@ -252,8 +249,8 @@ class BucketFolder(UrlFolder):
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def write_small(self, file: str, data: bytes, *, is_new: bool = False) -> None:
-        """Write a file that is whole or not there. Raises FileExistsError if it is there and has other bytes, with `is_new`:
-        one request decides that, if the storage has conditional writes."""
+        """Write a file as a whole. With `is_new`, raises FileExistsError if it exists with other bytes, decided by one request
+        if the storage has conditional writes."""
         inner = self._inner(file)
 
         def write() -> None:
@@ -263,15 +260,15 @@ class BucketFolder(UrlFolder):
         try:
             self._run(write, "write", file)
         except OSError:
-            # A request whose answer was lost may have written it: only the bytes tell.
+            # A request whose answer was lost may have written it: compare the bytes.
             if not is_new or not self.has(file):
                 raise
             if self.read_range(file, 0, len(data) + 1) != data:
                 raise FileExistsError(f"{self.location_of(file)} is there already") from None
 
     def send(self, source: Path, file: str, check: Callable[[], None] = lambda: None) -> int:
-        """Copy a local file to `file` in bounded memory and return its bytes; if that fails nothing is under its name.
-        `check` is called before each part, and may raise to end it."""
+        """Copy a local file to `file` in bounded memory and return its bytes; after a failure `file` does not exist. `check` is
+        called before each part, and may raise to stop it."""
         inner, size = self._inner(file), os.stat(source).st_size
 
         def send() -> None:
@@ -281,7 +278,7 @@ class BucketFolder(UrlFolder):
                     self.fs.pipe_file(inner, data.read())
                 else:
                     self._send_parts(data, inner, part_bytes(size), check)
-                if sys.platform == "linux":  # nobody reads it again, and training needs the memory
+                if sys.platform == "linux":  # it is not read again, and training needs the memory
                     os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
         self._run(send, f"upload {source}", file)
@@ -296,14 +293,14 @@ class BucketFolder(UrlFolder):
         except BaseException:
             with contextlib.suppress(Exception):
                 out.discard()
-            # Otherwise it would be completed as it is when it is collected.
+            # Otherwise garbage collection would complete the incomplete upload.
             with contextlib.suppress(Exception):
                 out.closed = True
             raise
 
     def _make_parent(self, inner: str) -> None:
         protocols = self.fs.protocol if isinstance(self.fs.protocol, (tuple, list)) else (self.fs.protocol,)
-        # Object stores have keys, no folders; asked to make one they may make a bucket.
+        # Object stores have no folders, and might make a bucket.
         if not _WITHOUT_FOLDERS.intersection(protocols):
             self.fs.makedirs(inner.rpartition("/")[0], exist_ok=True)
 
@@ -344,7 +341,7 @@ def open_bucket(
 
 @cache
 def _keep_lookups(loop: AbstractEventLoop) -> None:
-    """Let the loop of a file system look up hosts until an upload is complete. See [Note: endings]."""
+    """Let the loop of a file system look up hosts until uploads are complete. See [Note: endings]."""
     loop.set_default_executor(LastingExecutor(_NUM_LOOKUPS, "zstore-lookup"))
 
 
@@ -357,4 +354,4 @@ def checked_parts(data: IO[bytes], nbytes: int, check: Callable[[], None]) -> It
 
 def part_bytes(size: int) -> int:
     """Return the bytes of a part of a file of `size` bytes."""
-    return max(PART_BYTES, -(-size // _MOST_PARTS))
+    return max(PART_BYTES, -(-size // _MAX_PARTS))

@@ -1,12 +1,12 @@
-"""`zstore serve` over HTTP: the connection, and the folder of a run that is read through it; and what a URL opens.
+"""`zstore serve` over HTTP: the connection, and the folder of a run that is read through it; and opening any URL.
 
 [Note: URLs of a service]
 `http://host:port/<run>` is a run, `http://host:port/<run>/<checkpoint>` a checkpoint of it, each part percent-encoded. A proxy
-may serve it below a path, and nothing in a URL tells that path from a run, so `open_folder` asks the server.
+may serve it below a path, which a URL does not distinguish from a run, so `open_folder` asks the server.
 
 [Note: who sees the token]
-It is sent to a server only after that said, asked without it, that it is a service of zstore; no redirect is followed. Messages
-name the server and its answer, and no header.
+The token is sent to a server only after it has answered, without the token, that it is a service of zstore; no redirect is
+followed. Messages name the server and its answer, and no header.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from .bucket import BucketFolder, Retries, UrlFolder, open_bucket
 T = TypeVar("T")
 
 TOKEN_VARIABLE = "ZSTORE_TOKEN"
-_TOKENS_GO = f'storage_options={{"token": "..."}}, --storage-option token=..., or the variable {TOKEN_VARIABLE}'
-_MOST_CONNECTIONS = 32
-"""Connections that are kept open; more are made if more threads ask."""
-_MOST_PROBLEM_BYTES = 64 * 1024
-"""Bytes that are read of an answer that says who is there, or names a problem."""
+_TOKEN_ADVICE = f'storage_options={{"token": "..."}}, --storage-option token=..., or the variable {TOKEN_VARIABLE}'
+_MAX_CONNECTIONS = 32
+"""Connections kept open; more are made if more threads ask."""
+_MAX_PROBLEM_BYTES = 64 * 1024
+"""Bytes read of an answer that identifies the server, or describes a problem."""
 _CONNECT_S = 10.0
 _READ_S = 120.0
 """Longest silence of a server."""
-_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses that another try may not meet."""
+_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses that are retried."""
 _REFUSALS: dict[int, type[ZstoreError]] = {
     **dict.fromkeys((400, 403, 405, 413), UsageError),
     **dict.fromkeys((404, 410), CheckpointNotFoundError),
@@ -60,11 +60,11 @@ _REFUSALS: dict[int, type[ZstoreError]] = {
 
 
 class ServiceBusyError(OSError):
-    """A service could not answer now, and may be asked again."""
+    """A service could not answer now; the request may be repeated."""
 
 
 class ServiceAnswer(NamedTuple):
-    """An answer, whose `data` is as much of its body as was wanted."""
+    """An answer; `data` is the requested part of its body."""
 
     status: int
     headers: Mapping[str, str]
@@ -79,23 +79,23 @@ class ServiceConnection:
         self.retries = retries or Retries()
         self.traffic = NetworkTraffic()
         self.headers = {"User-Agent": f"zstore/{__version__}"}
-        """Headers of every request: they hold the token."""
+        """Headers of every request, with the token."""
         if token is not None:
             if not token.isascii() or not token.isprintable() or " " in token or not token:
                 raise UsageError(
                     "the token for the service has blanks or characters that are not ASCII: expected it as it was made"
                 )
             self.headers["Authorization"] = f"Bearer {token}"
-        self._pool = urllib3.PoolManager(maxsize=_MOST_CONNECTIONS, retries=False)
+        self._pool = urllib3.PoolManager(maxsize=_MAX_CONNECTIONS, retries=False)
 
     def is_service(self) -> bool:
-        """Ask who is there. Raises UsageError if the server leads to another address, or wants to be called by another name."""
-        taken = frozenset(range(300, 600)) - _PASSING | {500}
-        ask = partial(self.request, "GET", "/api", accept=taken, most_bytes=_MOST_PROBLEM_BYTES)
+        """Return whether the server is a service of zstore. Raises UsageError if it redirects, or refuses the host name."""
+        accepted = frozenset(range(300, 600)) - _TRANSIENT | {500}
+        ask = partial(self.request, "GET", "/api", accept=accepted, max_bytes=_MAX_PROBLEM_BYTES)
         answer = self.call(ask, "reach the server", self.base)
-        there = answer.headers.get("Location", "")
-        if 300 <= answer.status < 400 and there.endswith("/api"):
-            raise UsageError(f"{self.base} leads to {there.removesuffix('/api')}: name that in the URL")
+        address = answer.headers.get("Location", "")
+        if 300 <= answer.status < 400 and address.endswith("/api"):
+            raise UsageError(f"{self.base} leads to {address.removesuffix('/api')}: name that in the URL")
         if answer.status == 421 and (problem := _text_of_problem(answer.data)):
             raise UsageError(f"{self.base}: {problem}")
         with contextlib.suppress(ValueError):
@@ -112,12 +112,12 @@ class ServiceConnection:
         headers: Mapping[str, str] | None = None,
         accept: Collection[int] = (),
         timeout_s: float = _READ_S,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
     ) -> ServiceAnswer:
         """Return the answer to one try of a request; `path` begins with `/` and is encoded, with its query.
 
-        Raises what a status from 300 on means that is not in `accept`, and an error that `Retries` tries again for a connection
-        that fails. A `body` of several parts has its length in `headers`. No more than `most_bytes` of an answer's are read.
+        Raises the error of a status from 300 on that is not in `accept`, and an error that `Retries` retries if the connection
+        fails. A `body` of several parts has its length in `headers`. At most `max_bytes` of an answer are read.
         """
         url, timeout = f"{self.base}{path}", urllib3.Timeout(connect=_CONNECT_S, read=timeout_s)
         headers = {**self.headers, **(headers or {})}
@@ -125,7 +125,7 @@ class ServiceConnection:
             with self._pool.request(
                 method, url, body=body, headers=headers, redirect=False, timeout=timeout, preload_content=False
             ) as response:
-                limit = most_bytes if response.status < 300 else _MOST_PROBLEM_BYTES
+                limit = max_bytes if response.status < 300 else _MAX_PROBLEM_BYTES
                 data = response.read(None if response.status == 206 else limit)  # 206: the range asked for
         except SSLError as error:
             raise UsageError(
@@ -140,14 +140,14 @@ class ServiceConnection:
         return answer
 
     def call(self, operation: Callable[[], T], what: str, path: str) -> T:
-        """Return what `operation`, made of `request`s, returns, tried again if it fails; for messages `what` is done, as
-        "read", with `path`, a URL. See `Retries.run` for the errors."""
+        """Return what `operation`, made of `request`s, returns, retried if it fails. Messages name `what` it does,
+        as "read", and the URL `path`. Raises as `Retries.run` does."""
         self.traffic.count(requests=1)
         return self.retries.run(operation, what, path)
 
     def ask(self, method: str, path: str, document: Any = None, *, timeout_s: float = _READ_S) -> Any:
-        """Return the JSON that answers a request with `document` as its JSON (bytes: as they are; None: without a body), tried
-        again if that fails. Raises CheckpointNotFoundError if the service lacks the resource, StorageError for no JSON."""
+        """Return the JSON answer to a request with `document` as JSON (bytes: sent unchanged; None: no body), retried if it
+        fails. Raises CheckpointNotFoundError if the service lacks the resource, StorageError for no JSON."""
         body = document if document is None or isinstance(document, bytes) else json.dumps(document).encode()
         headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
         attempt = partial(self.request, method, path, body=body, headers=headers, timeout_s=timeout_s)
@@ -161,19 +161,19 @@ class ServiceConnection:
 
 
 def _refusal(answer: ServiceAnswer, url: str, *, has_token: bool) -> Exception:
-    """Return the error that an answer means: one of ours, or ServiceBusyError if the request may be repeated."""
+    """Return the error of an answer's status: one of ours, or ServiceBusyError if the request may be repeated."""
     problem = _text_of_problem(answer.data)
     text = f"{url}: {problem or f'the answer was {answer.status}'}"
     if answer.status == 401:
         what = "does not accept the token given" if has_token else "needs a token"
-        return UsageError(f"{url.partition('://')[2].partition('/')[0]} {what}: give it by {_TOKENS_GO}")
-    if answer.status in _PASSING:
+        return UsageError(f"{url.partition('://')[2].partition('/')[0]} {what}: give it by {_TOKEN_ADVICE}")
+    if answer.status in _TRANSIENT:
         return ServiceBusyError(text)
     return _REFUSALS.get(answer.status, StorageError)(text)
 
 
 def _text_of_problem(data: bytes) -> str:
-    """Return the problem that the body of an answer describes."""
+    """Return the problem described by the body of an answer; empty if there is none."""
     with contextlib.suppress(ValueError):
         document = json.loads(data)
         error = document.get("error") if isinstance(document, dict) else None
@@ -182,7 +182,7 @@ def _text_of_problem(data: bytes) -> str:
 
 
 class ServiceFolder(UrlFolder):
-    """The folder at `inside`, as `run/checkpoint`, of the service of `connection`. It is written by uploads alone."""
+    """The folder at `inside`, as `run/checkpoint`, of the service of `connection`. Only uploads write to it."""
 
     def __init__(self, connection: ServiceConnection, inside: str) -> None:
         super().__init__(f"{connection.base}/{quote_path(inside)}".rstrip("/"), connection.traffic)
@@ -194,7 +194,7 @@ class ServiceFolder(UrlFolder):
 
     @property
     def parent(self) -> ServiceFolder:
-        """Above a run's folder is one in which nothing is seen."""
+        """The parent of a run's folder has no entries."""
         return ServiceFolder(self.connection, self._inside.rpartition("/")[0])
 
     def child(self, name: str) -> ServiceFolder:
@@ -213,7 +213,7 @@ class ServiceFolder(UrlFolder):
     def read_range(self, file: str, start: int, stop: int) -> bytes:
         if stop <= start:
             return b""
-        if not self.folder and file == RECORD_FILE:  # `RUN@TAG` has one, which is another's whenever the tag moves
+        if not self.folder and file == RECORD_FILE:  # `RUN@TAG` has one, which changes whenever the tag moves
             raise FileNotFoundError(f"{self.location} is a run and no checkpoint")
         data = self.connection.call(lambda: self._read(file, start, stop), "read", self.location_of(file))
         self.traffic.count(read_bytes=len(data))
@@ -221,14 +221,14 @@ class ServiceFolder(UrlFolder):
 
     def _read(self, file: str, start: int, stop: int) -> bytes:
         headers = {"Range": f"bytes={start}-{stop - 1}"}
-        answer = self.connection.request("GET", self.path_of(file), headers=headers, accept=(307, 416), most_bytes=stop)
+        answer = self.connection.request("GET", self.path_of(file), headers=headers, accept=(307, 416), max_bytes=stop)
         self._check_file(answer, file)
-        if answer.status == 416:  # it ends before
+        if answer.status == 416:  # the file is shorter
             return b""
         return answer.data if answer.status == 206 else answer.data[start:stop]
 
     def _check_file(self, answer: ServiceAnswer, file: str) -> None:
-        """Raise IsADirectoryError if the service leads to a folder's listing."""
+        """Raise IsADirectoryError if the service redirects to a folder's listing."""
         if answer.status == 307:
             raise IsADirectoryError(f"{self.location_of(file)} is a folder")
 
@@ -241,7 +241,7 @@ class ServiceFolder(UrlFolder):
         return self.connection.call(ask, "get the size", self.location_of(file))
 
     def entries(self) -> Entries:
-        """Return its folders and files. Raises CheckpointNotFoundError, with the runs that are there, for a run that is not."""
+        """Return its folders and files. Raises CheckpointNotFoundError, with the known runs, for an unknown run."""
         if not self.run:
             raise FileNotFoundError(f"{self.location} is no folder: name one of its runs")
         listing = self._list("", "")
@@ -271,7 +271,7 @@ class ServiceFolder(UrlFolder):
         raise StorageError(text, path=f"{self.connection.base}{path}")
 
     def for_fsspec(self) -> tuple[str, dict[str, Any]]:
-        """Return its URL, and the storage options with which fsspec's `http` reads from there: they hold the token."""
+        """Return its URL, and the storage options, with the token, for fsspec's `http`."""
         return f"{self.connection.base}{self.path_of('')}", {"headers": dict(self.connection.headers)}
 
 
@@ -281,7 +281,7 @@ def quote_path(path: str) -> str:
 
 
 def parse_url(url: str) -> tuple[str, list[str]]:
-    """Return scheme, host and port of a service's URL, and the parts of its path. Raises UsageError if it can be none."""
+    """Return scheme, host and port of a service's URL, and the parts of its path. Raises UsageError if it is not one."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -290,7 +290,7 @@ def parse_url(url: str) -> tuple[str, list[str]]:
     if not host or parts.scheme not in ("http", "https"):
         raise UsageError(f"expected a URL like http://host:8700/RUN, got {shown(url)}")
     if parts.username is not None:
-        raise UsageError(f"{shown(url)} has a user: a service takes a token, by {_TOKENS_GO}")
+        raise UsageError(f"{shown(url)} has a user: a service takes a token, by {_TOKEN_ADVICE}")
     inside = [unquote(part) for part in parts.path.split("/") if part]
     if any(part in (".", "..") or "/" in part for part in inside):
         raise UsageError(f"{shown(url)} has a part that is `.`, `..` or holds a `/`: name the run and its folder")
@@ -304,7 +304,7 @@ def open_folder(
     """Return the folder at `url`: one of the service of zstore that answers there, see [Note: URLs of a service];
     otherwise see `open_bucket`. A service's option is `token`, else the variable ZSTORE_TOKEN.
 
-    Raises UsageError if nothing opens the URL or the options make no sense, StorageError if no server answers.
+    Raises UsageError if nothing opens the URL or the options are invalid, StorageError if no server answers.
     """
     if not is_http(url):
         return open_bucket(url, storage_options, retries=retries)
@@ -330,28 +330,26 @@ def open_folder(
 
 
 def is_http(url: str) -> bool:
-    """Return whether an HTTP server is at `url`, which may be a service of zstore."""
+    """Return whether `url` is of an HTTP server, which may be a service of zstore."""
     return url.startswith(("http://", "https://"))
 
 
 class UploadPlace:
-    """A folder of checkpoints in a bucket, or a run in a service, that was not asked yet.
-
-    Raises UsageError for a URL that nothing opens.
-    """
+    """A folder of checkpoints in a bucket, or a run of a service, that receives uploads. Connects when it is opened. Raises
+    UsageError for a URL that nothing opens."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self._url, self._options = url, dict(storage_options or {})
         self._bucket: BucketFolder | None = None
         self.is_service = is_http(url)
-        """Whether it is a run of a service, if anything."""
+        """Whether it must be a run of a service."""
         if self.is_service:
             address, inside = parse_url(url)
             if not inside:
                 raise UsageError(f"{address}: checkpoints are uploaded to a run of a service: name it as {address}/RUN")
             self.location = f"{address}/{quote_path('/'.join(inside))}"
         else:
-            # Here, for fsspec makes another file system for each thread.
+            # Made in this thread: fsspec makes another file system for each thread.
             self._bucket = open_bucket(url, self._options)
             self.location = self._bucket.location
 
@@ -363,7 +361,7 @@ class UploadPlace:
         return self.location
 
     def open(self, retries: Retries) -> BucketFolder | ServiceFolder:
-        """Return the folder. Raises UsageError if nothing can be uploaded there, StorageError if nobody answers."""
+        """Return the folder. Raises UsageError if it takes no uploads, StorageError if no server answers."""
         if self._bucket is not None:
             return self._bucket.with_retries(retries)
         folder = open_folder(self._url, self._options, retries=retries)

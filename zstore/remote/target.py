@@ -1,25 +1,22 @@
 """The targets of an upload: a bucket, which has no renames and gets the record last; and a service of zstore.
 
 [Note: the order of an upload]
-    1  <tag>.lock-<id>      written: an upload is under way; names its run, its process and the time
+    1  <tag>.lock-<id>      written: an upload is running; names its run, its process and the time
     2  the files of <tag>/  except zarr.json at its top and the record; then their sizes are compared with a listing
     3  <tag>/zarr.json
     4  <tag>/zstore.json    the commit, written on condition that there is none
     5  `latest` replaced; checkpoints that retention does not keep removed; the lock removed
-If a checkpoint of that tag is replaced, its folder stays until the new one is whole: the files go to <tag>.old-<id>/, which
-counts for the tag if <tag>/ has no record (see `scan`), and after its record is written the other's is removed: that is
-then the commit. The next one of that tag goes to <tag>/ again, and its record is the commit.
+To replace a checkpoint, the new files are written to <tag>.old-<id>/, which counts for the tag if <tag>/ has no record (see
+`scan`); after its record is written, removing the record of <tag>/ is the commit. The next save of that tag writes to <tag>/
+again, and its record is the commit.
 
-Lost before the commit: nothing has a record, or the former one counts. The next save that finds the lock of an upload that
-ended removes its files. Whatever is removed has a lock as well, and loses its record first: at no instant does half a
-checkpoint look like one.
+After a crash before the commit, nothing has a record, or the previous checkpoint counts. The next save that finds the lock of
+an upload that ended removes its files. A removal takes a lock too, and removes the record first: at no instant does half a
+checkpoint look like one. An upload has ended, by its lock, if it is of the same run, which has one at a time; if its process
+was of this machine and is not running; else after a day. An upload that finds its lock removed does not commit.
 
-Whose upload ended is judged from its lock: one of the same run has, for a run has one at a time; one of this machine whose
-process is gone; any other after a day. An upload that was taken for dead finds its lock gone, and does not commit.
-
-A service gets only files that it does not have, and from the byte at which a broken connection ended: it says at every point
-which are missing, so that the same save offered again goes on from there. See [Note: the protocol of an upload] in
-`zstore.serve.receive`.
+A service receives only files that it lacks, and continues a file where a broken connection ended: it always reports what is
+missing, so that the same save offered again resumes. See [Note: the protocol of an upload] in `zstore.serve.receive`.
 """
 
 from __future__ import annotations
@@ -80,9 +77,8 @@ NUM_THREADS = 4
 """Files that one process uploads at a time; to a bucket each takes about three parts of 8 MiB in memory."""
 
 
-def files_here(reader: CheckpointReader) -> dict[str, int]:
-    """Return path and bytes of all files of a local checkpoint, or of a rank's part of one, except the two that are written
-    last."""
+def local_files(reader: CheckpointReader) -> dict[str, int]:
+    """Return path and bytes of the files of a local checkpoint, or of a rank's part, except the two that are written last."""
     found = reader.folder.sizes("")
     return {file: size for file, size in found.items() if size is not None and file not in (METADATA_FILE, RECORD_FILE)}
 
@@ -103,18 +99,18 @@ class BucketTarget:
         self.location = folder.location_of(self._name)
         """URL of the tag, as people name it."""
         self.facts: Mapping[str, Any] = {}
-        """Where the files go, as JSON; other ranks set it to what rank 0 has."""
+        """The destination of the files, as JSON; other ranks set it to rank 0's."""
 
     @property
     def stage(self) -> BucketFolder:
-        """The folder that the files go to."""
+        """The folder that the files are sent to."""
         return self.folder.child(self.facts["stage"])
 
     def begin(
         self, reader: CheckpointReader, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None
     ) -> list[str]:
-        """Sweep, check that the tag may be written, choose the stage and lock it; return messages for the user. Those
-        that `keep` does not keep go once this one is committed.
+        """Sweep, check that the tag may be written, choose the stage and lock it; return messages for the user. `keep` is
+        applied after the commit.
 
         Raises CheckpointExistsError for a committed tag (unless `overwrite`, or with `replaces_own` if the same run saved it).
         """
@@ -126,11 +122,11 @@ class BucketTarget:
             messages.append(replaced_text(replaced))
         is_taken = self.folder.child(self._name).has(RECORD_FILE)
         self.folder.write_small(self._lock, owner_document(run=self._run_id, since_s=int(time.time())))
-        # Of two that begin at once each sees the other's lock.
+        # Of two saves that begin at once, each sees the other's lock.
         if any(name == self._name and lock != self._lock for lock, name in _locks(self.folder.entries()).items()):
             self.folder.remove(self._lock)
             raise CheckpointExistsError(
-                f"another save of {self.location} is under way: wait for its end, or save under another tag"
+                f"another save of {self.location} is running: wait for its end, or save under another tag"
             )
         self.facts = {"stage": own_name(self._name, SET_ASIDE, self._save_id) if is_taken else self._name}
         return messages
@@ -138,8 +134,8 @@ class BucketTarget:
     def send(
         self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
     ) -> int:
-        """Send `files`, their bytes by path, from the folder `top`; return the bytes that went. They are those of `rank`, None:
-        of all ranks. `advance` is called with the bytes of each file that is there, with 0 before each part, and may raise."""
+        """Send `files`, their bytes by path, from the folder `top`; return the bytes sent. They are the files of `rank`, None:
+        of all ranks. `advance` is called with the bytes of each file that arrived, with 0 before each part, and may raise."""
 
         def send(file: str) -> int:
             nbytes = self.stage.send(top / file, file, partial(advance, 0))
@@ -149,10 +145,10 @@ class BucketTarget:
         return sum(workers.run([partial(send, file) for file in files]))
 
     def commit(self, reader: CheckpointReader) -> list[str]:
-        """Publish the checkpoint, once every rank has sent its files, which a listing shows; return a message for each failure
-        after that. The record's `committed_ns` is set again: it is the largest there."""
+        """Publish the checkpoint, once a listing shows the files of every rank; return a message for each failure after that.
+        The record's `committed_ns` is set again, as the largest of the folder."""
         stage = self.stage
-        found, sent = stage.sizes(""), files_here(reader)
+        found, sent = stage.sizes(""), local_files(reader)
         for entry in (entry for rank in range(reader.record.world_size) for entry in reader.manifest(rank).shards):
             sent[reader.array(entry.array).shard_file(entry.shard)] = entry.file_bytes
         for file, nbytes in sent.items():
@@ -171,7 +167,7 @@ class BucketTarget:
             ) from None
         if stage.name != self._name:
             self.folder.child(self._name).remove(RECORD_FILE)
-        # What may fail without harm to the checkpoint.
+        # Failures from here on do not harm the checkpoint.
         messages: list[str] = []
         with noting(messages, NOT_LATEST):
             if record.is_latest:
@@ -185,10 +181,10 @@ class BucketTarget:
         return messages
 
     def discard(self, *, ended: bool) -> None:
-        """Give up: remove the uploaded files; those that cannot be removed now, or come after, are swept by the next save.
-        Never raises. `ended`: no rank sends any more."""
+        """Remove the uploaded files; those that cannot be removed now, or arrive later, are swept by the next save. Never
+        raises. `ended`: no rank sends any more."""
         with contextlib.suppress(OSError, ZstoreError):
-            # Without its lock, the folder may be a user's, or by now another upload's.
+            # Without its lock, the folder may belong to a user or to another upload.
             if self.facts and self.folder.has(self._lock) and not self.stage.has(RECORD_FILE):
                 self.folder.remove_tree(self.stage.name)
                 if ended:
@@ -231,10 +227,10 @@ def _locks(entries: Entries) -> dict[str, str]:
 
 
 def _remove_remains(folder: BucketFolder, name: str) -> None:
-    """Remove all files of the tag folder `name` that are no checkpoint's, or of one that was replaced."""
+    """Remove the files of the tag folder `name` that belong to no checkpoint, or to a replaced one."""
     found = [own for each in folder.entries().folders if (own := parse_own_name(each)) is not None]
     asides = [own_name(*own) for own in found if own[:2] == (name, SET_ASIDE)]
-    try:  # another failure is the caller's, whose lock then stays for the next sweep
+    try:  # other failures are the caller's, which leaves the lock for the next sweep
         read_record(folder.child(name))
         doomed = asides
     except (*MISSING, CorruptionError, CheckpointMismatchError):
@@ -245,8 +241,8 @@ def _remove_remains(folder: BucketFolder, name: str) -> None:
 
 
 def remover(place: Folder) -> Callable[[TagInfo], None]:
-    """Return a function that removes a committed checkpoint in the folder `place`, here or behind a URL: half of it never
-    looks like a checkpoint."""
+    """Return a function that removes a committed checkpoint in the folder `place`, local or behind a URL, so that half of it
+    never looks like a checkpoint."""
     if isinstance(place, BucketFolder):
         return partial(remove_checkpoint, place)
     files = Files()
@@ -265,11 +261,11 @@ def remove_checkpoint(folder: BucketFolder, info: TagInfo) -> None:
 
 
 _COMMIT_S = 1800.0
-"""The service makes all files durable, and removes old checkpoints, before it answers."""
-_MOST_WRONG = 3
-"""Times that a file may arrive wrong: then it is not the network that is broken."""
+"""Until the service has made all files durable and removed old checkpoints."""
+_MAX_CORRUPT = 3
+"""Times that a file may arrive corrupted: after that, the source is damaged and not the network."""
 _BLOCK_BYTES = 256 * 1024
-"""Bytes of a file that are sent at a time."""
+"""Bytes of a file sent at a time."""
 
 
 class ServiceTarget:
@@ -288,11 +284,8 @@ class ServiceTarget:
     def begin(
         self, reader: CheckpointReader, *, overwrite: bool, replaces_own: bool = False, keep: Keep | None = None
     ) -> list[str]:
-        """Sends metadata and manifests, by which the service plans the upload.
-
-        Raises DiskFullError if it has no room for the other files.
-        """
-        files = files_here(reader)
+        """Send metadata and manifests, by which the service plans the upload. Raises DiskFullError if it has no room."""
+        files = local_files(reader)
         manifests = [manifest_file(rank) for rank in range(reader.record.world_size)]
         extras = {name: size for name, size in files.items() if "/" not in name}
         self._offered = {
@@ -316,10 +309,10 @@ class ServiceTarget:
     def send(
         self, workers: Workers, top: Path, files: Mapping[str, int], advance: Advance, *, rank: int | None = None
     ) -> int:
-        """Files that the service has, or links, are not sent."""
+        """Send the files that the service neither has nor links."""
         wanted: dict[str, Any] = {}
         if not self.facts["committed"]:
-            # One answer for one rank, and one for all.
+            # The files of one rank, or of all.
             query = f"?rank={rank}" if rank else ""
             wanted = {each["path"]: each for each in self._connection.ask("GET", f"{self._path}{query}")["files"]}
         advance(sum(size for file, size in files.items() if file not in wanted))
@@ -327,7 +320,7 @@ class ServiceTarget:
         return sum(workers.run(tasks))
 
     def _deliver(self, source: Path, wanted: dict[str, Any], advance: Advance) -> int:
-        """Let the service link a file, or send it; return the bytes that went."""
+        """Let the service link a file, or send it; return the bytes sent."""
         is_linked = False
         if wanted["candidate"]:
             claims = {"files": {wanted["path"]: _sha256(source)}}
@@ -338,55 +331,55 @@ class ServiceTarget:
         return nbytes
 
     def _send_file(self, source: Path, wanted: Mapping[str, Any], advance: Advance) -> int:
-        """Send the part of a file that the service lacks, and go on from there if the connection breaks; return its bytes."""
+        """Send the part of a file that the service lacks, and resume if the connection breaks; return its bytes."""
         connection, path = self._connection, f"{self._path}/files/{quote(wanted['path'])}"
-        size, received, tries, wrong = int(wanted["bytes"]), int(wanted["received"]), 0, 0
+        size, received, tries, corrupt = int(wanted["bytes"]), int(wanted["received"]), 0, 0
 
         def attempt() -> int:
-            nonlocal tries, wrong
-            there = int(json.loads(connection.request("GET", path).data)["received"]) if tries else received
+            nonlocal tries, corrupt
+            offset = int(json.loads(connection.request("GET", path).data)["received"]) if tries else received
             tries += 1
-            if there == size > 0:
+            if offset == size > 0:
                 return 0
-            headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size - there)}
+            headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size - offset)}
             if size:
-                headers["Content-Range"] = f"bytes {there}-{size - 1}/{size}"
+                headers["Content-Range"] = f"bytes {offset}-{size - 1}/{size}"
             with source.open("rb", buffering=0) as file:
                 if (found := os.fstat(file.fileno()).st_size) != size:
                     raise StorageError(f"the file has {found} bytes, expected {size}", path=str(source))
-                file.seek(there)
+                file.seek(offset)
                 parts = checked_parts(file, _BLOCK_BYTES, partial(advance, 0))
                 answer = connection.request("PUT", path, body=parts, headers=headers, accept=(409, 422))
-            wrong += answer.status == 422
-            if wrong == _MOST_WRONG:
+            corrupt += answer.status == 422
+            if corrupt == _MAX_CORRUPT:
                 raise CorruptionError(
-                    f"{source} arrived {wrong} times with other bytes than its manifest says: the file is damaged"
+                    f"{source} arrived {corrupt} times with other bytes than its manifest says: the file is damaged"
                 )
             if answer.status in (409, 422):
                 raise ServiceBusyError(f"the answer was {answer.status}: {answer.data[:500].decode(errors='replace')}")
-            return size - there
+            return size - offset
 
         return connection.call(attempt, f"upload {source}", f"{connection.base}{path}")
 
     def commit(self, reader: CheckpointReader) -> list[str]:
-        """The service applies retention too."""
+        """Commit; the service applies retention too."""
         if self.facts["committed"]:
             return []
         try:
             answer = self._connection.ask("POST", f"{self._path}/commit", timeout_s=_COMMIT_S)
         except (CheckpointNotFoundError, CheckpointExistsError) as error:
-            # Committed, but the answer was lost, or by another client: then an offer of the same says so.
+            # The answer was lost, or another client committed it: then the same offer reports that it is committed.
             if self._connection.ask("POST", "/api/uploads", self._offered)["state"] != "committed":
                 raise
             return [str(error)] if isinstance(error, CheckpointExistsError) else []
         return [str(message) for message in answer["messages"]]
 
     def discard(self, *, ended: bool) -> None:
-        """Unless it was cancelled, received files stay for a day, for the next try to resume."""
+        """Delete what was received if the save was cancelled; else the service keeps it for a day, to be resumed."""
         connection = self._connection
         if connection.retries.cancelled.is_set() and self.facts and not self.facts["committed"]:
             with contextlib.suppress(OSError, ZstoreError):
-                connection.call(lambda: connection.request("DELETE", self._path), "give up", self.location)
+                connection.call(lambda: connection.request("DELETE", self._path), "cancel", self.location)
 
 
 def _sha256(path: Path) -> str:

@@ -1,15 +1,15 @@
-"""Saving to a URL, behind training: ranks share the URL and a board for messages, and no folder; and uploading a committed
-local checkpoint.
+"""Saving to a URL in the background, by ranks that share the URL and a board for messages but no folder; and uploading a
+committed local checkpoint.
 
 [Note: a save to a URL]
 On every rank, in one background thread and without collectives:
-    1  its shard files come into a folder of its own: links of the run's files, or written from memory; each pin is released
+    1  it puts its shard files into a local folder: links of the run's files, or written from memory; each pin is released
     2  it posts its rows of the arrays that rank 0 stores (see [Note: pieces]), and its manifest
-    3  once rank 0 has begun the upload, it sends its files, and posts `sent-<rank>`; then `seen-<rank>`, once it sees `end`
-Rank 0 gathers the manifests, writes metadata and record, asks whether the tag is free, and posts `begin`. Once all have sent it
-commits, and posts `end`. A rank that fails posts `failed`, with the reason, and all others give up: each posts that it sends no
-more, and rank 0 removes the files that were sent. Whatever happens, each rank removes its folder; those of killed processes go
-with the next save.
+    3  once rank 0 has begun the upload, it sends its files and posts `sent-<rank>`; then `seen-<rank>`, once it sees `end`
+Rank 0 gathers the manifests, writes metadata and record, checks that the tag is free, and posts `begin`. Once all ranks have
+sent, it commits and posts `end`. A rank that fails posts `failed` with the reason, and all others abort: each posts that it
+sends no more, and rank 0 removes the files that were sent. In any case each rank removes its local folder; those of killed
+processes are removed by the next save.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from ..io.shards import ShardSummary
 from ..ranks.board import Board
 from .bucket import PATIENT, BucketFolder, Retries, part_bytes
 from .service import ServiceFolder, UploadPlace
-from .target import NUM_THREADS, Advance, BucketTarget, ServiceTarget, files_here
+from .target import NUM_THREADS, Advance, BucketTarget, ServiceTarget, local_files
 
 T = TypeVar("T")
 Target = BucketTarget | ServiceTarget
 
-_END_S = 30.0
-"""How long rank 0 waits for the other ranks to stop sending, once it gave up, and to see that it committed."""
+_END_TIMEOUT_S = 30.0
+"""How long rank 0 waits for the other ranks to stop sending after an abort, and to see its commit."""
 _END_PAUSE_S = 0.1
-_MOST_PARTS_HELD = 4
-"""A part is held as it was read, in the file's buffer and in the request, and may be copied once more on its way out."""
+_MAX_PART_COPIES = 4
+"""Copies of a part in memory: as read, in the file's buffer, in the request, and perhaps once more when it is sent."""
 
 
 def require_uploads(url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Raise StorageError, or UsageError, if nothing can be uploaded to a URL. The file written as a test is removed."""
+    """Raise StorageError, or UsageError, if nothing can be uploaded to a URL. Removes the file that it writes as a test."""
     folder = UploadPlace(url, storage_options).open(Retries())
     if isinstance(folder, ServiceFolder):
         folder.connection.ask("GET", f"/api/uploads?run={quote(folder.run, safe='')}")
@@ -81,21 +81,21 @@ def upload_checkpoint(
     """Copy a committed checkpoint from a local folder into the folder of checkpoints at `url`, under its tag.
 
     The URL may be that of a run in a service of zstore. `source` is the checkpoint's folder, or the folder above (then the
-    newest). Returns the URL of the tag's folder, and messages for the user. Blocks until it is committed there; `advance` is
-    called with the bytes of each file that is there. `memory_bytes` bounds the parts in memory (None: those of `NUM_THREADS`
+    newest). Returns the URL of the tag's folder, and messages for the user. Blocks until it is committed; `advance` is called
+    with the bytes of each file that has arrived. `memory_bytes` bounds the parts in memory (None: those of `NUM_THREADS`
     files) by sending fewer files at a time. Raises CheckpointExistsError for a tag that is there (unless `overwrite`),
-    BudgetError if one file's parts are too much, StorageError if the upload fails; nothing of it is visible then.
+    BudgetError if one file's parts exceed it, StorageError if the upload fails; nothing of it is visible then.
     """
     place = UploadPlace(url, storage_options)
     with CheckpointReader(source) if isinstance(source, TagInfo) else open_checkpoint(source) as reader:
-        folder, files = place.open(PATIENT), files_here(reader)
+        folder, files = place.open(PATIENT), local_files(reader)
         num_threads = NUM_THREADS
         if memory_bytes is not None and isinstance(folder, BucketFolder):
             part = part_bytes(max(files.values()))
-            num_threads = min(NUM_THREADS, memory_bytes // (_MOST_PARTS_HELD * part))
+            num_threads = min(NUM_THREADS, memory_bytes // (_MAX_PART_COPIES * part))
             if num_threads == 0:
                 raise BudgetError(
-                    f"the largest file is uploaded in parts of {part}, which takes about {_MOST_PARTS_HELD * part} bytes of "
+                    f"the largest file is uploaded in parts of {part}, which takes about {_MAX_PART_COPIES * part} bytes of "
                     f"memory, but {memory_bytes} are available: allow more"
                 )
         target = target_in(folder, reader.record.tag, reader.record.id, reader.record.run)
@@ -112,12 +112,12 @@ def upload_checkpoint(
 def save_to_url(
     request: SaveRequest, place: UploadPlace, board: Board | None = None, *, retries: Retries = PATIENT
 ) -> SaveHandle:
-    """Begin to save to a URL in the background; return the handle. `request.folder` is for this rank's files on their way,
-    `board` is for the messages of its ranks alone; None: there is one.
+    """Begin to save to a URL in the background; return the handle. `request.folder` is for this rank's files until they are
+    sent, `board` for the messages between its ranks alone; None: a single rank.
 
-    The pins belong to the save from now on, even if this raises: it releases them. Raises UsageError for a bad request or
-    state that is not JSON, StorageError for a folder that cannot be written, DiskFullError if it has no room for this rank's
-    files. Whether the tag is free is asked at the URL, behind the call.
+    The save takes over the pins, and releases them even if this raises. Raises UsageError for a bad request or state that is
+    not JSON, StorageError for a folder that cannot be written, DiskFullError if it has no room for this rank's files. Whether
+    the tag is free is checked at the URL, in the background.
     """
     return begin_save(request, lambda: _RemoteSave(request, place, board, retries))
 
@@ -125,11 +125,11 @@ def save_to_url(
 class _RemoteSave(Save):
     """One rank's part in a save. See [Note: a save to a URL]."""
 
-    lasts = False
+    keeps_local_files = False
 
     def __init__(self, request: SaveRequest, place: UploadPlace, board: Board | None, retries: Retries) -> None:
-        own = hashlib.sha256(f"{request.save_id} {request.rank}".encode()).hexdigest()[:32]
-        super().__init__(request, own, NUM_THREADS)
+        folder_id = hashlib.sha256(f"{request.save_id} {request.rank}".encode()).hexdigest()[:32]
+        super().__init__(request, folder_id, NUM_THREADS)
         self._board, self._place, self._retries = board, place, replace(retries, cancelled=self._cancelled)
         self._location = place.location_of(tag_folder(request.tag))
         self._target: Target | None = None
@@ -205,11 +205,11 @@ class _RemoteSave(Save):
             self._files.write_small(self._folder / RECORD_FILE, record.encode(), sync=False)
             self._messages += target.begin(reader, overwrite=request.overwrite, replaces_own=True, keep=request.keep)
             self._post("begin", target.facts)
-            self._send(workers, files_here(reader))
+            self._send(workers, local_files(reader))
             for rank in range(1, request.world_size):
                 sent = self._wait_for(f"sent-{rank}", f"rank {rank} did not send its part")
                 self._others_bytes += int(sent["bytes"])
-            self._check_alive()  # one that failed has posted that first
+            self._check_alive()  # a rank that failed has posted that first
             self._messages += target.commit(reader)
         self._post("end", {"committed": True})
         self._all_posted("seen")  # the board may end with this process
@@ -233,10 +233,10 @@ class _RemoteSave(Save):
         failed = self._posted("failed")
         return None if failed is None or failed["rank"] == self._request.rank else (failed["rank"], failed["reason"])
 
-    def give_up(self, error: BaseException) -> None:
-        """Rank 0 removes the files that were sent, too."""
+    def abort(self, error: BaseException) -> None:
+        """Notify the other ranks; rank 0 also removes the files that were sent."""
         rank = self._request.rank
-        with contextlib.suppress(OSError, RuntimeError):  # nobody is there to be told
+        with contextlib.suppress(OSError, RuntimeError):  # the board is lost
             if self._posted("failed") is None:
                 self._post("failed", {"rank": rank, "reason": f"{type(error).__name__}: {error}"})
             if rank:
@@ -246,7 +246,7 @@ class _RemoteSave(Save):
             if self._target is not None:
                 self._target.discard(ended=ended)
 
-    def _explain(self, error: BaseException) -> None:
+    def _raise_cause(self, error: BaseException) -> None:
         if isinstance(error, OSError) and not isinstance(error, CheckpointError):
             text = f"checkpoint {self._request.tag!r} was not saved to {self._location}: {error}"
             raise CheckpointError(text) from error
@@ -255,8 +255,8 @@ class _RemoteSave(Save):
         self._committer.abort("", alone=True)
 
     def _all_posted(self, kind: str) -> bool:
-        """Wait a while until each other rank posted such a message; return whether they did (rank 0)."""
-        deadline = time.monotonic() + _END_S
+        """Wait up to `_END_TIMEOUT_S` for such a message of each other rank; return whether all have posted it (rank 0)."""
+        deadline = time.monotonic() + _END_TIMEOUT_S
         others = range(1, self._request.world_size)
         with contextlib.suppress(OSError, RuntimeError):
             while not all(self._posted(f"{kind}-{rank}") is not None for rank in others):

@@ -1,18 +1,16 @@
-"""Casts of weights, round to nearest even, that notice values that the target type cannot hold.
+"""Casts of weights, round to nearest even, that detect values that the target type cannot hold.
 
 [Note: who casts]
-numpy casts fp32 to fp16 one element after another, at a twentieth of memory's speed. So the casts between fp32 and
-16-bit types are numkong's if it is installed, else torch's if the process has loaded it, else numpy's: of fp32 to
-fp16 see [Note: fp32 to fp16]. torch is not loaded for it: that takes as long as casting a billion elements without, and
-200 MB. Values that are finite afterwards have the same bits from each, since there is one right result. Tiles with others
-are left to numpy: libraries differ in their treatment of NaNs, and values that were too large have to be counted.
+Casts between fp32 and 16-bit types are numkong's if it is installed, else torch's if the process has loaded it, else numpy's,
+with integer arithmetic for fp32 to fp16 (below). torch is not loaded for a cast: that takes 200 MB and as long as casting a
+billion elements. Finite results have the same bits from each. Tiles with other values are left to numpy: libraries differ in
+their NaNs, and values that were too large have to be counted.
 
 [Note: fp32 to fp16]
-numpy casts one element after another. The same bits come from integer arithmetic over tiles, at nearly twice the speed. For
-normal numbers of fp16, the bits of the magnitude, moved to fp16's exponents and rounded at bit 13, are the
-result. For subnormal ones, adding 0.5 rounds the magnitude to multiples of 2^-24, whose number are the last bits
-of the sum. Computed for all elements, each way gives for the other's a number that is not less than theirs, so the lesser
-is the result. Tiles with values that are too large, infinite or no number are left to numpy.
+numpy casts one element after another; integer arithmetic over tiles gives the same bits at nearly twice the speed. For normal
+fp16 numbers, the bits of the magnitude, moved to fp16's exponents and rounded at bit 13, are the result. For subnormal ones,
+adding 0.5 rounds the magnitude to multiples of 2^-24, whose count is the last bits of the sum. Both are computed for all
+elements, and the smaller is the result: each is not less than the other where it does not apply.
 """
 
 from __future__ import annotations
@@ -34,23 +32,23 @@ Castor = Literal["numkong", "torch", "numpy"]
 """Who casts. See [Note: who casts]."""
 
 _TILE_NUMEL = 64 * 1024
-"""Elements of a tile: source and target stay in the cache between the cast and the check."""
+"""Elements of a tile, which stays in the cache between the cast and the check."""
 _SERIAL_NUMEL = 32 * 1024
-"""Elements that torch casts without threads of its own, which would be in the way of ours."""
+"""Elements that torch casts without its threads, which would compete with ours."""
 _INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 _FAST = (("float32", "float16"), ("float32", "bfloat16"), ("float16", "float32"))
 """Casts that libraries do faster than numpy."""
 
 _Cast = Callable[[Array, Array], bool]
-"""Casts a tile, 1-D and contiguous; false, with the target spoiled, if it leaves the tile to numpy."""
+"""Casts a tile, 1-D and contiguous; returns False, with the target overwritten, if numpy has to cast it."""
 
 
 def cast_into(source: Array, target: Array, dtype: str, overflow: Overflow, *, by: Castor | None = None) -> int:
     """Cast `source` into `target` (both 1-D, `target` of `dtype`); return how many finite values became infinite.
 
-    With "clamp" those become the largest finite value of their sign. The bits do not depend on who casts, by default the
-    fastest that is here, nor on how the elements are cut into calls. See [Note: who casts].
+    With "clamp" those become the largest finite value of their sign. The bits depend neither on who casts, by default the
+    fastest available, nor on how the elements are divided into calls. See [Note: who casts].
     """
     if source.dtype == numpy_dtype(dtype):
         target[:] = source
@@ -66,7 +64,7 @@ def cast_into(source: Array, target: Array, dtype: str, overflow: Overflow, *, b
 
 
 def _cast_all(source: Array, target: Array, dtype: str, overflow: Overflow) -> int:
-    """Cast a tile with values that may not be finite; as `cast_into`."""
+    """Cast a tile with values that may not be finite; see `cast_into`."""
     np.copyto(target, source, casting="unsafe")
     infinite = _infinite(target, dtype)
     if not infinite.any():
@@ -81,7 +79,7 @@ def _cast_all(source: Array, target: Array, dtype: str, overflow: Overflow) -> i
 
 
 def castors() -> list[Castor]:
-    """Return who casts here, the fastest first; torch only if it is loaded."""
+    """Return the available ways to cast, the fastest first; torch only if it is loaded."""
     found: list[Castor] = ["numpy"]
     if "torch" in sys.modules:
         found.insert(0, "torch")
@@ -135,14 +133,14 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-_LEAST_NORMAL = 113 << 23
+_MIN_NORMAL = 113 << 23
 """Bits of 2^-14 in fp32."""
-_TO_EXPONENT = np.uint32((0xFFF - _LEAST_NORMAL) % 2**32)
-"""Moves the least normal number of fp16 to 0, and half of the last bit that is kept, less one, is added."""
+_TO_EXPONENT = np.uint32((0xFFF - _MIN_NORMAL) % 2**32)
+"""Moves the smallest normal number of fp16 to 0, and adds half of the last kept bit, less one."""
 
 
 def _to_half(source: Array, target: Array) -> bool:
-    """Cast a tile of fp32 to fp16; false, with `target` spoiled, if not all is finite in fp16. See [Note: fp32 to fp16]."""
+    """Cast a tile of fp32 to fp16; False, with `target` overwritten, if a result is not finite. See [Note: fp32 to fp16]."""
     bits, halves = source.view(np.uint32), target.view(np.uint16)
     (small, normal), signs = _scratch.words[:, : source.size], _scratch.signs[: source.size]
     np.bitwise_and(bits, np.uint32(0x7FFFFFFF), out=small)
@@ -165,7 +163,7 @@ def _to_half(source: Array, target: Array) -> bool:
 
 
 def _all_finite(values: Array, dtype: str) -> bool:
-    """Return whether no value is infinite or no number; false if that is not known."""
+    """Return whether all values are finite; False if that is unknown."""
     limit = _INFINITY_BITS.get(dtype)
     if limit is None:
         return False

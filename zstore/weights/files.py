@@ -1,5 +1,5 @@
-"""The safetensors files of a model: their layout, which is pure, and how they are written: values come in pieces, are cast into
-blocks of the files, and are written past the page cache.
+"""The safetensors files of a model: their layout, which is pure, and their writing: values are cast, piece by piece, into
+blocks of the files, which are written past the page cache.
 
 Source of the file format: https://github.com/huggingface/safetensors (8 bytes of header size, JSON header, data without
 holes); of the numbering and the index: Hugging Face's sharded checkpoints.
@@ -44,11 +44,11 @@ MAX_FILE_BYTES = 5 * 1000**3
 
 _BLOCK_BYTES = 4 * 1024 * 1024
 _ALIGN_BYTES = 4096
-_MOST_NAMED = 20
+_MAX_NAMED = 20
 _METADATA = "__metadata__"
 """The key of a header that is no tensor."""
 _MAX_HEADER_BYTES = 100 * 1000**2 - _ALIGN_BYTES
-"""No reader takes a larger header than 100 MB; ours are padded."""
+"""No reader accepts a larger header than 100 MB; ours are padded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Weight(Shaped):
     """The checkpoint's array."""
     shape: tuple[int, ...]
     dtype: str
-    """Data type that it is written in, by its Zarr name."""
+    """Data type of the file, by its Zarr name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +81,17 @@ class FileLayout:
 
 
 def plan_model(weights: Iterable[Weight], max_file_bytes: int, state: Mapping[str, Any]) -> list[FileLayout]:
-    """Return the files as `plan_files` does, called as those that the checkpoint whose record has `state` was made from."""
+    """Return the files as `plan_files` does, with the names of those from which the checkpoint of `state` was made."""
     stem = state.get(STEM_KEY)
     stem = stem if stem in STEMS else STEM
-    most_bytes = sys.maxsize if stem in STEMS_OF_ONE_FILE else max_file_bytes  # no index of theirs is read
-    return plan_files(weights, most_bytes, stem)
+    return plan_files(weights, sys.maxsize if stem in STEMS_OF_ONE_FILE else max_file_bytes, stem)  # without an index
 
 
 def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM) -> list[FileLayout]:
     """Return the files of a model: one, or numbered ones of at most `max_file_bytes` of data each.
 
-    A weight that is larger has a file of its own; there are more files if a header would be larger than readers take. Names
-    begin with `stem`. Raises CheckpointMismatchError for names that such a file cannot have.
+    A larger weight has a separate file; there are more files if a header would be larger than readers accept. Names begin
+    with `stem`. Raises CheckpointMismatchError for names that such a file cannot have.
     """
     groups: list[list[Weight]] = [[]]
     size = header = 0
@@ -112,12 +111,12 @@ def plan_files(weights: Iterable[Weight], max_file_bytes: int, stem: str = STEM)
 
 
 def _named(weights: Iterable[Weight]) -> list[Weight]:
-    """Return `weights` in the order of their names, which are checked."""
+    """Return `weights` in natural order of their names; raises CheckpointMismatchError for an invalid name."""
     ordered = sorted(weights, key=lambda weight: natural_key(weight.name))
     for weight, following in zip(ordered, [*ordered[1:], None], strict=True):
         name, reason = weight.name, None
         if name == _METADATA:
-            reason = "is the key of the file's own metadata"
+            reason = "is the key of the file's metadata"
         elif following is not None and following.name == name:
             reason = "is that of two weights"
         elif name.encode(errors="replace") != name.encode(errors="surrogatepass"):
@@ -183,11 +182,9 @@ class _Block:
 
 
 class BlockFile:
-    """The file `path` of `nbytes`, which `make_files` made. Every byte is filled once; a block is written when it is complete.
-
-    Filling roughly in order needs memory for a few blocks only. With the last byte the file is made durable and closed: a
-    model may have more files than a process may have open.
-    """
+    """The file `path` of `nbytes`, which exists. Every byte is filled once; a complete block is written at once, so that
+    filling roughly in order takes memory for a few blocks. With its last byte the file is made durable and closed: a model
+    may have more files than a process may open."""
 
     def __init__(self, files: Files, path: Path, nbytes: int, slabs: Slabs) -> None:
         self.path = path
@@ -246,7 +243,7 @@ class BlockFile:
             self._finish()
 
     def _finish(self) -> None:
-        """Cut the last block's padding off, make it durable and close the file."""
+        """Cut off the last block's padding, make the file durable and close it."""
         with self._cleanup:
             os.truncate(self.path, self.nbytes)
             self._files.sync_data(self._file)
@@ -254,7 +251,7 @@ class BlockFile:
             self._is_durable = True
 
     def close(self) -> None:
-        """Close the file as it is; a second call does nothing."""
+        """Close the file, complete or not; a second call does nothing."""
         self._cleanup.close()
 
 
@@ -274,7 +271,11 @@ class WeightsWriter(Closing):
     """
 
     def __init__(self, files: Files, layouts: Sequence[FileLayout], folder: Path, *, overflow: Overflow) -> None:
-        make_files(files, layouts, folder)
+        needed = sum(layout.file_bytes for layout in layouts)
+        files.require_room(folder, needed, f"the weights need {needed} bytes")
+        for layout in layouts:
+            with files.opened(folder / layout.name, write=True, create=True) as file:
+                files.allocate(file, round_up(layout.file_bytes, PAGE_BYTES))
         self._files = files
         self._layouts = layouts
         self._folder = folder
@@ -296,8 +297,8 @@ class WeightsWriter(Closing):
     def put(self, array: str, first: int, values: npt.NDArray[Any]) -> None:
         """Write `values`, 1-D, as the flat elements from `first` on of the weight that comes from `array`.
 
-        With overflow "error", nothing more is written once a value could not be held: later values are only looked at, so
-        that every such weight can be named.
+        With overflow "error", nothing more is written after the first value that could not be held; later values are only
+        checked, so that every such weight can be named.
         """
         layout, weight, offset = self._places[array]
         itemsize = weight.itemsize
@@ -330,11 +331,8 @@ class WeightsWriter(Closing):
             return self._open[layout.name]
 
     def finish(self) -> list[str]:
-        """Complete the files; return their names, with that of an index if there are several.
-
-        Does nothing and returns no name if values could not be held
-        and overflow is "error".
-        """
+        """Complete the files; return their names, with that of an index if there are several. Does nothing and returns no name
+        if values could not be held and overflow is "error"."""
         if self._is_refused:
             return []
         for layout in self._layouts:
@@ -349,22 +347,13 @@ class WeightsWriter(Closing):
         return names
 
     def close(self) -> None:
-        """Close the files as they are; a second call does nothing."""
+        """Close the files, complete or not; a second call does nothing."""
         for file in self._open.values():
             file.close()
 
 
-def make_files(files: Files, layouts: Sequence[FileLayout], folder: Path) -> None:
-    """Make the files that are filled then. Raises DiskFullError if the folder's file system lacks room."""
-    needed = sum(layout.file_bytes for layout in layouts)
-    files.require_room(folder, needed, f"the weights need {needed} bytes")
-    for layout in layouts:
-        with files.opened(folder / layout.name, write=True, create=True) as file:
-            files.allocate(file, round_up(layout.file_bytes, PAGE_BYTES))
-
-
 def lost_text(lost: Sequence[Lost], dtype: str, advice: str) -> str:
-    """Return the message for values that `dtype` cannot hold; `advice` says what to do."""
-    named = [f"\n  {each.name}: {each.count} value(s)" for each in lost[:_MOST_NAMED]]
-    more = f"\n  and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
+    """Return the message for values that `dtype` cannot hold, with `advice`."""
+    named = [f"\n  {each.name}: {each.count} value(s)" for each in lost[:_MAX_NAMED]]
+    more = f"\n  and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""
     return f"{len(lost)} tensor(s) have values that {dtype} cannot hold; nothing was written. {advice}:{''.join(named)}{more}"

@@ -2,18 +2,18 @@
 `from_pretrained` expects with them.
 
 [Note: the pipeline]
-Threads take spans of the arrays in the order of the output, a request each. The thread that reads a span checks it and casts it
-straight to its place: into tensors, or into 4-MiB blocks of the output file, each written by the thread that completes it.
-Nothing is handed from thread to thread. In memory are a span of each thread and a few blocks, whatever the model's size.
+Threads take spans of the arrays in the order of the output, a request each. The thread that reads a span verifies it and casts
+it directly into tensors, or into 4-MiB blocks of the output file, each written by the thread that completes it. Nothing is
+passed between threads. In memory are a span of each thread and a few blocks, whatever the model's size.
 
 [Note: which files]
-    a model's folder         all that belongs to it: its files except other weights, the modules that `modules.json` names
-                             with their weights, and other folders without weights, as far as they are small
-    a checkpoint's folder    all that is not the checkpoint's own, except weights
-    a folder above one, or   what has a name of `COMPANIONS`: it has other things too
+    a model's folder         its files except other weights; the modules that `modules.json` names, with their weights; other
+                             small folders without weights
+    a checkpoint's folder    all that is not part of the checkpoint, except weights
+    a folder above one, or   files with a name of `COMPANIONS`
     other software's
-Links are followed if a user named the folder, as in the hub's cache, whose files are links: the copies are files. In a
-checkpoint of ours there are none, and one that is there may lead anywhere: it is not copied.
+Links are followed in a folder that the user named, as in the hub's cache, whose files are links: the copies are files. A
+checkpoint of ours has no links; one found there may lead anywhere, and is not copied.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ _GROUPS = ("model/", "buffer/")
 _READ_BYTES = 8 * 1024 * 1024
 
 Advance = Callable[[int], None]
-"""Told, from several threads, how many bytes of the arrays were read and put into their places."""
+"""Called from several threads with the bytes of arrays that were read and stored."""
 Put = Callable[[str, int, Array], None]
 """`put(array, first, values)`, from several threads: flat elements of an array from `first` on, 1-D."""
 
 
 def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
-    """Return the parameters and buffers of a checkpoint; floating parameters are written as `dtype`, None: as they are.
-    Buffers keep their types.
+    """Return the parameters and buffers of a checkpoint; floating parameters are written as `dtype` (None: as stored), buffers
+    as stored.
 
-    Tied parameters are there once, under their first name. Raises CheckpointMismatchError if there are no weights.
+    Tied parameters are listed once, under their first name. Raises CheckpointMismatchError if there are no weights.
     """
     weights: dict[str, Weight] = {}
     for name, stored in reader.arrays.items():
@@ -82,10 +82,10 @@ def list_weights(reader: ArraySource, dtype: str | None) -> list[Weight]:
 
 
 def choose(names: Iterable[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[str]:
-    """Return those of `names` that match a pattern of `include` (none: all), and none of `exclude`, in their order.
+    """Return the `names` that match a pattern of `include` (empty: all) and none of `exclude`, in their order.
 
-    A pattern is a name, which means that one alone, or has `*`, `?` and `[...]` as in a shell; `*` matches dots too.
-    Raises CheckpointMismatchError for a pattern that matches no name: it is a mistake more often than not.
+    A pattern is a name, which matches it alone, or has `*`, `?` and `[...]` as in a shell; `*` matches dots too. Raises
+    CheckpointMismatchError for a pattern that matches no name, which is most often a mistake.
     """
     known = list(names)
     chosen, left_out = _matched(known, include) if include else set(known), _matched(known, exclude)
@@ -107,7 +107,7 @@ def _matched(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
 def frozen_weights(source: ArraySource) -> set[str]:
     """Return the parameters that the optimizer did not train, by the record or by the optimizer's state.
 
-    Raises CheckpointMismatchError if neither is there, so that all would look frozen.
+    Raises CheckpointMismatchError if there is neither, and all would look frozen.
     """
     trained = {name.split("/", 2)[2] for name in source.arrays if name.startswith("optimizer/")}
     trained |= _stepped(source.record.state.get("engine"))
@@ -121,7 +121,7 @@ def frozen_weights(source: ArraySource) -> set[str]:
 
 
 def _stepped(engine: Any) -> set[str]:
-    """Return the parameters for which the engine's part of a record has step counts."""
+    """Return the parameters with step counts in the engine's part of a record."""
     scalars = engine.get("scalars") if isinstance(engine, dict) else None
     return {name for name in scalars if isinstance(name, str)} if isinstance(scalars, dict) else set()
 
@@ -144,10 +144,8 @@ def put_weights(
 
 
 def read_weight(reader: ArraySource, weight: Weight, first: int, out: Array, overflow: Overflow) -> int:
-    """Read flat elements of a weight from `first` on into `out`, 1-D and of the weight's data type.
-
-    Returns how many finite values it could not hold.
-    """
+    """Read flat elements of a weight from `first` on into `out`, 1-D and of the weight's data type; return how many finite
+    values it could not hold."""
     array = reader.array(weight.array)
     if weight.dtype == array.spec.dtype:
         reader.read(weight.array, first, first + out.size, out)
@@ -195,7 +193,7 @@ def read_file(
 def read_weights(
     reader: ArraySource, weights: Sequence[Weight], overflow: Overflow
 ) -> tuple[dict[str, Array], list[Lost]]:
-    """Return `weights` by name, each in its own shape and data type, and the values that these could not hold."""
+    """Return `weights` by name, in their shapes and data types, and the values that these could not hold."""
     found: dict[str, Array] = {
         weight.name: empty_array(weight.name, weight.shape, numpy_dtype(weight.dtype)) for weight in weights
     }
@@ -222,10 +220,8 @@ def write_weights(
     overflow: Overflow,
     advance: Advance,
 ) -> list[Lost]:
-    """Write `layouts` into `folder`, durably; return the values that could not be held, with "error" also if nothing was kept.
-
-    See [Note: the pipeline].
-    """
+    """Write `layouts` into `folder`, durably; return the values that could not be held, after which "error" keeps no file. See
+    [Note: the pipeline]."""
     weights = [weight for layout in layouts for weight in layout.weights]
     with WeightsWriter(reader.resources.files, layouts, folder, overflow=overflow) as writer:
         put_weights(reader, weights, writer.put, advance)
@@ -244,16 +240,16 @@ COMPANIONS = (
     "sentence_bert_config.json", "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py",
     "image_processing_*.py", "feature_extraction_*.py",
 )  # fmt: skip
-"""Patterns of their names."""
+"""Patterns of the names of companions."""
 _FOLDERS = ("additional_chat_templates",)
-"""Folders of them, by name."""
+"""Names of folders of companions."""
 _WEIGHTS = (
     "*.safetensors", "*.safetensors.index*.json", "*.bin", "*.bin.index*.json", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5",
     "*.msgpack", "*.onnx", "*.onnx_data", "*.gguf", "*.npz", "*.distcp",
 )  # fmt: skip
-_MOST_BYTES = 64 * 1024 * 1024
-"""Of a file, or folder, that only lies in the model's folder."""
-_MOST_ENTRIES = 10_000
+_MAX_BYTES = 64 * 1024 * 1024
+"""Of a file or folder in a model's folder that has no name of a companion."""
+_MAX_ENTRIES = 10_000
 _BLOB = re.compile(r"(\.\./)+blobs/[0-9a-f]+")
 """Links of the hub's cache."""
 
@@ -262,16 +258,16 @@ _Open = Callable[[], BinaryIO]
 
 @dataclass
 class Companions:
-    """Files beside a checkpoint's weights, by path inside the target."""
+    """Files that belong to a checkpoint's weights, by path inside the target."""
 
     files: dict[str, _Open] = field(default_factory=dict)
     copied: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    """What stays behind, with the reason if it is not plain."""
+    skipped: list[str] = field(default_factory=list)
+    """Files that are not copied, with the reason if it is not obvious."""
 
     @classmethod
-    def of(cls, source: ArraySource, *, beside: bool) -> Companions:
-        """Return the files of `source`, with `beside` those beside other software's checkpoint too. See [Note: which files]."""
+    def of(cls, source: ArraySource, *, with_parent: bool) -> Companions:
+        """Return the files of `source`; `with_parent` adds the folder above other software's. See [Note: which files]."""
         found = cls()
         if isinstance(source, CheckpointReader):
             if source.folder.is_local:
@@ -285,12 +281,12 @@ class Companions:
             if source.weight_files:
                 found.add_model(path, source.weight_files)
             else:
-                for place in (path.parent, path) if beside else (path,):
+                for place in (path.parent, path) if with_parent else (path,):
                     found.add_named(place)
         return found
 
     def add_named(self, folder: Path) -> None:
-        """Add the files of a local folder that have names of `COMPANIONS`."""
+        """Add the files of a local folder with names of `COMPANIONS`."""
         for entry in _entries(folder):
             if is_companion(entry.name):
                 self.files[entry.name] = partial(_opened, entry)
@@ -298,7 +294,7 @@ class Companions:
                 self._add_all(entry.name, _walk(entry))
 
     def add_model(self, folder: Path, weight_files: Collection[str]) -> None:
-        """Add what belongs to a model, whose weights are in `weight_files`."""
+        """Add the files of a model's folder, whose weights are in `weight_files`."""
         modules = _modules(folder)
         for entry in _entries(folder):
             name = entry.name
@@ -306,29 +302,29 @@ class Companions:
                 continue
             if entry.is_dir():
                 inside = {} if name.startswith(".") else _walk(entry)
-                is_plain = inside and not any(map(_is_weights, inside)) and _bytes_of(inside.values()) <= _MOST_BYTES
+                is_plain = inside and not any(map(_is_weights, inside)) and _bytes_of(inside.values()) <= _MAX_BYTES
                 if name in modules or name in _FOLDERS or is_plain:
                     self._add_all(name, inside)
                 else:
-                    self.left.append(f"{name}/")
+                    self.skipped.append(f"{name}/")
             elif is_companion(name) or not (
-                name.startswith(".") or _is_weights(name) or _bytes_of([entry]) > _MOST_BYTES
+                name.startswith(".") or _is_weights(name) or _bytes_of([entry]) > _MAX_BYTES
             ):
                 self.files[name] = partial(_opened, entry)
             else:
-                self.left.append(name)
+                self.skipped.append(name)
 
     def add_folder(self, folder: Folder, chosen: Callable[[str], bool], inside: str = "") -> None:
-        """Add the files of a folder of checkpoints, or of one in it, whose names are `chosen`; links stay behind."""
+        """Add the files of a folder of checkpoints, or of one in it, whose names are `chosen`, but no links."""
         entries = folder.entries()
         for name in filter(chosen, sorted(entries.files)):
             if not inside and _is_weights(name):  # the arrays again; those of a module are in its folder
-                self.left.append(name)
+                self.skipped.append(name)
             else:
                 self.files[inside + name] = partial(_read, folder, name)
         for name in filter(chosen, sorted(entries.folders)) if chosen is not is_companion else ():
             if folder.is_local and (folder.path / name).is_symlink():
-                self.left.append(f"{inside}{name}/ (a link)")
+                self.skipped.append(f"{inside}{name}/ (a link)")
             else:
                 self.add_folder(folder.child(name), lambda _: True, f"{inside}{name}/")
 
@@ -336,20 +332,18 @@ class Companions:
         self.files |= {f"{name}/{path}": partial(_opened, file) for path, file in inside.items()}
 
     def copy(self, target: Path, files: Files, reserved: Collection[str] = ()) -> Companions:
-        """Copy them into `target`, durably, and return this; a file that is there stays. Names of `reserved` are not taken.
-
-        A file that cannot be read stays behind. Raises StorageError if one cannot be written.
-        """
+        """Copy the files into `target`, durably, and return this; files that exist, have a name of `reserved` or cannot be
+        read are skipped. Raises StorageError if one cannot be written."""
         folders: set[Path] = set()
         for name, opened in self.files.items():
             place = target / name
             if name.partition("/")[0] in reserved:
-                self.left.append(f"{name} (a checkpoint has its own of that name)")
+                self.skipped.append(f"{name} (a checkpoint has its own of that name)")
             elif not place.exists():
                 try:
                     content = opened()
                 except (OSError, CorruptionError) as error:
-                    self.left.append(f"{name} ({_reason(error)})")
+                    self.skipped.append(f"{name} ({_reason(error)})")
                     continue
                 with content:
                     place.parent.mkdir(parents=True, exist_ok=True)
@@ -363,12 +357,12 @@ class Companions:
         return self
 
     def copy_into_checkpoint(self, folder: Path, files: Files) -> None:
-        """Copy them as `copy` does into the folder of a tag that is not committed yet, and has all else."""
+        """Copy the files, as `copy` does, into a tag's folder that is complete but not committed."""
         self.copy(folder, files, {RECORD_FILE, ABORT_FILE, *os.listdir(folder)})
 
     @property
     def text(self) -> str:
-        """What was copied, for the end of a line; empty if nothing was."""
+        """The copied files, for the end of a line; empty if there are none."""
         return f", with {', '.join(self.copied)}" if self.copied else ""
 
 
@@ -399,7 +393,7 @@ def _walk(folder: Path) -> dict[str, Path]:
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        if real in seen or len(found) > _MOST_ENTRIES:
+        if real in seen or len(found) > _MAX_ENTRIES:
             folders.clear()
             continue
         seen.add(real)
@@ -414,7 +408,7 @@ def _bytes_of(files: Iterable[Path]) -> int:
         try:
             total += file.stat().st_size
         except OSError:
-            continue  # it is named when it cannot be opened
+            continue  # it is reported when it cannot be opened
     return total
 
 
@@ -429,7 +423,7 @@ def _modules(folder: Path) -> set[str]:
 
 def _opened(path: Path) -> BinaryIO:
     """Open a file, or the one that a link leads to."""
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would keep us waiting
+    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would block
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise CorruptionError("not a file")
