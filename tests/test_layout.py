@@ -48,10 +48,10 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        54_838,
+        54_720,
     ),
     "lines of engine": (lambda: _layout().lines("engine/"), 24_513),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_781),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_663),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_287),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 46_205),
