@@ -212,7 +212,7 @@ with start(make_config(3, "nvme", disk)) as engine:
     assert state_of(engine) == before
     # Room for the checkpoint's own files, and none for the next generation of what it links.
     size("2200k")
-    with pytest.raises(DiskFullError, match="the next step .* in addition"):
+    with pytest.raises(DiskFullError, match="the next step .* too"):
         engine.save_checkpoint(str(disk / "ckpt"))
     assert state_of(engine) == before
     size("40m")

@@ -345,9 +345,7 @@ def test_a_save_that_leaves_no_room_for_the_next_step_is_refused(nvme: Path) -> 
         # Nothing was pinned: the files were changed in place.
         assert {path: path.stat().st_size for path in nvme.rglob("*.shard")} == shards
         files.free = sum(shards.values())
-        with pytest.raises(
-            DiskFullError, match=f"and the next step {files.free} in addition, but only {files.free} are"
-        ):
+        with pytest.raises(DiskFullError, match=f"and the next step {files.free} too, but only {files.free} are"):
             engine.save_checkpoint(str(folder))
         files.free *= 3
         engine.save_checkpoint(str(folder))

@@ -104,7 +104,7 @@ class Folder(ABC):
     @abstractmethod
     def check_file(self, file: str) -> None:
         """Raise FileNotFoundError if a local file is missing, CorruptionError if it, or a folder above it, is a link or of
-        another kind. Does nothing behind a URL, where there are no links."""
+        another kind. Does nothing behind a URL: it has no links."""
 
     def read_all(self, files: Sequence[str]) -> list[bytes | Exception]:
         """Return for each of `files` the bytes, or the error of reading it."""
@@ -309,7 +309,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredFiles:
-    """The files of checkpoints, each once; behind a URL, where there are no links, all files of a checkpoint as one."""
+    """The files of checkpoints, each once; behind a URL, which has no links, all files of a checkpoint as one."""
 
     files: Mapping[Hashable, StoredFile]
     """By a key that is the same for the same file of any checkpoint."""

@@ -227,7 +227,7 @@ class SaveRequest(CheckpointPlan):
         needed += sum(self.file_bytes(name, 0) for name in [*self.small, *self.pieces])
         needed += sum(self.specs[name].nbytes for name in self.pieces)
         reserved = 0 if self.disk_folder is None or self.disk_folder in on_other_devices else self.reserve_bytes
-        step_text = f", and the next step {reserved} in addition" if reserved else ""
+        step_text = f", and the next step {reserved} too" if reserved else ""
         self.resources.files.require_room(
             path,
             needed + reserved,

@@ -113,7 +113,7 @@ class ArraySource(Closing):
         tell_of_fork(self)
 
     def _forked(self) -> None:
-        """Mark it as the parent's in a forked child, where its buffers may be in use and its locks taken forever."""
+        """Mark it as the parent's in a forked child: its buffers may be in use and its locks taken forever."""
         self.is_forked = True
 
     @property

@@ -15,7 +15,7 @@ an upload that ended removes its files. A removal takes a lock too, and removes 
 checkpoint look like one. An upload has ended, by its lock, if it is of the same run, which has one at a time; if its process
 was of this machine and is not running; else after a day. An upload that finds its lock removed does not commit.
 
-A service receives only files that it lacks, and continues a file where a broken connection ended: it always reports what is
+A service receives only files that it lacks, and continues a file after a broken connection: it always reports what is
 missing, so that the same save offered again resumes. See [Note: the protocol of an upload] in `zstore.serve.receive`.
 """
 
