@@ -22,21 +22,29 @@ from zstore.errors import UsageError, ZstoreError
 from .printing import printable
 
 COMMANDS = {
-    "train": "Train a small model on text; `torchrun ... -m zstore train` works too.",
-    "run": "Launch a script's ranks, on one machine or several; --as-deepspeed for scripts that import deepspeed.",
-    "plan": "Show whether a model's training state fits on a machine, what each config needs, and which one to use.",
-    "config": "Check a config: the effect of each key, every problem, and the values for auto.",
-    "doctor": "Report versions, devices, memory, the file system, and the speed of the drive.",
-    "ls": "List the checkpoints in a folder: step, world size, size on disk, shared size, age.",
-    "inspect": "Show a checkpoint's step, world size and size on disk, and its arrays with shapes, types and bytes.",
-    "verify": "Read a checkpoint and verify every checksum; exit code 1 if one is wrong or a file is missing.",
-    "diff": "Show which arrays differ between two checkpoints; exit code 1 if any does.",
-    "consolidate": "Write a checkpoint's weights as safetensors in the Hugging Face layout.",
-    "reshard": "Write a copy for another number of ranks, compressed, or to a URL.",
-    "convert": "Convert a checkpoint of zstore, DeepSpeed, DCP or safetensors to zstore, safetensors or torch files.",
-    "prune": "Remove the checkpoints that no --keep option selects, and show how much space that frees.",
-    "serve": "Serve runs and checkpoints over HTTP: a web page, Zarr arrays, weights and JSON.",
+    "train": "Train a small language model on text, to try things out. `torchrun ... -m zstore train` works too.",
+    "run": "Start a training script, on one machine or several. With --as-deepspeed it may import deepspeed.",
+    "plan": "See whether a model fits on a machine, and with which config.",
+    "config": 'Explain every key of a config, and find its mistakes. Shows the values for "auto" too.',
+    "doctor": "Examine this machine and its drive, and say what to do.",
+    "ls": "List the checkpoints in a folder. Shows step, world size, size on disk, shared size, age.",
+    "inspect": "Show what a checkpoint has in it. Shows its step, its sizes, and arrays with shapes, types and bytes.",
+    "verify": "Check that a checkpoint is undamaged. Reads all of it; exit code 1 if it is not.",
+    "diff": "Show which arrays differ between two checkpoints. Exit code 1 if any does.",
+    "consolidate": "Write a checkpoint's weights as safetensors. The files have the layout of Hugging Face.",
+    "reshard": "Copy a checkpoint, for another number of GPUs or to a bucket. The copy may be compressed.",
+    "convert": "Convert a checkpoint of DeepSpeed, PyTorch or Hugging Face. Writes zstore's, safetensors or torch files.",
+    "prune": "Delete the checkpoints that you do not keep. Shows how much space that frees.",
+    "serve": "Show runs and checkpoints in a browser. Serves Zarr arrays, weights and JSON too.",
 }
+"""The help of each command; the list of all has its first sentence."""
+_HELP = """Train models larger than memory, and manage their checkpoints.
+
+\b
+Type this first:
+  zstore doctor                   what this machine and its drive can do
+  zstore plan --model gpt-base    whether a model fits here, and with which config
+"""
 _MODULES = {"train": ".train.command", "run": ".run.command"}
 """Modules of the commands that are not in a file of their name."""
 _WITH_TORCH = ("train", "run", "doctor")
@@ -52,9 +60,9 @@ class Commands(TyperGroup):
         name, _, rest = super().resolve_command(ctx, args)
         module = importlib.import_module(_MODULES.get(str(name), f".{name}"), __package__)
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        told: dict[str, Any] = {key: getattr(module, key.upper(), None) for key in ("epilog", "context_settings")}
+        more: dict[str, Any] = {key: getattr(module, key.upper(), None) for key in ("epilog", "context_settings")}
         command = for_typer(getattr(module, f"{name}_command"))
-        one.command(name, help=COMMANDS[str(name)], **told)(command)
+        one.command(name, help=COMMANDS[str(name)].replace(". ", ".\n\n", 1), **more)(command)
         return name, typer.main.get_command(one), rest
 
 
@@ -66,7 +74,7 @@ def _exit(code: int | None, **_options: Any) -> None:
 app = typer.Typer(
     name="zstore",
     cls=Commands,
-    help="Train models larger than memory, and manage their checkpoints.",
+    help=_HELP,
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -75,7 +83,7 @@ app = typer.Typer(
     result_callback=_exit,
 )
 for _name, _help in COMMANDS.items():
-    app.command(_name, help=_help, short_help=_help)(lambda: None)
+    app.command(_name, short_help=_help.partition(". ")[0].removesuffix("."))(lambda: None)
 
 
 def main() -> None:

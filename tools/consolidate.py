@@ -23,7 +23,6 @@ from .options import (
     open_location,
     report_left_behind,
     reporting,
-    require_choice,
     size_option,
 )
 from .printing import ProgressBar
@@ -47,7 +46,6 @@ def consolidate_command(
     Raises CheckpointError, with the tensors named and nothing published, for values that `dtype` cannot hold;
     CheckpointExistsError if `out` exists; CheckpointMismatchError if no weight is left.
     """
-    require_choice("--dtype", dtype, Dtype)
     target = user_path(out)
     with open_location(ckpt, common, tag) as source:
         weights = list_weights(source, DTYPES[dtype])

@@ -1,8 +1,6 @@
 """`zstore convert`: a checkpoint of one kind written as another, in bounded memory. Torch for `--to torch` alone.
 
-[Note: directions]
-Whatever `open_source` opens is read as arrays, so there is one reader, and a writer for each kind: zstore's own (the
-same as `reshard`), with all that the checkpoint has, and the weights alone as safetensors or as a `.pt`.
+All kinds are read as arrays. zstore's own has all of them, and is written as by `reshard`; others have the weights alone.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from zstore.weights.files import MAX_FILE_BYTES, Lost, Weight, plan_model
 from zstore.weights.from_checkpoint import DTYPES, Companions, list_weights
 
 from .consolidate import refuse_lost, write_folder
-from .options import DEFAULTS, Common, Dtype, Tag, open_location, report_left_behind, reporting, require_choice
+from .options import DEFAULTS, Common, Dtype, Tag, open_location, report_left_behind, reporting
 from .printing import ProgressBar
 from .reshard import reshard_into
 
@@ -59,7 +57,6 @@ def convert_command(
 
     Returns the exit code. Raises CheckpointExistsError if `out` exists; a partial result never has its name.
     """
-    require_choice("--to", to, OutputKind)
     if dtype is not None and (dtype not in DTYPES or to == "zstore"):
         raise UsageError(
             f"--dtype {dtype} with --to {to}: expected one of {', '.join(DTYPES)}, and --to torch or safetensors; a whole "

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -19,26 +19,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Status = Literal["same", "values", "added", "removed", "shape", "dtype"]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How one array differs."""
-
-    name: str
-    status: Status
-    before: str | None
-    """Type and shape in the first checkpoint; None if it has no such array."""
-    after: str | None
-
-    @property
-    def text(self) -> str:
-        """The difference for people."""
-        if self.status == "values":
-            return "values"
-        if self.before is None:
-            return f"only in the second: {self.after}"
-        return f"only in the first: {self.before}" if self.after is None else f"{self.before} -> {self.after}"
 
 
 def diff_command(
@@ -57,7 +37,8 @@ def diff_command(
     """Compare two checkpoints and print the arrays that differ; return the exit code, 1 if one does.
 
     If both have the same chunks, their checksums tell without reading; other arrays are read. With `json`, one object:
-    `before`, `after`, `differ`, `num_same`, `arrays` (those that differ), and the bytes read.
+    `before`, `after`, `differ`, `num_same`, `arrays` (those that differ: type and shape in each, null if it has no such
+    array), and the bytes read.
     """
     part = replace(common, num_pools=2)
     with open_location(before, part) as old, open_location(after, part) as new:
@@ -67,7 +48,12 @@ def diff_command(
             for name in _differing(old, new, [name for name in names if found[name] is None], progress):
                 found[name] = "values"
             differing = [
-                Difference(name, status, _describe(old.arrays.get(name)), _describe(new.arrays.get(name)))
+                {
+                    "name": name,
+                    "status": status,
+                    "before": _describe(old.arrays.get(name)),
+                    "after": _describe(new.arrays.get(name)),
+                }
                 for name, status in found.items()
                 if status is not None and status != "same"
             ]
@@ -77,7 +63,7 @@ def diff_command(
                 "after": new.location,
                 "differ": bool(differing),
                 "num_same": len(found) - len(differing),
-                "arrays": [vars(difference) for difference in differing],
+                "arrays": differing,
             }
         if differing and not common.json:
             make_console().print(_table(differing))
@@ -108,7 +94,7 @@ def _status(before: ArraySource, after: ArraySource, name: str) -> Status | None
 def _differing(before: ArraySource, after: ArraySource, names: Sequence[str], progress: ProgressBar) -> set[str]:
     """Read these arrays of both, at once, and return the names of those whose bytes differ."""
     ranges = [(name, 0, before.array(name).spec.numel) for name in names]
-    progress.expect(2 * sum(before.array(name).spec.nbytes for name in names))
+    progress.total_bytes = 2 * sum(before.array(name).spec.nbytes for name in names)
     found: set[str] = set()
     with contextlib.ExitStack() as opened:
         ours, theirs = (opened.enter_context(ReadAhead(source, ranges)) for source in (before, after))
@@ -126,8 +112,13 @@ def _describe(array: StoredArray | None) -> str | None:
     return None if array is None else f"{array.spec.dtype} {list(array.spec.shape)}"
 
 
-def _table(differing: Sequence[Difference]) -> Table:
+def _table(differing: Sequence[Mapping[str, Any]]) -> Table:
     table = make_table(("array", "what"), ())
     for one in differing:
-        table.add_row(cell(one.name), cell(one.text))
+        texts = {
+            "values": "values",
+            "added": f"only in the second: {one['after']}",
+            "removed": f"only in the first: {one['before']}",
+        }
+        table.add_row(cell(one["name"]), cell(texts.get(one["status"], f"{one['before']} -> {one['after']}")))
     return table

@@ -95,9 +95,9 @@ def doctor_command(
         console = make_console()
         for name, value in _rows(report):
             console.print(f"{name:<14}{printable(value)}", soft_wrap=True)
-        for line in (fault, *advice):
-            if line is not None:
-                console.print(f"- {printable(line)}", soft_wrap=True)
+        console.print("what to do:")
+        for line in (*advice, *([] if fault is None else [fault])):
+            console.print(f"- {printable(line)}", soft_wrap=True)
     return 0 if fault is None else 1
 
 
@@ -145,10 +145,13 @@ def _advice(report: Diagnosis) -> Iterator[str]:
         yield "no huge pages, half the direct I/O: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     if not report.devices[-1].native:
         yield 'no fast bf16 or fp16: train in fp32, which "bf16": {"enabled": "auto"} selects here'
+    if folder.fault is not None:
+        return
     if report.available_bytes is not None:
         memory = f" --memory {report.available_bytes // 10**9}GB"
     limits = f"{memory} --disk {folder.free_bytes // 10**9}GB"
-    yield f"see which config fits here: zstore plan --model M --gpus {len(report.devices) - 1}{limits}"
+    command = f"zstore plan --model gpt-base --gpus {len(report.devices) - 1}{limits}"
+    yield f"see which config fits here, for --model also the folder of a transformers model: {command}"
 
 
 def _rows(report: Diagnosis) -> Iterator[tuple[str, str]]:

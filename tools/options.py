@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
@@ -103,12 +103,6 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
         except ValueError:
             options[key] = text
     return options
-
-
-def require_choice(option: str, value: str, choices: Any) -> None:
-    """Raise UsageError for a value that is none of a Literal's: typer looks at those of the command line alone."""
-    if value not in get_args(choices):
-        raise UsageError(f"{option} {value}: expected one of {', '.join(get_args(choices))}")
 
 
 Location = Annotated[

@@ -20,11 +20,14 @@ from .options import Json, parse_file, parse_number, size_option
 from .printing import make_console, make_table, print_json
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import nn
 
     from zstore.engine.config.optimizers import OptimizerSection
     from zstore.engine.plan.costs import Costs, PlannedRun
     from zstore.engine.plan.plan import Slots
+
+_COLUMNS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,25 +240,37 @@ def headline(run: PlannedRun, config: Mapping[str, Any]) -> str:
 
 
 def _print(run: PlannedRun, weighed: Sequence[Costs], chosen: Costs | None, *, proposes: bool) -> None:
-    """Print what to do, and a table of all that was weighed. Unless it `proposes` a config one was given."""
-    console = make_console()
-    console.print(headline(run, weighed[0].config), soft_wrap=True)
+    """Print a table of all that was weighed, the recommended one first, and what to write in a config. Unless it `proposes` a
+    config one was given."""
+    console = make_console(_COLUMNS)
+    console.print(headline(run, weighed[0].config))
+    console.print(_table(run, weighed, chosen))
     if chosen is not None and proposes:
         console.print(f"use {chosen.title}, with this config:")
         console.print(json_module.dumps(chosen.config, indent=2), soft_wrap=True)
     elif chosen is weighed[0]:
         console.print("it fits")
     elif chosen is not None:
-        console.print(f"it does not fit: {'; '.join(weighed[0].lacking)}; change this:", soft_wrap=True)
+        console.print(f"it does not fit: {'; '.join(weighed[0].lacking)}; change this:")
         for key, value in chosen.changes.items():
             console.print(f"  {key}: {json_module.dumps(value)}", soft_wrap=True)
+
+
+def _table(run: PlannedRun, weighed: Sequence[Costs], chosen: Costs | None) -> Table:
     places = ("device", "host", "disk") if run.gpus else ("host", "disk")
-    table = make_table(("the ladder",), (*places, "moved a step"))
-    table.add_column("fits")
-    for one in weighed:
+    table = make_table(("config",), (*places, "moved a step"))
+    table.add_column("fits", overflow="fold")
+
+    def add(one: Costs, title: str) -> None:
         sizes = [*(getattr(one.needed, place) for place in places), one.moved_bytes]
-        cells = [format_bytes(size) if size else "-" for size in sizes]
         lacks = ", ".join(text.partition(":")[0] for text in one.lacking)
-        fits = f"no: {lacks}" if lacks else "yes <-" if one is chosen else "yes"
-        table.add_row(one.title, *cells, fits)
-    console.print(table)
+        table.add_row(
+            title, *(format_bytes(size) if size else "-" for size in sizes), f"no: {lacks}" if lacks else "yes"
+        )
+
+    if chosen is not None and len(weighed) > 1:
+        add(chosen, f"use: {chosen.title}")
+        table.add_section()
+    for one in weighed:
+        add(one, one.title)
+    return table

@@ -34,12 +34,13 @@ def cell(text: object) -> str:
     return printable(text).replace("\n", "\\n")
 
 
-def make_console() -> Console:
-    """Return a console on stdout that prints text as it is: a name like `[a]` or `:b:` means nothing to it."""
+def make_console(max_columns: int = _PLAIN_COLUMNS) -> Console:
+    """Return a console on stdout that prints text unchanged: a name like `[a]` or `:b:` means nothing to it."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else _PLAIN_COLUMNS
-    return Console(width=width, markup=False, emoji=False, highlight=False)
+    console = Console(markup=False, emoji=False, highlight=False)
+    console.width = min(console.width, max_columns) if sys.stdout.isatty() else max_columns
+    return console
 
 
 def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
@@ -60,7 +61,7 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 class ProgressBar(AbstractContextManager["ProgressBar"]):
-    """Bytes done of `total_bytes` (None: unknown), with GB/s; a closing line gives the total, the time and the rate.
+    """Bytes done of `total_bytes` (None: unknown), with the rate; a closing line gives the total, the time and the rate.
 
     After an exception it closes without the last line. Methods may be called from any thread.
     """
@@ -92,17 +93,12 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
     def __exit__(self, kind: object, *_: object) -> None:
         self._stopped_s = self._clock()
         if kind is None:
-            done = self.summary()
-            rate = f"{done['gb_per_s']:.2f} GB/s"
-            self.say(f"{self.title}: {format_bytes(self.done_bytes)} in {done['seconds']:.1f} s, {rate}")
+            elapsed_s = self._stopped_s - self._started_s
+            self.say(f"{self.title}: {format_bytes(self.done_bytes)} in {elapsed_s:.1f} s{self._rate(elapsed_s)}")
 
     def say(self, text: str) -> None:
         """Print a line."""
         print(f"{self._clear}{printable(text)}", file=self._stream, flush=True)
-
-    def expect(self, total_bytes: int) -> None:
-        """Set the total, if it was not known at the start."""
-        self.total_bytes = total_bytes
 
     def advance(self, num_bytes: int) -> None:
         """Count `num_bytes` more as done."""
@@ -125,5 +121,8 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         done = format_bytes(self.done_bytes)
         if self.total_bytes:
             done += f" of {format_bytes(self.total_bytes)} ({100 * self.done_bytes / self.total_bytes:.0f} %)"
-        rate = f", {self.done_bytes / elapsed_s / 1e9:.2f} GB/s" if elapsed_s > 0 and self.done_bytes else ""
-        return f"{self.title}: {done}{rate}"
+        return f"{self.title}: {done}{self._rate(elapsed_s)}"
+
+    def _rate(self, elapsed_s: float) -> str:
+        """Return the rate; of less than a second nothing, since starting takes most of it."""
+        return f", {format_bytes(self.done_bytes / elapsed_s)}/s" if elapsed_s >= 1 and self.done_bytes else ""

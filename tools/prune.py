@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -40,42 +39,38 @@ def prune_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; show what would be removed.")] = False,
     common: Listing = DEFAULTS,
 ) -> int:
-    """Prune by the rules that the options make; see `prune_folder`."""
+    """Print which checkpoints in `folder`, which may be a URL, are kept and removed, and the bytes that are freed; then remove
+    them.
+
+    With `json`, the plan goes to stderr, and one object is printed: `path`, `dry_run`, `freed_bytes`, `checkpoints` with
+    `tag`, `step`, `size_bytes` and `reasons` to keep it (none: it is removed), `removed`, `messages`, and
+    `ProgressBar.summary` of the removal. Returns the exit code, 1 if something could not be removed. Raises
+    CheckpointNotFoundError if there is nothing, or no checkpoint has the metric to go by.
+    """
     if (keep_last, keep_every, keep_best, keep_tag or None) == (None, None, None, None):
         raise typer.BadParameter("say what to keep with --keep-last, --keep-every, --keep-best or --keep-tag")
     try:
         keep = Keep(last=keep_last or 1, every=keep_every, best=keep_best, tags=tuple(keep_tag or ()))
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error
-    return prune_folder(folder, keep, dry_run=dry_run, common=common)
-
-
-def prune_folder(
-    folder: str | os.PathLike[str], keep: Keep, *, dry_run: bool = False, common: Listing = DEFAULTS
-) -> int:
-    """Print which checkpoints in `folder` are kept and removed, and the bytes that are freed; then remove them.
-
-    `folder` may be a URL. With `dry_run` nothing is removed. With `json`, the plan goes to stderr, and one object is
-    printed: `path`, `dry_run`, `freed_bytes`, `checkpoints` with `tag`, `step`, `size_bytes` and `reasons` to keep it (none:
-    it is removed), `removed`, `messages`, and `Progress.summary` of the removal. Returns the exit code, 1 if something
-    could not be removed. Raises CheckpointNotFoundError if there is nothing, or no checkpoint has the metric to go by.
-    """
     place = folder_of(folder, common.storage_options)
     fates = weigh(place, keep)
-    doomed = {fate.info.location: fate for fate in fates if not fate.reasons}
-    freed_bytes = joined_files(stored_files(fate.info.folder) for fate in doomed.values()).freed_bytes
+    to_remove = {fate.info.location: fate for fate in fates if not fate.reasons}
+    freed_bytes = joined_files(stored_files(fate.info.folder) for fate in to_remove.values()).freed_bytes
     for line in plan_lines(fates, freed_bytes, dry_run=dry_run):
         print(printable(line), file=sys.stderr if common.json else sys.stdout, flush=True)
     removed: list[str] = []
     remove_one = remover(place)
-    with reporting(f"prune {place}", common, total_bytes=sum(fate.size_bytes for fate in doomed.values())) as progress:
+    with reporting(
+        f"prune {place}", common, total_bytes=sum(fate.size_bytes for fate in to_remove.values())
+    ) as progress:
 
         def remove(info: TagInfo) -> None:
             remove_one(info)
             removed.append(info.tag)
-            progress.advance(doomed[info.location].size_bytes)
+            progress.advance(to_remove[info.location].size_bytes)
 
-        messages = [] if dry_run else remove_each([fate.info for fate in doomed.values()], remove)
+        messages = [] if dry_run else remove_each([fate.info for fate in to_remove.values()], remove)
         for message in messages:
             progress.say(f"zstore: {message}")
         progress.document |= {

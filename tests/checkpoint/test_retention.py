@@ -25,7 +25,7 @@ from zstore.errors import CheckpointNotFoundError, ConfigError, UsageError
 from zstore.remote.service import open_folder
 from zstore.remote.upload import upload_checkpoint
 from zstore.tools.options import Common
-from zstore.tools.prune import prune_folder
+from zstore.tools.prune import prune_command
 
 ARRAYS = {"model/w": np.arange(100_000, dtype=np.float32)}
 
@@ -137,11 +137,11 @@ def test_prune_removes_the_rest(folder: Path, linked: list[SaveSummary], capsys:
     paths = [summary.path for summary in linked]
     before = [disk_bytes(path) for path in paths]
     freed = bytes_freed(paths[:2])
-    keep = Keep(best="loss:min")
+    keep = "loss:min"
     for nothing in (folder.parent, folder.parent / "absent"):
         with pytest.raises(CheckpointNotFoundError):
-            prune_folder(nothing, keep)
-    assert prune_folder(folder, keep, dry_run=True) == 0
+            prune_command(nothing, keep_best=keep)
+    assert prune_command(folder, keep_best=keep, dry_run=True) == 0
     text = capsys.readouterr().out
     assert "would remove 2 of 4 checkpoints" in text
     assert [line.split()[0] for line in text.splitlines() if line.endswith("on disk  remove")] == [
@@ -151,7 +151,7 @@ def test_prune_removes_the_rest(folder: Path, linked: list[SaveSummary], capsys:
     assert "keep (best)" in text
     assert "keep (last)" in text
     assert [disk_bytes(path) for path in paths] == before
-    assert prune_folder(folder, keep) == 0
+    assert prune_command(folder, keep_best=keep) == 0
     assert [found.record.step for found in tags(folder)] == [3, 4]
     assert not list(folder.glob("*.tmp-*"))
     assert 0 < freed < before[0] + before[1] - 100_000  # the array's file is still there, in the third
@@ -179,14 +179,14 @@ def test_prune_behind_a_url(objects: tuple[str, ObjectFileSystem, Common], capsy
     url, fs, common = objects
     sizes = fs.objects()
     goes = {key: size for key, size in sizes.items() if "step-00000002" in key}
-    keep, common = Keep(best="loss:min"), replace(common, json=True)
-    assert prune_folder(url, keep, dry_run=True, common=common) == 0
+    keep, common = "loss:min", replace(common, json=True)
+    assert prune_command(url, keep_best=keep, dry_run=True, common=common) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["path"], plan["freed_bytes"], plan["removed"]) == (url, sum(goes.values()), [])
     assert [one["path"] for one in plan["checkpoints"]] == [f"{url}/step-0000000{number}" for number in (1, 2, 3)]
     assert fs.objects() == sizes
     fs.order.clear()
-    assert prune_folder(url, keep, common=common) == 0
+    assert prune_command(url, keep_best=keep, common=common) == 0
     done = json.loads(capsys.readouterr().out)
     assert (done["removed"], done["bytes"]) == (["step-00000002"], sum(goes.values()))
     assert fs.objects() == {key: size for key, size in sizes.items() if key not in goes}
@@ -201,7 +201,7 @@ def test_failed_removals_are_told(
 ) -> None:
     url, fs, common = objects
     fs.faults.append(RequestFault(kind="remove", pattern="*/step-00000001/*", times=None, error=denied))
-    assert prune_folder(url, Keep(), common=common) == 1
+    assert prune_command(url, keep_last=1, common=common) == 1
     assert "zstore: checkpoint 'step-00000001' could not be removed: " in capsys.readouterr().err
     found = tags(open_folder(url, common.storage_options))
     assert [one.tag for one in found] == ["step-00000001", "step-00000003"]

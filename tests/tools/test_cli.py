@@ -14,20 +14,27 @@ import typer
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
 from tests.engine.runs import make_config, start, step
-from tests.tools.commands import run
-from zstore.tools import options
+from tests.tools.commands import here, run
+from zstore.tools import cli, options
 from zstore.tools.cli import app
 from zstore.tools.printing import ProgressBar
-
-COMMANDS = ("train", "plan", "doctor", "ls", "inspect", "verify", "diff", "consolidate", "reshard")
 
 
 def test_help_lists_the_commands_on_stdout() -> None:
     done = run("--help", anew=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    for command in COMMANDS:
-        assert command in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    for command, text in cli.COMMANDS.items():
+        first = text.partition(". ")[0].removesuffix(".")
+        assert f"  {command:<11}  {first}\n" in done.stdout
+        assert len(first) <= 62  # a line of 80 columns
+        _, out, _ = here(command, "--help")
+        assert out.splitlines()[2].strip() == f"{first}."
+
+
+def test_without_a_command_it_says_what_to_type_first(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        app([])
+    assert "Type this first:\n    zstore doctor  " in "".join(capfd.readouterr())
 
 
 def test_the_installed_script_is_the_same_command() -> None:
@@ -41,7 +48,6 @@ def test_the_installed_script_is_the_same_command() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        [],
         ["trian"],
         ["train"],
         ["train", "--config", "/no/such.json", "--model", "gpt-tiny", "--steps", "1"],
@@ -64,9 +70,8 @@ def test_wrong_usage_ends_with_2_and_talks_on_stderr(words: list[str], capfd: py
         app(words)
     assert ended.value.code == 2
     said = capfd.readouterr()
-    if words:
-        assert said.out == ""
-        assert "Usage" in said.err
+    assert said.out == ""
+    assert "Usage" in said.err
 
 
 def test_an_error_is_one_message_and_ends_with_1(tmp_path: Path) -> None:
@@ -130,12 +135,15 @@ def test_plain_lines_come_every_thirty_seconds() -> None:
         for _ in range(100):
             clock.now_s += 1
             progress.advance(10**7)
+    with ProgressBar("short", stream=stream, clock=clock):
+        clock.now_s += 0.2
     lines = stream.getvalue().splitlines()
     assert lines == [
-        "verify: 300.00 MB of 1.00 GB (30 %), 0.01 GB/s",
-        "verify: 600.00 MB of 1.00 GB (60 %), 0.01 GB/s",
-        "verify: 900.00 MB of 1.00 GB (90 %), 0.01 GB/s",
-        "verify: 1.00 GB in 100.0 s, 0.01 GB/s",
+        "verify: 300.00 MB of 1.00 GB (30 %), 10.00 MB/s",
+        "verify: 600.00 MB of 1.00 GB (60 %), 10.00 MB/s",
+        "verify: 900.00 MB of 1.00 GB (90 %), 10.00 MB/s",
+        "verify: 1.00 GB in 100.0 s, 10.00 MB/s",
+        "short: 0 bytes in 0.2 s",  # starting took most of it: no rate
     ]
 
 
@@ -148,10 +156,10 @@ def test_a_terminal_gets_a_line_that_is_written_anew() -> None:
         progress.say("a line above\x1b it")
     clear = "\r\x1b[K"
     assert stream.getvalue().split(clear)[1:] == [
-        "consolidate: 500 bytes of 1.00 kB (50 %), 0.00 GB/s",
-        "consolidate: 1.00 kB of 1.00 kB (100 %), 0.00 GB/s",
+        "consolidate: 500 bytes of 1.00 kB (50 %), 500 bytes/s",
+        "consolidate: 1.00 kB of 1.00 kB (100 %), 500 bytes/s",
         "a line above\\x1b it\n",
-        "consolidate: 1.00 kB in 2.0 s, 0.00 GB/s\n",
+        "consolidate: 1.00 kB in 2.0 s, 500 bytes/s\n",
     ]
 
 

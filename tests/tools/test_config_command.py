@@ -146,6 +146,8 @@ def test_a_folder_that_cannot_be_written_is_a_fault(capsys: pytest.CaptureFixtur
     found = json.loads(capsys.readouterr().out)
     assert found["folder"]["direct_io"] is None
     assert "/proc cannot be written" in found["fault"]
+    assert doctor_command(Path("/proc")) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("- /proc cannot be written: check its permissions")
 
 
 def test_json_and_text_are_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], report: Diagnosis) -> None:
@@ -157,7 +159,8 @@ def test_json_and_text_are_the_report(tmp_path: Path, capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     for word in ("system", "device", "memory", "huge pages", "folder", "direct I/O", "hard links", "drive"):
         assert any(line.startswith(word) for line in lines)
-    assert lines[-1].startswith("- see which config fits here: zstore plan --model M --gpus ")
+    assert "what to do:" in lines
+    assert ": zstore plan --model gpt-base --gpus " in lines[-1]
 
 
 @pytest.mark.cuda

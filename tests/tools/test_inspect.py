@@ -15,15 +15,15 @@ import pytest
 import zstore
 from tests.checkpoint.checkpoints import save_arrays
 from tests.tools.commands import here
+from zstore.checkpoint.layout import tag_folder
 from zstore.checkpoint.reader import open_checkpoint
-from zstore.checkpoint.retention import Keep
 from zstore.errors import UsageError
 from zstore.open.sources import split_location
 from zstore.tools.diff import diff_command
 from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
 from zstore.tools.options import Common
-from zstore.tools.prune import prune_folder
+from zstore.tools.prune import prune_command
 from zstore.tools.train.config import resume_source
 from zstore.tools.verify import verify_command
 
@@ -117,7 +117,7 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureF
     name = "model/\x1b]0;title\x07.w\u202e"
     save_arrays(tmp_path, {name: np.ones(3, np.float32)}, tag="\u202etag")
     run = [inspect_command, verify_command, ls_command, lambda path: diff_command(path, path)]
-    run.append(lambda path: prune_folder(path, Keep(last=1), dry_run=True))
+    run.append(lambda path: prune_command(path, keep_last=1, dry_run=True))
     for command in run:
         assert command(tmp_path) == 0
     save_arrays(tmp_path / "other", {"model/w": np.ones(3, np.float32)}, world_size=2)
@@ -256,7 +256,6 @@ def test_the_table_is_empty_if_nothing_differs(folders: dict[str, Path], capsys:
     assert "only in the first: bfloat16 [77]" in printed.out
     assert "uint8 [5, 5]" in printed.out
     assert "6 of 7 arrays differ" in printed.err
-    assert "GB/s" in printed.err
 
 
 URL = "memory://bucket/run"
@@ -290,19 +289,13 @@ def meant(command: str, told: dict[str, Any], out: Path, stderr: str) -> str:
     if command == "inspect":
         return str(told["checkpoint"]["tag"])
     if command == "verify":
-        return next(tag for tag in TAGS if f"/{_folder_of(tag)}: " in stderr)
+        return next(tag for tag in TAGS if f"/{tag_folder(tag)}: " in stderr)
     if command == "consolidate":
         from safetensors.numpy import load_file
 
         return TAGS[int(load_file(out / "model.safetensors")["w"][0, 0]) - 1]
     with open_checkpoint(out) as written:
         return written.tag
-
-
-def _folder_of(tag: str) -> str:
-    from zstore.checkpoint.layout import tag_folder
-
-    return tag_folder(tag)
 
 
 FORMS = [
@@ -333,11 +326,7 @@ def test_a_tag_has_three_forms(
 
 
 @pytest.mark.parametrize(
-    ("command", "form"),
-    [
-        ("inspect", "--tag"),
-        *((command, "@TAG") for command in (*COMMANDS, "diff")),
-    ],
+    ("command", "form"), [("inspect", "--tag"), *((command, "@TAG") for command in (*COMMANDS, "diff"))]
 )
 def test_a_missing_tag_is_answered_with_those_there(command: str, form: str, folder_tags: Path, tmp_path: Path) -> None:
     ckpt = folder_tags if form == "--tag" else f"{folder_tags}{form[0]}stp-1"

@@ -269,12 +269,12 @@ def test_the_command_prints_a_config_to_copy_and_a_table(capsys: pytest.CaptureF
     assert plan_command(chosen) == 0
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
-    assert lines[1].startswith("use optimizer to CPU, with this config:")
+    assert next(line for line in lines if line.startswith("│")).startswith("│ use: optimizer to CPU ")
+    assert "use optimizer to CPU, with this config:" in lines
     config, _ = json.JSONDecoder().raw_decode(printed.out[printed.out.index("{\n") :])
     assert load_config(config).settings.zero_optimization.stage >= 1
-    assert all(len(line) <= 100 for line in lines[2:])
+    assert all(len(line) <= 100 for line in lines)
     assert "no: device" in printed.out
-    assert "yes <-" in printed.out
     assert "estimates" in printed.err
     found = found_json(capsys, chosen, 0)
     first = next(one for one in found["ladder"] if not one["lacking"])
