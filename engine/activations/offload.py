@@ -1,18 +1,16 @@
 """Offloads tensors that autograd saves during the forward, in the background, and prefetches them in the backward.
 
 [Note: offloaded activations]
-Saved-tensor hooks are active in the engine's forward. `pack` receives the tensors saved there: the inputs of checkpointed
-blocks and, without checkpointing, everything that blocks save. Within a checkpointed block torch's hooks are on top, so
-recomputed tensors are not offloaded. Neither are parameters and buffers, storages under 64 KiB, tensors that are a small part
-of a large storage, subclasses of Tensor, tensors with a lazy negation or conjugation, and tensors saved after the last block,
-which the backward needs first.
+Saved-tensor hooks are active in the engine's forward. `pack` receives the inputs of checkpointed blocks and, without
+checkpointing, everything that blocks save. These stay: parameters and buffers, storages under 64 KiB, tensors that are a small
+part of a large storage, subclasses of Tensor, tensors with a lazy negation or conjugation, and tensors saved after the last
+block, which the backward needs first.
 
-A piece is the memory of one storage, as bytes. Views of it share the piece: they are made again over the restored memory, with
-the same values, strides and offsets. A thread writes it to its tier; a backward that needs it earlier takes it from memory. At
-most `_MAX_WRITE_BYTES` (or one piece) are being written: then the forward waits. When a piece is needed, another thread
-prefetches those saved before it, the latest first, up to `_MAX_PREFETCH_BYTES` (or one piece). In a backward no other writes
-start. The place of a piece is freed when autograd drops its saved tensors, also after a failed forward or backward. A retained
-graph keeps restored pieces in memory.
+A piece is the memory of one storage, as bytes; views of it are made again over the restored memory. A thread writes it to
+its tier; a backward that needs it earlier takes it from memory. At most `_MAX_WRITE_BYTES` (or one piece) are being written:
+then the forward waits. When a piece is needed, another thread prefetches those saved before it, the latest first, up to
+`_MAX_PREFETCH_BYTES` (or one piece). In a backward no other writes start. The place of a piece is freed when autograd drops its
+saved tensors, also after a failed forward or backward. A retained graph keeps restored pieces in memory.
 """
 
 from __future__ import annotations

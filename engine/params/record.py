@@ -1,13 +1,12 @@
 """A record for each parameter: its name, its rows, its memory.
 
 [Note: the memory of a parameter]
-`full` is a 1-D tensor over the gathered memory. It is an alias: writing through it does not count as a change of the
-parameter, so autograd accepts its earlier saved tensors. A sharded parameter (stage 3) is RESIDENT never;
-released, its gathered storage is resized to zero. Replacing the storage would free nothing, for saved tensors
-alias it; gathering fills that very storage again. If all rows are stored in memory that the device computes in, that
-memory is `full`: gathering and releasing move nothing and free nothing (`is_in_place`).
+`full` is a 1-D alias of the gathered memory: writing through it does not count as a change of the parameter, so autograd
+accepts its earlier saved tensors. When a sharded parameter (stage 3) is released, that storage is resized to zero, and
+gathering fills the very same storage again, since saved tensors alias it. If all rows are stored in memory that the device
+computes in, that memory is `full`: gathering and releasing move nothing and free nothing (`is_in_place`).
 
-A released parameter is a `ReleasedParameter`, also while it is prefetched or kept: torch hands it every operation on the
+A released parameter is a `ReleasedParameter`, also while it is prefetched or kept: torch passes it every operation on the
 parameter, which gathers first (`on_read`) or raises. Its memory is a stride-0 view of one NaN of its shape and type, for
 C++ that never asks Python: empty storage would end the process.
 

@@ -2,35 +2,26 @@
 that are gathered together. Pure: reads a module tree, changes nothing. A plan needs no torch, so functions import it.
 
 [Note: types of gradients]
-Autograd makes a gradient in the parameter's type. `communication_data_type` is the type in which it is sent to other
-ranks, by default the parameter's: the mean is summed in fp32 and rounded to it once. `data_types.grad_accum_dtype` is the
-type in which micro-batches accumulate, by default fp32 over more than one: in 16 bits a sum of 256 equal gradients of
-bf16 no longer grows. The gradient of a single micro-batch needs no more than its original type.
-
-The accumulated rows may be of a wider type than their sum. In the first micro-batch of a step a parameter may get its
-gradient in parts (reentrant checkpointing of a shared module), which autograd would add in the parameter's type: so the
-first sum is in the type of a single micro-batch, in memory that has room for later ones. If a step turns out to have more
-micro-batches than expected, the second one widens the rows. So the bits do not depend on what was expected.
+Autograd makes a gradient in the parameter's type. The mean over ranks is summed in fp32, and rounded once to the type in which
+it is sent. Micro-batches accumulate by default in fp32 if there are several, since in bf16 a sum stops growing at 256 equal
+gradients. The accumulated rows may be wider than a first sum needs, and are widened by an unexpected second micro-batch, so
+the bits do not depend on what was expected. See docs/design/0004-gradients.md.
 
 [Note: the mean of two]
-a + b is b + a, so between two ranks gloo's own all-reduce has the bits of a sum in rank order, and works in the
-gradients' own memory, without buckets, their padding and copies. It rounds the sum, not its half: the same bits, since
-halving is exact except below the least normal number, and there the sum is exact. A sum beyond the greatest number has no
-finite mean here. In fp32 it has none by rows either; in bf16 that concerns gradients of 1.6e38 alone; fp16, whose greatest
-number is small, uses the exchange of rows.
+a + b is b + a, so between two ranks gloo's all-reduce, in the gradients' own memory, has the bits of a sum in rank order. The
+sum is halved after rounding: the same bits, since halving is exact except below the least normal number, where the sum is. Only
+fp16, whose sums may overflow, uses the exchange of rows.
 
 [Note: units of a model]
 - A child of an outermost ModuleList that has parameters is a unit with all of its subtree: a transformer block. If it has
   more elements than may be gathered at a time, it is split into its own parameters and its children, and so on.
-- A leaf, a module marked by `mark_leaves`, is a unit with all of its subtree wherever it is, and is never split: ranks may
-  call different ones of its modules, such as the experts that their tokens go to.
+- A leaf, a module marked by `mark_leaves`, is a unit with all of its subtree and is never split: ranks may call different
+  ones of its modules, such as the experts that their tokens go to.
 - Every other module with parameters of its own is a unit: an embedding, a final norm, an output head.
-- Containers without a forward (ModuleList, ModuleDict, ParameterList) are never called, so they are no units: their
-  modules are, and their own parameters go with the module that has them. nn.MultiheadAttention reads its output
-  projection without calling it and is a unit as a whole.
+- Containers without a forward (ModuleList, ParameterList) are never called, so they are no units: their own parameters go
+  with the module that has them. nn.MultiheadAttention reads its output projection without calling it: it is a whole unit.
 - Parameters outside of callable modules make up a last unit without modules; nothing gathers it, so it stays resident.
-- A parameter belongs to the first unit that uses it in module order, which reduces its gradient; every unit that uses
-  it gathers it.
+- A parameter belongs to the first unit that uses it, which reduces its gradient; every unit that uses it gathers it.
 """
 
 from __future__ import annotations

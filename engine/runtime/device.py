@@ -2,17 +2,13 @@
 
 [Note: copies across]
 A device executes work asynchronously, in the order of a stream. Background copies use separate streams, one for each
-direction, in parallel with the computation. So each copy has an event that it follows, and code that uses its target or
-reuses its source waits for it:
+direction. So each copy follows an event, and code that uses its target or reuses its source waits for its end:
 event    a point in the work submitted to the device: a copy reads and writes device memory after it.
-copy     starts after an event and ends with one. Before the end, nothing may use or free target or source. Tensors that move
-         together, those of a unit, are one copy: one call and one event.
+copy     starts after an event and ends with one. Tensors that move together, those of a unit, are one copy: one call.
 wait     blocks the host until the event: then the target has the values, for the device too, and the source may be reused.
 follow   makes the device wait, not the host: work submitted from now on sees the values.
-Threads submit work on the stream of their creator, in its order.
-
-torch casts on the host's side of a blocking copy, so values cross in the type of the device's side. A background copy is cast
-before its start or after its end.
+Threads submit work on the stream of their creator. torch casts on the host's side of a blocking copy, so values cross in the
+type of the device's side. A background copy is cast before its start or after its end.
 """
 
 from __future__ import annotations

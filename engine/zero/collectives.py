@@ -1,16 +1,14 @@
 """Collectives over the rows of many parameters: buckets, reductions of gradients, and replacements of both.
 
 [Note: buckets]
-A bucket is a matrix [world, cols] whose row r has rank r's rows of several parameters side by side, with padding. A
-parameter larger than a bucket is cut at shard columns; no size is an error. On gloo a bucket has at most 4 Mi elements,
-whatever the config allows: larger ones are no faster, and their memory is new to the process in every step, so each of
-its pages costs a fault (30 M fp32 parameters at stage 0: a quarter of a step's processor time).
+A bucket is a matrix [world, cols] whose row r has rank r's rows of several parameters side by side, with padding. Larger
+parameters are cut at shard columns. On gloo a bucket has at most 4 Mi elements: larger ones are no faster, and their pages
+are new to the process in every step, a fault each (30 M fp32 parameters at stage 0: a quarter of a step's processor time).
 
 [Note: the mean]
 On gloo a reduce-scatter is an all-to-all of rows, then a sum in rank order in fp32, times 1/world, rounded once to the
-type of the exchange: the same bits in any order of arrival, at every stage. An all-reduce is that and an all-gather. Other
-backends use their own reduction. A rank sends (world - 1) / world of the bucket's bytes each way. An all-reduce of two
-ranks needs no such order; see [Note: the mean of two].
+type of the exchange: the same bits in any order of arrival, at every stage. An all-reduce is that and an all-gather; for two
+ranks see [Note: the mean of two]. Other backends use their own reduction. A rank sends (world - 1) / world of the bytes.
 
 [Note: exchanges]
 By default, units are gathered by all-gathers of their rows, and gradients reduced by reduce-scatters, over all ranks.

@@ -2,20 +2,16 @@
 
 [Note: a fetch]
 read    rows in the store are read in the background; without other ranks directly into `full`, unless the store has them
-        there. A thread reads those on disk. Those in host memory are sent to the device by one copy, as soon as their last
-        update is done, or when the unit is needed; the device waits for them in the order of its work. The host waits at
-        the end of the iteration, or before values change, so that their memory may be written.
+        there. A thread reads those on disk. One copy sends those in host memory to the device, after their last update; the
+        device waits for it in the order of its work, the host at the end of the iteration, or before values change.
 send    starts the collectives, on every rank in the same order: only the main thread calls it, at points that every rank
-        reaches. It waits for this rank's rows.
+        reaches. It waits for this rank's rows. With a `Replica` of the parameters only the ranks of a group take part.
 finish  waits until `full` of every record has its values.
 
-With a replica of the parameters (see `Replica`), only the ranks of a group take part.
-
 Each fetch begins with a header: the unit, and whether this rank failed to read its rows. A rank that failed takes part, so
-that none waits for it, and all ranks raise. If ranks gather different units, all raise. While an order is recorded the
-header is received before anything else is sent, since collectives of different sizes would end the process. On CUDA,
-reading a header would wait for the device, so headers are copied to the host in the background, and checked when the
-iteration ends; an update in the backward first checks those before a gradient.
+that none waits for it, and all raise, as they do if they gather different units. While an order is recorded the header is
+received before anything else is sent, since collectives of different sizes would end the process. On CUDA headers are
+copied to the host in the background, and checked when the iteration ends, or before an update in the backward.
 """
 
 from __future__ import annotations

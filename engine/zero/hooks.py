@@ -2,21 +2,18 @@
 
 [Note: when a unit is gathered and released]
 forward   the pre-hook of the first of its modules that is called gathers it; that module's forward hook releases it.
-backward  a hook on the output tensors of that call gathers it again, before any node of the unit runs: autograd runs
-          nodes in the reverse order of their creation. It is released when each of its parameters has its gradient
-          (no remaining node reads them), or when the backward reaches a unit that ran before it (unless one is nested in
-          the other, or was called there), or at the end of the backward.
-
+backward  a hook on the output tensors of that call gathers it again: autograd runs nodes in the reverse order of their
+          creation. It is released when each of its parameters has its gradient (no remaining node reads them), or when the
+          backward reaches a unit that ran before it (unless one is nested in the other, or was called there), or at the end.
 A call during the backward (activation checkpointing) gathers, if needed, and never releases. If a module's output has no
-tensor, the unit stays gathered until the end of the backward. A parameter that several units use is released when none of
-them is gathered. Gathering is a collective: every rank runs the same modules in the same order.
+tensor, the unit stays gathered until the end of the backward. Gathering is a collective: every rank runs the same modules in
+the same order.
 
 [Note: stray reads]
-A forward, and recomputation in a backward, may read a parameter while its unit is released, as in `F.linear(x,
-self.embed.weight)` or a penalty over `self.parameters()`: its class reports the operation (`ReleasedParameter`). The unit is
-gathered until the end of that forward and again for the whole backward, as far as all such units and one more have room in
-the budget of live parameters. Beyond that it is gathered only for the operation, and in the backward ahead of the
-operation's nodes, unless the output shares its memory.
+A forward, or recomputation in a backward, may read a parameter of a released unit, as in `F.linear(x, self.embed.weight)` or a
+penalty over `self.parameters()`: its class reports the operation (`ReleasedParameter`). The unit is gathered until the end of
+that forward and again for the whole backward, as far as all such units and one more fit in the budget of live parameters.
+Otherwise it is gathered only for the operation, and before its nodes in the backward, unless the output shares its memory.
 """
 
 from __future__ import annotations
