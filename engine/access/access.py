@@ -106,8 +106,8 @@ class Access:
     def finished(self, call: str, check: Callable[[], T], *, changes: bool = False, moves: bool = False) -> T:
         """Return the result of `check` after the last step's update, if the ranks agree on `call` (all ranks).
 
-        Raises on every rank the error of `check` on any, and UsageError for state that cannot be read or changed now; only
-        further moves (`moves`) are allowed of state that was moved away.
+        Raises on every rank the error of `check` on any, and UsageError for state that cannot be read or changed now;
+        offloaded states can only be moved further (`moves`).
         """
         with self.world.agreeing(call=call):
             if not moves:
@@ -133,13 +133,13 @@ class Access:
     def parameter(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
         """Return a parameter's fp32 master, or itself if it is not trained."""
         record = self.finished(f"get_full_parameter({name!r})", lambda: self.record(name))
-        return self.whole(self.source(record, "model"), rank0_only=rank0_only)
+        return self.read_whole(self.source(record, "model"), rank0_only=rank0_only)
 
     def optimizer_state(self, name: str, slot: str, *, rank0_only: bool = False) -> torch.Tensor | None:
         """Return an optimizer slot of a parameter; a scalar as a tensor of no dimensions."""
         source = self.slot(name, slot)
         if isinstance(source, RankArray):
-            return self.whole(source, rank0_only=rank0_only)
+            return self.read_whole(source, rank0_only=rank0_only)
         return torch.tensor(source) if self.world.rank == 0 or not rank0_only else None
 
     def slot(self, name: str, slot: str) -> RankArray | float:
@@ -172,7 +172,7 @@ class Access:
                 return None
             # In fp32 on every rank: rows on disk may be in a wider type than those of another rank.
             source = rows_source(record, torch.zeros(0) if rows is None else rows, torch.float32)
-            found = self.whole(source, rank0_only=rank0_only)
+            found = self.read_whole(source, rank0_only=rank0_only)
         if found is None or (rank0_only and self.world.rank > 0):
             return None
         return found.float().div_(self.scaler.scale)
@@ -191,7 +191,7 @@ class Access:
         shape = None if spec.shape == tuple(record.parameter.shape) else spec.shape
         return RankArray(record=record, name=name, dtype=kind, begin=begin, shape=shape)
 
-    def whole(self, source: RankArray, *, rank0_only: bool = False) -> torch.Tensor | None:
+    def read_whole(self, source: RankArray, *, rank0_only: bool = False) -> torch.Tensor | None:
         """Return a whole array on the CPU; with `rank0_only` None on other ranks (all ranks)."""
         shape = source.record.parameter.shape if source.shape is None else torch.Size(source.shape)
         out = torch.empty(shape, dtype=source.dtype) if self.world.rank == 0 or not rank0_only else None
@@ -208,9 +208,9 @@ class Access:
             if target is not None:
                 target[first : first + values.numel()] = values
 
-        self.each(sources, put, rank0_only=rank0_only)
+        self.for_each_piece(sources, put, rank0_only=rank0_only)
 
-    def each(self, sources: Sequence[RankArray], put: Put, *, rank0_only: bool) -> None:
+    def for_each_piece(self, sources: Sequence[RankArray], put: Put, *, rank0_only: bool) -> None:
         """Call `put` with every piece of whole arrays, in order, on every rank or only on rank 0 (all ranks).
 
         Raises on every rank the error of `put` or of a read on any. See [Note: pieces].

@@ -215,7 +215,7 @@ def save_weights(
         with access.world.agreeing():
             if leads:
                 export.open(opened)
-        access.each(ordered, export.put, rank0_only=True)
+        access.for_each_piece(ordered, export.put, rank0_only=True)
         if leads:
             export.finish(precision)
             kept = {file.name for file in files}

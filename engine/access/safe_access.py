@@ -99,11 +99,13 @@ def _blocks(
         elif parameter in with_init:
             plain.append(parameter)
     blocks: list[tuple[World, AbstractContextManager[None]]]
-    blocks = [(access.world, _of_run(access, records, modifier_rank)) for access, records in runs.items()]
-    blocks += [(builder.world, _of_builder(builder, built, modifier_rank)) for builder, built in builders.items()]
+    blocks = [(access.world, _gather_in_run(access, records, modifier_rank)) for access, records in runs.items()]
+    blocks += [
+        (builder.world, _gather_in_builder(builder, built, modifier_rank)) for builder, built in builders.items()
+    ]
     if plain and modifier_rank is not None:
         world = World.current()
-        blocks.append((world, _of_plain(world, plain, modifier_rank)))
+        blocks.append((world, _broadcast_after(world, plain, modifier_rank)))
     return blocks
 
 
@@ -116,13 +118,13 @@ def _check_rank(rank: int | None, world: World) -> None:
 
 
 @contextmanager
-def _of_run(access: Access, records: Sequence[ParameterRecord], rank: int | None) -> Iterator[None]:
+def _gather_in_run(access: Access, records: Sequence[ParameterRecord], rank: int | None) -> Iterator[None]:
     """Gather parameters of a run; at the end write changes back or undo them, and release the parameters."""
     names = hashlib.sha256("\n".join(record.name for record in records).encode()).hexdigest()[:16]
     call = f"gather() of {len(records)} parameters ({names}), modifier_rank={rank}"
     access.finished(call, lambda: _check_rank(rank, access.world), changes=rank is not None)
     if access.units is not None:
-        access.units.gather(records, partial(_fill, access))
+        access.units.gather(records, partial(_all_gather, access))
     access.guard.open_blocks += 1
     versions = [record.parameter._version for record in records]
     try:
@@ -138,13 +140,13 @@ def _of_run(access: Access, records: Sequence[ParameterRecord], rank: int | None
             _write_back(access, records, rank)
     finally:
         for record in records:
-            _take_over(record, keep=False)
+            _restore_memory(record, keep=False)
         access.guard.open_blocks -= 1
         if access.units is not None:
             access.units.ungather(records)
 
 
-def _fill(access: Access, records: Sequence[ParameterRecord]) -> None:
+def _all_gather(access: Access, records: Sequence[ParameterRecord]) -> None:
     """All-gather the rows of sharded parameters into the allocated `full` of each (all ranks)."""
     sources = [
         rows_source(r, r.owned(), r.dtype)
@@ -160,7 +162,7 @@ def _write_back(access: Access, records: Sequence[ParameterRecord], rank: int) -
     world = access.world
     with world.agreeing():
         for record in records:
-            _take_over(record, keep=world.rank == rank)
+            _restore_memory(record, keep=world.rank == rank)
     for record in records:
         world.broadcast(record.full, rank)
     differ = [False] * len(records)
@@ -170,7 +172,7 @@ def _write_back(access: Access, records: Sequence[ParameterRecord], rank: int) -
             first = record.owned_range[0]
             rows = record.full[first + tile.first : first + tile.stop]
             differ[tile.group] |= not same_bits(rows, master.to(rows.device, record.dtype))
-    access.write([(r, r.full) for r, any_ in zip(records, agree_any(world, differ), strict=True) if any_])
+    access.write([(r, r.full) for r, differs in zip(records, agree_any(world, differ), strict=True) if differs])
     for record in records:
         record.note_version()
 
@@ -178,7 +180,7 @@ def _write_back(access: Access, records: Sequence[ParameterRecord], rank: int) -
 def _undo(access: Access, records: Sequence[ParameterRecord], versions: Sequence[int]) -> None:
     """Restore parameters that were changed on any rank since these versions, and raise UsageError on every rank."""
     changed = agree_any(access.world, [_is_changed(*pair) for pair in zip(records, versions, strict=True)])
-    found = [record for record, any_ in zip(records, changed, strict=True) if any_]
+    found = [record for record, differs in zip(records, changed, strict=True) if differs]
     if not found:
         return
     _restore(access, found)
@@ -207,7 +209,7 @@ def _restore(access: Access, records: Sequence[ParameterRecord]) -> None:
         record.note_version()
 
 
-def _take_over(record: ParameterRecord, *, keep: bool) -> None:
+def _restore_memory(record: ParameterRecord, *, keep: bool) -> None:
     """Restore a parameter's memory if the block replaced it (`p.data = ...`); `keep` the new values."""
     values = record.parameter.data
     if keep and values.shape != record.shape:
@@ -225,7 +227,7 @@ def _take_over(record: ParameterRecord, *, keep: bool) -> None:
 
 
 @contextmanager
-def _of_builder(builder: Builder, built: Sequence[Built], rank: int | None) -> Iterator[None]:
+def _gather_in_builder(builder: Builder, built: Sequence[Built], rank: int | None) -> Iterator[None]:
     """Gather parameters of a model that is being built in shards; at the end write changes back, or drop them."""
     _check_rank(rank, builder.world)
     for one in built:
@@ -255,7 +257,7 @@ def _of_builder(builder: Builder, built: Sequence[Built], rank: int | None) -> I
 
 
 @contextmanager
-def _of_plain(world: World, parameters: Sequence[nn.Parameter], rank: int) -> Iterator[None]:
+def _broadcast_after(world: World, parameters: Sequence[nn.Parameter], rank: int) -> Iterator[None]:
     """At the end broadcast whole parameters of `zstore.Init` from `rank`; after an error restore them."""
     _check_rank(rank, world)
     before = [parameter.detach().clone() for parameter in parameters]
@@ -271,7 +273,7 @@ def _of_plain(world: World, parameters: Sequence[nn.Parameter], rank: int) -> It
         parameter.data.copy_(values)
 
 
-def in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
+def with_synced_gpus(generate: Callable[..., Any]) -> Callable[..., Any]:
     """Return `generate` with transformers' `synced_gpus` on by default.
 
     Gathering is a collective, so a rank whose texts are complete must run forwards until all are; `synced_gpus` does so. A
@@ -282,13 +284,13 @@ def in_step(generate: Callable[..., Any]) -> Callable[..., Any]:
         return generate
 
     @functools.wraps(generate)
-    def together(*args: Any, **kwargs: Any) -> Any:
+    def synced(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind_partial(*args, **kwargs)
         if call.arguments.get("synced_gpus") is None:
             call.arguments["synced_gpus"] = True
         return generate(*call.args, **call.kwargs)
 
-    return together
+    return synced
 
 
 # -- state by parameter -------------------------------------------------------------------------------------------------
@@ -314,13 +316,13 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace a parameter and its fp32 master; rank 0's values count."""
-    access, record = _required(param)
+    access, record = _find_or_raise(param)
     access.set_parameter(record.name, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace an optimizer slot of a parameter; rank 0's values count."""
-    access, record = _required(param)
+    access, record = _find_or_raise(param)
     access.set_optimizer_state(record.name, optim_state_key, value)
 
 
@@ -329,7 +331,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
     Raises UsageError if there is none, or if it is on disk.
     """
-    access, record = _required(param)
+    access, record = _find_or_raise(param)
 
     def check() -> None:
         if not access.gradients.having([record]):
@@ -382,27 +384,27 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's rows of a parameter and its fp32 master."""
-    safe_set_full_fp32_param(param, _joined(param, value))
+    safe_set_full_fp32_param(param, _from_local_rows(param, value))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace this rank's rows of an optimizer slot of a parameter."""
-    safe_set_full_optimizer_state(param, _joined(param, value), optim_state_key)
+    safe_set_full_optimizer_state(param, _from_local_rows(param, value), optim_state_key)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's rows of a parameter's gradient, as `safe_set_full_grad` does."""
-    safe_set_full_grad(param, _joined(param, value))
+    safe_set_full_grad(param, _from_local_rows(param, value))
 
 
 def _rows(source: RankArray) -> torch.Tensor:
     return source.begin(0, source.record.owned_numel)().clone()
 
 
-def _joined(param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
+def _from_local_rows(param: nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
     """Return the whole values of a parameter from each rank's `rows` (all ranks). Raises UsageError on every rank if one passes
     another number of elements than it owns."""
-    access, record = _required(param)
+    access, record = _find_or_raise(param)
     with access.world.agreeing():
         if rows.numel() != record.owned_numel:
             raise UsageError(
@@ -418,7 +420,7 @@ def _find(param: nn.Parameter) -> tuple[Access, ParameterRecord] | None:
     return None if found is None or found[1].group is None else found
 
 
-def _required(param: nn.Parameter) -> tuple[Access, ParameterRecord]:
+def _find_or_raise(param: nn.Parameter) -> tuple[Access, ParameterRecord]:
     found = _find(param)
     if found is None:
         raise UsageError(f"a parameter of shape {tuple(param.shape)} is trained by no open engine")

@@ -46,7 +46,7 @@ _WORD_BYTES = 4
 _MIN_BYTES = 64 * 1024
 """Smaller storages stay: a transfer would cost more than their memory."""
 _MAX_STORAGE_RATIO = 8
-"""A tensor whose storage is larger by more stays: other code owns the storage."""
+"""A tensor stays if its storage is larger by a higher ratio: other code owns the storage."""
 _MAX_WRITE_BYTES = 64 * 1024 * 1024
 _MAX_PREFETCH_BYTES = 64 * 1024 * 1024
 

@@ -33,7 +33,7 @@ from ..access.module_state import (
     save_weights,
 )
 from ..access.offloading import OffloadedStates
-from ..access.safe_access import gather, in_step
+from ..access.safe_access import gather, with_synced_gpus
 from ..checkpoint.record import ClientState, ClientValues, LoadOptions, LoadReport, check_client_state, present_state
 from ..checkpoint.save import Checkpoints, SaveOptions
 from ..report.monitors import Monitors
@@ -832,4 +832,4 @@ class Engine(nn.Module):
                     f"the engine has no attribute {name!r}; of its model: {error}", name=name
                 ) from error
         gathers = self.world_size > 1 and self.training_state.hooks is not None
-        return in_step(value) if name == "generate" and gathers else value
+        return with_synced_gpus(value) if name == "generate" and gathers else value

@@ -25,7 +25,7 @@ from zstore.weights.files import MAX_FILE_BYTES, plan_files
 from zstore.weights.from_checkpoint import DTYPES, Companions, list_weights, write_weights
 
 from ..config.config import Config
-from ..params.sharding import mark_leaves, of_classes
+from ..params.sharding import mark_leaves, modules_of_classes
 from ..runtime.process import warn_once
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
@@ -249,7 +249,7 @@ def warn_of_doubles(model: nn.Module, config: Config) -> None:
 def mark_leaves_of(config: Config, model: nn.Module) -> None:
     """Mark the modules that `leaf_module` names, and warn of names that no module has."""
     section = config.zero.leaf_module
-    by_class = {name: of_classes(model, [name]) for name in section.classes}
+    by_class = {name: modules_of_classes(model, [name]) for name in section.classes}
     by_name = {name: [one for path, one in model.named_modules() if path == name] for name in section.names}
     by_end = {end: [one for path, one in model.named_modules() if path.endswith(end)] for end in section.name_suffixes}
     mark_leaves(one for found in (by_class, by_name, by_end) for modules in found.values() for one in modules)

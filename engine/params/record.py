@@ -49,7 +49,7 @@ class Residency(Enum):
     GATHERED = "gathered"
     """All values, in `full`, until it is released; this rank's rows are kept in `shard` too."""
     RELEASED = "released"
-    """This rank's rows alone, in `shard` or `stored_array`; `full` has no memory, or one that nobody reads."""
+    """Only this rank's rows, in `shard` or `stored_array`; `full` has no memory, or unused memory."""
 
 
 @dataclass(eq=False)
@@ -228,7 +228,7 @@ class ParameterRecord:
         self.address = values.data_ptr()
 
     def restore(self) -> None:
-        """Give the parameter the engine's memory again, if other code replaced it."""
+        """Restore the engine's memory of the parameter, if other code replaced it."""
         if self.residency is Residency.RELEASED:
             self.use_placeholder()
         else:
@@ -271,7 +271,7 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Carry out an operation on released parameters, and perhaps others. Raises UsageError if they cannot be gathered."""
+        """Execute an operation with released parameters. Raises UsageError if they cannot be gathered."""
         kwargs = kwargs or {}
         others = (*args[1:], *kwargs.values())
         is_known = func in _WITHOUT_VALUES and not (others and func is torch.Tensor.type)
@@ -358,7 +358,7 @@ _WITHOUT_VALUES = frozenset(_without_values()) - {torch.Tensor.is_nonzero, torch
 
 
 def view_of_one_nan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of this shape whose elements are one NaN in memory of its own, or one 0 of a type without NaN."""
+    """Return a tensor of this shape whose elements all alias one NaN, or 0 in a type without NaN."""
     value = torch.full((1,), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
     return value.expand(shape.numel()).view(shape) if shape.numel() else value[:0].view(shape)
 
@@ -377,7 +377,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...], n
             other = seen.setdefault(parameter.data_ptr(), name)
             if other != name:
                 raise UsageError(
-                    f"parameters {other!r} and {name!r} share memory but are two objects, so training would part them: "
+                    f"parameters {other!r} and {name!r} share memory but are two objects, so training would make them differ: "
                     f"assign the parameter itself (`a.weight = b.weight`) before initialize()"
                 )
         yield name, tuple(aliases), parameter

@@ -215,7 +215,7 @@ def is_leaf(module: nn.Module) -> bool:
     return module in _leaves
 
 
-def of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+def modules_of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
     """Return the modules of `model` of these classes: types, whose subclasses count too, or names, short or qualified by
     their module."""
     kinds = tuple(kind for kind in classes if isinstance(kind, type))

@@ -267,12 +267,12 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
-    def take(self, name: str, beside: torch.Tensor, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
-        """Return memory on the device of 1-D `beside`, of its length or `numel`, undefined, until `name` is taken again."""
-        numel = beside.numel() if numel is None else numel
+    def take(self, name: str, like: torch.Tensor, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
+        """Return memory on the device of 1-D `like`, of its length or `numel`, undefined, until `name` is taken again."""
+        numel = like.numel() if numel is None else numel
         kept = self._kept.get(name)
-        if kept is None or kept.numel() < numel or kept.dtype != dtype or kept.device != beside.device:
-            kept = self._kept[name] = beside.new_empty(numel, dtype=dtype)
+        if kept is None or kept.numel() < numel or kept.dtype != dtype or kept.device != like.device:
+            kept = self._kept[name] = like.new_empty(numel, dtype=dtype)
         return kept[:numel]
 
 
@@ -286,18 +286,16 @@ class GradientTiles:
         self._scratch = scratch
         self._ahead: tuple[int, int, Copy] | None = None
 
-    def tile(self, first: int, stop: int, beside: torch.Tensor) -> torch.Tensor:
-        """Return rows `[first, stop)` in the memory of `beside`, in fp32, for the caller to change."""
+    def tile(self, first: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+        """Return rows `[first, stop)` in the memory of `like`, in fp32, for the caller to change."""
         part = self.rows[first:stop]
-        link = self._transfers.link(part, beside)
+        link = self._transfers.link(part, like)
         if link is None:
             if self._scratch is None or part.dtype == torch.float32:
                 return part.float()
             return self._scratch.take("gradient", part, torch.float32).copy_(part)
         if link == "host_to_device":
-            return self._transfers.finish(
-                self._transfers.begin(torch.empty_like(beside, dtype=part.dtype), part)
-            ).float()
+            return self._transfers.finish(self._transfers.begin(torch.empty_like(like, dtype=part.dtype), part)).float()
         return self.on_host(first, stop).float()
 
     def on_host(self, first: int, stop: int) -> torch.Tensor:
@@ -412,12 +410,12 @@ def side_by_side(
 
     share = max(1, torch.get_num_threads() // num_threads)
 
-    def alone() -> None:
+    def work_alone() -> None:
         with one_thread(most=share), context():
             serve()
 
     with Workers(num_threads - 1, "zstore-tiles") as workers:
-        workers.run([alone] * num_threads, here=True)
+        workers.run([work_alone] * num_threads, here=True)
 
 
 def _next(left: deque[T]) -> T | None:

@@ -23,7 +23,7 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from zstore.engine.config.config import read_config
-from zstore.engine.params.sharding import is_leaf, mark_leaves, of_classes
+from zstore.engine.params.sharding import is_leaf, mark_leaves, modules_of_classes
 from zstore.engine.runtime.process import show_messages
 from zstore.errors import UsageError, format_bytes
 from zstore.io import resident_bytes
@@ -168,7 +168,7 @@ def _marked_by(found: Mapping[str, Sequence[nn.Module]], flag: bool, raises: boo
 
 
 def _marked(model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, raises: bool) -> list[nn.Module]:
-    found = of_classes(model, classes)
+    found = modules_of_classes(model, classes)
     if not found and raises:
         named = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in classes)
         raise UsageError(f"the model has no module of the classes {named}")
