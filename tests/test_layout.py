@@ -48,18 +48,18 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        54_693,
+        54_680,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_486),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_473),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_663),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_287),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 46_205),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 46_204),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_662),
-    "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_018),
+    "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_017),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        19_951,
+        19_938,
     ),
     "files of the core": (lambda: len(_layout().core), 26),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 7_416),

@@ -22,28 +22,28 @@ class Status(Enum):
     BUILT = "acts"
     """It does what it says."""
     NOT_BUILT = "not built"
-    """Not done, and the result of training does not depend on it; a notice names the drawback and the substitute."""
+    """Not done, without a change of the result of training; a notice names the drawback and the substitute."""
     NO_EFFECT = "no effect"
-    """Nothing is lost without it: it happens anyway, or there is nothing to do it to; it is reported."""
+    """Nothing is lost without it: it happens anyway, or does not apply; it is reported."""
     REFUSED = "refused"
-    """Training without it would not be what the config asks for: an error."""
+    """Training without it would differ from what the config says: an error."""
     WRONG = "error"
-    """Unknown, of a wrong value, or in contradiction to another key."""
+    """An unknown key, a wrong value, or a contradiction to another key."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Keys that were set and do not act, or not as they could be read, or are errors."""
+    """Keys that were set and do not act, act in another way than they say, or are errors."""
 
     status: Status
     text: str
-    """The substitute, or the reason why nothing is left to do; of an error all that is wrong."""
+    """The substitute, or the reason; the text of an error."""
     keys: tuple[str, ...]
     """Dotted paths."""
 
     @property
     def is_error(self) -> bool:
-        """Whether no run takes the config."""
+        """Whether the config is refused because of it."""
         return self.status in (Status.REFUSED, Status.WRONG)
 
     @property
@@ -69,7 +69,7 @@ def problem_text(source: str, problems: Sequence[str]) -> str:
 
 
 def built(default: Any, *, stages: tuple[int, ...] = (), text: str | None = None) -> Any:
-    """A key that acts, at these ZeRO stages alone if any are named; without a docstring it is described by `text`."""
+    """A key that acts, only at these ZeRO stages if any are given; `text` describes it if it has no docstring."""
     return Field(default=default, description=text, json_schema_extra={"stages": list(stages)})
 
 
@@ -84,7 +84,7 @@ def about(field: FieldInfo) -> tuple[Status, str]:
 
 
 def stages_of(field: FieldInfo) -> Sequence[int]:
-    """Return the ZeRO stages at which a key acts; none: at every one."""
+    """Return the ZeRO stages at which a key acts; empty: at all."""
     stages: Sequence[int] = _extra(field).get("stages", ())
     return stages
 
@@ -95,25 +95,24 @@ def type_of(field: FieldInfo) -> Any:
 
 
 def answer_type(field: FieldInfo) -> Any:
-    """Return the type of the values that "auto" can be in a field; None if the field has no "auto"."""
+    """Return the type of the answers to "auto" in a field; None if it cannot be "auto"."""
     kinds = get_args(field.annotation)
     return Union[tuple(one for one in kinds if one not in (Auto, NoneType))] if Auto in kinds else None  # noqa: UP007
 
 
 class Section(BaseModel):
-    """An object of the config, which `parse` reads. Frozen; unknown keys are errors; null is the same as leaving the key
-    out."""
+    """An object of the config, which `parse` reads. Frozen; unknown keys are errors; null counts as a missing key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     renames: ClassVar[Mapping[str, str]] = {}
     """Other spellings of keys."""
     variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {}
-    """Keys that hold one of several sections, by the value of the key `type` before them; missing ones are empty."""
+    """Keys with one of several sections, by the value of the key `type` before them; a missing one is empty."""
     switch: ClassVar[str | None] = None
     """The key that turns the section on; if it is off, the other keys have no effect."""
     gives_batch: ClassVar[bool] = False
-    """Whether the section, if it is on, gives the batch sizes in place of their keys, by `sizes_at`."""
+    """Whether the section, if on, determines the batch sizes in place of their keys, by `sizes_at`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         rows = [(Status(status), *row) for status, rows in INACTIVE.items() for row in rows]
@@ -126,19 +125,19 @@ class Section(BaseModel):
 
     @classmethod
     def rewrite(cls, data: object) -> object:
-        """Return `data` in the present form."""
+        """Return `data` in the current form."""
         return data
 
     def notices(self, settings: Any) -> Iterator[Notice]:
-        """Yield the errors of the section, which is on, by itself and beside other keys of the config, and the keys that do
-        not act because of it."""
+        """Yield the errors of the section, if on, alone and with other keys of the config, and keys that have no effect because
+        of it."""
         return iter(())
 
     def prepare(self, model: Any) -> None:
-        """Change a model as the section, which is on, says, before an engine takes it."""
+        """Change a model as the section, if on, says, before an engine is made of it."""
 
     def sizes_at(self, world_size: int) -> tuple[int, int, int]:
-        """Return (train batch, micro-batch, accumulation steps) at a world size. Raises ValueError, with advice, if there are
+        """Return (train batch, micro-batch, accumulation steps) for a world size. Raises ValueError, with advice, if there are
         none."""
         raise NotImplementedError
 
@@ -160,7 +159,7 @@ class Setting(NamedTuple):
 
 
 def settings_in(section: Section, prefix: str = "") -> Iterator[Setting]:
-    """Yield the keys that are set in `section` and in the sections in it, in the order of the schema."""
+    """Yield the keys that are set in `section` and its inner sections, in the order of the schema."""
     for name, field in type(section).model_fields.items():
         if name in section.model_fields_set:
             one = Setting(f"{prefix}{name}", section, name, getattr(section, name), field)
@@ -171,13 +170,13 @@ def settings_in(section: Section, prefix: str = "") -> Iterator[Setting]:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """Return the section that a field holds, None if it holds a value."""
+    """Return the section that is the type of a field; None: its type is no section."""
     kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def description(section: type[Section], name: str) -> str:
-    """Return the docstring of a key, read from the source when it is asked for: pydantic would read it at each start."""
+    """Return the docstring of a key, read from the source on demand: pydantic would read all at each start."""
     if (text := section.model_fields[name].description) is not None:
         return text
     return next((found[name] for kind in section.__mro__ if name in (found := _docstrings(kind))), "")
@@ -185,12 +184,12 @@ def description(section: type[Section], name: str) -> str:
 
 @cache
 def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstrings of the fields that a section has beside those of its base."""
+    """Return the docstrings of a section's own fields, without its base's."""
     if not issubclass(kind, Section):
         return {}
     try:
         source = inspect.getsource(kind)
-    except OSError:  # it was made of a table, which has the texts of its fields
+    except OSError:  # made from a table, which has the descriptions
         return {}
     found = {}
     for pair in pairwise(ast.parse(source).body[0].body):  # type: ignore[attr-defined]
@@ -201,15 +200,14 @@ def _docstrings(kind: type) -> dict[str, str]:
 
 
 def known_keys(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield (dotted path, field) of each key of `section` and of the sections in it, in the order of the schema."""
+    """Yield (dotted path, field) of each key of `section` and its inner sections, in the order of the schema."""
     for written, key, field in spelled_keys(section):
         if written == key:
             yield key, field
 
 
 def spelled_keys(section: type[Section], outer: str = "", place: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
-    """Yield (dotted path as written, dotted path, field) of each spelling of the keys of `section` and of the sections in
-    it."""
+    """Yield (dotted path as written, dotted path, field) for each spelling of the keys of `section` and its inner sections."""
     for written, name in ({name: name for name in section.model_fields} | dict(section.renames)).items():
         field = section.model_fields[name]
         yield outer + written, place + name, field
@@ -219,7 +217,7 @@ def spelled_keys(section: type[Section], outer: str = "", place: str = "") -> It
 
 
 def acting(section: Section) -> dict[str, Any]:
-    """Return the keys of `section` that act, with their values as JSON data, and the sections in it that hold any."""
+    """Return the keys of `section` and its inner sections that act, with their values, as JSON data."""
     fields = type(section).model_fields
     values = {name for name, field in fields.items() if section_of(field) is None and about(field)[0] is Status.BUILT}
     found = section.model_dump(mode="json", include=values)

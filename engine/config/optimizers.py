@@ -30,12 +30,12 @@ _OTHERS = {
 Moments = Literal["fp32", "bf16"]
 _AVERAGES = frozenset({"exp_avg", "momentum_buffer", "exp_avg_sq", "square_avg", "acc_delta", "exp_inf"})
 _EXACT_WITH = {"square_avg": {"grad_avg"}, "exp_avg_sq": {"max_exp_avg_sq", "max_exp_avg_sqs"}}
-"""Slots that stay in fp32 beside others: centered RMSprop subtracts the square of a mean, which must not be larger, and in
-amsgrad's maximum every rounding up would stay."""
+"""Slots that stay in fp32 if others are present: centered RMSprop subtracts the square of a mean, which must not be larger, and
+amsgrad's maximum would keep every rounding up."""
 
 
 def reduced_slots(slots: Iterable[str]) -> set[str]:
-    """Return those of an optimizer's fp32 slots that moments in bf16 mean: averages that forget, so that roundings do not add
+    """Return the fp32 slots of an optimizer that "moments" in bf16 applies to: decaying averages, in which roundings do not add
     up."""
     all_slots = set(slots)
     return {slot for slot in all_slots & _AVERAGES if not all_slots & _EXACT_WITH.get(slot, set())}
@@ -46,7 +46,7 @@ Pair = Annotated[tuple[Real, Real], Expects("two numbers of at least 0")]
 
 
 def advice_on(name: object) -> str:
-    """Return the end of the message about an optimizer that cannot be named."""
+    """Return the end of the message about an optimizer that configs cannot name."""
     known = _OTHERS.get(name.lower()) if isinstance(name, str) else None
     return "; " + (known or f"of another {_WHOLE}")
 
@@ -57,7 +57,7 @@ class OptimizerParams(Section):
     whole_tensors: ClassVar[bool] = False
     """Whether its step needs whole tensors, which ranks exchange."""
     keeps_whole: ClassVar[bool] = False
-    """Whether every rank keeps its whole state, and gradients of its own, of which there is no norm to clip by."""
+    """Whether every rank keeps its whole state, and its own gradients, which have no common norm to clip by."""
 
     lr: Real | Auto | None = built(None)
     """Learning rate."""
@@ -66,19 +66,19 @@ class OptimizerParams(Section):
 
     @classmethod
     def conflicts(cls, settings: Any, kind: str) -> Iterator[Notice]:
-        """Yield the settings that the optimizer `kind`, with these arguments, cannot be combined with."""
+        """Yield errors of settings that cannot be combined with the optimizer `kind`."""
         return iter(())
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keys that act, by name: arguments of the class."""
+        """Return the arguments of the class, by name: the keys that act."""
         fields = type(self).model_fields.items()
         found = {name: getattr(self, name) for name, field in fields if about(field)[0] is Status.BUILT}
-        del found["fp32_optimizer_states"]  # the state's, not the class's
+        del found["fp32_optimizer_states"]  # for the state, not for the class
         return found
 
 
 class MomentParams(OptimizerParams):
-    """Arguments of those that keep two moments."""
+    """Arguments of optimizers with two moments."""
 
     lr: Real | Auto = built(1e-3)
     """Learning rate; the default is DeepSpeed's."""
@@ -98,9 +98,9 @@ class AdamParams(MomentParams):
     torch_adam: Bool = built(False)
     """torch's own Adam. The update is torch's in any case; this only chooses the default of weight_decay."""
     bias_correction: Bool = built(True)
-    """Correct the moments for starting at zero; false: use them as they are."""
+    """Correct the moments for starting at zero; false: use them uncorrected."""
     amsgrad: Bool = built(False)
-    """Use the largest second moment seen, which is kept too: 4 bytes a parameter more."""
+    """Use the largest second moment so far, which takes 4 bytes a parameter more."""
     maximize: Bool = built(False)
     """Ascend."""
 
@@ -145,7 +145,7 @@ _LION = {
 
 
 def _params(name: str, texts: Mapping[str, str] | None = None, /, **defaults: Any) -> type[OptimizerParams]:
-    """Return the section of an optimizer's arguments, of `_FIELDS`; `texts` describe some of them otherwise."""
+    """Return the section of an optimizer's arguments, with fields of `_FIELDS`; `texts` replaces some descriptions."""
     fields: dict[str, Any] = {}
     for key, default in defaults.items():
         kind, text = _FIELDS[key]
@@ -168,7 +168,7 @@ OPTIMIZERS: dict[str, type[OptimizerParams]] = {
     "Rprop": _params("Rprop", lr=1e-2, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), maximize=False),
     "Lion": _params("Lion", _LION, lr=1e-3, betas=(0.9, 0.999), **_SGD),
 }
-"""By the names of their classes; extras add theirs."""
+"""By class name; extras add theirs."""
 
 
 class OptimizerSection(Section):
@@ -177,26 +177,25 @@ class OptimizerSection(Section):
     variants: ClassVar[Mapping[str, Mapping[str, "type[Section]"]]] = {"params": OPTIMIZERS}
 
     type: Annotated[str, OneOf(advice_on, OPTIMIZERS)]
-    """Name of the optimizer. Adam means AdamW unless adam_w_mode is false; FusedAdam, CPUAdam and DeepSpeedCPUAdam are
-    other names of Adam, CPUAdagrad of Adagrad, FusedLion and CPULion of Lion, FusedLamb of Lamb: there is one update on
-    every device."""
+    """Name of the optimizer. Adam means AdamW unless adam_w_mode is false. FusedAdam, CPUAdam and DeepSpeedCPUAdam are other
+    names of Adam, CPUAdagrad of Adagrad, FusedLion and CPULion of Lion, FusedLamb of Lamb."""
     params: OptimizerParams
 
     @classmethod
     def rewrite(cls, data: object) -> object:
-        """Take other names of an optimizer for its usual one."""
+        """Replace other names of an optimizer by its usual one."""
         name = data.get("type") if isinstance(data, Mapping) else None
         usual = ALIASES.get(name.lower()) if isinstance(name, str) else None
         return data if usual is None else {**data, "type": usual}  # type: ignore[dict-item]
 
     @property
     def kind(self) -> str:
-        """Name of the class to make: that of `type`, but AdamW for an Adam whose weight decay is decoupled."""
+        """Name of the class: `type`, but AdamW for an Adam with decoupled weight decay."""
         return "AdamW" if isinstance(self.params, AdamParams) and self.params.adam_w_mode else self.type
 
     @property
     def default_weight_decay(self) -> float:
-        """The weight decay of an optimizer that names none: DeepSpeed's, or torch's if that was asked for."""
+        """The weight decay if none is set: DeepSpeed's, or torch's with torch_adam."""
         return 0.01 if isinstance(self.params, AdamParams) and self.params.torch_adam and self.kind == "AdamW" else 0.0
 
     def arguments(self) -> dict[str, Any]:
@@ -235,7 +234,7 @@ class WarmupParams(SchedulerParams):
 
     warmup_num_steps: Count | Auto = built(1000)
     """Steps of the warm-up; 1 counts as 2, as in DeepSpeed, and so does 0, which DeepSpeed refuses since 0.19. "auto": the
-    caller's answer, else 1000; in `zstore train` a tenth of the steps, at most that."""
+    caller's answer, else 1000; in `zstore train` at most a tenth of the steps."""
     warmup_type: WarmupType = built("log")
     """Shape of the rise, by default DeepSpeed's."""
 
@@ -253,18 +252,16 @@ class WarmupDecayLRParams(WarmupLRParams):
     """The rate rises from the minimum to the maximum, then falls back linearly."""
 
     total_num_steps: Positive | Auto
-    """Step at which the rate is back at its minimum, for good. "auto": the caller's answer, which `zstore train` gives;
-    there is no default."""
+    """Step from which the rate is at its minimum. "auto": the caller's answer, as from `zstore train`; it has no default."""
     warmup_max_lr: Rates | Auto | None = built(0.001)
     """Learning rate after the warm-up. "auto": the optimizer's lr."""
 
 
 class WarmupCosineLRParams(WarmupParams):
-    """The rate rises to each group's own lr, then falls along half a cosine wave. It is 0 at the very first step."""
+    """The rate rises to the lr of each group, then falls along half a cosine wave. It is 0 at the first step."""
 
     total_num_steps: Positive | Auto
-    """Step at which the rate reaches its minimum. "auto": the caller's answer, which `zstore train` gives; there
-    is no default."""
+    """Step at which the rate reaches its minimum. "auto": the caller's answer, as from `zstore train`; it has no default."""
     warmup_min_ratio: Real = built(0.0)
     """Fraction of the group's lr at the second step, at which the warm-up begins."""
     cos_min_ratio: Real = built(0.0001)
@@ -302,7 +299,7 @@ class OneCycleParams(SchedulerParams):
 
 
 class LRRangeTestParams(SchedulerParams):
-    """The rate grows without limit, to find the largest that trains."""
+    """The rate grows without limit, to find the largest that works."""
 
     lr_range_test_min_lr: Rates = built(0.001)
     """Learning rate at the first step."""

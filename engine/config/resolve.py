@@ -1,4 +1,4 @@
-"""The values of "auto", which the caller of `initialize` or other keys answer, and batch sizes. Pure."""
+"""Values for "auto", from the caller of `initialize` or from other keys, and batch sizes. Pure."""
 
 import difflib
 import logging
@@ -20,7 +20,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, kw_only=True)
 class ResolveContext:
-    """What the caller of `initialize` knows and a config may leave open. None: not known."""
+    """Facts from the caller of `initialize` that a config may leave open. None: not known."""
 
     world_size: int
     """Ranks of the run."""
@@ -29,13 +29,13 @@ class ResolveContext:
     native: Collection[str] = ()
     """The 16-bit types, "bf16" and "fp16", that the device computes natively, for "auto"."""
     client_optimizer: bool = False
-    """Whether an optimizer was passed: then the config's section is not read."""
+    """An optimizer was passed, which replaces the config's section."""
     optimizer_name: str = ""
     """Name of its class, if its steps need whole tensors, which ranks exchange."""
     client_scheduler: bool = False
-    """Whether a scheduler was passed: then the config's section is not read."""
+    """A scheduler was passed, which replaces the config's section."""
     frozen: bool = False
-    """Whether the engine only evaluates: then keys about training are not read, and batch sizes may be open."""
+    """The engine only evaluates: keys about training are ignored, and batch sizes may be missing."""
     answers: Mapping[str, Any] = field(default_factory=dict)
     """The values of "auto", by dotted key, as `read_answers` returns them."""
 
@@ -52,7 +52,7 @@ class BatchSizes:
     """Micro-batches of one step on one rank."""
 
     def of_train_batch_size(self, train_batch_size: int, world_size: int) -> Self:
-        """Return the sizes with that many samples a step, by more or fewer micro-batches. Raises UsageError if that is
+        """Return the sizes for that many samples per step, in more or fewer micro-batches. Raises UsageError if that is
         impossible."""
         round_size = self.micro_batch_size * world_size
         if type(train_batch_size) is not int or train_batch_size < 1 or train_batch_size % round_size:
@@ -65,9 +65,9 @@ class BatchSizes:
 
 
 def solve_batch(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> BatchSizes:
-    """Return the three batch sizes from those given; if accumulation is neither given nor derived, it is 1.
+    """Return the three batch sizes from those given; accumulation is 1 if it is neither given nor derived.
 
-    Raises ValueError with the numbers if they contradict or do not divide, and with a proposal if none is given.
+    Raises ValueError if they contradict or do not divide, and, with a proposal, if none is given.
     """
     if train is None:
         if micro is None:
@@ -93,7 +93,7 @@ def solve_batch(train: int | None, micro: int | None, accumulation: int | None, 
 
 
 def _divide(train: int, given: str, number: int, world_size: int) -> int:
-    """Return train / (number x world size). Raises ValueError naming the nearest train batch sizes that divide."""
+    """Return train / (number x world size). Raises ValueError with the nearest train batch sizes that divide."""
     unit = number * world_size
     quotient, rest = divmod(train, unit)
     if rest or not quotient:
@@ -106,16 +106,18 @@ def _divide(train: int, given: str, number: int, world_size: int) -> int:
 
 
 def _batch(settings: ConfigSections, context: ResolveContext) -> BatchSizes:
-    """Return the batch sizes of the config; those that it leaves "auto", or all if it names none, are the caller's."""
+    """Return the batch sizes of the config, with the caller's for those that are "auto", and for all if it has none."""
     if settings.batch_section is not None and not context.frozen:
         sizes = getattr(settings, settings.batch_section).sizes_at(context.world_size)
         return BatchSizes(train_batch_size=sizes[0], micro_batch_size=sizes[1], accumulation_steps=sizes[2])
     written = [getattr(settings, key) for key in BATCH_KEYS]
     caller = [context.answers.get(key) for key in BATCH_KEYS]
     if all(size in (None, "auto") for size in written[:2]):
-        # One that is left out is asked for too if the other is not known; all three if all are left out.
+        # Missing ones count as "auto" if neither of the first two is a number; accumulation if all are missing.
         written = ["auto", "auto", "auto" if written[:2] == [None, None] and written[2] is None else written[2]]
-    train, micro, accumulation = (theirs if own == "auto" else own for own, theirs in zip(written, caller, strict=True))
+    train, micro, accumulation = (
+        answer if value == "auto" else value for value, answer in zip(written, caller, strict=True)
+    )
     try:
         return solve_batch(train, micro, accumulation, context.world_size)
     except ValueError:
@@ -125,14 +127,14 @@ def _batch(settings: ConfigSections, context: ResolveContext) -> BatchSizes:
 
 
 def open_keys(settings: ConfigSections) -> dict[str, FieldInfo]:
-    """Return the keys that still say "auto" and must not when the engine reads them, by dotted path."""
+    """Return the keys that are "auto" and need an answer before the engine reads them, by dotted path."""
     found = settings_in(settings)
     return {one.key: one.field for one in found if one.value == "auto" and answer_type(one.field) is not None}
 
 
 def _precision(settings: ConfigSections, context: ResolveContext) -> dict[str, bool]:
-    """Return which 16-bit type is on: of those that are "auto" the first that the device computes natively, bf16 before
-    fp16; none of them if the config demands the other."""
+    """Return which 16-bit type is on: of those that are "auto" the first that the device computes natively, bf16 before fp16;
+    none if the config sets the other one."""
     bf16, fp16 = settings.bf16.enabled, settings.fp16.enabled
     if bf16 == "auto":
         bf16 = "bf16" in context.native and fp16 is not True
@@ -144,8 +146,8 @@ def _precision(settings: ConfigSections, context: ResolveContext) -> dict[str, b
 def precision_note(
     settings: ConfigSections, chosen: str, native: Collection[str], device: str
 ) -> tuple[int, str] | None:
-    """Return the level and the text of a line about the precision that a config resolved to: the choice of "auto"
-    and why, or a warning of a demanded type that the device ("CPU" or "GPU") has no instructions for."""
+    """Return level and text of a log line about the precision of a config: the choice of "auto" with the reason, or a warning
+    of a type that the device ("CPU" or "GPU") has no instructions for."""
     switches = {"bf16": settings.bf16.enabled, "fp16": settings.fp16.enabled}
     if True in switches.values():
         if chosen in native:
@@ -160,8 +162,8 @@ def precision_note(
 
 
 def stand_ins(settings: ConfigSections) -> dict[str, Any]:
-    """Return stand-ins for answers that only a training script has: 1 for a batch size that is open, and for each "auto"
-    without a default. With them the other keys of a config can be checked."""
+    """Return 1 for an open batch size and for each "auto" without a default, in place of the answers of a training script, so
+    that the other keys of a config can be checked."""
     found: dict[str, Any] = {key: 1 for key, field in open_keys(settings).items() if field.is_required()}
     sizes = (settings.train_batch_size, settings.train_micro_batch_size_per_gpu)
     if all(size in (None, "auto") for size in sizes) and settings.batch_section is None:
@@ -176,11 +178,11 @@ _BUCKETS = {"reduce_bucket_size": 100, "allgather_bucket_size": 100, "stage3_pre
 def resolve_settings(
     settings: ConfigSections, context: ResolveContext
 ) -> tuple[ConfigSections, tuple[str, ...], dict[str, Any]]:
-    """Return `settings` with each "auto" and the batch sizes filled in: by the caller's answers, else by what follows
-    from the model and from other keys, else by the key's default.
+    """Return `settings` with each "auto" and the batch sizes filled in: by the caller's answer, else from the model and other
+    keys, else by the key's default.
 
-    Also return the problems: keys that cannot be filled in, or contradict (with any, the settings mean nothing); and the
-    keys without an answer, with the defaults that were taken.
+    Also return the problems: keys that cannot be filled in, or contradict (then the settings are meaningless); and the keys
+    that got their default.
     """
     if context.client_optimizer or context.frozen:
         settings = settings.model_copy(update={"optimizer": None})
@@ -212,14 +214,15 @@ def resolve_settings(
 
 
 def answered(settings: ConfigSections, answers: Mapping[str, Any]) -> ConfigSections:
-    """Return `settings` with the answers in place of "auto"; batch sizes are solved elsewhere."""
-    asked = [key for key in open_keys(settings) if key not in BATCH_KEYS]
-    return _replaced(settings, {key: answers[key] for key in asked if key in answers})
+    """Return `settings` with the answers in place of "auto", except for batch sizes."""
+    return _replaced(
+        settings, {key: answers[key] for key in open_keys(settings) if key in answers and key not in BATCH_KEYS}
+    )
 
 
 def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return values for the keys that are still "auto": those that follow from the model and from other keys, and defaults;
-    and a line about each key that has neither."""
+    """Return values for the keys that are still "auto": derived from the model and other keys, and defaults; and an error
+    message for each key without either."""
     derived: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     missing: list[str] = []
@@ -232,7 +235,7 @@ def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, 
         if key in sizes:
             derived[key] = sizes[key]
         elif key == "scheduler.params.warmup_max_lr":
-            # With an optimizer of the caller's own: each group's.
+            # With the caller's optimizer: the rate of each group.
             derived[key] = None if optimizer is None else defaults.get("optimizer.params.lr", optimizer.params.lr)
         elif key == "optimizer.params.weight_decay" and optimizer is not None and info.default is None:
             defaults[key] = optimizer.default_weight_decay
@@ -260,15 +263,15 @@ def _replaced(section: S, values: Mapping[str, Any]) -> S:
     return section.model_copy(update=update)
 
 
-# -- the answers that a caller gives, checked against the schema by their dotted keys ---------------------------------
+# -- the caller's answers, checked against the schema by their dotted keys ---------------------------------------------
 
 _SOURCE = "initialize(auto=...)"
 
 
 @cache
 def _answerable() -> Mapping[str, tuple[str, Any]]:
-    """Return, by each spelling of a dotted key, that of the schema and the type of answers: None for a key that is never
-    "auto", Section for a section. Of several sections at one place any one will do."""
+    """Return, by each spelling of a dotted key, the schema's spelling and the type of answers: None for a key that cannot be
+    "auto", Section for a section. Of several variants of a section any one counts."""
     found: dict[str, tuple[str, Any]] = {}
     for written, key, info in spelled_keys(ConfigSections):
         kind = Section if section_of(info) else answer_type(info)
@@ -280,8 +283,8 @@ def _answerable() -> Mapping[str, tuple[str, Any]]:
 def read_answers(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the answers in `given` as {dotted key: typed value}.
 
-    Keys are dotted paths as in a config, other spellings included, or nested as a config is, or both; None is no answer.
-    Raises ConfigError that names every key that is unknown or cannot be "auto", and every value that its key refuses.
+    Keys are dotted paths in any spelling, or nested as in a config, or both; None is no answer. Raises ConfigError with every
+    key that is unknown or cannot be "auto", and every wrong value.
     """
     if given is None:
         return {}

@@ -1,8 +1,7 @@
 """The schema of a config: the DeepSpeed JSON dialect, and our own settings under `zstore`.
 
-Each key is followed by its effect, unit and limits, and the reason for its default; `docs/config.md` is made from this. A
-key's status (`keys.Status`) tells its effect. Those that do not act are in `keys.INACTIVE`. Sizes are in elements, as
-DeepSpeed has them.
+Each key is followed by its effect, unit and limits, and the reason for its default, from which `docs/config.md` is made. Keys
+that do not act are in `keys.INACTIVE`. Sizes are in elements, as in DeepSpeed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,7 +47,8 @@ class Fp16Section(Section):
     loss_scale: Real = built(0.0)
     """Fixed factor of the loss; 0: dynamic, since no fixed one suits a whole run."""
     initial_scale_power: Annotated[Count, Field(le=127)] = built(16)
-    """The dynamic scale starts at 2 to this power; too high costs a few skipped steps, too low loses small gradients."""
+    """The dynamic scale starts at 2 to this power; if it is too high, a few steps are skipped, if too low, small
+    gradients are lost."""
     loss_scale_window: Annotated[Whole, Expects("a whole number of at least 1")] = built(1000)
     """Steps without overflow after which the next such step doubles the scale, as DeepSpeed counts."""
     hysteresis: Positive = built(2)
@@ -96,8 +96,8 @@ class AioSection(Section):
 
 
 class CsvMonitorSection(Section):
-    """The metrics of `tensorboard` as CSV files, one per metric and named after it: `step,<metric>`; the step is the number
-    of samples seen. A later run appends to the files."""
+    """The metrics of `tensorboard` as CSV files, one per metric: `step,<metric>`, where the step is the number of samples
+    seen. Later runs append."""
 
     switch = "enabled"
 
@@ -110,16 +110,16 @@ class CsvMonitorSection(Section):
 
 
 class TensorboardSection(CsvMonitorSection):
-    """Metrics for TensorBoard, from rank 0, by the samples seen: loss, learning rate, loss scale in fp16, gradient
-    norm, and the times of forward, backward and step."""
+    """Metrics for TensorBoard, from rank 0, by the samples seen: loss, learning rate, loss scale in fp16, gradient norm,
+    times of forward, backward and step."""
 
     enabled: Bool = built(False)
     """Write an event file. Needs `pip install 'zstore[tensorboard]'`."""
 
 
 class WandbSection(Section):
-    """The metrics of `tensorboard` for Weights & Biases, against `Train/samples`. A run that the script started is
-    used and left open. The environment variable WANDB_MODE=offline stores the metrics on this machine."""
+    """The metrics of `tensorboard` for Weights & Biases, by `Train/samples`. A run that the script started is used and
+    left open. WANDB_MODE=offline in the environment stores the metrics locally."""
 
     switch = "enabled"
 
@@ -137,8 +137,8 @@ class CheckpointWriterSection(Section):
     """Whether saves run in the background."""
 
     decoupled: Bool = built(False)
-    """Save in the background: `save_checkpoint` returns once the state is pinned, as with `wait=False`. The next save, a load
-    and the end of the program wait for the commit. For loops of libraries, which call `save_checkpoint` without `wait`."""
+    """Save in the background, as with `save_checkpoint(wait=False)`, for libraries that call it without `wait`. The next
+    save, a load and the end of the program wait for the commit."""
 
 
 class CheckpointSection(Section):
@@ -151,11 +151,11 @@ class DataTypesSection(Section):
     """Data types of individual parts."""
 
     grad_accum_dtype: DataType | None = built(None)
-    """Type in which gradients accumulate and wait for the update. Unset or "none": fp32 over more than one micro-batch, since
-    a sum in 16 bits loses small gradients; over a single one the type in which they are reduced, which loses nothing."""
+    """Type in which gradients accumulate and wait for the update. Unset or "none": fp32 over several micro-batches, since
+    sums in 16 bits lose small gradients; over one the type in which they are reduced, which loses nothing."""
     buffer_dtype: DataType | None = built(None)
-    """Type of the modules' floating buffers. Unset or "none": the model's own types, so that frequencies of
-    rotary embeddings and running statistics stay exact with 16-bit parameters."""
+    """Type of the modules' floating buffers. Unset or "none": the model's own, so that frequencies of rotary embeddings
+    and running statistics stay exact with 16-bit parameters."""
 
 
 class ActivationCheckpointingSection(Section):
@@ -163,7 +163,7 @@ class ActivationCheckpointingSection(Section):
     `zstore.checkpointing.checkpoint` or `zstore.gradient_checkpointing` selects these blocks."""
 
     cpu_checkpointing: Bool = built(False)
-    """Keep activations in host memory: the same as "zstore": {"activations": "host"}, which is used if both are set."""
+    """Keep activations in host memory: the same as `zstore.activations` "host". That key counts if both are set."""
 
 
 class ThroughputSection(Section):
@@ -172,7 +172,7 @@ class ThroughputSection(Section):
     switch = "enabled"
 
     enabled: Bool = built(False)
-    """Log samples per second over all ranks every steps_per_print steps, the mean since the previous line. Off by default,
+    """Log samples per second over all ranks every steps_per_print steps, the mean since the last line. Off by default,
     unlike in DeepSpeed: the journal has the times of all steps."""
 
 
@@ -195,52 +195,49 @@ class OffloadSection(Section):
     """Tier: "none" (the device), "cpu" (host memory) or "nvme" (files in `nvme_path`)."""
     nvme_path: Drives | None = built(None)
     """Folder on the drive for the files, created if missing; needed with "nvme". A list spreads them over several drives.
-    Optimizer state and parameters may have the same. Each run locks its folders; processes of two runs cannot share one."""
+    Optimizer state and parameters may share it; two runs cannot, since each locks its folders."""
     pin_memory: Bool = built(False)
     """Register parameters in host memory with CUDA, so that copies overlap with computation; transfer buffers always are.
-    If registration fails: pageable memory, and one warning. One of offload_optimizer and offload_param is enough."""
+    If that fails: pageable memory, and one warning. One of offload_optimizer and offload_param is enough."""
 
     @property
     def nvme_paths(self) -> tuple[Path, ...]:
-        """Folders of the drives, absolute; none but with "nvme", which has at least one."""
+        """Folders of the drives, absolute; at least one with "nvme", else none."""
         return self.nvme_path or () if self.device == "nvme" else ()
 
 
 class OffloadOptimizerSection(OffloadSection):
-    """Where the optimizer state (fp32 master weights and the optimizer's tensors) is stored and updated, at stages 1 to 3."""
+    """Where the optimizer state (fp32 master weights and the optimizer's tensors) is stored and updated, at stages 1 to
+    3."""
 
     buffer_count: Positive = built(8)
-    """Buffers for state in transit: the pool has room for this many of `buffer_size`, and uses at most half of the host
-    budget, by default an eighth or 64 MiB. All arrays of an update share the pool, so that few buffers mean small
-    requests, never an error."""
+    """Buffers for state in transit, of `buffer_size`: the pool of all arrays of an update. It takes at most half of the
+    host budget, by default an eighth or 64 MiB. Few buffers mean small requests, never an error."""
     buffer_size: Positive = built(4 * 1024 * 1024)
-    """fp32 elements of one buffer, 4 bytes each; a key that DeepSpeed does not have. A request to the disk is no larger
-    (nor than aio.block_size)."""
+    """fp32 elements of one buffer, 4 bytes each; not in DeepSpeed. Requests to the disk are no larger (nor than
+    aio.block_size)."""
     ratio: Fraction | Annotated[Auto, Expects('"auto"')] = built(1.0)
-    """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 leaves 70 % on it. "auto": as much
-    stays on a GPU as fits in its memory along with the rest, including a micro-batch of the model's longest sequences. CPU and
-    GPU round differently: bits depend on the share, which the log and the checkpoint record."""
+    """Share of the optimizer state that is updated off the device, in whole parameters; 0.3 leaves 70 % on it. "auto": as
+    much stays on a GPU as fits, including a micro-batch of the model's longest sequences. Bits depend on the share, since
+    CPU and GPU round differently; the log and the checkpoint record it."""
 
 
 class OffloadParamSection(OffloadSection):
-    """Where parameters are stored between uses, at stage 3. At lower stages parameters stay on the device, and the section is
-    reported."""
+    """Where parameters are stored between uses, at stage 3; at lower stages they stay on the device."""
 
     buffer_count: Positive = built(5)
-    """Buffers for parameters in transit from host memory or disk. Larger parameters are split; without a free
-    buffer a transfer waits."""
+    """Buffers for parameters in transit from host memory or disk; larger parameters are split."""
     buffer_size: Positive = built(100_000_000)
-    """Elements of one buffer. No buffer is larger than a request to the disk (aio.block_size), so that the default costs
-    little."""
+    """Elements of one buffer, which is never larger than a request to the disk (aio.block_size)."""
     max_in_cpu: Count | None = built(None)
     """Elements of parameters kept in host memory with "nvme", in whole parameters. Unset: as many as the host budget
     has room for, none without one; DeepSpeed's default is 1e9."""
 
 
 class LeafModuleSection(Section):
-    """Modules that are gathered as a whole at stage 3, with all their submodules, so that ranks may call different submodules,
-    as in mixtures of experts. A block of an outermost ModuleList is gathered as a whole too, as long as
-    `stage3_max_live_parameters` has room for it; a leaf always is."""
+    """Modules that are gathered at stage 3 with all their submodules, so that ranks may call different ones, as in
+    mixtures of experts. So is a block of an outermost ModuleList, if `stage3_max_live_parameters` has room for it; a leaf
+    always is."""
 
     classes: Names = built(
         tuple(
@@ -276,11 +273,11 @@ class ZeroSection(Section):
     offload_optimizer: OffloadOptimizerSection = OffloadOptimizerSection(device="none")
     offload_param: OffloadParamSection = OffloadParamSection(device="none")
     reduce_bucket_size: Positive | Auto = built(500_000_000)
-    """Elements of gradients reduced in one collective: larger is faster and needs more memory. On gloo at most 4 Mi, since
-    larger ones are no faster there. "auto": hidden size squared."""
+    """Elements of gradients reduced in one collective: larger is faster and needs more memory. On gloo at most 4 Mi,
+    since larger ones are no faster there. "auto": hidden size squared."""
     allgather_bucket_size: Positive | Auto = built(500_000_000, stages=(1, 2, 3))
-    """Elements of parameters gathered in one collective: after the update (stages 1, 2; on gloo at most 4 Mi), and of a unit
-    before its use (stage 3). "auto": hidden size squared."""
+    """Elements of parameters gathered in one collective: after the update (stages 1, 2; on gloo at most 4 Mi), and of a
+    unit before its use (stage 3). "auto": hidden size squared."""
     stage3_param_persistence_threshold: Count | Auto = built(100_000, stages=(3,))
     """Parameters with fewer elements stay gathered (stage 3): they cost little memory, and gathering them many small
     collectives. "auto": 10 times the hidden size."""
@@ -290,53 +287,50 @@ class ZeroSection(Section):
     """Elements prefetched ahead of use; if it is not 0, at least the next unit, a transformer block. 0: each unit is
     gathered on demand. "auto": 0.9 times the hidden size squared."""
     stage3_max_live_parameters: Count = built(1_000_000_000, stages=(3,))
-    """Maximum elements of parameters gathered at one time, including prefetched ones. A block with more is gathered part by
-    part; a single module's parameters are always gathered together."""
+    """Maximum elements of parameters gathered at one time, including prefetched ones. A block with more is gathered part
+    by part; a single module's parameters are always gathered together."""
     stage3_max_reuse_distance: Count | None = built(None, stages=(3,))
-    """Do not release a unit that is reused within this many elements of other units. Unset: 0, which retains units
-    used twice in a row and costs no memory; DeepSpeed's default of 1e9 would retain 2 GB of a 16-bit model."""
+    """Do not release a unit that is reused within this many elements of other units. Unset: 0, which costs no memory:
+    only units used twice in a row are retained; DeepSpeed's default of 1e9 would retain 2 GB of a 16-bit model."""
     stage3_gather_16bit_weights_on_model_save: Bool = built(False)
-    """Write the weights, in the type that the model computes in, into every checkpoint's folder: safetensors for
-    `from_pretrained`. At every stage; in the background, before the checkpoint is committed."""
+    """Write the weights, in the type of the model, into every checkpoint's folder, in the background: safetensors for
+    `from_pretrained`. At every stage."""
     reduce_scatter: Bool = built(True, stages=(1, 2))
-    """Reduce-scatter gradients; false: all-reduce them, which sends twice as much and gives the same bits (stages 1, 2; at
-    stage 3 they are always reduce-scattered, as in DeepSpeed)."""
+    """Reduce-scatter gradients; false: all-reduce them, which sends twice as much for the same bits (stages 1, 2; stage 3
+    always reduce-scatters, as in DeepSpeed)."""
     overlap_comm: Bool = built(True)
-    """Reduce gradients and gather units while the model computes; false: wait for each at once. Reductions of stage 3 are
-    not waited for, since they arrive at different times on different ranks. On by default: it costs a bucket of memory."""
+    """Reduce gradients and gather units while the model computes; false: wait for each at once, but not for reductions of
+    stage 3, which differ in time between ranks. On by default: it costs a bucket of memory."""
     ignore_unused_parameters: Bool = built(True)
     """Leave a parameter unchanged if no rank has a gradient for it in a step; false: an error that names such
     parameters."""
     zero_hpz_partition_size: Count = built(1)
-    """Size of the rank groups that shard a second copy of the parameters (ZeRO++ hpZ, stage 3): consecutive ranks, usually
-    with a fast link. After the first gather of a step, which is over all ranks, parameters are gathered within the group. Same
-    bits; it costs device memory of the parameters' bytes divided by this number. 0 and 1: no copy, the least memory."""
+    """Size of the groups of consecutive ranks that shard a second copy of the parameters (ZeRO++ hpZ, stage 3). The first
+    gather of a step is over all ranks, later ones within the group. Same bits; the copy takes the parameters' bytes,
+    divided by this number, of device memory. 0 and 1: no copy."""
     zero_quantized_weights: Bool = built(False, stages=(3,))
     """Gather parameters as 8-bit integers (ZeRO++ qwZ; stage 3): one byte per element and 4 bytes per 256, half as much
-    as in 16 bits. Each rank's own rows, masters and checkpoints stay exact. Biases, norms and parameters below the
-    persistence threshold are sent in their own type, as is the second copy of `zero_hpz_partition_size`. Off by default: it
-    changes the numbers that the model computes with."""
+    as in 16 bits. Own rows, masters and checkpoints stay exact. Biases, norms, parameters below the persistence threshold
+    and the copy of `zero_hpz_partition_size` are sent in their own type. Off by default: it changes the model's numbers."""
     zero_quantized_gradients: Bool = built(False, stages=(2, 3))
-    """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; `zstore.quantized_gradient_bits` takes 8):
-    an all-to-all, the mean in fp32. Of several machines, or groups of `zero_hpz_partition_size` ranks, within each group
-    first and then between them. Off by default: it changes the gradients."""
+    """Reduce gradients of matrices as 4-bit integers (ZeRO++ qgZ; stages 2 and 3; 8-bit by
+    `zstore.quantized_gradient_bits`): an all-to-all, the mean in fp32; first within a machine, or a group of
+    `zero_hpz_partition_size` ranks, then between them. Off by default: it changes the gradients."""
     leaf_module: LeafModuleSection = LeafModuleSection()
 
     @classmethod
     def rewrite(cls, data: object) -> object:
-        """Take `true` for stage 1, and the older `cpu_offload` and `cpu_offload_param` for their sections."""
+        """Read `true` as stage 1, and the older `cpu_offload` and `cpu_offload_param` as their sections."""
         if isinstance(data, bool):
             return {"stage": int(data)}
         if not isinstance(data, Mapping):
             return data
         known: dict[Any, Any] = dict(data)
-        pin_memory, taken = known.get("cpu_offload_use_pin_memory"), False
+        pin_memory = known.get("cpu_offload_use_pin_memory")
         for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
             if known.pop(old, None) and known.get(new) is None:
                 known[new] = {"device": "cpu", "pin_memory": pin_memory}
-                taken = True
-        if taken:
-            known.pop("cpu_offload_use_pin_memory", None)
+                known.pop("cpu_offload_use_pin_memory", None)
         return known
 
 
@@ -346,62 +340,60 @@ class ZstoreSection(Section):
     host_budget_bytes: Positive | Annotated[Auto, Expects('"auto"')] | None = built(None)
     """Bytes of host memory per machine, divided among its local ranks, for everything zstore stores there; with nvme the
     excess is on disk. "auto": 60 % of the available memory. Unset: no limit, and with nvme as little as possible:
-    buffers, shards under 64 KiB, and gradients that wait for the update, in bf16 and fp16 2 bytes per parameter, with more
-    than one micro-batch 4."""
+    buffers, shards under 64 KiB, and gradients that wait for the update, in 16 bits 2 bytes per parameter, with several
+    micro-batches 4."""
     verify_reads: Bool = built(True)
     """Check the crc32c of every chunk read from disk; it costs less than a tenth of a core per GB/s."""
     keep: Rules | None = built(None)
-    """Checkpoints of this run to retain when a new one is saved: the number of newest ones, or an object of rules, any of which
-    retains a checkpoint. "last": the number of newest ones (1). "every": those whose step is a multiple. "best": the one with
-    the best metric, such as "loss:min" or "accuracy:max", from `save_checkpoint(metrics=...)` or the client's state.
-    "tags": a list of names or patterns. Unset: all."""
+    """Checkpoints of this run to retain when a new one is saved: the number of newest ones, or an object of rules, any of
+    which retains a checkpoint. "last": number of newest ones (1). "every": steps that are a multiple. "best": best
+    metric, such as "loss:min", from `save_checkpoint(metrics=...)` or the client's state. "tags": list of names or
+    patterns. Unset: all."""
     storage_options: Options | None = built(None)
     """Options of the fsspec file system for saving to and loading from URLs. Unset: from the environment, where
     credentials belong. See docs/remote.md."""
     upload_folder: Folder | None = built(None)
-    """Where each rank stages files for a URL until they are sent in the background; ranks need not share it. Unset: next to
-    the first nvme_path, where state on disk is linked and not rewritten, else in the user's cache folder."""
+    """Folder in which each rank stages files for a URL until they are sent in the background. Unset: next to the first
+    nvme_path, so that state on disk is linked and not copied, else in the user's cache folder."""
     journal: Annotated[Literal["auto", False], Expects('"auto" or false')] | Folder = built("auto")
     """Where the run's journal is written: a line of JSON per step, save and load, by rank 0. "auto": next to the
     checkpoints, as `journal-<run id>.jsonl`. A path: into that folder. false: no journal. See docs/metrics.md."""
     silent_rank_s: Real = built(45.0)
-    """Seconds without a heartbeat after which a rank counts as dead and all ranks stop. A killed rank is detected immediately;
-    this limit is for one that hangs or whose machine is lost. A slow rank still sends heartbeats. 0: wait for the timeout of
+    """Seconds without a heartbeat after which a rank counts as dead and all ranks stop: one that hangs or whose machine
+    is lost. A killed rank is detected at once; a slow one still sends heartbeats. 0: only the timeout of
     torch.distributed."""
     step_overlap: Annotated[Literal["none", "backward", "forward", "auto"], OneOf()] = built("auto")
-    """When the update runs; the bits are the same in all modes. "none": in step(). "forward": after it, each unit before the
-    next forward needs it. "backward": each unit as its gradients arrive, which cannot undo a step that is not finite;
+    """When the update runs; the bits are the same in all modes. "none": in step(). "forward": after it, each unit before
+    the next forward needs it. "backward": each unit as its gradients arrive, which cannot undo a step that is not finite;
     with clipping or loss scaling it is treated as "forward". "auto": "forward" if state or parameters are offloaded, else
-    "none". Parameters that are not gathered before their use (stages 0 to 2; a rank alone without offload_param; those that
-    persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" is treated as "none"."""
+    "none". Parameters that are not gathered before their use (stages 0 to 2; a rank alone without offload_param; those
+    that persist) are always updated in step(); and at stages 0 and 1 of several ranks "backward" is treated as "none"."""
     host_kernel: Annotated[Literal["auto", "torch"], OneOf()] = built("auto")
-    """Kernel that updates Adam and AdamW state in host memory and from disk; the bits are the same. "auto": a C kernel, in one
-    pass, if built with zstore or by `cc`; on x86 with AVX2 and FMA. "torch": torch's fused kernel, between casts."""
+    """Kernel that updates Adam and AdamW state in host memory and from disk; the bits are the same. "auto": a C kernel,
+    in one pass, if built with zstore or by `cc`; on x86 with AVX2 and FMA. "torch": torch's fused kernel, between casts."""
     non_finite_gradients: Annotated[Literal["error", "skip", "apply"], OneOf()] = built("error")
-    """Handling of steps whose gradients, in fp32 or bf16, are not finite (NaN or infinite). "error": NonFiniteError on
-    every rank, and nothing is changed. "skip": nothing is changed, and training continues. "apply": the optimizer applies
-    them, as in a plain loop, and with clipping every weight becomes NaN. In fp16, and with bf16.check_grad_overflow, such
-    steps are skipped."""
+    """Steps whose gradients are not finite, in fp32 or bf16. "error": NonFiniteError on every rank, and nothing is
+    changed. "skip": nothing is changed, and training continues. "apply": they are applied, as in a plain loop; with
+    clipping every weight becomes NaN. In fp16, and with bf16.check_grad_overflow, such steps are skipped."""
     quantized_gradient_bits: Annotated[Literal[4, 8], OneOf()] = built(4)
     """Bits per gradient element that `zero_optimization.zero_quantized_gradients` sends: 4, as in DeepSpeed, or 8, which
     sends twice as much and is about 18 times as exact."""
     moments: Annotated[Literal["fp32", "bf16"], OneOf()] | None = built(None)
-    """Type of the optimizer's moments, at every tier and in checkpoints: averages of gradients and of their squares, as
-    exp_avg and exp_avg_sq. "bf16": 2 bytes per element each. The update computes in fp32 and rounds stochastically, identically
-    on every tier, at every world size and after a resume. Unset: "fp32", whose bits are the plain loop's, or "bf16" if set by
-    bf16.bf16_optimizer_states or fp32_optimizer_states of the optimizer's params."""
+    """Type of the optimizer's averages of gradients and of their squares, as exp_avg and exp_avg_sq, at every tier and in
+    checkpoints. "bf16": 2 bytes per element each; the update computes in fp32 and rounds stochastically, identically on
+    every tier, at every world size and after a resume. Unset: "fp32", with the bits of the plain loop, or "bf16" if set
+    by bf16.bf16_optimizer_states or fp32_optimizer_states of the optimizer's params."""
     activations: Annotated[Literal["device", "host", "disk"], OneOf()] | None = built(None)
-    """Where tensors that the forward saves for the backward are stored in between: inputs of checkpointed blocks, and for
-    blocks without checkpointing everything autograd saves. "host": copied to host memory in the background. "disk": written
-    to the drive in the background, and prefetched for the backward. The bits are the same. Unset: on the device, or as
-    activation_checkpointing.cpu_checkpointing says. See docs/activations.md."""
+    """Where tensors that autograd saves for the backward are stored: of checkpointed blocks the inputs, of others
+    everything. "host" and "disk": written in the background, and prefetched for the backward, with the same bits. Unset:
+    on the device, or as activation_checkpointing.cpu_checkpointing says. See docs/activations.md."""
     activations_path: Drives | None = built(None)
-    """Folder on the drive for "activations": "disk", or one on each drive. Unset: the nvme_path of offload_optimizer, else
+    """Folder for "activations": "disk", or a list with one on each drive. Unset: the nvme_path of offload_optimizer, else
     that of offload_param."""
     gradient_checkpointing: Bool = built(False)
     """Save only the inputs of the model's blocks, and recompute the blocks in the backward: the same bits, a third more
-    computation. The blocks are transformers' own if the model has `gradient_checkpointing_enable()`, else the modules in
-    its outermost ModuleLists."""
+    computation. Blocks are those of `gradient_checkpointing_enable()` of transformers, else modules in the outermost
+    ModuleLists."""
 
 
 class ConfigSections(Section):
@@ -413,8 +405,8 @@ class ConfigSections(Section):
     }
 
     train_batch_size: Positive | Auto | None = built(None)
-    """Samples per step over all ranks: train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size. Any
-    two determine the third. "auto" here and in the next two: the caller's value."""
+    """Samples per step over all ranks: train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size. Two of
+    these determine the third. "auto" in any of them: the caller's value."""
     train_micro_batch_size_per_gpu: Positive | Auto | None = built(None)
     """Samples per rank in one forward and backward."""
     gradient_accumulation_steps: Positive | Auto | None = built(None)
@@ -424,20 +416,19 @@ class ConfigSections(Section):
     fp16: Fp16Section = Fp16Section()
     bf16: Bf16Section = Bf16Section()
     gradient_clipping: Real | Auto = built(1.0)
-    """Largest global norm of the gradients; larger ones are scaled down to it. 0: off. The default is DeepSpeed's since 0.19;
-    optimizers that send signs do not clip, and the Trainers of other libraries have their own defaults."""
+    """Largest global norm of the gradients; larger ones are scaled down to it. 0: off. The default is DeepSpeed's since
+    0.19, but 0 for optimizers that send signs."""
     zero_optimization: ZeroSection = ZeroSection()
     aio: AioSection = AioSection()
     zstore: ZstoreSection = Field(default_factory=ZstoreSection)  # when all extras have added theirs
     seed: Count = built(1234)
-    """Seed of the order of training_data, and of random numbers after a resume at another world size. The default is fixed, so
-    that runs without the key agree. Initial values and dropout follow torch.manual_seed, which the script calls."""
+    """Seed of the order of training_data, and of random numbers after a resume at another world size; fixed, so that runs
+    without the key agree. Initial values and dropout follow torch.manual_seed of the script."""
     steps_per_print: Count = built(10)
-    """Steps between progress lines; 0: none. They are logged to the logger "zstore" at INFO; without a logging
-    configuration, to stderr."""
+    """Steps between progress lines of the logger "zstore" at INFO, by default to stderr; 0: none."""
     wall_clock_breakdown: Bool = built(False)
     """Add a line with the mean times of forward, backward and step. On CUDA the host then waits for the device at both
-    ends of each, so that they are the device's times."""
+    ends of each."""
     memory_breakdown: Bool = built(False)
     """Add a line with rank 0's bytes by tier and its peaks."""
     dump_state: Bool = built(False)
@@ -450,30 +441,29 @@ class ConfigSections(Section):
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], OneOf()] | None = built(None)
     """Level of the logger `zstore` on every rank. Unset: as the script configured it, else "info"."""
     disable_python_gc: Bool = built(False)
-    """Disable Python's garbage collector until the engine is closed, since a collection on one rank stalls all. Call
-    gc.collect() at a convenient time."""
+    """Disable Python's garbage collector until the engine is closed, since a collection on one rank stalls all."""
     activation_checkpointing: ActivationCheckpointingSection = ActivationCheckpointingSection()
     checkpoint: CheckpointSection = CheckpointSection()
     data_types: DataTypesSection = DataTypesSection()
     communication_data_type: DataType | None = built(None)
-    """Type in which gradients are sent to other ranks; their mean is summed in fp32 and rounded to it once (on gloo).
-    Unset or "none": the parameters' type."""
+    """Type in which gradients are sent to other ranks; on gloo their mean is summed in fp32 and rounded to it once. Unset
+    or "none": the parameters' type."""
     timers: TimersSection = TimersSection()
 
     def sections_on(self) -> Iterator[tuple[str, Section]]:
-        """Yield the sections at the top that are on, by key."""
+        """Yield (key, section) for each top-level section that is on."""
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section) and not section.is_off:
                 yield name, section
 
     @property
     def batch_section(self) -> str | None:
-        """The key of the section that gives the batch sizes; None: their own keys do."""
+        """The key of the section that determines the batch sizes; None: their keys do."""
         return next((name for name, section in self.sections_on() if section.gives_batch), None)
 
     @classmethod
     def rewrite(cls, data: object) -> object:
-        """Take an infinite steps_per_print, as Accelerate writes it, for "never"."""
+        """Read an infinite steps_per_print, as Accelerate writes it, as 0."""
         if isinstance(data, Mapping) and data.get("steps_per_print") == float("inf"):
             known: dict[Any, Any] = dict(data)
             return known | {"steps_per_print": 0}
@@ -481,6 +471,6 @@ class ConfigSections(Section):
 
 
 def add_section(name: str, section: type[Section]) -> None:
-    """Let configs have a section of an extra; one without a switch is on if it is there."""
+    """Add the section of an extra to configs; without a switch it is on if it is present."""
     kind: Any = section if section.switch is not None else section | None
     ConfigSections.model_fields[name] = FieldInfo(annotation=kind, default=section() if kind is section else None)

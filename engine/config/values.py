@@ -1,4 +1,4 @@
-"""Types of config values: pydantic's, and a description of each in words, for messages and for `docs/config.md`."""
+"""Types of config values for pydantic, each with a description for messages and for `docs/config.md`."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -32,29 +32,29 @@ def show(value: object) -> str:
     """Return `value` as JSON would write it, shortened."""
     try:
         text = json.dumps(value, default=repr)
-    except (TypeError, ValueError):  # keys that are no strings, numbers with too many digits
+    except (TypeError, ValueError):  # keys that are not strings, numbers with too many digits
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True)
 class Expects:
-    """Description of a type, if that does not follow from its limits."""
+    """Annotates a type with the description of its values, if it does not follow from the type's limits."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Of a `Literal`, or of `names`: words are taken in any case, and an error lists the choices."""
+    """Annotates a `Literal`, or a string out of `names`: case is ignored, and an error lists the choices."""
 
     advice: Callable[[object], str] = lambda _: ""
-    """Returns the end of the message about any other value."""
+    """Returns the end of the message about another value."""
     names: Collection[str] = ()
-    """More may be added later."""
+    """Read at each use, since extras add theirs."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return how pydantic reads the value."""
+        """Return the schema by which pydantic reads the value."""
         options = self.names or get_args(source)
 
         def choose(value: object) -> object:
@@ -69,12 +69,11 @@ class OneOf:
 
 
 def expected(kind: Any, about: Iterable[Any] = ()) -> str:
-    """Return a description of the values that a type with these annotations takes."""
+    """Return the description of the values of a type with these annotations."""
     if get_origin(kind) is Annotated:
         return expected(kind.__origin__, kind.__metadata__)
-    words = next((one.text for one in about if isinstance(one, Expects)), None)
-    if words is not None:
-        return words
+    if (text := next((one.text for one in about if isinstance(one, Expects)), None)) is not None:
+        return text
     options = next((one.names for one in about if isinstance(one, OneOf)), ()) or get_args(kind)
     if get_origin(kind) is Literal or (kind is str and options):
         return ("one of " if len(options) > 1 else "") + ", ".join(map(show, options))
@@ -102,7 +101,7 @@ def _number(noun: str, about: Iterable[Any]) -> str:
 
 
 def check(kind: Any, value: object, reader: TypeAdapter[Any] | None = None) -> Any:
-    """Return `value` as a `kind`, by its `reader` if there is one. Raises ValueError that says what was expected."""
+    """Return `value` as a `kind`, by `reader` if given. Raises ValueError with the expected values."""
     try:
         return (reader or TypeAdapter(kind)).validate_python(value)
     except ValidationError as failure:
@@ -144,7 +143,7 @@ _KEEP = "a whole number of at least 1, or an object with any of last, every, bes
 
 
 def _keep(value: object) -> Keep:
-    """Return the rules that an object with fields of `Keep` names, or a number of the newest."""
+    """Return the rules in an object with fields of `Keep`, or for a number of newest checkpoints."""
     found = dict(value) if isinstance(value, Mapping) else {"last": value}
     rules: dict[str, Any] = {name: _whole(item) for name, item in found.items() if item is not None}
     if isinstance(rules.get("tags"), list):
@@ -156,7 +155,7 @@ def _keep(value: object) -> Keep:
 
 
 def _names(value: object) -> object:
-    """Take one name for a list of one."""
+    """Read a single name as a list."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
@@ -171,7 +170,7 @@ def _none_if_off(value: object) -> object:
 
 
 Auto = Literal["auto"]
-"""Takes the place of a value until `resolve` fills it in."""
+"""Stands for a value until `resolve` fills it in."""
 Bool = StrictBool
 Name = StrictStr
 Whole = Annotated[int, Strict(), BeforeValidator(_whole)]
@@ -185,7 +184,7 @@ Fraction = Annotated[Real, Field(le=1)]
 BelowOne = Annotated[Real, Field(lt=1)]
 Folder = Annotated[Path, BeforeValidator(_path)]
 Drives = Annotated[tuple[Folder, ...], BeforeValidator(_folders), Expects("a path, or a list of them")]
-"""Folders that are made if they are missing; relative ones are in the working folder at the start."""
+"""Folders, created if missing; relative paths start at the working folder of the start."""
 Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_names), Expects("a name, or a list of names")]
 Options = Annotated[
     dict[str, Any],
@@ -201,6 +200,6 @@ Rules = Annotated[
 ]
 Anything = Annotated[Any, Expects("anything")]
 Unread = Annotated[Anything, AfterValidator(_none_if_off)]
-"""Its content is not read; "none", false, 0, an empty and a disabled object ask for nothing."""
+"""A value that is ignored; "none", false, 0, an empty and a disabled object count as unset."""
 DataType = Annotated[Literal["fp32", "fp16", "bf16", "none"], OneOf(), AfterValidator(_none_if_off)]
 """A type; "none" is None."""
