@@ -33,7 +33,7 @@ from zstore.testing.faults import GatedFiles
 
 def test_torch_and_numpy_come_back_as_what_they_were(store: Store) -> None:
     given = {
-        "a/torch": torch.randn(LARGE),
+        "a/torch": torch.randn(LARGE).requires_grad_(),
         "a/torch.moving": torch.randn(LARGE),
         "a/bf16": torch.randn(300, 200).to(torch.bfloat16).t(),
         "a/numpy": values(LARGE, np.int16),

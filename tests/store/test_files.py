@@ -177,27 +177,6 @@ def test_a_file_system_that_refuses_direct_io_is_served_buffered_and_reported_on
 # -- names ----------------------------------------------------------------------------------------------------------
 
 
-def test_files_are_linked_renamed_and_removed(tmp_path: Path) -> None:
-    files = Files()
-    files.make_folder(tmp_path / "x" / "y")
-    files.make_folder(tmp_path / "x" / "y")
-    files.write_small(tmp_path / "x" / "a", b"one")
-    files.write_small(tmp_path / "x" / "a", b"2", sync=False)
-    files.link(tmp_path / "x" / "a", tmp_path / "x" / "b")
-    assert (tmp_path / "x" / "b").stat().st_ino == (tmp_path / "x" / "a").stat().st_ino
-    files.write_small(tmp_path / "x" / "c", b"three")
-    files.rename(tmp_path / "x" / "c", tmp_path / "x" / "a")
-    assert (tmp_path / "x" / "a").read_bytes() == b"three"
-    assert (tmp_path / "x" / "b").read_bytes() == b"2"
-    files.sync_folder(tmp_path / "x")
-    files.unlink(tmp_path / "x" / "a")
-    files.unlink(tmp_path / "x" / "a")
-    assert files.free_bytes(tmp_path) > 0
-    files.remove_tree(tmp_path / "x")
-    files.remove_tree(tmp_path / "x")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_fails_with_names_is_a_storage_error_with_the_path(tmp_path: Path) -> None:
     files = Files()
     missing = tmp_path / "missing"

@@ -9,7 +9,6 @@ from typing import cast
 
 import numpy as np
 import pytest
-import torch
 
 from tests.store.stores import LARGE, create, other_than
 from tests.waiting import until
@@ -24,16 +23,6 @@ MIB = 1024 * 1024
 
 
 # -- reading and writing --------------------------------------------------------------------------------------------
-
-
-def test_tensors_are_taken_as_they_are(store: Store) -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool):
-        name = f"model/{dtype}"
-        tensor = (torch.randn(300_000) * 3).to(dtype)
-        create(store, "disk", (300_000,), str(dtype).removeprefix("torch."), name=name)
-        store.write(name, tensor.requires_grad_() if dtype.is_floating_point else tensor).wait()
-        found = torch.from_numpy(store.read(name).wait().view(np.uint8)).view(dtype)
-        assert torch.equal(found, tensor.detach())
 
 
 def test_a_part_is_read_without_the_rest(store: Store) -> None:
@@ -94,27 +83,6 @@ def test_small_shards_rest_in_memory_even_where_the_disk_was_asked_for(store: St
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("budget", [0, 256 * 1024])
-def test_tensors_larger_than_any_buffer(tmp_path: Path, budget: int) -> None:
-    """The pool is half the budget: of any size, it moves a tensor that is many times as large."""
-    options = StoreOptions(run_path=tmp_path, host_budget_bytes=budget + 2 * MIB, num_threads=2)
-    names = [f"model/{i}" for i in range(3)]
-    with Store(options) as store:
-        values = [create(store, "disk", (3_000_000,), name=name) for name in names]
-        for name, array in zip(names, values, strict=True):
-            store.write(name, array).wait()
-        for tile in store.tiles([names]):
-            for view in tile.views:
-                view[:] = view[::-1].copy()
-        for name, array in zip(names, values, strict=True):
-            found = store.read(name).wait()
-            assert np.array_equal(np.sort(found.view(np.uint32)), np.sort(array.view(np.uint32)))
-        found = store.statistics()
-        assert found.pool_bytes == (budget + 2 * MIB) // 2
-        assert found.pool_peak_bytes + found.host_bytes <= budget + 2 * MIB
-
-
 @pytest.mark.parametrize(
     ("budget", "pool"),
     [
@@ -134,7 +102,7 @@ def test_the_pool_is_half_of_a_small_budget_an_eighth_of_a_larger_one(tmp_path: 
 def test_state_and_buffers_stay_within_the_budget_together(tmp_path: Path) -> None:
     with Store(StoreOptions(run_path=tmp_path, host_budget_bytes=8 * MIB)) as store:
         create(store, "host", (MIB // 4 * 3,), name="model/a")
-        with pytest.raises(BudgetError, match="host_budget_bytes"):
+        with pytest.raises(BudgetError, match=r"'model/b' needs 2097152 bytes of host memory, but .*host_budget_bytes"):
             create(store, "host", (MIB // 4 * 2,), name="model/b")
         assert store.names() == ["model/a"]
         create(store, "disk", (MIB // 4 * 2,), name="model/b")
@@ -199,15 +167,6 @@ def test_an_array_in_use_stays(store: Store, tier: str) -> None:
         store.remove("model/w")
     passing.close()
     store.remove("model/w")
-
-
-def test_the_budget_has_the_room_again(tmp_path: Path) -> None:
-    with Store(StoreOptions(run_path=tmp_path, host_budget_bytes=6 * MIB)) as store:
-        create(store, "host")
-        with pytest.raises(BudgetError):
-            create(store, "host", name="model/more")
-        store.remove("model/w")
-        create(store, "host", name="model/more")
 
 
 def test_an_array_that_would_rest_otherwise_is_not_renamed(store: Store) -> None:

@@ -11,10 +11,9 @@ import pytest
 import torch
 from crc32c import crc32c
 
-from zstore.errors import BudgetError, CorruptionError, UsageError
+from zstore.errors import CorruptionError, UsageError
 from zstore.format import ArraySpec, layout_of, make_grid
 from zstore.io import IoResources, Priority
-from zstore.io.memory import Budget
 from zstore.store import LocalShard
 from zstore.store.tiers import DeviceTier, DiskTier, Drives, HostTier, Mode, Tier
 from zstore.testing.contract import TierBench, TierContract
@@ -87,23 +86,6 @@ class MemoryContract(TierContract):
 class TestHostTier(MemoryContract):
     def make_tier(self, res: IoResources, folder: Path) -> Tier:
         return HostTier()
-
-
-def test_the_host_tier_keeps_to_its_budget() -> None:
-    budget = Budget(10_000)
-    tier = HostTier(budget)
-
-    def add(name: str, numel: int) -> None:
-        spec = ArraySpec(name=f"model/{name}", shape=(numel,), dtype="float32")
-        tier.create(LocalShard(spec, make_grid((numel,), 1), 0))
-
-    add("a", 2000)
-    assert budget.used_bytes == 8000
-    with pytest.raises(BudgetError, match=r"'model/b' needs 4032 bytes of host memory, but 8000 of the 10000 bytes"):
-        add("b", 1000)
-    assert budget.used_bytes == 8000
-    add("c", 496)
-    assert budget.used_bytes == 8000 + 1984
 
 
 class TestDeviceTier(MemoryContract):
@@ -319,17 +301,6 @@ class TestDiskTier(TierContract):
         bench.fill(local, bench.values(local))
         assert same_bits(bench.read(local), bench.values(local))
         assert len(self.shard_files(bench)) == 1
-
-    def test_close_removes_the_files_and_no_published_one(self, bench: TierBench) -> None:
-        local = self.filled(bench)
-        pin = bench.tier.pin(local.spec.name)
-        bench.update(local, bench.values(local, 2))
-        bench.publish(pin)
-        pin.release()
-        bench.create((5, 8), world_size=4, shard=3)
-        bench.tier.close()
-        assert self.shard_files(bench) == []
-        assert same_bits(bench.read_published(local), bench.values(local, 1))
 
     @pytest.mark.timeout(60)
     def test_a_pinned_shard_is_changed_by_one_who_has_every_other_buffer(self, bench: TierBench) -> None:
