@@ -114,7 +114,6 @@ def machines(count: int, folder: Path, *, network: bool) -> Iterator[Machines]:
         words = [sys.executable, str(ROOT / "tests/scripts/switch.py"), str(DELAY_S), str(BITS_PER_S), *names]
         switch = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         stack.callback(_end, switch)
-        assert switch.stdout is not None
         assert switch.stdout.readline() == "ready\n"
         for number, name in enumerate(names):
             for words in (

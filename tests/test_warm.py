@@ -15,7 +15,6 @@ from zstore.testing.ranks import PRELOADED, run_ranks
 def test_a_process_that_hangs_is_killed_with_the_block_that_fails() -> None:
     command = [sys.executable, "-c", "import signal; print('there', flush=True); signal.pause()"]
     process = warm.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "there\n"
     assert process.poll() is None
     assert not warm.ends_within(process, 0.01)

@@ -213,9 +213,6 @@ def _reader(stream: IO[Any], found: dict[str, Any], name: str) -> Callable[[], N
     return read
 
 
-# -- in the process -----------------------------------------------------------------------------------------------------
-
-
 class _Start:
     """What a process is to do."""
 

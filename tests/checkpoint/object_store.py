@@ -105,8 +105,6 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 raise fault.error()
         return max((fault.cut_bytes or 0 for fault in hits), default=0)
 
-    # -- the objects ------------------------------------------------------------------------------------------------
-
     def objects(self) -> dict[str, int]:
         """Return the bytes of every object, by key."""
         found: dict[str, int] = {}
@@ -128,8 +126,6 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
         part = self.new_part()
         part.write_bytes(data)
         part.replace(self.object_path(key))
-
-    # -- what fsspec calls ------------------------------------------------------------------------------------------
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """Return bytes of an object."""

@@ -138,9 +138,7 @@ _kept: list[object] = []
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_child_completes_its_save(
-    method: str, fails: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_child_completes_a_save(method: str, fails: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "ckpt"
     child = multiprocessing.get_context(method).Process(target=_begin_in_child, args=(str(folder), fails))  # type: ignore[attr-defined]
     child.start()

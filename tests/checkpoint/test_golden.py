@@ -202,8 +202,6 @@ def test_an_archive_is_smaller_and_has_the_same_grids_and_state(archive: Path, s
     assert sum(map(len, shards_of(archive).values())) < 0.85 * sum(map(len, shards_of(saved).values()))
 
 
-# -- what is not believed -------------------------------------------------------------------------------------------
-
 W = "model/h.0.weight/c.0.0"
 
 

@@ -241,9 +241,6 @@ def assert_the_next_save_sweeps(folder: Path) -> None:
     assert not list(folder.rglob("*.pieces-*"))
 
 
-# -- what goes wrong ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("rank", "kind", "pattern"),
     [

@@ -97,9 +97,6 @@ def test_a_closed_checkpoint_says_so(saved: Path) -> None:
     ckpt.close()
 
 
-# -- weights --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", ["fp16", torch.bfloat16, np.float32, None], ids=str)
 def test_consolidated_weights_are_torchs_casts(saved: Path, arrays: dict[str, Array], dtype: Any) -> None:
     kinds = {"fp16": torch.float16, np.float32: torch.float32}
@@ -176,9 +173,6 @@ def test_no_torch_until_a_tensor_is_asked_for(saved: Path) -> None:
         "    assert 'torch' in sys.modules and 'zstore.engine' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# -- opened in a coroutine --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

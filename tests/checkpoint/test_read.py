@@ -149,9 +149,6 @@ def test_tensorstore_alone_reads_every_array(saved: Path, arrays: dict[str, Arra
             assert 0 in array.shape
 
 
-# -- damage ---------------------------------------------------------------------------------------------------------
-
-
 def _writable(path: Path) -> Path:
     path.chmod(0o644)
     return path
@@ -247,9 +244,6 @@ def test_a_damaged_manifest_or_metadata_file_is_refused(copied: Path) -> None:
     _flip(copied / "zarr.json", 50)
     with pytest.raises(CorruptionError, match=r"zarr\.json fails the digest"):
         open_checkpoint(copied)
-
-
-# -- finding --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,6 @@ def test_a_folder_without_a_valid_record_is_no_checkpoint(remote: Remote) -> Non
 def test_reading_asks_for_no_more_than_the_chunks(remote: Remote) -> None:
     with remote.open() as reader:
         before = reader.folder.traffic
-        assert before is not None
         metadata_bytes, requests = before.read_bytes, before.requests
         out = np.empty((40, 300), np.float32)
         reader.read("model/h.0.weight", 0, 12000, out)

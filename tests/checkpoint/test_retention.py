@@ -89,9 +89,6 @@ def test_metrics_are_found(state: Mapping[str, Any], name: str, value: float | N
     assert metric_of(state, name) == value
 
 
-# -- prune ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
@@ -196,18 +193,13 @@ def test_prune_behind_a_url(objects: tuple[str, ObjectFileSystem, Common], capsy
     assert [found.tag for found in tags(open_folder(url, common.storage_options))] == ["step-00000001", "step-00000003"]
 
 
-def test_failed_removals_are_told(
-    objects: tuple[str, ObjectFileSystem, Common], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_removals(objects: tuple[str, ObjectFileSystem, Common], capsys: pytest.CaptureFixture[str]) -> None:
     url, fs, common = objects
     fs.faults.append(RequestFault(kind="remove", pattern="*/step-00000001/*", times=None, error=denied))
     assert prune_command(url, keep_last=1, common=common) == 1
     assert "zstore: checkpoint 'step-00000001' could not be removed: " in capsys.readouterr().err
     found = tags(open_folder(url, common.storage_options))
     assert [one.tag for one in found] == ["step-00000001", "step-00000003"]
-
-
-# -- in a run ---------------------------------------------------------------------------------------------------------
 
 
 def test_keep_is_read_from_the_config() -> None:

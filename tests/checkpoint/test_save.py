@@ -58,9 +58,6 @@ def on_disk(request: pytest.FixtureRequest, run_path: Path) -> Iterator[World]:
         yield world
 
 
-# -- disk tier ------------------------------------------------------------------------------------------------------
-
-
 def test_state_on_disk_is_linked_and_what_changes_later_is_not_in_the_checkpoint(on_disk: World, folder: Path) -> None:
     before = as_bytes(dict(on_disk.arrays))
     handles = on_disk.begin_save(folder)
@@ -76,9 +73,6 @@ def test_state_on_disk_is_linked_and_what_changes_later_is_not_in_the_checkpoint
     on_disk.save(folder, step=2)
     assert values(folder) == as_bytes(later)
     assert values(folder, "step-00000001") == before
-
-
-# -- tags, overwriting, retention -----------------------------------------------------------------------------------
 
 
 def test_a_committed_tag_is_replaced_only_when_asked(folder: Path) -> None:
@@ -171,9 +165,6 @@ def test_a_save_reads_few_records_among_many_checkpoints(folder: Path, monkeypat
     assert counts[3] == counts[-1] <= 4
 
 
-# -- what is refused before anything is written ---------------------------------------------------------------------
-
-
 def test_no_room_is_an_error_before_anything_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Files, "free_bytes", lambda *_: 100_000)
     with (
@@ -228,9 +219,7 @@ class SyncedFiles(Files):
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_shards_are_durable_before_the_manifest_all_else_before_the_commit(
-    tier: Any, folder: Path, run_path: Path
-) -> None:
+def test_shards_are_durable_before_the_manifest_all_before_the_commit(tier: Any, folder: Path, run_path: Path) -> None:
     files = SyncedFiles()
     small = {"client/x": np.arange(5)}
     with open_world(make_arrays(), tier=tier, run_path=run_path, small=small, files=[files]) as world:
@@ -242,9 +231,6 @@ def test_shards_are_durable_before_the_manifest_all_else_before_the_commit(
         }
         named = {str(file) for file in relative if file.match(wanted)}
         assert named - {"manifest/rank-00000.json"} <= durable  # that one had another name then
-
-
-# -- several ranks --------------------------------------------------------------------------------------------------
 
 
 def test_ranks_with_different_models_are_refused(folder: Path) -> None:
@@ -304,9 +290,6 @@ def test_a_cancelled_save_leaves_nothing(folder: Path) -> None:
         with pytest.raises(CheckpointError, match="cancelled"):
             rank_1.wait(200)
     assert not folder.exists()
-
-
-# -- other saves in the folder --------------------------------------------------------------------------------------
 
 
 def test_leavings_of_dead_saves_are_swept_and_living_ones_are_not(folder: Path) -> None:
@@ -378,7 +361,6 @@ def test_a_lock_lives_as_long_as_its_process(tmp_path: Path) -> None:
         f"lock = SaveLock(pathlib.Path({str(path)!r})); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
         with owner_is_dead(path) as dead:
             assert not dead

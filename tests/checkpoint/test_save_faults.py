@@ -222,8 +222,6 @@ def test_any_operation_of_any_rank_may_fail(tmp_path: Path) -> None:
         assert leavings(sweep.folder) == []
 
 
-# -- SIGKILL --------------------------------------------------------------------------------------------------------
-
 _KILLED = """
 import os, pathlib, sys, traceback
 from tests.checkpoint.test_save_faults import make_arrays

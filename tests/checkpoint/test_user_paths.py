@@ -31,9 +31,6 @@ def values(number: int) -> torch.Tensor:
     return torch.full((NUMEL,), float(number))
 
 
-# -- the function ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home, here = tmp_path / "home", tmp_path / "here"
@@ -74,9 +71,6 @@ def test_what_is_no_path_is_refused(home: Path) -> None:
     for given in (None, 3, b"run"):
         with pytest.raises(UsageError, match=r"expected a path as text or pathlib\.Path, got"):
             user_path(given)  # type: ignore[arg-type]
-
-
-# -- reading after the working folder changed ------------------------------------------------------------------------
 
 
 def save_zstore(folder: Path, number: int) -> None:
@@ -139,8 +133,6 @@ def test_relative_paths_are_read_after_a_chdir(reader: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path / "2")
     assert np.asarray(read()).tobytes() == values(1).numpy().tobytes()
 
-
-# -- writing ---------------------------------------------------------------------------------------------------------
 
 Writer = Callable[[str, Callable[[], None]], None]
 """Writes below a path; calls the function as soon as the path was taken."""
@@ -232,9 +224,7 @@ def places(tmp_path: Path, home: Path) -> SimpleNamespace:
 
 @pytest.mark.parametrize("mask", [0o027, pytest.param(0o002, marks=pytest.mark.soak)], ids=oct)
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_is_written_to_a_relative_path_is_where_the_call_was_made_with_the_modes_of_open_and_mkdir(
-    writer: str, mask: int, places: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_and_modes(writer: str, mask: int, places: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.umask(mask)
     try:
         Path("file").touch()

@@ -1,7 +1,5 @@
 """Cases of the engine's exactness, the bits that it and the plain loop hold, and the one comparison of both."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import tempfile

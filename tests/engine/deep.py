@@ -1,7 +1,5 @@
 """A model whose activations are worth moving, with blocks that are checkpointed in one of several ways, and its data."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint

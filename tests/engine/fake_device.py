@@ -14,8 +14,6 @@ is the device's.
 to the device, or the "event" that a copy comes after.
 """
 
-from __future__ import annotations
-
 import threading
 import traceback
 import weakref
@@ -119,8 +117,6 @@ class FakeDevice:
         self._modes.pop().__exit__(*error)  # type: ignore[no-untyped-call]
         HostTier._allocate = self._former  # type: ignore[method-assign]
 
-    # -- the CUDA runtime ---------------------------------------------------------------------------------------------
-
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         """Make memory the host's, pinned."""
         self._pinned[address] = nbytes
@@ -137,8 +133,6 @@ class FakeDevice:
     def pinned_bytes(self) -> int:
         """Bytes that are registered now."""
         return sum(self._pinned.values())
-
-    # -- whose memory -------------------------------------------------------------------------------------------------
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor lies in the host's memory."""
@@ -157,8 +151,6 @@ class FakeDevice:
             made = torch.full((numel,), torch.nan if dtype.is_floating_point else 77, dtype=dtype)
         own(made)
         return made
-
-    # -- the streams -----------------------------------------------------------------------------------------------------
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy across, in the order of the computation."""
@@ -220,8 +212,6 @@ class FakeDevice:
     def num_under_way(self) -> int:
         """Copies that nobody waited for yet."""
         return sum(map(len, self._queues.values()))
-
-    # -- what is watched ----------------------------------------------------------------------------------------------
 
     @property
     def is_crossing(self) -> bool:

@@ -1,7 +1,5 @@
 """Models whose building touches parameters in every way, and what a plain build of them gives."""
 
-from __future__ import annotations
-
 import copy
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """What runs on machines that share nothing: a rank that saves each step to a bucket, and one that looks at the bucket."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler

@@ -1,7 +1,5 @@
 """Small models with the things that trip sharding engines, and their data."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -80,8 +78,6 @@ def batch(
     generator = torch.Generator().manual_seed(1 + step * 1000 + micro * 100 + rank)
     return (torch.randint(0, vocab, (samples, tokens), generator=generator),)
 
-
-# -- a model of blocks, in which tests change what is between or at its ends ---------------------------------------------
 
 WIDTH, VOCAB = 24, 50
 

@@ -1,7 +1,5 @@
 """Engines over the small model, their steps, and what they hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,9 +118,6 @@ def constant_rate_config(**keys: Any) -> dict[str, Any]:
     return make_config(0, optimizer={"type": "AdamW", "params": {"lr": 1e-2}}, scheduler=None, **keys)
 
 
-# -- saved at one world size, resumed at another ----------------------------------------------------------------------
-
-
 def resume_config(stage: int, tier: str, folder: str, micro_batch: int = 2) -> dict[str, Any]:
     """Of twelve samples a step."""
     sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": micro_batch}
@@ -142,9 +137,6 @@ def train_by_sample(engine: Engine, steps: int) -> list[float]:
             engine.backward(loss)
             engine.step()
     return losses
-
-
-# -- one linear layer -------------------------------------------------------------------------------------------------
 
 
 def linear_config(**changes: Any) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Schedules by config, and the rates that DeepSpeed's have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -92,5 +90,4 @@ def made(name: str, params: dict[str, Any], optimizer: torch.optim.Optimizer | N
     """The schedule that a config with these arguments makes."""
     config = {"train_batch_size": 1, "scheduler": {"type": name, "params": params}}
     section = load_config(config).resolve(ResolveContext(world_size=1, client_optimizer=True)).settings.scheduler
-    assert section is not None
     return named_schedule(section, optimizer or adam())

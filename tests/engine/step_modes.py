@@ -1,7 +1,5 @@
 """Engines in the step modes `forward` and `backward`, whose updates a gate holds."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Whole tensors by name, and parameters gathered and changed, against the plain loop that was changed the same way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -39,9 +37,6 @@ def same(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
     return found is not None and found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-
 def check_reading(run: Run) -> None:
     engine, reference = run.engine, run.reference
     names = [name for name, _ in engine.module.named_parameters()]
@@ -68,7 +63,6 @@ def check_reading(run: Run) -> None:
                 state = reference.optimizer.state[reference.masters[name]].get(slot, torch.zeros(parameter.shape))
                 assert same(engine.get_optimizer_state(name, slot), state)
             step = engine.get_optimizer_state(name, "step")
-            assert step is not None
             assert (step.shape, float(step)) == ((), 0.0 if name.startswith("unused") else 2.0)
     assert same(engine.get_full_parameter("head.weight"), reference.masters["embed.weight"].detach())
     assert same(engine.get_full_parameter("module.head.weight"), reference.masters["embed.weight"].detach())
@@ -97,9 +91,6 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
             engine.get_optimizer_state("frozen.weight", "exp_avg")
         with pytest.raises(UsageError, match=r"'mix': expected values of shape \(2, 3, 56\), got \(2,\)"):
             engine.set_full_parameter("mix", torch.zeros(2))
-
-
-# -- changing --------------------------------------------------------------------------------------------------------
 
 
 def check_gathered_changes(run: Run) -> None:
@@ -195,9 +186,6 @@ def check_training_in_a_block(run: Run) -> None:
         engine.step()
     run.reference.step(batches)
     assert run.differences() == []
-
-
-# -- what is refused -------------------------------------------------------------------------------------------------
 
 
 def spoil(parameter: nn.Parameter, rank: int) -> None:
@@ -299,7 +287,6 @@ def check_deepspeeds_names(run: Run) -> None:
     weight = run.engine.module.blocks[1].down.weight
     assert run.step(lambda _: _check_gradient(run.engine, weight)) == []
     master = run.engine.get_full_parameter("blocks.1.down.weight")
-    assert master is not None
     assert same(safe_access.safe_get_full_fp32_param(weight), master)
     safe_access.safe_set_full_fp32_param(weight, master * 3)
     assert same(safe_access.safe_get_full_fp32_param(weight), master * 3)
@@ -314,11 +301,8 @@ def check_deepspeeds_names(run: Run) -> None:
 
 def _check_gradient(engine: Engine, weight: nn.Parameter) -> None:
     expected = engine.get_gradient("blocks.1.down.weight")
-    assert expected is not None
     assert same(safe_access.safe_get_full_grad(weight), expected)
 
-
-# -- all of them, in one start of the ranks --------------------------------------------------------------------------
 
 CHECKS: dict[int, list[Callable[[Run], None]]] = {
     1: [check_reading, check_setting, check_training_in_a_block, check_refusals, check_state_dicts],

@@ -1,7 +1,5 @@
 """Activations off the device: the bits of a run that keeps them, whoever checkpoints the blocks, and nothing left behind."""
 
-from __future__ import annotations
-
 import errno
 import gc
 from functools import partial
@@ -34,9 +32,7 @@ def config(stage: int = 0, **own: Any) -> dict[str, Any]:
 
 
 def offloaded(engine: Engine) -> Any:
-    found = engine.statistics().activations
-    assert found is not None
-    return found
+    return engine.statistics().activations
 
 
 def loss_of(model: Any, number: int) -> torch.Tensor:
@@ -283,8 +279,6 @@ def test_keys_that_do_not_go_together() -> None:
         start(config(activations="disk"), deep())
 
 
-# -- other people's models, and checkpointing without an engine --------------------------------------------------------
-
 LAYERS, HIDDEN, LENGTH = 3, 64, 160
 
 
@@ -319,15 +313,12 @@ def test_layers_of_transformers_that_are_checkpointed_by_the_switch_or_by_themse
         with start(_on_disk(tmp_path, activations="disk", **keys), model) as engine:
             assert _trained(engine) == expected
             found = engine.statistics().activations
-            assert found is not None
             # The input of each layer, in bf16, and little else before them.
             least = 2 * LAYERS * 4 * LENGTH * HIDDEN * 2
             assert least <= found.kept_bytes < 2 * least
 
 
-def test_inputs_of_blocks_are_kept_in_host_memory_if_configure_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_configure_keeps_inputs_on_the_host(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(_Process, "in_cpu", None)
     assert not checkpointing.is_configured()
     config = {"train_batch_size": "unread", "activation_checkpointing": {"cpu_checkpointing": True}}

@@ -1,7 +1,5 @@
 """What a training loop, or a script written for DeepSpeed, may ask of the engine, and how wrong calls are answered."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging
@@ -168,9 +166,6 @@ def test_copies_of_a_sharded_model_are_whole_or_refused() -> None:
     run_ranks(_copies, 2)
 
 
-# -- ways of DeepSpeed's scripts --------------------------------------------------------------------------------------
-
-
 def _frozen_later(rank: int, stage: int) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -299,9 +294,7 @@ def _resume(rank: int, folder: str, config: dict[str, Any]) -> str:
         (3, 2, r"no micro-batch does among 2 ranks; it divides among 1, 3"),
     ],
 )
-def test_a_resume_whose_batch_does_not_divide_says_what_keeps_it(
-    total: int, micro: int, advice: str, tmp_path: Path
-) -> None:
+def test_a_resume_whose_batch_does_not_divide(total: int, micro: int, advice: str, tmp_path: Path) -> None:
     optimizer = {"type": "AdamW"}
     with zstore.initialize(model=linear(), config={"train_batch_size": total, "optimizer": optimizer})[0] as engine:
         engine.save_checkpoint(str(tmp_path))

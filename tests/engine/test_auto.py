@@ -1,7 +1,5 @@
 """A config that says "auto" wherever it may, and the precision that it takes with and without 16-bit instructions."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -109,9 +107,6 @@ def test_the_command_answers_what_its_options_say(alone: Path) -> None:
     assert rows(metrics)[0]["tokens_per_s"] * rows(metrics)[0]["step_s"] == pytest.approx(3 * 2 * 4)
 
 
-# -- precision --------------------------------------------------------------------------------------------------------
-
-
 ROOT = Path(__file__).parents[2]
 NO_16_BITS = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 """Makes torch take the paths of a CPU that has AVX2 and no 16-bit instructions."""
@@ -157,9 +152,6 @@ def _found_by_rank(rank: int) -> frozenset[str]:
 
 def test_the_types_of_rank_0_count_on_all_ranks() -> None:
     assert run_ranks(_found_by_rank, 2) == [{"bf16"}, {"bf16"}]
-
-
-# -- a CPU without 16-bit instructions ----------------------------------------------------------------------------------
 
 
 def python(code: str, *words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:

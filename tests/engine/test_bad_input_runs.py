@@ -1,7 +1,5 @@
 """Bad input to whole runs: the train command, Ctrl-C in a save, a full disk. Real processes, real signals, a real disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -32,9 +30,6 @@ def write_config(folder: Path, **keys: Any) -> Path:
     }
     path.write_text(json.dumps(config | keys))
     return path
-
-
-# -- the train command ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -124,9 +119,7 @@ def test_a_resume_that_cannot_be_is_named_and_changes_nothing(train: Any, tmp_pa
         ),
     ],
 )
-def test_a_start_that_fails_leaves_no_folder(
-    keys: dict[str, Any], words: list[object], message: str, train: Any, tmp_path: Path
-) -> None:
+def test_a_failed_start(keys: dict[str, Any], words: list[object], message: str, train: Any, tmp_path: Path) -> None:
     write_config(tmp_path, **keys)
     save = tmp_path / "runs" / "first" / "ckpt"
     code, err = train("--steps", 1, "--save", save, *words)
@@ -136,9 +129,6 @@ def test_a_start_that_fails_leaves_no_folder(
     took_steps = "--steps" in words
     assert [path.name.partition("-")[0] for path in save.rglob("*")] == ["journal"] * took_steps
     assert (tmp_path / "runs").exists() == took_steps
-
-
-# -- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
 
 def wait_for_save(process: warm.Popen, folder: Path, seconds_more: float) -> None:
@@ -178,8 +168,6 @@ def test_ctrl_c_in_a_save_of_the_train_command_resumes(nproc: int, train: Any, t
     assert code == 0, err
     assert f"step {last + 1}: save stall" in err
 
-
-# -- a full disk ----------------------------------------------------------------------------------------------------
 
 FULL = """
 import subprocess, sys

@@ -1,7 +1,5 @@
 """Exactness: after every step, every master, moment, parameter and loss has the bits of the plain loop."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Saves and loads: what comes back, tags, what is refused, and every layout loaded at every other."""
 
-from __future__ import annotations
-
 import random
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -54,9 +52,6 @@ def test_a_resume_has_the_state_of_generators_and_client(world_size: int, tmp_pa
     found = run_ranks(_drawn, world_size, str(tmp_path), 3, "nvme")
     assert all(before == after for before, after in found)
     assert len({str(before) for before, _ in found}) == world_size
-
-
-# -- refusals, one process -------------------------------------------------------------------------------------------
 
 
 def small(**changes: Any) -> Engine:
@@ -132,9 +127,7 @@ def test_options_of_a_load(tmp_path: Path) -> None:
         assert engine.load_checkpoint(str(tmp_path), load_optimizer_states=True)[1] == {"step": 7}
 
 
-def test_an_equal_tag_replaces_a_checkpoint_of_its_own_run_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_equal_tag_replaces_that_of_its_own_run_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small() as engine:
         for epoch in range(2):  # `ckpt_id = loss.item()`, twice the same
             engine.save_checkpoint(str(tmp_path), 0.5, {"epoch": epoch})
@@ -210,9 +203,6 @@ def test_frozen_parameters_and_a_changed_choice_of_them(tmp_path: Path) -> None:
         engine.load_checkpoint(str(tmp_path), "some")
 
 
-# -- refusals, several ranks -----------------------------------------------------------------------------------------
-
-
 def _odd_ranks(rank: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with pytest.raises(
@@ -256,9 +246,6 @@ def test_ranks_that_differ(tmp_path: Path) -> None:
     assert first["state back"] == second["state back"] == [0.0, 0.0]
     assert first["finite"]
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["loss-0", "nvme"]
-
-
-# -- other layouts ----------------------------------------------------------------------------------------------------
 
 
 Layout = tuple[int, int]
@@ -331,7 +318,6 @@ def _read_bytes(rank: int, folder: str, stage: int) -> int:
     settings = resume_config(stage, "none" if stage == 1 else "cpu", folder, 1)
     with runs.start(settings, make_net(1, vocab=60_000)) as engine:
         engine.load_checkpoint(f"{folder}/saved")
-        assert engine.load_report is not None
         assert engine.load_report.linked_bytes == 0
         return engine.load_report.read_bytes
 

@@ -1,7 +1,5 @@
 """`engine.compile` where parameters come and go: units are compiled within their gather."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable
@@ -115,7 +113,6 @@ def train(engine: Engine, after_first: Callable[[], None] = lambda: None) -> lis
     losses += [loss for _ in range(STEPS) for loss in step(engine)]
     name = "blocks.0.up.weight"
     values = engine.get_full_parameter(name)
-    assert values is not None
     engine.set_full_parameter(name, values * 0.5)
     losses += step(engine)
     model: Any = engine.module
@@ -208,7 +205,6 @@ def test_a_model_that_torch_compiled_trains_from_disk_unit_by_unit(nvme: Path) -
         x = torch.randn(2, WIDTH)
         inner = blocks[1].scale
         weight = engine.get_full_parameter("blocks.1.scale.weight")
-        assert weight is not None
         with torch.no_grad():
             assert torch.allclose(inner(x) - inner(torch.zeros(2, WIDTH)), x @ weight.T, atol=1e-5)
         assert list(inspect.signature(blocks[0].forward).parameters) == ["x"]

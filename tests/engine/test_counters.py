@@ -1,7 +1,5 @@
 """What the engine counts: bytes held, moved and sent, against formulas and what keys of the ZeRO section change."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import asdict
@@ -19,8 +17,6 @@ from tests.engine.runs import make_config, moved_since, start, step, take_steps
 from zstore.engine import Engine
 from zstore.engine.params.record import Residency
 from zstore.testing.ranks import run_ranks
-
-# -- keys of the ZeRO section -----------------------------------------------------------------------------------------
 
 
 def _with_keys(rank: int, stage: int, keys: dict[str, Any]) -> dict[str, Any]:
@@ -109,9 +105,6 @@ def test_persistent_parameters_are_not_gathered(counted: dict[int, dict[str, dic
     assert sent == sorted(sent, reverse=True)
     assert len(set(sent)) == 4
     assert runs[-1]["ahead"] == 0
-
-
-# -- bytes held and sent by stage -------------------------------------------------------------------------------------
 
 
 WIDTH, IDS = 24, torch.arange(12).view(2, 6)
@@ -246,9 +239,6 @@ def test_bytes_held_and_sent(world_size: int) -> None:
         ranks = [by_stage[str(stage)] for by_stage in results]
         assert sum(f["own"] for f in ranks) == ranks[0]["numel"]
         assert ranks[0]["padded"] - ranks[0]["numel"] <= ranks[0]["most_padding"]
-
-
-# -- links ------------------------------------------------------------------------------------------------------------
 
 
 def on_disk_bytes(engine: Engine) -> int:

@@ -3,8 +3,6 @@
 With ZSTORE_TEST_DEVICE=cpu those that know nothing of CUDA run on the CPU, so that a mistake in them shows without a device.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Names that scripts written for DeepSpeed call: each does what it says. One process, and two where ranks matter."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,9 +81,6 @@ def loop_step(engine: Engine, data: Iterator[Any]) -> float:
     return sum(losses) / 2
 
 
-# -- whole steps ----------------------------------------------------------------------------------------------------
-
-
 def test_train_batch_is_a_whole_step_and_returns_the_mean_loss() -> None:
     data, same = batches(), batches()
     with start() as engine, start() as loop:
@@ -108,7 +103,6 @@ def test_train_batch_goes_on_over_the_engines_own_loader(tmp_path: Path) -> None
         assert [engine.train_batch().item() for _ in range(3)] == losses[4:]
     with start(data=Points()) as engine:
         loader = engine.training_dataloader
-        assert loader is not None
         found = []
         for _ in range(2):
             data = iter(loader)
@@ -167,9 +161,6 @@ def test_batch_losses_are_means_over_ranks() -> None:
     assert first[0] == pytest.approx(sum(each) / 2)
 
 
-# -- what is asked --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_config_under_deepspeeds_names(stage: int) -> None:
     zero = {"stage": stage}
@@ -216,9 +207,6 @@ def test_the_monitor_takes_a_scripts_own_values(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "Train_Samples_train_loss.csv").exists()
 
 
-# -- saves ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_save_that_is_not_the_latest_is_loaded_by_its_tag_alone(tmp_path: Path) -> None:
     with start() as engine:
         engine.save_checkpoint(str(tmp_path), "main")
@@ -261,7 +249,6 @@ def test_frozen_parameters_may_be_left_out_of_a_checkpoint(
         other.body.weight.fill_(0.25)
     with start(other) as engine:
         engine.load_checkpoint(str(tmp_path), "small")
-        assert engine.load_report is not None
         assert engine.load_report.missing == tuple(f"model/{name}" for name in names)
         assert "missing: model/body.weight" in caplog.text
         assert torch.equal(engine.get_full_parameter("head.weight"), head)
@@ -287,9 +274,6 @@ def test_weights_under_the_names_that_scripts_pass(tmp_path: Path, caplog: pytes
     with start(initialize=stand_in) as engine:
         (fp16,) = engine.save_fp16_model(str(tmp_path / "c"), "model.safetensors")
         assert set(load_file(fp16)) == set(dict(engine.module.named_parameters()))
-
-
-# -- zero.Init ------------------------------------------------------------------------------------------------------
 
 
 def test_init_takes_deepspeeds_arguments(tmp_path: Path) -> None:

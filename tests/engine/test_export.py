@@ -1,7 +1,5 @@
 """Weights written from a run, against consolidate and transformers; and other software that reads what the engine saved."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import stat
@@ -203,9 +201,6 @@ def test_weights_beside_every_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "out/model.safetensors").read_bytes()
 
 
-# -- other software ---------------------------------------------------------------------------------------------------
-
-
 CONFIG = {
     "train_batch_size": 4,
     "bf16": {"enabled": True},
@@ -264,9 +259,7 @@ def read_by_tensorstore(checkpoint: Path, name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_zarr_and_tensorstore_give_the_values_that_the_engine_has(
-    saved: tuple[Path, dict[str, np.ndarray]], name: str
-) -> None:
+def test_zarr_and_tensorstore_give_the_engines_values(saved: tuple[Path, dict[str, np.ndarray]], name: str) -> None:
     checkpoint, values = saved
     assert np.any(values[name])
     found = read_by_zarr(checkpoint, name)

@@ -1,7 +1,5 @@
 """Extras: the core names none of them, and the rule of an optimizer comes without a change of the engine."""
 
-from __future__ import annotations
-
 import re
 
 from tests.layout import Layout

@@ -1,7 +1,5 @@
 """A rank that dies, hangs or fails alone, a full drive, a kill: all ranks raise soon and say why; the last save goes on."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -111,7 +109,7 @@ FAILING = 1
     ("stage", "world_size", "where", "what", "mode"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_CASES)],
 )
-def test_a_failure_of_one_rank_ends_the_others_soon(
+def test_a_failed_rank_ends_the_others(
     nvme: Path, stage: int, world_size: int, where: str, what: str, mode: str
 ) -> None:
     may_die = () if what == "raise" else (FAILING,)
@@ -150,8 +148,6 @@ def test_a_failure_of_one_rank_ends_the_others_soon(
             f"(rank 1 in {at}: ValueError: what only this rank sees); rank {rank} stops with it, in " in found["text"]
         )
 
-
-# -- what ends the process --------------------------------------------------------------------------------------------
 
 LOOP = """
 import os, signal, sys
@@ -207,9 +203,6 @@ def test_a_process_ends_and_the_other_ends_too(failing: int, what: str, said: st
     assert "terminate called" not in "".join(errors)
 
 
-# -- a save ------------------------------------------------------------------------------------------------------------
-
-
 def _dies_in_a_save(rank: int, folder: str) -> str:
     incident.ABSENT_S, checkpointing._END_WELL_S = 1.0, 0.5  # type: ignore[assignment]
     held = GatedFiles("write_small", pattern="*manifest*")
@@ -229,9 +222,6 @@ def test_nobody_waits_for_the_manifest_of_a_dead_rank(tmp_path: Path) -> None:
     text, _ = run_ranks(_dies_in_a_save, 2, str(tmp_path), may_die=(1,))
     assert "rank 0 stops with it, in save" in text
     assert list(tags(tmp_path)) == []
-
-
-# -- errors of all ranks at once --------------------------------------------------------------------------------------
 
 
 def _all_raise(rank: int) -> list[str]:
@@ -263,9 +253,6 @@ def test_of_a_rank_that_was_interrupted_no_traceback_is_shown() -> None:
     error = RankError("ranks 1 and 2 failed", texts)
     assert str(error) == "ranks 1 and 2 failed\n--- rank 2 ---\nTraceback ...\nValueError: odd"
     assert error.failures == texts
-
-
-# -- full drives ------------------------------------------------------------------------------------------------------
 
 
 # Parameters are on disk too: their files, or those of the state; or of gradients that wait there.
@@ -319,9 +306,7 @@ def _full_in_mid_step(rank: int, folder: str, kind: str, mode: str, pattern: str
 @pytest.mark.parametrize(
     ("kind", "mode", "pattern"), [*FULL, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_FULL)]
 )
-def test_a_full_disk_in_mid_step_and_the_last_checkpoint_goes_on_exactly(
-    tmp_path: Path, kind: str, mode: str, pattern: str
-) -> None:
+def test_a_full_disk_in_mid_step(tmp_path: Path, kind: str, mode: str, pattern: str) -> None:
     (tmp_path / "nvme").mkdir()
     for whole, again, text in run_ranks(_full_in_mid_step, 2, str(tmp_path), kind, mode, pattern, timeout_s=60):
         assert again == whole
@@ -351,9 +336,6 @@ def test_a_save_that_leaves_no_room_for_the_next_step_is_refused(nvme: Path) -> 
         engine.save_checkpoint(str(folder))
         step(engine)
         assert not shards.keys() & set(nvme.rglob("*.shard"))
-
-
-# -- kills ------------------------------------------------------------------------------------------------------------
 
 
 STEPS = 7

@@ -1,7 +1,5 @@
 """The hand-over between host and device, on a device of our own: the bits of the plain loop, and no missing wait."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from dataclasses import replace

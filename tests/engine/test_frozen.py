@@ -1,7 +1,5 @@
 """Engines without an optimizer: the plain model's losses and text, 16-bit weights alone, beside an engine that trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +85,6 @@ def check_setups(rank: int, world_size: int, folder: str) -> None:
                 mean = engine.eval_batch(iter(data), 2)
                 for name in ("embed.weight", "frozen.bias", "blocks.1.gain"):
                     whole = engine.get_full_parameter(name)
-                    assert whole is not None
                     assert torch.equal(whole, plain.get_parameter(name))
                 engine.set_full_parameter("norm.weight", torch.full((48,), 2.0))
                 assert float(engine.eval_batch(iter(data), 2)) != float(mean)
@@ -190,9 +187,7 @@ def test_what_needs_an_optimizer_is_refused_and_the_way_out_named(tmp_path: Path
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_alone_makes_an_engine_that_saves_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: int
-) -> None:
+def test_an_engine_of_a_model_alone_saves_it(tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: int) -> None:
     config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
     plain = make_net().state_dict()
     engine, optimizer, _, scheduler = zstore.initialize(model=make_net(), config=config)

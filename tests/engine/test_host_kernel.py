@@ -1,7 +1,5 @@
 """The host kernel: torch's bits in one pass, and torch's kernel wherever it cannot be built or differs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -90,9 +88,7 @@ def same(one: Any, two: Any) -> bool:
         "step": st.sampled_from([1.0, 2.0, 1000.0, 2.0**24 + 1, float("inf")]),
     }),
 )  # fmt: skip
-def test_bits_are_those_of_torchs_kernel(
-    sizes: list[int], form: Any, how: Any, weight: Any, num_threads: int, settings: Any
-) -> None:
+def test_torchs_bits(sizes: list[int], form: Any, how: Any, weight: Any, num_threads: int, settings: Any) -> None:
     mine, theirs = state(sizes, **form), state(sizes, **form)
     if weight is not None:
         mine = mine._replace(weights=[torch.empty_like(master, dtype=weight) for master in mine.masters])
@@ -149,9 +145,6 @@ def test_every_value_is_cast_as_torch_does(dtype: torch.dtype) -> None:
     assert bool(odd[:2].isnan().all())
 
 
-# -- threads --------------------------------------------------------------------------------------------------------
-
-
 def stepped(num_threads: int = 3) -> StepTensors:
     tensors = state([300_007, 5, 70_000])
     for _ in range(3):
@@ -196,9 +189,6 @@ def test_a_forked_child_has_threads_of_its_own_and_ends() -> None:
     assert _child(code).strip() == "True"
 
 
-# -- what it updates ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The masters that the host kernel took."""
@@ -236,9 +226,6 @@ def test_offloaded_optimizers_have_it(device: Any, dtype: Any, taken: list[torch
             optimizer.step()
         assert sum(master.numel() for master in taken) == 70_000
         taken.clear()
-
-
-# -- the library ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

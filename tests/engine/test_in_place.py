@@ -1,7 +1,5 @@
 """Gradients and weights that a script reads and changes in place, and hooks of its own, beside the plain loop."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -145,9 +143,6 @@ def _on_rank(rank: int, zeros: list[dict[str, Any]], act: Act, change: Change, f
     return [(seen, {name: value.numpy() for name, value in state.items()}) for seen, state in found]
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("act", [_clip, _scale_some, _edit])
 @pytest.mark.parametrize("where", WHOLE)
 def test_whole_gradients_are_read_and_changed_as_in_a_plain_loop(act: Act, where: str, tmp_path: Path) -> None:
@@ -234,9 +229,6 @@ def test_two_ranks_act_on_the_mean(act: Act, tmp_path: Path) -> None:
         _assert_close(one, _plain(_edit, world_size=2, rank=rank))
 
 
-# -- clipping that the loop asks for ----------------------------------------------------------------------------------
-
-
 def _backward(engine: Engine, value: float) -> None:
     engine.backward(engine(torch.full((1, 4), value)).square().mean() * 10)
 
@@ -277,8 +269,6 @@ def test_clipping_out_of_place_is_refused(tmp_path: Path) -> None:
         engine.step()
 
 
-# -- hooks of the script's own, registered after initialize ------------------------------------------------------------
-
 HOOKED: dict[str, tuple[dict[str, Any], str]] = {
     "stage 0": ({"stage": 0}, "none"),
     "stage 0, in the backward": ({"stage": 0}, "backward"),
@@ -296,7 +286,6 @@ def _hook(model: nn.Module) -> dict[str, list[torch.Tensor]]:
     for name, parameter in model.named_parameters():
 
         def arrived(one: nn.Parameter, name: str = name) -> None:
-            assert one.grad is not None
             seen.setdefault(name, []).append(one.grad.clone())
             one.grad.clamp_(-0.05, 0.05).add_(one.detach(), alpha=0.01)
 
@@ -374,9 +363,6 @@ def _hooked_rank(rank: int, folder: str) -> list[str]:
 
 def test_hooks_of_each_rank_see_its_own_gradients(tmp_path: Path) -> None:
     assert run_ranks(_hooked_rank, 2, str(tmp_path)) == [[], []]
-
-
-# -- weights ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", [_clamp, _initialise])

@@ -1,7 +1,5 @@
 """`zstore.Init`: models built in shards have the plain model's values, in little memory; test_bits.py trains them."""
 
-from __future__ import annotations
-
 import gc
 import re
 from collections.abc import Callable
@@ -43,9 +41,6 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-# -- values -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("live_bytes", [0, 100_000])
 def test_values_are_the_plain_models(name: str, live_bytes: int, tmp_path: Path) -> None:
@@ -82,9 +77,6 @@ def _build_on_ranks(rank: int, folder: str, names: list[str]) -> list[str]:
 def test_values_are_the_plain_models_on_every_rank(world_size: int, tmp_path: Path) -> None:
     names = ["handmade", "Llama", "T5"]
     assert run_ranks(_build_on_ranks, world_size, str(tmp_path), names) == [[]] * world_size
-
-
-# -- training ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -161,9 +153,6 @@ def test_dtype_is_the_default_of_the_block(tmp_path: Path) -> None:
     assert {value.dtype for value in found.values()} == {torch.bfloat16}
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
 _WIDE = """
 class Wide(nn.Module):
     def __init__(self):
@@ -185,9 +174,6 @@ with zstore.Init(config=config, live_bytes=16 << 20):
 def test_the_process_stays_small_while_a_large_model_is_built(tmp_path: Path) -> None:
     assert grown_bytes(_WIDE, tmp_path) < 130e6, "302 MB of parameters, 64 MiB of buffers"
     assert files_in(tmp_path) == []
-
-
-# -- after the block --------------------------------------------------------------------------------------------------
 
 
 def test_a_model_that_was_not_given_to_the_engine_says_what_to_do(tmp_path: Path) -> None:
@@ -300,13 +286,9 @@ def test_two_blocks_share_the_run_folder(tmp_path: Path) -> None:
     model = nn.Sequential(first, second)
     with zstore.initialize(model=model, config=config)[0] as engine:
         found = engine.get_full_parameter("1.layers.3.weight")
-        assert found is not None
         assert torch.equal(found, seeded(Stack, 1).layers[3].weight)
     with zstore.Init(config=config):
         seeded(Stack)
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_block_within_a_block_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The journal that an engine writes, compared with what the engine itself says."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -127,7 +125,7 @@ def test_steps_saves_and_loads_are_as_the_engine_says(tmp_path: Path) -> None:
     assert steps(read(ckpt))["loss"][3] == again[-2]["loss"]
 
 
-def test_losses_that_the_loop_divided_are_summed_and_a_skipped_step_has_no_number_that_json_lacks(
+def test_divided_losses_are_summed_and_a_skipped_step_has_numbers_of_json(
     tmp_path: Path,
 ) -> None:
     fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 4}}

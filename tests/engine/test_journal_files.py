@@ -1,7 +1,5 @@
 """Files of journals: lines that are whole or cut off, repeated steps; without an engine."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -135,9 +133,7 @@ def test_no_line_is_lost_while_the_thread_that_writes_is_busy(tmp_path: Path) ->
     assert [each["step"] for each in read(tmp_path)] == list(range(5_000))
 
 
-def test_a_write_that_fails_half_way_leaves_whole_lines_and_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     path, real = tmp_path / journal_file("a"), os.write
 

@@ -1,7 +1,5 @@
 """Leaf modules: gathered as a whole at stage 3, so that a rank may call other modules of one than another does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`loss.backward()` in place of `engine.backward(loss)`: the same bits, whatever the loss is made of, and its errors."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """fp16's loss scale, steps that are skipped, and inputs that are cast."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import namedtuple
 from pathlib import Path
@@ -19,8 +17,6 @@ from zstore.engine.config.sections import Fp16Section
 from zstore.engine.optim.optimizer import LossScaler
 from zstore.errors import NonFiniteError
 from zstore.testing.ranks import run_ranks
-
-# -- the rules --------------------------------------------------------------------------------------------------------
 
 
 def rules(**changes: Any) -> Fp16Section:
@@ -71,8 +67,6 @@ def scales(scaler: LossScaler, trace: str) -> list[str]:
 def test_the_scale_follows_overflows_as_deepspeeds_does(changes: dict[str, Any], trace: str, expected: str) -> None:
     assert scales(LossScaler(settings=rules(**changes), non_finite="skip"), trace) == expected.split()
 
-
-# -- skipped steps ----------------------------------------------------------------------------------------------------
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16 dynamic": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
@@ -160,8 +154,6 @@ def test_the_scale_resumes_in_the_middle_of_a_window(tmp_path: Path) -> None:
         assert state_of(engine) == whole
 
 
-# -- inputs -----------------------------------------------------------------------------------------------------------
-
 Pair = namedtuple("Pair", "left right")  # noqa: PYI024 - any namedtuple is a tuple of its own
 
 
@@ -211,12 +203,9 @@ def test_inputs_are_left_alone_otherwise(keys: dict[str, Any]) -> None:
         assert engine.module.seen[1][0] is double
 
 
-# -- without a loss scale ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("clip", "value"), [(0.0, torch.inf), (1.0, torch.nan), (1.0, torch.inf)])
 @pytest.mark.parametrize(("stage", "tier", "mode"), [(0, "none", "none"), (3, "nvme", "forward")])
-def test_gradients_that_are_not_finite_are_applied_as_torch_does(
+def test_non_finite_gradients_applied(
     stage: int, tier: str, mode: str, clip: float, value: float, tmp_path: Path
 ) -> None:
     keys: dict[str, Any] = {"bf16": {"enabled": False}, "gradient_accumulation_steps": 1, "gradient_clipping": clip}
@@ -242,7 +231,6 @@ def test_gradients_that_are_not_finite_are_applied_as_torch_does(
         num_nan = 0
         for name, parameter in plain.named_parameters():
             found = engine.get_full_parameter(name)
-            assert found is not None
             num_nan += int(found.isnan().sum())
             # The two norms differ in their last bits.
             close = {"rtol": 1e-3, "atol": 1e-6} if clip else {"rtol": 0, "atol": 0}

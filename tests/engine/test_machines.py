@@ -1,7 +1,5 @@
 """Runs on machines that share a bucket and nothing else: killed, cut off, resumed on others, with the bits of a plain loop."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

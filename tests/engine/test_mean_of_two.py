@@ -1,7 +1,5 @@
 """The mean of whole gradients over two ranks, summed where they are: the bits of the sum by rows, and what is sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

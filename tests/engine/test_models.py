@@ -1,7 +1,5 @@
 """Models of all kinds and mixes of parameters and buffers, to the bits of the plain loop; and closeness to FSDP2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +21,6 @@ from tests.engine.runs import make_config, start
 from zstore.engine import Engine
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
-
-# -- what modules do --------------------------------------------------------------------------------------------------
 
 
 def _blocks(count: int = 2) -> list[nn.Module]:
@@ -131,9 +127,6 @@ class ByData(Base):
         for block in self.blocks:
             x = block(x)
         return loss_of(self.head(self.norm(x)), ids)
-
-
-# -- mixes of parameters and buffers ----------------------------------------------------------------------------------
 
 
 class LoRA(nn.Module):
@@ -419,9 +412,6 @@ def _misuse(rank: int) -> str:
 def test_ranks_with_different_models_are_told_so() -> None:
     for told in run_ranks(_misuse, 2):
         assert "ranks [1] have a different model from rank 0" in told
-
-
-# -- FSDP2 ------------------------------------------------------------------------------------------------------------
 
 
 STEPS = 6

@@ -1,7 +1,5 @@
 """Moments in bf16: training beside torch's AdamW, bytes, and checkpoints to and from fp32."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,6 @@ KINDS = ("fp32", "bf16")
 def with_moments(kind: str, stage: int = 1, tier: str = "none", nvme: str | Path = "", **keys: Any) -> dict[str, Any]:
     own = keys.pop("zstore", {})
     return make_config(stage, tier, nvme, zstore={"moments": kind, **own}, **keys)
-
-
-# -- training ---------------------------------------------------------------------------------------------------------
 
 
 def reduced(name: str, values: torch.Tensor, number: int, half: int) -> torch.Tensor:
@@ -82,9 +77,7 @@ def _bits(rank: int, world_size: int, precision: str, name: str) -> list[tuple[s
         pytest.param(2, "bf16", "Lamb", marks=pytest.mark.soak),
     ],
 )
-def test_runs_have_the_bits_of_torch_with_moments_rounded_after_each_step(
-    world_size: int, precision: str, name: str
-) -> None:
+def test_runs_have_the_bits_of_torch_with_rounded_moments(world_size: int, precision: str, name: str) -> None:
     assert run_ranks(_bits, world_size, world_size, precision, name) == [[]] * world_size
 
 
@@ -98,9 +91,6 @@ def test_rounding_is_fair() -> None:
         state.codec.of(record.name, 1, record.owned_range[0]).put([values], [out], 0)
     assert set(out.float().tolist()) == {1.0, 1 + 2**-7}
     assert out.double().mean().item() == pytest.approx(1 + 2**-9, abs=4 * 2**-7 * 0.43 / 2**8.5)
-
-
-# -- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def test_traffic_and_files_are_as_planned(nvme: Path) -> None:
@@ -128,9 +118,6 @@ def test_traffic_and_files_are_as_planned(nvme: Path) -> None:
             moved[kind] = counted / numel
     assert 24 < moved["fp32"] <= 24.2
     assert 16 < moved["bf16"] <= 16.2
-
-
-# -- keys -------------------------------------------------------------------------------------------------------------
 
 
 def dtypes(config: dict[str, Any], **given: Any) -> set[str]:
@@ -167,12 +154,8 @@ def test_what_would_not_bear_it_stays_in_fp32_or_is_refused() -> None:
                 engine.backward(engine(torch.ones(2, 300)).square().mean())
                 engine.step()
         state = engine.get_optimizer_state("weight", "momentum_buffer")
-        assert state is not None
         assert state.abs().max() > 0
         assert engine.training_state.state.store.spec("optimizer/momentum_buffer/weight").dtype == "bfloat16"
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def test_moments_load_into_the_other_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -197,7 +180,6 @@ def test_moments_load_into_the_other_type(tmp_path: Path, caplog: pytest.LogCapt
                 most = {"fp32": 0.0, "bf16": 2**-7}[own] if own != saved else 0.0
                 for slot, values in exact.items():
                     found = engine.get_optimizer_state("embed.weight", slot)
-                    assert found is not None
                     least = values.abs().max() * 2**-8 * most
                     assert ((found - values).abs() <= values.abs() * most + least).all()
                 step(engine)
@@ -210,6 +192,5 @@ def test_a_moment_that_is_set_is_rounded() -> None:
         values = torch.linspace(-1, 1, 1203 * 56).view(1203, 56)
         engine.set_optimizer_state("embed.weight", "exp_avg", values)
         found = engine.get_optimizer_state("embed.weight", "exp_avg")
-        assert found is not None
         assert torch.equal(found, values.bfloat16().float())
         step(engine)

@@ -1,7 +1,5 @@
 """Monitors: the metrics that they get, and that they keep them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -232,9 +230,7 @@ def test_wandb_offline(who: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
-def test_a_missing_package_is_an_error_that_names_the_extra(
-    name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package(name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"{name}\.enabled is true, but .* pip install 'zstore\[{name}\]'"):

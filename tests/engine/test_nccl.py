@@ -1,7 +1,5 @@
 """Ranks that talk over NCCL, each with a device of its own; the same over gloo shows, without a device, that the tests work."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Parameters that rest in host memory or on disk: the bits of the plain loop, and no memory of the model's size."""
 
-from __future__ import annotations
-
 import errno
 import resource
 from pathlib import Path
@@ -36,8 +34,6 @@ def test_large_parameters_are_gathered_in_place() -> None:
     for failed in run_ranks(_compare_direct, 3, cases):
         assert failed == []
 
-
-# -- what each key moves ----------------------------------------------------------------------------------------------
 
 BLOCK_NUMEL = 6 * 192 * 192 + 3 * 192 + 2 * 192 + 1
 """Elements of a block of the wide net; its matrices are large enough to rest on disk."""
@@ -106,9 +102,6 @@ def test_reuse_saves_reads_for_memory(nvme: Path) -> None:
     assert far.units.read_bytes < 0.7 * near.units.read_bytes
     assert far.links["parameter_read"].bytes < 0.7 * near.links["parameter_read"].bytes
     assert far.units.live_peak_numel > near.units.live_peak_numel
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_on_disk_is_not_in_memory(nvme: Path) -> None:
@@ -183,9 +176,6 @@ def test_parameters_leave_memory_one_by_one(nvme: Path) -> None:
     assert after - before < 0.25 * nbytes
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
-
-
 def _read_error(rank: int, folder: str, bad_rank: int, steps_before: int) -> tuple[str, bool]:
     """Return what was raised, and whether the run then went on as one that saw no error."""
     files = FaultyFiles()
@@ -232,7 +222,6 @@ def _late_read_error(rank: int, folder: str, mode: str, first: int) -> tuple[str
     with start(offloaded(folder) | keys, wide_net(), _files=files) as engine:
         train(engine, 2)
         hooks = engine.training_state.hooks
-        assert hooks is not None
         hooks.units.fetcher._late = True
         before = engine_digests(engine)
         if rank == 1:
@@ -264,9 +253,6 @@ def test_nothing_is_updated_from_values_that_could_not_be_read(nvme: Path) -> No
             assert not changed or (torn and (mode, first) == ("backward", 1)), (mode, first, changed)
 
 
-# -- order ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 def test_a_forward_that_fails_leaves_nothing_old(kind: type[BaseException], nvme: Path, tmp_path: Path) -> None:
     def fail(*_: Any) -> None:
@@ -296,9 +282,6 @@ def test_a_forward_that_fails_leaves_nothing_old(kind: type[BaseException], nvme
         engine.step()
         step_modes.step(engine)
         assert state_of(engine) == step_modes.expected(3)
-
-
-# -- drives -----------------------------------------------------------------------------------------------------------
 
 
 def test_shards_spread_over_the_drives(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """`offload_states` and `reload_states`: the memory is given back, every bit comes back, and nothing runs in between."""
 
-from __future__ import annotations
-
 from enum import Enum
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Optimizers that send signs: rules against loops over Python numbers, the exchange by its formula, bytes, resume."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,9 +31,6 @@ from zstore.engine.optim.classes import Lamb
 from zstore.errors import RankError
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
-
-# -- rules ------------------------------------------------------------------------------------------------------------
-
 
 Vector = list[float]
 SHAPE = (4, 6)
@@ -257,9 +252,6 @@ def test_one_bit_lamb_follows_its_formula(loss: bool) -> None:
     assert phases == ["exact"] * 12 + ["compressed"] * 18
     for found, wanted in zip(weights, lamb_by_numbers(30, 12, 0.1, Lossy(loss).numbers), strict=True):
         torch.testing.assert_close(found, torch.tensor(wanted), rtol=1e-3, atol=1e-4)
-
-
-# -- runs -------------------------------------------------------------------------------------------------------------
 
 
 def config_of(kind: str, stage: int, **keys: Any) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Optimizers: each has the bits of torch's class in a plain loop, on disk, on a device, on several ranks; and their names."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable, Iterable
@@ -73,9 +71,7 @@ def test_on_disk_each_does_what_torch_does_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ELEMENT_WISE)
-def test_on_a_device_parameters_are_stepped_together_with_the_bits_of_torch(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_device_parameters_are_stepped_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     together = TorchKernel.tiles
     counts: list[int] = []
 
@@ -162,8 +158,6 @@ def test_on_two_ranks_each_does_what_torch_does_bit_for_bit(everything: bool) ->
         assert failed == []
 
 
-# -- by name -----------------------------------------------------------------------------------------------------------
-
 VALUES: dict[str, Any] = {
     "betas": (0.7, 0.8), "eps": 1e-5, "etas": (0.4, 1.3), "step_sizes": (1e-5, 10.0), "beta2_decay": -0.5, "d": 2.0,
     "momentum": 0.5, "nesterov": True, "dampening": 0.0, "t0": 10.0, "alpha": 0.9, "rho": 0.8,
@@ -173,7 +167,6 @@ VALUES: dict[str, Any] = {
 def from_section(kind: str, params: dict[str, Any]) -> torch.optim.Optimizer:
     config = load_config({"optimizer": {"type": kind, "params": params}, "train_batch_size": 1})
     asked = config.resolve(ResolveContext(world_size=1)).settings.optimizer
-    assert asked is not None
     register_parts()  # as initialize() does before
     return optimizer_from_config(asked, None, model())
 

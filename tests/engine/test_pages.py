@@ -1,7 +1,5 @@
 """Examples of pages run as they are printed, and tables of pages name what is there."""
 
-from __future__ import annotations
-
 import json
 import operator
 import os
@@ -55,9 +53,6 @@ def rows(page: str, heading: str) -> list[list[str]]:
     section = re.split(r"\n##+ ", text_of(page).partition(f"# {heading}\n")[2], maxsplit=1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-# -- on one rank and on two -------------------------------------------------------------------------------------------
 
 
 def _access(rank: int, folder: str, examples: list[str]) -> list[str]:
@@ -146,9 +141,6 @@ def test_the_table_says_what_buffers_take(nvme: Path) -> None:
     assert usual.disk_bytes - kept.disk_bytes == kept.host_bytes - usual.host_bytes
 
 
-# -- with the reader's own engine --------------------------------------------------------------------------------------
-
-
 def engine_of(model: nn.Module, **keys: Any) -> zstore.engine.Engine:
     engine: zstore.engine.Engine = zstore.initialize(model=model, config=CONFIG | keys)[0]
     return engine
@@ -219,9 +211,6 @@ def test_block_sparse_attention() -> None:
     names: dict[str, Any] = {}
     exec(blocks("models")[1], names)
     assert names["mixed"].shape == names["query"].shape
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 def told(cells: list[str]) -> list[str]:

@@ -1,7 +1,5 @@
 """Parameters stay those that the engine trains, in the groups that torch makes: what would part them is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,8 +43,6 @@ def trains(engine: Engine) -> bool:
     seen = shown(engine)
     step(engine, 7)
     after = engine.get_full_parameter("blocks.0.up.weight")
-    assert before is not None
-    assert after is not None
     return not torch.equal(before, after) and not torch.equal(seen, shown(engine))
 
 
@@ -198,9 +194,6 @@ def test_frozen_parameters_cannot_be_thawed_and_trained_ones_can_be_frozen(place
         assert trains(engine)
 
 
-# -- state dicts ----------------------------------------------------------------------------------------------------
-
-
 def loads_state_dicts(rank: int, place: str) -> list[str]:
     """Load a state dict in several ways and return what the engine has then."""
     found = []
@@ -282,9 +275,6 @@ def test_state_dicts_leave_frozen_parameters_out_where_asked() -> None:
     with start() as engine:
         names = set(engine.module_state_dict())
         assert names - set(engine.module_state_dict(exclude_frozen_parameters=True)) == {"frozen.weight", "frozen.bias"}
-
-
-# -- groups -----------------------------------------------------------------------------------------------------------
 
 
 Given = Callable[[nn.Module], Any]

@@ -1,7 +1,5 @@
 """Loads of a part of a checkpoint, in another precision, or by links: what comes, what stays, and how training goes on."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,6 @@ from zstore.checkpoint.verify import verify_checkpoint
 from zstore.engine import Engine
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError
 from zstore.testing.ranks import run_ranks
-
-# -- options ----------------------------------------------------------------------------------------------------------
-
 
 OWN_LR = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 4}}
 
@@ -67,9 +62,7 @@ def other(**keys: Any) -> Engine:
         ),
     ],
 )
-def test_what_is_not_asked_for_stays(
-    saved: tuple[Path, dict[str, Any]], options: dict[str, bool], loaded: set[str]
-) -> None:
+def test_what_is_loaded(saved: tuple[Path, dict[str, Any]], options: dict[str, bool], loaded: set[str]) -> None:
     folder, theirs = saved
     with other() as engine:
         torch.manual_seed(77)
@@ -150,9 +143,6 @@ def test_weights_load_where_the_batch_cannot_be_kept(saved: tuple[Path, dict[str
     assert run_ranks(_fine_tune, 3, str(folder)) == [expected] * 3
 
 
-# -- precisions -------------------------------------------------------------------------------------------------------
-
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAVED_SCALE, OWN_SCALE = 2.0**7, 2.0**10
 
@@ -214,9 +204,6 @@ def test_every_precision_loads_in_every_other(
         assert engine.global_steps == 3
 
 
-# -- links ------------------------------------------------------------------------------------------------------------
-
-
 def linked_config(nvme: Path, *, stage: int = 3, params: bool = False) -> dict[str, Any]:
     return make_config(stage, "nvme", nvme, "nvme" if params else "none")
 
@@ -243,9 +230,7 @@ def arrays_on_disk(engine: Engine) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("params", [False, True])
-def test_a_resume_links_what_is_on_disk_and_goes_on_with_the_same_bits(
-    tmp_path: Path, nvme: Path, params: bool
-) -> None:
+def test_a_resume_links_what_is_on_disk_and_keeps_the_bits(tmp_path: Path, nvme: Path, params: bool) -> None:
     ckpt = str(tmp_path / "ckpt")
     with start(linked_config(nvme, params=params), net()) as engine:
         for _ in range(2):
@@ -261,7 +246,6 @@ def test_a_resume_links_what_is_on_disk_and_goes_on_with_the_same_bits(
         engine.load_checkpoint(ckpt)
         read, written = (now - then for now, then in zip(moved(engine), before, strict=True))
         report = engine.load_report
-        assert report is not None
         assert report.linked_bytes >= sum(on_disk.values())
         # What is small rests in memory, and is read; so are the masters of which parameters are cast.
         masters = sum(nbytes for name, nbytes in on_disk.items() if name.startswith("model/"))
@@ -307,7 +291,6 @@ def test_ranks_link_their_own_shards_and_another_layout_is_read(tmp_path: Path, 
 def _read_alone(rank: int, folder: str) -> int:
     with start(linked_config(Path(folder) / "nvme"), net(seed=5)) as engine:
         engine.load_checkpoint(f"{folder}/ckpt", "after-2-2", load_module_only=True)
-        assert engine.load_report is not None
         return engine.load_report.linked_bytes
 
 

@@ -1,7 +1,5 @@
 """The engine's small parts by themselves: loader, random states, norm."""
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any
@@ -15,8 +13,6 @@ from zstore.engine.config.resolve import BatchSizes
 from zstore.engine.training.loader import TrainingLoader
 from zstore.engine.zero.norm import norm_of, sum_of_squares
 from zstore.errors import UsageError
-
-# -- loader -----------------------------------------------------------------------------------------------------------
 
 
 def loaders(world_size: int, count: int = 21, micro: int = 2, batch: int = 8, **rest: Any) -> list[TrainingLoader]:
@@ -88,14 +84,11 @@ def test_it_draws_from_no_generator_of_the_loops() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# -- random states ----------------------------------------------------------------------------------------------------
-
-
 def draw() -> list[float]:
     return [torch.rand(1).item(), random.random(), float(np.random.rand()), float(np.random.randn())]
 
 
-def test_a_checkpoint_of_a_machine_without_a_device_seeds_the_devices_generator(
+def test_a_checkpoint_without_a_device_seeds_the_devices_generator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two resumes draw the same there, and two checkpoints do not."""
@@ -117,9 +110,6 @@ def test_derived_random_states_differ_by_step_and_rank() -> None:
         derive_rng_state(3, step, rank)
         seen.add(tuple(draw()))
     assert len(seen) == 3
-
-
-# -- norm -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,7 +1,5 @@
 """`zstore.from_pretrained`: models from Hugging Face folders, streamed into shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +43,6 @@ def everything(model: nn.Module) -> dict[str, torch.Tensor]:
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     with zstore.gather(model):
         return everything(model)
-
-
-# -- values -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-Neo", "T5", "Whisper"])
@@ -119,7 +114,6 @@ def _load_on_ranks(rank: int, folder: str, swap: str) -> list[str]:
     found = differences(gathered(model), everything(transformers.LlamaForCausalLM.from_pretrained(folder)))
     with zstore.initialize(model=model.train(), config=config)[0] as engine:
         weight = engine.get_full_parameter("lm_head.weight")
-    assert weight is not None
     found += [] if torch.equal(weight, build("Llama").lm_head.weight) else ["lm_head.weight in the engine"]
     return found
 
@@ -164,8 +158,6 @@ def test_transformers_itself_loads_into_shards(tmp_path: Path, monkeypatch: pyte
     assert differences(gathered(model), everything(build("Mixtral"))) == []
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
 _LOADED = """
 def layers(count):
     return lambda: nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(count)])
@@ -181,9 +173,6 @@ def test_the_process_stays_small_while_a_large_model_is_loaded(tmp_path: Path) -
         (tmp_path / name).mkdir()
         save_file({f"{n}.weight": torch.zeros(1024, 1024) for n in range(count)}, tmp_path / name / "model.safetensors")
     assert grown_bytes(_LOADED, tmp_path) < 8 << 20, "268 MB of parameters, 4 MiB each"
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_keys_that_do_not_fit_are_listed(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Operations, utilisation and profiles against formulas written down here and torch's own counter."""
 
-from __future__ import annotations
-
 import csv
 import logging
 import time
@@ -62,9 +60,6 @@ def take_step(engine: Engine, *, own: bool = False) -> None:
         engine.step()
 
 
-# -- counting -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_linear_layer_and_attention_count_as_by_hand() -> None:
     with OperationCounter() as counter:
         loss = Two()(inputs())
@@ -80,9 +75,7 @@ def test_a_linear_layer_and_attention_count_as_by_hand() -> None:
     assert counter.total == 2 * 2 * batch * heads * length * length * width  # scores and values
 
 
-def test_utilisation_is_in_the_monitors_the_journal_and_the_statistics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_utilisation_is_in_monitors_journal_and_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zstore.engine.report.statistics.peak_of", lambda name, precision: 1e9)
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     began_s = 0.0
@@ -145,9 +138,6 @@ def test_peaks_of_known_devices() -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
-# -- what is logged -----------------------------------------------------------------------------------------------------
-
-
 def test_log_level_and_throughput(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("zstore")
     before = logger.level
@@ -166,9 +156,6 @@ def test_log_level_and_throughput(caplog: pytest.LogCaptureFixture) -> None:
             start(config(log_level="loud"), Two())
     finally:
         logger.setLevel(before)
-
-
-# -- labels -------------------------------------------------------------------------------------------------------------
 
 
 def _labels(rank: int) -> set[str]:

@@ -1,7 +1,5 @@
 """The engine saves to URLs and loads from them: behind training, on several ranks, at another stage and world size."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Lines in the log: what they say, when, and that a plain script sees each of them once."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -148,7 +146,6 @@ def test_memory_breakdown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         r"at most ([\d.]+ \w+) in use; peak of the process ([\d.]+ \w+)",
         line,
     )
-    assert found is not None
     assert memory.disk_bytes > memory.host_bytes > 0
     assert found[3] == format_bytes(memory.disk_bytes)
 
@@ -183,9 +180,6 @@ def _lines(rank: int) -> list[str]:
 
 def test_rank_0_alone_speaks() -> None:
     assert run_ranks(_lines, 2) == [["the", "loss", "forward", "state"], []]
-
-
-# -- disable_python_gc ----------------------------------------------------------------------------------------------
 
 
 def live_tensors() -> int:

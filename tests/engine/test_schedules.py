@@ -1,7 +1,5 @@
 """Schedules: DeepSpeed's values, what a config may say of them, and training with them and torch's as in a plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,9 +31,6 @@ def setting_at_each_step(schedule: NamedSchedule, steps: int, name: str = "lr") 
 
 def rates(name: str, params: dict[str, Any], steps: int) -> list[float]:
     return [lrs[0] for lrs in setting_at_each_step(made(name, params), steps)]
-
-
-# -- values -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,9 +93,7 @@ LISTS: list[tuple[str, dict[str, Any], str, list[list[Any]]]] = [
 
 
 @pytest.mark.parametrize(("name", "params", "setting", "expected"), LISTS)
-def test_a_list_has_a_value_for_each_group(
-    name: str, params: dict[str, Any], setting: str, expected: list[list[Any]]
-) -> None:
+def test_lists_have_a_value_a_group(name: str, params: dict[str, Any], setting: str, expected: list[list[Any]]) -> None:
     found = setting_at_each_step(made(name, params, adam(2)), 4, setting)
     for step, values in zip((0, 3), expected, strict=True):
         assert np.array(found[step]) == pytest.approx(np.array(values))
@@ -120,9 +113,7 @@ def test_a_warm_up_longer_than_the_training_is_told(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize(
     ("name", "params", "expected"), KNOWN, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_resumed_schedule_goes_on_as_the_first_would_have(
-    name: str, params: dict[str, Any], expected: list[float]
-) -> None:
+def test_a_resumed_schedule_goes_on(name: str, params: dict[str, Any], expected: list[float]) -> None:
     for at in (0, 1, 3, len(expected)):
         one = made(name, params)
         before = setting_at_each_step(one, at)
@@ -146,9 +137,6 @@ def test_a_loops_own_step_of_an_engines_schedule_changes_nothing(caplog: pytest.
     assert len(caplog.records) == 1
 
 
-# -- the config -------------------------------------------------------------------------------------------------------
-
-
 def test_auto_as_hugging_face_users_write_it() -> None:
     keys = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
     config = {
@@ -160,11 +148,9 @@ def test_auto_as_hugging_face_users_write_it() -> None:
         world_size=1, answers={"scheduler.params.warmup_num_steps": 3, "scheduler.params.total_num_steps": 9}
     )
     section = load_config(config).resolve(known).settings.scheduler
-    assert section is not None
     assert [getattr(section.params, key) for key in keys] == [0, 0.25, 3, 9]
     answers = {"scheduler.params.warmup_num_steps": 1, "scheduler.params.total_num_steps": 9}
     own = load_config(config).resolve(ResolveContext(world_size=1, client_optimizer=True, answers=answers))
-    assert own.settings.scheduler is not None
     schedule = named_schedule(own.settings.scheduler, adam(2))
     assert setting_at_each_step(schedule, 4)[3] == [0.5, 1.0]
 
@@ -177,14 +163,10 @@ def test_a_schedule_goes_on_from_the_position_that_is_asked_for() -> None:
         config = load_config({"train_batch_size": 1, "scheduler": section})
         assert not config.notices
         resolved = config.resolve(ResolveContext(world_size=1, client_optimizer=True)).settings.scheduler
-        assert resolved is not None
         return named_schedule(resolved, adam(1))
 
     whole = setting_at_each_step(schedule(), 9)
     assert setting_at_each_step(schedule(last_batch_iteration=3), 4) == whole[4:8]
-
-
-# -- in training ------------------------------------------------------------------------------------------------------
 
 
 def engine_with(scheduler: Any = None, **kwargs: Any) -> Engine:

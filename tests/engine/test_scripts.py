@@ -3,8 +3,6 @@
 Each runs as a process of its own, alone or as two ranks under torch's launcher, and is judged by what it prints.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

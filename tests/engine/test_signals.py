@@ -1,7 +1,5 @@
 """A signal to any rank: agreed at the next step, saved, exit code 75. Real processes, as a scheduler ends them."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -84,19 +82,16 @@ class Rank:
 
     def expect(self, word: str) -> None:
         """Read a line."""
-        assert self.process.stdout is not None
         line = self.process.stdout.readline().decode()
         assert line.startswith(word), (line, self.end())
 
     def go(self) -> None:
         """Let it take a step."""
-        assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
 
     def heard(self, number: signal.Signals) -> None:
         """Wait until it said that it got the signal."""
-        assert self.process.stderr is not None
         deadline = time.monotonic() + LIMIT_S
         text = b""
         while number.name.encode() not in text:

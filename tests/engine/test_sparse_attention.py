@@ -1,8 +1,6 @@
 """Sparse attention: layouts as their papers and DeepSpeed's section describe them, attention as dense attention under the
 same mask, and the section at work in models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

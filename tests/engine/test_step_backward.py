@@ -1,7 +1,5 @@
 """The step mode `backward`: the bits of `none`, or an error on every rank where they cannot be had; and how both modes end."""
 
-from __future__ import annotations
-
 import errno
 import sys
 import threading
@@ -183,9 +181,6 @@ def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, n
             engine.step()
         assert 0 < max(most) <= 4 * gradients.largest_unit_bytes
         assert gradients.held_bytes() == 0
-
-
-# -- ends -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])

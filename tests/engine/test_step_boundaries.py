@@ -1,7 +1,5 @@
 """Where a step ends, how micro-batches are summed and losses divided, and another batch size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +140,6 @@ def test_a_loss_that_is_divided_already_is_not_divided_again() -> None:
         assert state_of(engine) == state_of(other)
 
 
-# -- another batch size -----------------------------------------------------------------------------------------------
-
-
 def test_the_batch_size_changes_by_the_number_of_micro_batches() -> None:
     with start(constant_rate_config(gradient_accumulation_steps=1)) as engine:
         expected = reference(1)
@@ -207,9 +202,6 @@ def test_ranks_agree_on_the_batch_size() -> None:
         )
 
 
-# -- many small gradients ---------------------------------------------------------------------------------------------
-
-
 class Constant(nn.Module):
     """Has a gradient of `slope` at each of four elements in every micro-batch."""
 
@@ -245,9 +237,6 @@ def test_the_mean_of_1024_equal_gradients_is_that_gradient(precision: str, zero:
             engine.step()
         assert engine.global_steps == 1
         assert engine.get_global_grad_norm() == pytest.approx(2 * SLOPES[precision], rel=1e-6)
-
-
-# -- in a checkpoint --------------------------------------------------------------------------------------------------
 
 
 def _saved_within_a_step(rank: int, folder: str) -> None:

@@ -1,7 +1,5 @@
 """The step modes `backward` and `forward`: the bits of `none`, whatever a loop does, and errors where that cannot be."""
 
-from __future__ import annotations
-
 import _thread
 import errno
 import threading
@@ -23,8 +21,6 @@ from zstore.engine import Engine
 from zstore.errors import CheckpointError, StorageError, UsageError
 from zstore.io.files import OpenFile
 from zstore.testing.faults import Fault, FaultyFiles
-
-# -- forward: step() fixes everything ---------------------------------------------------------------------------------
 
 
 def test_what_changes_after_step_is_of_the_next_step(nvme: Path) -> None:
@@ -82,9 +78,6 @@ def test_layers_that_come_and_go_have_the_bits_of_the_plain_loop(reentrant: bool
     on_disk = Case(3, "nvme", "bf16", 1, 0.0, threshold=0, parameters="nvme", overlap="backward")
     for case in (on_disk, replace(on_disk, overlap="forward"), Case(0, "none", "bf16", 1, 0.0, overlap="backward")):
         assert compare(case, 0, 1, len(orders), model=model) == []
-
-
-# -- forward: who waits -----------------------------------------------------------------------------------------------
 
 
 def _gathered(engine: Engine) -> torch.Tensor:
@@ -150,9 +143,6 @@ def test_ctrl_c_while_waiting(mode: str, nvme: Path) -> None:
             files.open_gate()
             step(engine)
             assert state_of(engine) == expected(3)
-
-
-# -- forward: saves ---------------------------------------------------------------------------------------------------
 
 
 def _pins(engine: Engine) -> int:

@@ -1,7 +1,5 @@
 """Weights that a forward reaches otherwise than through their module, beside the plain loop that does the same."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

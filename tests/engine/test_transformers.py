@@ -1,7 +1,5 @@
 """transformers models of eight architectures: their training to the bits of the plain loop, and their text."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

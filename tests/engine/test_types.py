@@ -1,7 +1,5 @@
 """Tensors of each type and layout of torch, negated and conjugated ones too: kept to the bit in every file, or refused."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,6 @@ from zstore.dcp import Writer
 from zstore.engine import Engine
 from zstore.errors import UsageError
 from zstore.testing.ranks import run_ranks
-
-# -- buffers ----------------------------------------------------------------------------------------------------------
-
 
 KEPT = [
     torch.bool,
@@ -170,9 +165,6 @@ def test_a_buffer_that_is_not_saved_may_be_of_any_dense_type() -> None:
         assert torch.equal(engine.module.angles, torch.ones(3, dtype=torch.complex128))
 
 
-# -- negated and conjugated -------------------------------------------------------------------------------------------
-
-
 SETTINGS: dict[str, Any] = {"bf16": {"enabled": False}, "gradient_accumulation_steps": 1}
 
 
@@ -285,7 +277,6 @@ def test_activations_on_disk(tmp_path: Path) -> None:
     with start(config, Spectral()) as engine:
         train_both(engine, plain, data)
         found = engine.statistics().activations
-        assert found is not None
         assert found.kept_bytes > 0
         for name, parameter in engine.module.named_parameters():
             assert torch.equal(parameter, plain.get_parameter(name)), name

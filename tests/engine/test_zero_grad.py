@@ -1,7 +1,5 @@
 """`zero_grad()` between a backward and its step, beside a plain loop that never took what is forgotten."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """ZeRO++: matrices that travel as integers, second copies in groups of ranks, and the bytes of both by formula."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path
@@ -24,14 +22,8 @@ from zstore.engine.extras.zeropp import BLOCK_NUMEL, BlockCode, encoded_bytes
 from zstore.errors import ConfigError
 from zstore.testing.ranks import run_ranks
 
-# -- integers ---------------------------------------------------------------------------------------------------------
-
-
 ROWS, WIDTH, STEPS = 96, 160, 2
 """A rank's rows of a matrix of 96 x 160 on four ranks are 3,840 elements: 15 blocks."""
-
-
-# -- the code -----------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -76,9 +68,6 @@ def test_a_block_with_a_value_that_is_not_finite_has_none_that_is() -> None:
             finite = decoded.isfinite().view(3, BLOCK_NUMEL)
             assert finite.all(dim=1).tolist() == [True, False, True]
             assert not finite[1].any()
-
-
-# -- runs ---------------------------------------------------------------------------------------------------------------
 
 
 class _Net(nn.Module):
@@ -247,7 +236,7 @@ def _rounded(values: torch.Tensor, largest: int) -> torch.Tensor:
     return (((blocks / scale).round() + 0.0) * scale).view_as(values)
 
 
-def test_a_forward_computes_with_rounded_weights_and_a_gradient_is_the_mean_of_rounded_ones(
+def test_weights_and_gradients_are_rounded(
     runs: list[dict[str, dict[str, Any]]],
 ) -> None:
     torch.set_num_threads(1)
@@ -269,9 +258,6 @@ def test_a_forward_computes_with_rounded_weights_and_a_gradient_is_the_mean_of_r
 def test_masters_stay_exact_and_a_checkpoint_loads_without_the_keys(runs: list[dict[str, dict[str, Any]]]) -> None:
     run = runs[0]["one backward"]
     assert run["loaded"] == run["masters"]
-
-
-# -- second copies ----------------------------------------------------------------------------------------------------
 
 
 HPZ = {"zero_hpz_partition_size": 2}

@@ -1,7 +1,5 @@
 """Tiny transformers models with random weights: one for each kind of architecture, and their data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -362,7 +362,6 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
         with pytest.raises(UsageError, match="custom_load_fn"):
             engine.load_checkpoint(str(tmp_path), custom_load_fn=print)
         whole = engine._zero3_consolidated_16bit_state_dict()
-        assert whole is not None
         assert whole["weight"].dtype is torch.float16
         assert model.state_dict()["weight"] is whole["weight"]  # as long as it is kept
         del whole
@@ -448,7 +447,6 @@ def test_the_engines_state_is_seen_and_set_by_deepspeeds_names(stage: int) -> No
             engine.backward(engine(torch.ones(1, 8)).sum())
             safe_access.safe_set_full_grad(weight, torch.full((8, 8), factor / 2))
             rows = safe_access.safe_get_local_grad(weight)
-            assert rows is not None
             safe_access.safe_set_local_grad(weight, rows * 2)
             plain.grad = torch.full((8, 8), factor)
             engine.step()
@@ -461,7 +459,6 @@ def test_the_engines_state_is_seen_and_set_by_deepspeeds_names(stage: int) -> No
             safe_access.safe_get_local_optimizer_state(weight, "exp_avg"),
             safe_access.safe_get_local_fp32_param(weight),
         ):
-            assert found is not None
             assert torch.equal(found, torch.arange(64.0))
         assert isinstance(optimizer, optimizers.FusedAdam)
         assert not isinstance(optimizer, optimizers.FusedLion)

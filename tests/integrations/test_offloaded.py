@@ -125,7 +125,6 @@ def test_a_grad_scaler_unscales_and_skips(tmp_path: Path) -> None:
         for step in range(4):
             scaler.scale(model(inputs(step)).square().mean()).backward()
             if step == 1:
-                assert model[0].weight.grad is not None
                 model[0].weight.grad[0, 0] = torch.inf
             if unscales:
                 scaler.unscale_(optimizer)

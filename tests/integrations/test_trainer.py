@@ -234,7 +234,6 @@ def _own_optimizers(rank: int, folder: str) -> None:
 
     for kind in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.Muon, Lamb):
         assert type(mapped(kind([torch.nn.Parameter(torch.zeros(2, 2))]))) is kind
-    assert ds is not None
     with pytest.raises(UsageError, match=r"eps=\(1e-30, 0.001\) of a parameter group is not Adam's"):
         train(place / "unknown", ds, optim="adafactor", max_steps=1)
 

@@ -81,9 +81,6 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
-
-
 class Trap:
     """What a pickle would call."""
 
@@ -212,9 +209,6 @@ def test_bytes_and_pickles_are_read_in_ranges_and_not_held(tmp_path: Path) -> No
     assert held < 2**20
 
 
-# -- a plain state dict -----------------------------------------------------------------------------------------------
-
-
 def test_metadata_of_an_early_python_is_read(theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(theirs, tmp_path / "a")
     monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))  # up to 3.11.3
@@ -232,9 +226,6 @@ def test_torch_loads_the_weights_with_weights_only(theirs: Path, tmp_path: Path)
     assert torch.equal(half["a.weight"], state()["model"]["a.weight"].half())
     assert half["flags"].dtype == torch.bool
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["half.pt", "model.pt"]
-
-
-# -- DeepSpeed --------------------------------------------------------------------------------------------------------
 
 
 @alone
@@ -260,9 +251,6 @@ def test_a_deepspeed_folder_becomes_all_others(kind: str, tmp_path: Path) -> Non
             assert reader.read_array(name).tobytes() == source.read_array(name).tobytes()
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_there_is_never_replaced_and_odd_options_are_refused(theirs: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
     for to in ("torch", "safetensors"):
@@ -278,9 +266,6 @@ def test_what_is_there_is_never_replaced_and_odd_options_are_refused(theirs: Pat
     for options in ({"to": "onnx"}, {"dtype": "fp16"}, {"to": "dcp"}, {"to": "torch", "world_size": 2}):
         with pytest.raises(UsageError, match="--"):
             convert_command(tmp_path, tmp_path / "odd", **options)  # type: ignore[arg-type]
-
-
-# -- the pages --------------------------------------------------------------------------------------------------------
 
 
 def blocks(name: str, language: str) -> list[str]:

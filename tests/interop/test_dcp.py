@@ -278,9 +278,6 @@ def test_the_commands_work_on_what_dcp_wrote(saved: tuple[Path, Any], tmp_path: 
     assert torch.equal(target["model"]["plain"], weight), "bf16 is loaded into fp32 as it is"
 
 
-# -- one process ------------------------------------------------------------------------------------------------------
-
-
 def save_alone(state: dict[str, Any], path: Path, **options: Any) -> None:
     dcp.save(state, storage_writer=zstore.dcp.Writer(path, **options), no_dist=True)
 

@@ -75,9 +75,6 @@ def test_inspect_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
         verify_command(str(root))
 
 
-# -- which checkpoint is meant ----------------------------------------------------------------------------------------
-
-
 def step_of(location: Path, tag: str | float | None = None) -> tuple[str, int]:
     with open_source(location, tag) as source:
         return source.tag, source.record.step
@@ -100,9 +97,6 @@ def test_a_tag_is_found_by_latest_by_name_and_by_its_folder(tmp_path: Path) -> N
         (tmp_path / "latest").write_bytes(text.encode("latin1"))
         with pytest.raises(CorruptionError, match="does not name a tag"):
             open_source(tmp_path)
-
-
-# -- what is in it ----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_carried_over(tmp_path: Path) -> None:
@@ -173,9 +167,6 @@ def test_flat_masters_without_a_group_are_noted(groups: int, tmp_path: Path) -> 
     with open_source(tmp_path) as source:
         assert ("optimizer/exp_avg/w" in source.arrays) == (groups == 2)
         assert (f"2 flat masters for {groups} parameter groups" in "; ".join(source.notes)) == (groups < 2)
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -208,9 +208,6 @@ def test_keys_of_storages_are_no_paths(path: Path, tmp_path: Path) -> None:
             load_torch_file(path)
 
 
-# -- objects of other classes -----------------------------------------------------------------------------------------
-
-
 class Caller:
     """Has a function called as it is unpickled."""
 

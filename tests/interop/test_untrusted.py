@@ -50,9 +50,6 @@ def forge(path: Path) -> Forge:
     return Forge(path)
 
 
-# -- what the metadata says -----------------------------------------------------------------------------------------
-
-
 def nested(depth: int) -> Any:
     value: Any = []
     for _ in range(depth):
@@ -182,9 +179,6 @@ def test_files_that_are_no_json_of_ours_are_refused(file: str, case: str, forge:
     assert all(Path(file).name in problem and len(problem) < 2000 for problem in problems)
 
 
-# -- links and other things that are no files -----------------------------------------------------------------------
-
-
 def link_out(path: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     path.rename(elsewhere)
@@ -241,9 +235,6 @@ def test_an_index_that_leads_elsewhere_is_refused(forge: Forge, tmp_path: Path) 
         forge.forge_shard(SHARD, change)
         assert any("belongs to another layout" in problem for problem in use(forge.path, tmp_path / f"out-{offset}"))
         forge.restore()
-
-
-# -- memory ---------------------------------------------------------------------------------------------------------
 
 
 def _huge_array(forge: Forge) -> None:

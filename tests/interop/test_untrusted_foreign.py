@@ -53,9 +53,6 @@ def save_hugging_face(path: Path) -> Path:
     return path
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
 def hostile_dcp(folder: Path) -> Iterator[Path]:
     good = save_dcp(folder / "good")
     original = pickle.loads((good / ".metadata").read_bytes())
@@ -158,8 +155,6 @@ def test_a_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptionError, match="expected `group/name`"):
         open_source(tmp_path)
 
-
-# -- any damage -------------------------------------------------------------------------------------------------------
 
 LIMIT_S = 10.0
 """No example may take longer; one takes some milliseconds."""

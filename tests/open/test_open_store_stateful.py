@@ -94,8 +94,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
         self.values: dict[str, np.ndarray] = {}
         self.tiers: dict[str, str] = {}
 
-    # -- the model ----------------------------------------------------------------------------------------------------
-
     def tier(self, name: str, value: np.ndarray, tier: str | None) -> str:
         chosen = tier or self.tiers.get(name, "disk")
         return "host" if chosen == "disk" and value.nbytes < 64 * 1024 else chosen
@@ -115,8 +113,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
     def tag(self) -> str:
         self.turn += 1
         return f"{self.turn:03d}"
-
-    # -- arrays -------------------------------------------------------------------------------------------------------
 
     @rule(name=names, kind=kinds, seed=seeds, tier=st.none() | tiers, is_torch=st.booleans(), waits=st.booleans())
     def put(self, name: str, kind: int, seed: int, tier: Any, is_torch: bool, waits: bool) -> None:
@@ -208,8 +204,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
         self.store.flush().wait()
         self.check()
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
-
     @rule(some=st.none() | several, waits=st.booleans(), again=st.booleans())
     def checkpoint(self, some: list[str] | None, waits: bool, again: bool) -> None:
         tag, chosen = self.tag(), None if some is None else self.there(some)
@@ -233,8 +227,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
         self.store.load(self.folder / "ckpt", tag).wait()
         for name, value in self.saved[tag].items():
             self.note(name, value)
-
-    # -- tasks and threads --------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.values)
     @rule(some=several, changed=st.integers(0, 3), seed=seeds)
@@ -305,8 +297,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
         assert errors == []
         for name in some:
             self.note(name, make(kind, seed + 2))
-
-    # -- what goes wrong ----------------------------------------------------------------------------------------------
 
     def complete_saves(self) -> None:
         """A fault is to hit one call."""
@@ -402,8 +392,6 @@ class OpenStoreMachine(RuleBasedStateMachine):
         assert self.saved.keys() <= found <= {*self.saved, tag}
         self.saved |= dict.fromkeys(found - self.saved.keys(), held)
         self.open_anew()  # sweeps what was left
-
-    # -- what must hold -----------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):

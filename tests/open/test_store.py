@@ -28,8 +28,6 @@ from zstore.store import Store, StoreOptions
 from zstore.store.arrays import ArrayOrder
 from zstore.testing.faults import GatedFiles
 
-# -- values ---------------------------------------------------------------------------------------------------------
-
 
 def test_torch_and_numpy_come_back_as_what_they_were(store: Store) -> None:
     given = {
@@ -158,9 +156,6 @@ def test_others_see_shapes_and_names(shape: tuple[int, ...], dtype: Any, many: i
         assert checkpoint["g/x"].numpy().tobytes() == value.tobytes()
 
 
-# -- passes ---------------------------------------------------------------------------------------------------------
-
-
 def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
     with zstore.open_store(tmp_path, host_budget_bytes=4e6) as store:
         pool_bytes = store.statistics().pool_bytes
@@ -177,9 +172,6 @@ def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
         assert (store.get("b.3/w").wait() == values((1000, 400), seed=3) + 1).all()
     with pytest.raises(UsageError, match=r"open_store\(host_budget_bytes=0\): expected a number of at least 1"):
         zstore.open_store(host_budget_bytes=0)
-
-
-# -- tasks and threads ----------------------------------------------------------------------------------------------
 
 
 def test_several_tasks_await_the_same_store(tmp_path: Path) -> None:
@@ -279,9 +271,6 @@ def test_a_change_comes_after_those_that_somebody_waits_for() -> None:
     last.wait()
     assert found == [True, False]
     order.close()
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

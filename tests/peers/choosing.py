@@ -1,7 +1,5 @@
 """A plugin of pytest: of the tests that are collected those run that the file CHOSEN names."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A process of those tests imports this once: the one that collects them, and the server that their ranks are forked from.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -4,8 +4,6 @@
 ZSTORE_CONFIG is the config that TrainingArguments have if a test names none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from importlib import import_module

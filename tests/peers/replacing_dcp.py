@@ -4,8 +4,6 @@
 they are made for, also those that compute on whatever device there is: the marks are taken off.
 """
 
-from __future__ import annotations
-
 import multiprocessing.context
 import os
 import shutil

@@ -3,8 +3,6 @@
 `PYTHONPATH=tests/peers python -m pytest -p replacing_lightning FOLDER`, since theirs is a package of its own.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from typing import Any

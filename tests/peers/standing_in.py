@@ -5,8 +5,6 @@ variable UNMARKED names marks tests that need a GPU, and refuses bf16 without on
 a test has shows when it runs.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from importlib import import_module

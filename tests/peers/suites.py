@@ -1,7 +1,5 @@
 """Other people's test suites, run twice in processes of their own: as they are, and with zstore in place of what they test."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

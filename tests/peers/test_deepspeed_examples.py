@@ -1,7 +1,5 @@
 """Scripts of DeepSpeed's examples, as they are but for their data, under `python -m zstore.as_deepspeed`."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -89,7 +87,6 @@ def test_cifar10_learns(kind: str, stage: int, world_size: int, tmp_path: Path) 
     said = _run(EXAMPLES / "training" / "cifar", *words, world_size=world_size, path=tmp_path)
     assert "Finished Training" in said
     found = re.search(r"Accuracy of the network on the 64 test images:\s+(\d+) %", said)
-    assert found is not None
     assert int(found[1]) > 90
 
 

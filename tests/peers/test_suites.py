@@ -1,7 +1,5 @@
 """Other projects' own tests of what zstore stands in for: what passes with the original passes with zstore."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

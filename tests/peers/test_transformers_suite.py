@@ -1,7 +1,5 @@
 """transformers' own tests of its Trainer, through its DeepSpeed integration on zstore."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 of saves, names that would be HTML or leave the folder, values that are not finite.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -63,7 +61,7 @@ class JournalWriter:
     path: Path
     at: float
     step: int = 0
-    random: random.Random = field(default_factory=lambda: random.Random(1))
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
 
     def write(self, kind: str, **values: Any) -> None:
         """Append a line."""
@@ -103,9 +101,9 @@ class JournalWriter:
     def _next_step(self, step_s: float) -> dict[str, Any]:
         self.step += 1
         self.at += step_s
-        noise = self.random.uniform(0.9, 1.1)
+        noise = self.rng.uniform(0.9, 1.1)
         skipped = self.step % 97 == 0
-        loss = None if skipped else (4 * math.exp(-self.step / 120) + 1.5) * self.random.uniform(0.98, 1.02)
+        loss = None if skipped else (4 * math.exp(-self.step / 120) + 1.5) * self.rng.uniform(0.98, 1.02)
         stall_s = {"stall/waiting for reads": 0.01 * noise, "stall/waiting for room": 0.004 * noise}
         return {
             "step": self.step,

@@ -222,7 +222,6 @@ def test_curves_are_read_and_zoomed_together_by_mouse_and_by_keyboard(watched: W
         return int(rate.get_attribute("aria-valuenow") or 0)
 
     place = page.locator("[data-test=chart-loss] .u-over").bounding_box()
-    assert place is not None
     middle, at = place["x"] + place["width"] / 2, place["y"] + place["height"] / 2
     page.mouse.move(middle, at)
     step = read()

@@ -259,9 +259,7 @@ def test_hostile_names_are_text_in_an_index(tmp_path: Path, serve: Serve, http: 
     assert all(re.fullmatch(r"[A-Za-z0-9%._~/-]*", link) for link in links)  # relative, with no scheme
 
 
-def test_runs_with_a_dot_or_a_newline_in_their_names_are_served(
-    tmp_path: Path, serve: Serve, http: urllib3.PoolManager
-) -> None:
+def test_runs_with_dots_or_newlines_in_names(tmp_path: Path, serve: Serve, http: urllib3.PoolManager) -> None:
     names = [".hidden", "two\nlines", "a\ttab"]
     for name in names:
         save_arrays(tmp_path / name, {"model/a": np.arange(4.0)})

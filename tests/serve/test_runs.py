@@ -94,9 +94,7 @@ def test_placement_has_the_tier_of_every_array(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("run", [RUN, HOSTILE_RUN])
-def test_sizes_are_those_of_ls(
-    client: httpx.Client, sample: Path, run: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_are_as_ls_says(client: httpx.Client, sample: Path, run: str, capsys: pytest.CaptureFixture[str]) -> None:
     ls_command(str(sample / run), Common(json=True))
     expected = json.loads(capsys.readouterr().out)["checkpoints"]
     found = get(client, f"{run_path(run)}/checkpoints")

@@ -272,9 +272,7 @@ def test_a_run_that_is_removed_under_way_leaves_room_for_others(client: Client) 
     assert client.plan(client.begin(run="two"))[0] == 200
 
 
-def test_a_service_of_one_run_takes_uploads_under_its_name(
-    tmp_path: Path, serve: Serve, http: urllib3.PoolManager
-) -> None:
+def test_a_service_of_one_run_takes_its_uploads(tmp_path: Path, serve: Serve, http: urllib3.PoolManager) -> None:
     checkpoint = save_arrays(tmp_path / "a", NAMES, run_id="run")
     save_arrays(tmp_path / "mine", NAMES, run_id="run", step=2)
     base = serve("memory://bucket/far", tmp_path / "mine", token=TOKEN)

@@ -305,9 +305,7 @@ def test_what_is_wrong_surfaces(tmp_path: Path, run_url: str) -> None:
     assert not list((tmp_path / "local").glob("*/*.tmp-*"))
 
 
-def test_the_command_trains_to_a_service_and_resumes(
-    tmp_path: Path, run_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_trains_to_a_service(tmp_path: Path, run_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text, config = tmp_path / "text.txt", tmp_path / "ds.json"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     own = {"keep": 1, "upload_folder": str(tmp_path / "local")}

@@ -32,9 +32,6 @@ def extent(data: np.ndarray) -> tuple[int, int]:
     return start, start + data.nbytes
 
 
-# -- slabs ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nbytes", [1, 4096, MIB, 3 * MIB + 17])
 def test_a_slab_is_zeroed_aligned_and_writable(nbytes: int) -> None:
     slab = make_slab(nbytes)
@@ -58,9 +55,6 @@ def test_a_slab_asks_for_huge_pages() -> None:
         elif inside and first == "VmFlags:":
             flags = rest
     assert "hg" in flags
-
-
-# -- the pool, one thread -------------------------------------------------------------------------------------------
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -143,9 +137,6 @@ def test_slab_and_oversized_request_stay_within_the_limit_together() -> None:
     small = Pool(64 * KIB, budget=Budget(PAGE_BYTES))
     with small.acquire(64 * KIB):
         pass
-
-
-# -- the pool, several threads --------------------------------------------------------------------------------------
 
 
 class Asker(threading.Thread):
@@ -238,9 +229,6 @@ def test_threads_that_contend_all_get_their_turn_and_nobody_shares() -> None:
     assert failures == []
     assert pool.held_bytes == 0
     assert pool.peak_bytes <= 8 * PAGE_BYTES + 9 * PAGE_BYTES
-
-
-# -- slabs that are registered with CUDA, on a double of its runtime --------------------------------------------------
 
 
 class Runtime:

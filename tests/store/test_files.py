@@ -33,9 +33,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a.shard"
 
 
-# -- transfers ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("direct", [True, False])
 def test_what_is_written_is_read(path: Path, direct: bool) -> None:
     files, data = Files(direct=direct), pages(SIZE)
@@ -124,9 +121,6 @@ def test_space_that_cannot_be_reserved_is_made_by_truncation(path: Path, number:
     assert path.stat().st_size == SIZE
 
 
-# -- opening --------------------------------------------------------------------------------------------------------
-
-
 def test_a_missing_and_an_existing_file_are_errors(path: Path) -> None:
     files = Files()
     with pytest.raises(StorageError, match="cannot open the file") as info, files.opened(path):
@@ -172,9 +166,6 @@ def test_a_file_system_that_refuses_direct_io_is_served_buffered_and_reported_on
     assert len(files.fallbacks) == 1
     assert str(tmp_path) in files.fallbacks[0]
     assert "refuses O_DIRECT" in files.fallbacks[0]
-
-
-# -- names ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_fails_with_names_is_a_storage_error_with_the_path(tmp_path: Path) -> None:

@@ -143,9 +143,6 @@ def test_when_done_is_called_after_good_and_bad_ends_and_at_once_when_it_ended(q
     assert finished(7).wait() == 7
 
 
-# -- await ----------------------------------------------------------------------------------------------------------
-
-
 def test_await_gives_results_and_errors_in_a_running_loop(queue: IoQueue) -> None:
     async def main() -> list[int]:
         tickets = [queue.submit(lambda n=n: n, Priority.READ) for n in range(5)]
@@ -201,9 +198,6 @@ def test_an_operation_that_ends_after_its_loop_is_quiet(queue: IoQueue, caplog: 
     assert caplog.records == []
 
 
-# -- statistics and the end -----------------------------------------------------------------------------------------
-
-
 def test_statistics_count_by_subject() -> None:
     queue = IoQueue(3)
     wait_all(
@@ -238,9 +232,6 @@ def test_close_carries_out_what_is_queued_and_takes_no_more() -> None:
     with pytest.raises(UsageError, match="closed"):
         queue.submit(lambda: None, Priority.READ)
     queue.close()
-
-
-# -- counters of links ------------------------------------------------------------------------------------------------
 
 
 class Clock:

@@ -69,9 +69,6 @@ def in_child(task: Callable[[], object]) -> str:
     return text
 
 
-# -- open checkpoints ------------------------------------------------------------------------------------------------
-
-
 class OfOpen:
     """Reads rows of an array of an open checkpoint, of its weights, and by torch.distributed.checkpoint."""
 
@@ -121,9 +118,6 @@ def test_a_child_that_ends_leaves_the_parents_checkpoint_open(saved: Path) -> No
         array = opened["model/w"]
         assert in_child(lambda: (opened.close(), gc.collect())) == ""
         assert np.array_equal(array[:], VALUES)
-
-
-# -- stores ----------------------------------------------------------------------------------------------------------
 
 
 OPERATIONS: dict[str, Callable[[Store, Path], object]] = {

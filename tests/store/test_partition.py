@@ -39,9 +39,6 @@ def elements(grid: Grid, shard: int, chunk: int) -> tuple[int, int]:
     return first, first + grid.chunk_rows * grid.chunk_cols
 
 
-# -- the rules of the grid ------------------------------------------------------------------------------------------
-
-
 @given(shape=shapes, world_size=worlds)
 def test_every_row_has_one_owner(shape: Shape, world_size: int) -> None:
     grid = make_grid(shape, world_size)
@@ -120,9 +117,6 @@ def test_what_is_refused() -> None:
         make_grid((3,), 0)
 
 
-# -- plans ----------------------------------------------------------------------------------------------------------
-
-
 @given(shape=shapes, world_size=worlds, data=st.data())
 def test_a_plan_covers_the_elements_with_the_fewest_chunks(shape: Shape, world_size: int, data: st.DataObject) -> None:
     grid = make_grid(shape, world_size)
@@ -140,9 +134,6 @@ def test_a_plan_covers_the_elements_with_the_fewest_chunks(shape: Shape, world_s
         assert top <= part.first < top + grid.chunk_numel
         assert bottom - grid.chunk_numel < part.stop <= bottom
     assert at == stop
-
-
-# -- bounds over whole models (DESIGN section 4) --------------------------------------------------------------------
 
 
 def gpt2(layers: int, hidden: int, vocabulary: int = 50257) -> list[Shape]:
@@ -228,9 +219,6 @@ def test_a_load_at_another_world_size_reads_little_too_much(name: str) -> None:
     # Beyond 4 ranks, arrays of 2 M elements would need chunks so small that every step would be slower.
     assert max(worst.values()) <= (1.061 if numel(MODELS[name]) > 1e9 else 1.09 if numel(MODELS[name]) > 5e8 else 1.13)
     assert all(worst[world, world] <= 1.0 + 0.01 for world in range(1, 9))
-
-
-# -- blocks of tensors, against numpy ---------------------------------------------------------------------------------
 
 
 @st.composite
@@ -322,9 +310,6 @@ def test_a_column_of_a_tall_tensor_takes_no_memory_for_its_rows() -> None:
 def test_a_block_outside_is_refused() -> None:
     with pytest.raises(ValueError, match="is not in a tensor of shape"):
         Box((4, 4), (2, 0), (3, 4))
-
-
-# -- names, shapes and data types -------------------------------------------------------------------------------------
 
 
 NAMES = ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]

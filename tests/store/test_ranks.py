@@ -214,9 +214,7 @@ FAILED = {"cause": "ValueError: x", "details": "a traceback"}
         ({0: at(3, lost="closed"), 1: at(3, left=True)}, 0.0, Outcome.BROKEN),
     ],
 )
-def test_the_outcome_follows_from_all_reports(
-    reports: dict[int, RankReport], waited_s: float, outcome: Outcome | None
-) -> None:
+def test_outcomes_of_reports(reports: dict[int, RankReport], waited_s: float, outcome: Outcome | None) -> None:
     assert judge(reports, 2, waited_s) is outcome
 
 

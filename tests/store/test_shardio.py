@@ -175,9 +175,6 @@ def test_a_missing_shard_reads_as_nan_never_as_zero(res: IoResources, tmp_path: 
         assert np.isnan(found[500:]).all()
 
 
-# -- damage ---------------------------------------------------------------------------------------------------------
-
-
 def damaged(sample: tuple[Path, ArraySpec, np.ndarray], target: Path) -> Path:
     path = target / "s"
     path.write_bytes((sample[0] / "c.1.0").read_bytes())
@@ -221,8 +218,6 @@ def test_indexes_need_no_buffers(res: IoResources, sample: tuple[Path, ArraySpec
         ShardReader(res, folder / "c.1.0", spec, grid, 1)
         ShardReader(res, tmp_path / "s", spec, grid, 1)
 
-
-# -- faults ---------------------------------------------------------------------------------------------------------
 
 SPEC = ArraySpec(name="model/w", shape=(2000, 128), dtype="float32")
 GRID = make_grid(SPEC.stored_shape, 1)
@@ -349,9 +344,6 @@ def test_memory_at_rest_takes_no_room_of_the_pool_and_one_transfer(tmp_path: Pat
         assert files.operations == ["write", "read", "read"]  # the first of the index alone
         assert res.pool.peak_bytes < 512 * 1024
     assert room.tobytes() == values.tobytes()
-
-
-# -- the byte layout --------------------------------------------------------------------------------------------------
 
 
 def seal_slots(slots: Bytes, layout: ShardLayout) -> list[int]:

@@ -22,9 +22,6 @@ TIERS = ("device", "host", "disk")
 MIB = 1024 * 1024
 
 
-# -- reading and writing --------------------------------------------------------------------------------------------
-
-
 def test_a_part_is_read_without_the_rest(store: Store) -> None:
     values = create(store, "disk", (4_000_000,))
     store.write("model/w", values).wait()
@@ -80,9 +77,6 @@ def test_small_shards_rest_in_memory_even_where_the_disk_was_asked_for(store: St
     assert (store.tier("model/small").name, store.tier("model/large").name) == ("host", "disk")
 
 
-# -- memory ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("budget", "pool"),
     [
@@ -114,9 +108,6 @@ def test_state_and_buffers_stay_within_the_budget_together(tmp_path: Path) -> No
         store.create(spec, grid=make_grid(spec.stored_shape, 1), shard=0, tier="disk")
         with pytest.raises(BudgetError, match="one request needs a buffer of"):
             store.write("model/long", np.zeros(spec.numel, np.float32)).wait()
-
-
-# -- versions -------------------------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_that_fails_releases_what_it_pinned(store: Store) -> None:
@@ -152,9 +143,6 @@ def test_values_are_of_whole_arrays(store: Store) -> None:
             act("model/w")
 
 
-# -- arrays that go, or get another name ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tier", TIERS)
 def test_an_array_in_use_stays(store: Store, tier: str) -> None:
     values = create(store, tier)
@@ -182,9 +170,6 @@ def test_an_array_that_would_rest_otherwise_is_not_renamed(store: Store) -> None
         store.rename("model/w", ArraySpec(name="other/v", shape=LARGE, dtype="float32"), tier="host")
     passing.close()
     assert store.names() == ["model/w"]
-
-
-# -- threads ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packs", [False, True])

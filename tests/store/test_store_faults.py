@@ -28,9 +28,6 @@ from zstore.testing.oracle import same_bits
 TIERS = ("device", "host", "disk")
 
 
-# -- faults ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_full_disk_in_the_middle_of_a_pass(store: Store, files: FaultyFiles) -> None:
     values = create(store, "disk", (4_000_000,))
     store.write("model/w", values).wait()
@@ -51,18 +48,12 @@ def test_a_full_disk_in_the_middle_of_a_pass(store: Store, files: FaultyFiles) -
     assert same_bits(store.read("model/w").wait(), values)
 
 
-# -- the run folder -------------------------------------------------------------------------------------------------
-
-
 def test_a_store_that_cannot_be_made_holds_nothing(tmp_path: Path) -> None:
     before = threading.active_count()
     with pytest.raises(UsageError, match="at least one thread"):
         Store(StoreOptions(run_path=tmp_path, num_threads=0))
     assert threading.active_count() == before
     Store(StoreOptions(run_path=tmp_path)).close()
-
-
-# -- misuse ---------------------------------------------------------------------------------------------------------
 
 
 Call = Callable[[], object]
@@ -176,9 +167,6 @@ def test_close_gives_everything_back(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-# -- statistics -----------------------------------------------------------------------------------------------------
-
-
 def test_statistics_count_the_bytes_of_each_tier(store: Store) -> None:
     for tier in TIERS:
         values = create(store, tier, name=f"model/{tier}")
@@ -191,9 +179,6 @@ def test_statistics_count_the_bytes_of_each_tier(store: Store) -> None:
     assert 0 < found.pool_peak_bytes <= found.pool_bytes
     assert found.fallbacks == ()
     assert found.queue.waiting == 0
-
-
-# -- one owner at a time, and a sweep of what a killed one left -------------------------------------------------------
 
 
 HOLD = """
@@ -212,7 +197,6 @@ def hold(path: Path, rank: int = 0) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path), str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process
 

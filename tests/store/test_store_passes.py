@@ -184,9 +184,6 @@ def test_arrays_are_changed_together_or_not_at_all(store: Store) -> None:
     )
 
 
-# -- spans that are read before it is known whether the pass over them will be ----------------------------------------
-
-
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_was_read_ahead_serves_the_pass_and_is_read_once(store: Store, tier: str) -> None:
     values = filled(store, tier)
@@ -277,9 +274,6 @@ def test_what_was_read_of_a_former_version_is_right_once_there_is_another(store:
         flat = np.concatenate(parts)
         assert same_bits(flat, array.reshape(-1)) or same_bits(flat, other_than(array).reshape(-1))
     kept.release()
-
-
-# -- small shards share files: neighbours go in one request, and each has versions of its own -------------------------
 
 
 SMALL = (25, 1000)

@@ -93,8 +93,6 @@ class StoreMachine(RuleBasedStateMachine):
         first, stop = sorted((round(one * numel), round(other * numel)))
         return first, stop
 
-    # -- what is done --------------------------------------------------------------------------------------------
-
     @rule(name=names, seed=seeds)
     def write(self, name: str, seed: int) -> None:
         self.make_way([name])
@@ -194,8 +192,6 @@ class StoreMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         self.store.flush().wait()
 
-    # -- snapshots -----------------------------------------------------------------------------------------------
-
     @precondition(lambda self: len(self.pinned) < 3)
     @rule(some=st.one_of(st.none(), st.lists(names, min_size=1, unique=True)))
     def snapshot(self, some: list[str] | None) -> None:
@@ -226,8 +222,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.release_one(pinned)
         if twice:
             pinned.snapshot.release()
-
-    # -- what goes wrong -----------------------------------------------------------------------------------------
 
     @rule(which=st.sampled_from([0, 1]), seed=seeds, well=st.integers(0, 3), kind=st.sampled_from(["read", "write"]))
     def fail(self, which: int, seed: int, well: int, kind: str) -> None:
@@ -261,8 +255,6 @@ class StoreMachine(RuleBasedStateMachine):
             values = self.values(name, self.model[name].size, seed)
             self.store.write(name, values).wait()
             self.model[name][:] = values
-
-    # -- what must hold ------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):

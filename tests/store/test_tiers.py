@@ -127,9 +127,6 @@ if torch.cuda.is_available():
             return DeviceTier("cuda")
 
 
-# -- disk -------------------------------------------------------------------------------------------------------------
-
-
 class TestDiskTier(TierContract):
     pins_in_place = False
 
@@ -150,8 +147,6 @@ class TestDiskTier(TierContract):
         local = bench.create((3000, 256))
         bench.fill(local, bench.values(local, seed))
         return local
-
-    # -- publishing ---------------------------------------------------------------------------------------------
 
     def test_a_publish_is_a_link_and_writes_no_bytes(self, bench: TierBench) -> None:
         local = self.filled(bench)
@@ -253,8 +248,6 @@ class TestDiskTier(TierContract):
         pin.release()
         bench.expect_all_buffers_back()
 
-    # -- damage -------------------------------------------------------------------------------------------------
-
     def flip(self, bench: TierBench, local: LocalShard, chunk: int = 1) -> None:
         (name,) = self.shard_files(bench)
         path = bench.folder.parent / "tier" / name
@@ -289,8 +282,6 @@ class TestDiskTier(TierContract):
         bench.update(local, bench.values(local, 2))
         with pytest.raises(CorruptionError, match="the drive lost a write"):
             bench.read(local)
-
-    # -- the folder ---------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("name", ["model/a b/ü.x", "model/" + "long." * 100 + "x", "model/..", "model/a%2Fb"])
     def test_any_name_has_a_file(self, bench: TierBench, name: str) -> None:

@@ -98,9 +98,7 @@ def test_clocked_benchmark_takes_steps_in_each_mode(bench: Bench) -> None:
 
 
 @pytest.mark.soak
-def test_waits_benchmark_has_none_without_a_device(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_benchmark_without_a_device(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = tmp_path / "traces.zip"
     monkeypatch.setattr(waits, "MODES", {"on the device": ("none", "none", "none")})
     (row,) = bench(waits, "--model", "gpt-tiny", "--tokens", "8", "--trace", str(archive))["rows"]
@@ -156,7 +154,7 @@ def test_overhead_benchmark_sets_the_engine_beside_the_plain_loop_and_fsdp2(benc
 
 
 @pytest.mark.soak
-def test_checkpoint_benchmark_sets_saves_and_loads_beside_others(
+def test_checkpoint_benchmark(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(checkpoint, "run_child", run_here)

@@ -115,9 +115,6 @@ def test_config_and_tokenizer_files_are_copied(arrays: dict[str, Array], tmp_pat
     assert (tmp_path / "out/config.json").read_text() == "inner"
 
 
-# -- what a type cannot hold ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def large_values(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("large")
@@ -194,9 +191,6 @@ def test_doubles_may_not_fit_float32() -> None:
     assert target.tolist() == [np.finfo(np.float32).max, np.finfo(np.float32).min, 1.0]
 
 
-# -- trouble --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["allocate", "write", "fsync", "write_small"])
 def test_a_full_disk_stops_all_threads_with_an_error(kind: Any, saved: Path, tmp_path: Path) -> None:
     files = FaultyFiles(faults=(Fault(kind=kind, pattern=f"{tmp_path}/*", error_number=errno.ENOSPC),))
@@ -205,8 +199,6 @@ def test_a_full_disk_stops_all_threads_with_an_error(kind: Any, saved: Path, tmp
         with pytest.raises(StorageError, match="No space left"):
             write_weights(reader, layouts, tmp_path, overflow="error", advance=lambda _: None)
 
-
-# -- frozen parameters ---------------------------------------------------------------------------------------------
 
 ONE = np.ones((4, 3), np.float32)
 WEIGHTS = {f"model/{name}": ONE * i for i, name in enumerate(("h.0.w", "h.1.w", "h.10.w", "norm.bias", "odd[0].w"), 1)}

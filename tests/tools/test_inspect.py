@@ -101,9 +101,7 @@ def test_verify_names_array_file_and_offset_of_each_fault(copied: Path, capsys: 
     assert verify_command(copied / "step-00000001") == 0
 
 
-def test_a_damaged_newest_record_is_a_fault_beside_a_whole_older_one(
-    copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_newest_record_is_a_fault(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = copied / "%5Bbest%5D/zstore.json"
     record.chmod(0o644)
     record.write_text("{}")
@@ -127,8 +125,6 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureF
     for text in (printed.out, printed.err):
         assert not {"\x1b", "\x07", "\u202e"} & set(text)
 
-
-# -- ls ---------------------------------------------------------------------------------------------------------------
 
 LISTED = {"model/w": np.ones((1000, 300), np.float32), "model/b": np.zeros(77, np.float32)}
 
@@ -310,9 +306,7 @@ OTHERS = [command for command in COMMANDS if command != "inspect"]
     ("command", "form", "tag"),
     [*(("inspect", *form) for form in FORMS), *((command, "{run}@TAG", TAGS[1]) for command in OTHERS)],
 )
-def test_a_tag_has_three_forms(
-    command: str, form: str, tag: str, folder_tags: Path, tmp_path: Path, memory: Any
-) -> None:
+def test_forms_of_a_tag(command: str, form: str, tag: str, folder_tags: Path, tmp_path: Path, memory: Any) -> None:
     place: Path | str = folder_tags
     if form.startswith("url"):
         memory.put(str(folder_tags), "/bucket/run", recursive=True)

@@ -129,8 +129,6 @@ def ended() -> Iterator[None]:
 
 def peak_bytes(small: list[str], large: list[str]) -> int:
     process = measuring()
-    assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write(json.dumps([small, large]) + "\n")
     process.stdin.flush()
     code, peak = (int(word) for word in process.stdout.readline().split())

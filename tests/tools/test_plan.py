@@ -56,9 +56,6 @@ def found_json(capsys: pytest.CaptureFixture[str], chosen: PlanOptions, code: in
     return found
 
 
-# -- against the engine -------------------------------------------------------------------------------------------------
-
-
 def _counted(rank: int, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
     """What engines count in their second step: in the first one the order of units is recorded."""
     found = []
@@ -187,9 +184,6 @@ def test_the_plan_counts_what_lion_lamb_and_muon_keep(tmp_path: Path) -> None:
         assert f", {kind}, " in headline(run, config)
 
 
-# -- the ladder ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_rung_that_the_configs_other_keys_refuse_is_left_out(tmp_path: Path) -> None:
     one_bit = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 0}}
     found = ladder(options(tmp_path, BASE | one_bit, gpus=2, gpu_memory=10**6))
@@ -228,9 +222,6 @@ def test_with_state_on_disk_memory_is_used_as_far_as_a_budget_goes(tmp_path: Pat
     assert run.weigh(config).lacking[0].startswith("host budget: ")
 
 
-# -- models -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("params", "hidden", "layers"), [(7 * 10**9, 4096, 32), (13 * 10**8, 2048, 24), (10**12, 25600, 128)]
 )
@@ -259,9 +250,6 @@ def test_a_transformers_config_is_planned_without_its_weights(tmp_path: Path) ->
     real = transformers.LlamaForCausalLM(config)
     assert run.num_parameters == sum(parameter.numel() for parameter in real.parameters())
     assert (run.width.hidden, run.width.num_layers, run.width.vocab_size) == (64, 3, 300)
-
-
-# -- the command --------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_a_config_to_copy_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:

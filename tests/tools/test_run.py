@@ -118,7 +118,6 @@ def running(tmp_path: Path, environment: Mapping[str, str], *words: str, ranks: 
         cwd=tmp_path,
         start_new_session=True,
     ) as process:
-        assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(ranks)] == ["up\n"] * ranks
         yield process
 
@@ -127,9 +126,6 @@ def rest(process: Any) -> tuple[int, list[str], str]:
     """What `finish` returns. It comes when no process has the pipes any more: none of the run is left."""
     out, err = process.communicate(timeout=200)
     return process.wait(200), sorted(out.splitlines()), err
-
-
-# -- one machine ----------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_find_each_other_and_get_the_arguments_as_they_are(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -217,8 +213,6 @@ def test_wrong_usage_ends_with_2(tmp_path: Path, environment: dict[str, str]) ->
     assert code == 2
     assert "unknown host 'c'; expected one of 127.0.0.1, localhost" in err
 
-
-# -- several machines -----------------------------------------------------------------------------------------------------
 
 HOSTS = ["--hostfile", "hosts", "--master-addr", "127.0.0.1"]
 
@@ -348,9 +342,6 @@ def test_the_first_hosts_and_slots_are_taken() -> None:
         limit(TWO, num_hosts=3, ranks_per_host=None)
     with pytest.raises(UsageError, match="--nproc 3: host 'a' has 2 slots"):
         limit(TWO, num_hosts=None, ranks_per_host=3)
-
-
-# -- plans ----------------------------------------------------------------------------------------------------------------
 
 
 def planned(environment: Mapping[str, str] | None = None, gpus: int = 0, **options: Any) -> list[RunJob]:

@@ -40,7 +40,6 @@ def training(command: list[str], tmp_path: Path, text: Path, *more: object) -> I
         start_new_session=True,
     ) as process:
         try:
-            assert process.stderr is not None
             seen = []
             for line in process.stderr:
                 seen.append(line)
@@ -61,7 +60,6 @@ def saved_step(tmp_path: Path) -> int:
 
 
 def finish(process: warm.Popen) -> tuple[int, str]:
-    assert process.stderr is not None
     rest = process.stderr.read()
     return process.wait(200), rest
 
@@ -84,9 +82,6 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, text: Path) -> None:
         code, rest = finish(process)  # the pipe ends when the last rank did
     assert code == -signal.SIGKILL
     assert "SIGTERM: will stop after this step" in rest, rest
-
-
-# -- the launcher alone -----------------------------------------------------------------------------------------------
 
 
 def test_ranks_that_stopped_are_no_failure() -> None:

@@ -280,9 +280,7 @@ def test_any_two_batch_sizes_give_the_third(micro: int, accumulation: int, world
 
 
 @given(st.none() | SMALL, st.none() | SMALL, st.none() | SMALL, SMALL)
-def test_batch_sizes_fit_or_are_an_error(
-    train: int | None, micro: int | None, accumulation: int | None, world_size: int
-) -> None:
+def test_any_batch_sizes(train: int | None, micro: int | None, accumulation: int | None, world_size: int) -> None:
     try:
         sizes = solve_batch(train, micro, accumulation, world_size)
     except ValueError:
@@ -331,9 +329,7 @@ def test_bad_batch_sizes(config: dict[str, Any], message: str) -> None:
         ({"train_micro_batch_size_per_gpu": 5}, (10, 5, 1)),
     ],
 )
-def test_batch_keys_that_are_auto_or_all_absent_are_the_callers(
-    config: dict[str, Any], expected: tuple[int, int, int]
-) -> None:
+def test_batch_keys_that_are_auto_or_absent(config: dict[str, Any], expected: tuple[int, int, int]) -> None:
     answers = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
     context = ResolveContext(world_size=2, answers=answers)
     sizes = load_config(config).resolve(context).batch

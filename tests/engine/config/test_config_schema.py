@@ -204,9 +204,7 @@ REPORTED: list[tuple[dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("given", "reported"), REPORTED)
-def test_each_key_that_comes_to_something_else_is_reported_once(
-    given: dict[str, Any], reported: dict[str, str]
-) -> None:
+def test_each_key_that_is_treated_otherwise_is_reported_once(given: dict[str, Any], reported: dict[str, str]) -> None:
     config = load_config({"train_micro_batch_size_per_gpu": 1} | given).resolve(ResolveContext(world_size=2))
     assert sorted(keys_of(config)) == sorted(reported)
     for notice in config.notices:

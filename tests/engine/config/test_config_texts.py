@@ -1,7 +1,5 @@
 """What a config that asks for something that is not there is answered with; each key at each stage; the page of keys."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -69,7 +67,6 @@ def test_every_optimizer_of_the_engine_has_a_name_and_arguments_of_its_own() -> 
         assert (params.whole_tensors, params.keeps_whole) == (stepper is not None, stepper is OneBitStep)
     for name, usual in {**ALIASES, **{kind.upper(): kind for kind in OPTIMIZERS}}.items():
         config = load_config({"optimizer": {"type": name}})
-        assert config.settings.optimizer is not None
         assert config.settings.optimizer.type == usual
         assert type(config.settings.optimizer.params) is OPTIMIZERS[usual]
 
@@ -84,9 +81,6 @@ def test_errors_and_notices_name_the_file_as_it_was_given(tmp_path: Path, monkey
         load_config("ds.json").resolve(ResolveContext(world_size=1))
     with pytest.raises(ConfigError, match=r"^ds\.json: nope: unknown key$"):
         load_config({"nope": 1}, name="ds.json")
-
-
-# -- JSON with comments -----------------------------------------------------------------------------------------------
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -176,9 +170,6 @@ def test_bad_text_is_an_error_that_says_where(text: str, message: str) -> None:
         load_jsonc(text, "ds.json")
 
 
-# -- stages -----------------------------------------------------------------------------------------------------------
-
-
 # By DeepSpeed's documentation of ZeRO: stage 1 shards optimizer state, 2 gradients, 3 parameters. Of all other keys the stages
 # are 0 to 3.
 STAGES: dict[str, tuple[int, ...]] = {
@@ -254,9 +245,6 @@ def test_a_key_in_an_older_spelling_has_the_status_of_todays() -> None:
     config = {"zero_optimization": {"stage": 1, "prefetch_bucket_size": 5}}
     (fact,) = (fact for fact in explain(config)[0] if fact.key.endswith("prefetch_bucket_size"))
     assert (fact.status, fact.key) == ("no effect", "zero_optimization.prefetch_bucket_size")
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
 
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "config.md"

@@ -1,7 +1,5 @@
 """The section `elasticity`: DeepSpeed's formula, and what a config with it comes to."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator
@@ -127,7 +125,7 @@ def test_the_answers_are_those_of_deepspeed() -> None:
     assert not wrong
 
 
-def test_a_world_size_that_is_not_valid_has_a_batch_of_its_own_or_is_an_error_that_names_the_valid_ones(
+def test_an_invalid_world_size_has_its_own_batch_or_names_the_valid_ones(
     tmp_path: Path,
 ) -> None:
     assert sizes(config(), 5) == (10, 2, 1)

@@ -1,7 +1,5 @@
 """Configs with everything on disk, whose host budget a test chooses; what autograd keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A host budget and a ratio: what the plan says is what the engine holds and moves, with the same bits; and room on drives."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter
@@ -124,9 +122,7 @@ def machine(available: int, limit: int | None = None, total: int = 1 << 40) -> H
 
 
 @pytest.mark.parametrize(("available", "limit"), [(10 * MIB, None), (1 << 38, 10 * MIB)])
-def test_auto_is_a_share_of_what_machine_and_control_group_leave(
-    available: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_a_share_of_free_memory(available: int, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def look(run: Run) -> None:
         plan = run.engine.training_state.plan
         assert plan.settings.budget_bytes == 6 * MIB
@@ -174,7 +170,6 @@ def test_the_budget_that_an_error_names_is_enough(optimizer: str, tmp_path: Path
     with pytest.raises(BudgetError) as raised:
         zstore.initialize(model=build_model("gpt-tiny", 16), config=config | {"zstore": {"host_budget_bytes": 300_000}})
     found = re.search(r"to at least (\d+) for each rank", str(raised.value))
-    assert found is not None
     config |= {"zstore": {"host_budget_bytes": int(found[1])}}
     zstore.initialize(model=build_model("gpt-tiny", 16), config=config)[0].close()
 
@@ -186,9 +181,6 @@ def test_the_plan_is_printed_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert len(printed) == 1
     assert "disk" in printed[0]
     assert "not counted" in printed[0]
-
-
-# -- drives -----------------------------------------------------------------------------------------------------------
 
 
 Drives = Callable[[dict[Path, int]], None]

@@ -1,7 +1,5 @@
 """The plan of a config equals what an engine with that config then counts, byte for byte."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

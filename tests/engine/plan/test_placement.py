@@ -1,7 +1,5 @@
 """Where bytes rest: properties of the plan, its figures against a store, and the planner of prefetch against a simulation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,9 +47,6 @@ EIGHT = {f"{i}.weight": need((512, 512)) for i in range(8)}
 """512 KiB each in 16 bits, 1 MiB for each array of the state."""
 
 
-# -- the rules, one by one ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("keys", "places", "gradient_bytes"),
     [
@@ -61,9 +56,7 @@ EIGHT = {f"{i}.weight": need((512, 512)) for i in range(8)}
         ({"optimizer": "nvme", "holds_gradients": False}, ("disk", "device", "device"), 0),  # nobody waits for them
     ],
 )
-def test_without_a_budget_all_is_where_it_was_asked_for(
-    keys: dict[str, Any], places: tuple[str, str, str], gradient_bytes: int
-) -> None:
+def test_without_a_budget(keys: dict[str, Any], places: tuple[str, str, str], gradient_bytes: int) -> None:
     plan = make_plan(EIGHT, PlacementSettings(**keys))
     assert set(rests(plan)) == {places}
     assert plan.held_total.total == 8 * 512 * 512 * (2 + gradient_bytes + 12)
@@ -130,9 +123,6 @@ def test_a_device_is_filled_with_as_much_state_as_it_has_room_for() -> None:
         assert share in describe(plan)
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------
-
-
 def test_cpu_that_does_not_fit_is_refused_with_numbers_and_advice() -> None:
     with pytest.raises(BudgetError) as caught:
         make_plan(EIGHT, PlacementSettings(optimizer="cpu", budget_bytes=8 * MB, buffer_bytes=MB))
@@ -166,9 +156,6 @@ def test_the_devices_memory_is_the_hosts_only_if_the_cpu_computes() -> None:
     assert (here.host_bytes, away.host_bytes) == (32 * MB, 28 * MB)
 
 
-# -- what is said -------------------------------------------------------------------------------------------------------
-
-
 def test_the_description_is_each_place_the_budget_and_what_a_step_moves() -> None:
     keys: dict[str, Any] = {"optimizer": "nvme", "budget_bytes": 12 * MB, "buffer_bytes": 4 * MB}
     plan = make_plan(EIGHT, PlacementSettings(**keys, device_is_host=False, ratio=0.6))
@@ -187,8 +174,6 @@ def test_the_description_is_each_place_the_budget_and_what_a_step_moves() -> Non
     gathers = describe(make_plan(EIGHT, PlacementSettings(), [list(EIGHT)[:1]])).splitlines()
     assert "not counted: up to 524.29 kB of gathered parameters on the device, gradients" in gathers[-1]
 
-
-# -- properties ---------------------------------------------------------------------------------------------------------
 
 SHAPES = st.one_of(
     st.tuples(st.integers(0, 300_000)),
@@ -239,14 +224,11 @@ def expected_total(one: Need, place: Places, holds: bool) -> int:
 
 
 @given(needs=many_needs(), keys=ASKED, budget=st.none() | st.integers(0, 40 << 20))
-def test_nothing_is_lost_or_placed_twice_and_the_budget_holds(
-    needs: dict[str, Need], keys: PlacementSettings, budget: int | None
-) -> None:
+def test_every_byte_is_placed_once(needs: dict[str, Need], keys: PlacementSettings, budget: int | None) -> None:
     keys = replace(keys, budget_bytes=budget)
     try:
         plan = make_plan(needs, keys)
     except BudgetError:
-        assert budget is not None
         roomy = make_plan(needs, replace(keys, budget_bytes=None))
         # Where all fits there is nothing to refuse, but for a piece that needs a buffer of its own.
         assert budget < roomy.held_total.total + 64 * 6 * len(needs) + 16 * MB
@@ -264,9 +246,7 @@ def test_nothing_is_lost_or_placed_twice_and_the_budget_holds(
 
 @settings(max_examples=200)
 @given(needs=many_needs(), keys=ASKED, budgets=st.lists(st.integers(0, 40 << 20), min_size=2, max_size=6))
-def test_more_budget_never_means_more_disk_traffic(
-    needs: dict[str, Need], keys: PlacementSettings, budgets: list[int]
-) -> None:
+def test_more_budget_is_less_traffic(needs: dict[str, Need], keys: PlacementSettings, budgets: list[int]) -> None:
     last: int | None = None
     for budget in sorted(budgets):
         try:
@@ -298,14 +278,9 @@ def test_what_comes_first_is_spread_over_the_model(count: int, first: int) -> No
         assert abs(share - len(half) / count) <= 0.1 + 2 / len(taken)
 
 
-# -- against the store --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("world", "rank"), [(1, 0), (3, 0), (3, 2)])
 @pytest.mark.parametrize("budget", [None, 3 * MB])
-def test_bytes_held_and_moved_are_those_that_a_store_counts(
-    world: int, rank: int, budget: int | None, nvme: Path
-) -> None:
+def test_planned_bytes_are_those_of_a_store(world: int, rank: int, budget: int | None, nvme: Path) -> None:
     shapes = {"p0": (1203, 56), "p1": (700, 700), "p2": (70,)}
     needs = {name: need(shape, world=world, rank=rank) for name, shape in shapes.items()}
     options = StoreOptions(run_path=nvme, host_budget_bytes=budget)
@@ -338,9 +313,6 @@ def test_bytes_held_and_moved_are_those_that_a_store_counts(
     assert after.disk_read_bytes - before.disk_read_bytes == plan.read_bytes
     assert after.disk_write_bytes - before.disk_write_bytes == plan.written_bytes
     assert budget is None or plan.written_bytes > 0
-
-
-# -- prefetch ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
