@@ -56,7 +56,7 @@ LIMITS = {
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 45_158),
     "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_662),
-    "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_007),
+    "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_017),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
         19_938,
