@@ -32,7 +32,7 @@ from bench.machine import bench_parser, choose_device, write_figures
 from bench.plain import plain_step
 from bench.process import device_peak_bytes, disk_bytes, synchronize
 from zstore.engine import Engine
-from zstore.tools.sample import build_model, loss_of
+from zstore.tools.sample import build_model
 
 
 def main() -> None:
@@ -116,9 +116,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for step in range(options.steps + 2):
             ids = _ids(options, step)
             times = [_now()]
-            loss = loss_of(engine(input_ids=ids, labels=ids))
+            output = engine(input_ids=ids, labels=ids)
             times.append(_now())
-            engine.backward(loss)
+            engine.backward(getattr(output, "loss", output))
             times.append(_now())
             before, core_s = engine.statistics().store, time.process_time()
             engine.step()

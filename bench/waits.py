@@ -26,7 +26,7 @@ from bench.limits import disk_limit
 from bench.links import least_phases, least_seconds, link_rates
 from bench.machine import bench_parser, choose_device, machine, write_figures
 from bench.process import synchronize
-from zstore.tools.sample import build_model, loss_of
+from zstore.tools.sample import SHIPPED, build_model
 
 _ROOT = Path(__file__).resolve().parent.parent
 _WARM_UP, _STEPS = 3, 4
@@ -43,7 +43,7 @@ MODES = {
 
 def main() -> None:
     parser = bench_parser(__doc__, device=True)
-    parser.add_argument("--model", default="gpt-small")
+    parser.add_argument("--model", default="gpt-small", choices=SHIPPED)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--trace", type=Path, help="archive for the traces of the profiler")
     options = parser.parse_args()
@@ -89,7 +89,7 @@ def measure(options: argparse.Namespace, mode: str, folder: Path) -> dict[str, A
     ids = torch.randint(0, 256, (1, options.tokens)).to(options.device)
 
     def iterate() -> None:
-        engine.backward(loss_of(engine(input_ids=ids, labels=ids)))
+        engine.backward(engine(input_ids=ids, labels=ids))
         engine.step()
 
     engine, *_ = zstore.initialize(model=model, config=config)

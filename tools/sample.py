@@ -2,7 +2,7 @@
 transformers' causal language models by config.
 
 All models are called as transformers does it: `model(input_ids=..., labels=...)` with `labels` equal to `input_ids`;
-the model compares each prediction with the token after it. `loss_of` takes the loss out of its output.
+the model compares each prediction with the token after it.
 
 [Note: sample order] Sample n of a run with seed s starts at the same byte however many ranks share the work and
 whenever the run was resumed: the start is a hash of (s, n), taken from the raw output of numpy's counter-based Philox
@@ -212,16 +212,6 @@ def build_model(name_or_path: str, seq_len: int) -> nn.Module:
                 f"{path}: {name} is {found}, but text is read as bytes in sequences of {seq_len}: it needs {needed}"
             )
     return built.float()
-
-
-def loss_of(output: Any) -> Tensor:
-    """Return the loss in a model's output for `labels`: the output itself, or the `loss` of a transformers output."""
-    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        raise ConfigError(
-            f"the model returned no loss for labels but {type(output).__name__}: it cannot be trained on text"
-        )
-    return loss
 
 
 @contextlib.contextmanager

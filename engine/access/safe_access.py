@@ -29,7 +29,7 @@ from zstore.format import model_array
 from zstore.io.memory import as_torch
 from zstore.ranks.world import World, agree_any
 
-from ..build.builder import Builder, Built, find_built, with_init
+from ..build.builder import Builder, Built, find_built, seen_by_init
 from ..params.record import ParameterRecord, Residency
 from .access import Access, RankArray, find_run, rows_source
 from .guard import same_bits
@@ -96,7 +96,7 @@ def _blocks(
             runs.setdefault(in_run[0], []).append(in_run[1])
         elif (built := find_built(parameter)) is not None:
             builders.setdefault(built[0], []).append(built[1])
-        elif parameter in with_init:
+        elif parameter in seen_by_init:
             plain.append(parameter)
     blocks: list[tuple[World, AbstractContextManager[None]]]
     blocks = [(access.world, _gather_in_run(access, records, modifier_rank)) for access, records in runs.items()]

@@ -1,10 +1,9 @@
-"""Lightning's Trainer on zstore: its own DeepSpeedStrategy, for which `import deepspeed` gives zstore, on CPUs too.
+"""Lightning's Trainer on zstore: Lightning's DeepSpeedStrategy, for which `import deepspeed` gives zstore, on CPUs too.
 
-[Note: who does what]
-Lightning's strategy makes the engine, and calls its backward, step, save and load. Here it differs from that in this: ranks
-compute on whatever device there is; Lightning names the micro-batch that ends a step and divides the loss, so that short
-accumulations at the end of an epoch are DDP's; what the Trainer keeps of itself in a checkpoint is stored as `torch.save`
-writes it, in one array, and read as Lightning reads a `.ckpt`; and an engine that trained a module evaluates it too.
+[Note: differences from DeepSpeedStrategy]
+Ranks compute on GPUs or CPUs. Lightning sets the micro-batch that ends a step and divides the loss, so that short
+accumulations at the end of an epoch match DDP. The Trainer's own state is stored in a checkpoint as one array, written by
+`torch.save` and read as Lightning reads a `.ckpt`. An engine that trained a module evaluates it too.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _STATE = "lightning"
 
 
 class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
-    """Lightning's DeepSpeedStrategy on zstore's engine, on CPUs and GPUs; its arguments are those of Lightning's.
+    """Lightning's DeepSpeedStrategy on zstore's engine, on CPUs and GPUs, with the same arguments.
 
     `config` is a dict or the path of a JSON file in DeepSpeed's dialect; without it `stage`, `offload_optimizer` and
-    others make one. Keys that say "auto" are the Trainer's. `load_objects` lets a load unpickle the objects that hooks
-    put into a checkpoint, which runs code of its author. See [Note: who does what].
+    others make one. The Trainer sets keys that are "auto". `load_objects` lets a load unpickle the objects that hooks
+    added to a checkpoint, which runs code of its author. See [Note: differences from DeepSpeedStrategy].
     """
 
     config: dict[str, Any]
@@ -53,12 +52,12 @@ class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
         for key, value in list(self.config.items()):
             if value == "auto" or (isinstance(value, Mapping) and value.get("enabled") == "auto"):
                 del self.config[key]
-        self.config.setdefault("zero_allow_untested_optimizer", True)  # read by Lightning when it evaluates
+        self.config.setdefault("zero_allow_untested_optimizer", True)  # Lightning reads it for evaluation
         self._engine: Any = None
         self._load_objects = load_objects
 
     def setup_environment(self) -> None:
-        """Set up the device and the ranks, without Lightning's demand for CUDA."""
+        """Set up the device and the ranks, without Lightning's requirement of CUDA."""
         super(DeepSpeedStrategy, self).setup_environment()
 
     def setup_distributed(self) -> None:
@@ -73,10 +72,10 @@ class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
         return False
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine, or take the one that trained the module to evaluate it."""
+        """Make the engine; for evaluation reuse the one that trained the module."""
         loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         for loop in loops:
-            loop.inference_mode = False  # parameters that are gathered within it could not be trained
+            loop.inference_mode = False  # parameters gathered in inference mode could not be trained
         super().setup(trainer)
 
     def _initialize_deepspeed_train(self, model: Any) -> None:
@@ -95,7 +94,7 @@ class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
             super()._initialize_deepspeed_inference(model)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Accumulate a micro-batch's gradients; Lightning divided the loss. See [Note: who does what]."""
+        """Accumulate the gradients of a micro-batch, whose loss Lightning divided."""
         module = self.lightning_module
         is_last = module.automatic_optimization and not module.trainer.fit_loop._should_accumulate()
         self.model.set_gradient_accumulation_boundary(is_last)
@@ -105,13 +104,13 @@ class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
         return loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure and the engine's step, which ends a step."""
+        """Run the closure and the engine's step at the boundary."""
         if not self.lightning_module.automatic_optimization:
             self.model.set_gradient_accumulation_boundary(True)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing: the optimizer's state is the engine's to save."""
+        """Return nothing: the engine saves the optimizer's state."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -120,7 +119,7 @@ class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
         super().save_checkpoint({_STATE: _packed(kept)}, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder into the engine, all of it to fit, else the weights alone; return Lightning's dict (all ranks)."""
+        """Load a folder into the engine, without `fit` only the weights; return Lightning's dict (all ranks)."""
         if self.load_full_weights and self.zero_stage_3:
             whole: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
             return whole
@@ -130,12 +129,12 @@ class ZstoreStrategy(DeepSpeedStrategy):  # type: ignore[misc]
             load_module_only=module.trainer.state.fn != "fit",
             load_module_strict=bool(module.strict_loading),
         )
-        # Lightning forgets to hand `weights_only` on.
+        # Lightning does not pass `weights_only` on.
         return _unpacked(state, checkpoint_path, self._load_objects or weights_only is False)
 
     def teardown(self) -> None:
-        """End Lightning's part; the engine stays for a save or a test, and its parameters where they are."""
-        # The engine has the module to its end: a Trainer that is dropped is found by the collector, and the engine with it.
+        """End Lightning's part; the engine stays open for a save or a test."""
+        # The engine references the module: weaken the module's reference to the Trainer, so that dropping it frees the engine.
         FrozenObjects.thaw()
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
         if trainer is not None and not isinstance(trainer, weakref.ProxyTypes):
@@ -152,7 +151,7 @@ def _packed(kept: Mapping[str, Any]) -> torch.Tensor:
         torch.save(dict(kept), file)
     except Exception as error:
         raise UsageError(
-            f"what on_save_checkpoint() and callbacks add to the checkpoint cannot be stored: {error}"
+            f"values that on_save_checkpoint() or callbacks add to the checkpoint cannot be stored: {error}"
         ) from error
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
@@ -161,7 +160,7 @@ def _unpacked(state: Mapping[str, Any], path: Any, trusted: bool) -> dict[str, A
     """Return Lightning's dict. Raises CheckpointMismatchError if no Trainer saved the checkpoint."""
     if _STATE not in state:
         raise CheckpointMismatchError(
-            f"{path} was not saved by a Trainer, so there are no loops to resume: load its weights with "
+            f"{path} was not saved by a Trainer, so it has no loops to resume: load its weights with "
             "module.load_state_dict(zstore.load_state_dict(PATH)) before fit()"
         )
     file = io.BytesIO(state[_STATE].numpy().tobytes())
@@ -170,13 +169,13 @@ def _unpacked(state: Mapping[str, Any], path: Any, trusted: bool) -> dict[str, A
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} has objects that are not plain data: ZstoreStrategy(load_objects=True), or weights_only=False of "
-            f"load_from_checkpoint(), unpickles them, which runs code of whoever wrote them ({error})"
+            f"load_from_checkpoint(), unpickles them, which runs code of their author ({error})"
         ) from error
     return found
 
 
 def _reading_folders(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Lightning's function that loads a `.ckpt` for one that also reads the folders of `ZstoreStrategy`."""
+    """Extend Lightning's function that loads a `.ckpt` to the folders of `ZstoreStrategy`."""
 
     @wraps(load)
     def load_either(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:

@@ -2,25 +2,25 @@
 
 [Note: a released parameter]
 Its rows are in the array `building/<number>` in the type that it was built in, and the parameter is a view of one NaN,
-as a released one of the engine is (see [Note: the memory of a parameter]); each has a NaN of its own, by which it is
-known. The memory itself is not touched: whoever still has it keeps it.
+as a released one of the engine is (see [Note: the memory of a parameter]). Each has its own NaN, which identifies it. The
+former memory is not touched: other references to it stay valid.
 
-Any parameter may be released at any time, since any access within the block of `zstore.Init` unshards it first. The least
-recently used go first. One whose memory something else uses too, as a view in a local variable, stays: a write to the view
-is a write to the parameter.
+Any parameter may be released at any time, the least recently used first, since any access within the block of `zstore.Init`
+unshards it first. One whose memory has another user, as a view in a local variable, stays: a write to the view is a write to
+the parameter.
 
 [Note: ranks that build]
 Every rank builds the same values and keeps its rows of them. Each gather names its purpose, and the end of the block
-compares a checksum of every parameter: ranks that differ are an error. (Not before: memory that was not set yet differs
-too.) References decide which parameters may be released, so Python's collector is off, or it would run at other moments on
-other ranks.
+compares a checksum of every parameter: ranks that differ are an error. (Not earlier: uninitialized memory differs too.)
+References decide which parameters may be released, so Python's collector is off: it would run at different moments on
+different ranks.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,12 +51,12 @@ _TRIM_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class BuildStatistics:
-    """Bytes of large parameters."""
+    """Bytes of the parameters that are large enough to be sharded."""
 
     live_bytes: int = 0
     """In memory."""
     live_peak_bytes: int = 0
-    """Most that were in memory at a time."""
+    """Maximum of `live_bytes`."""
     stored_bytes: int = 0
     """Rows in the store."""
 
@@ -68,21 +68,21 @@ class Built:
     number: int
     ref: weakref.ref[nn.Parameter]
     owner: weakref.ref[nn.Module]
-    """A module that has it."""
+    """The module that got it first."""
     label: str
-    """For messages: its own name and its module's type."""
+    """Its name and its module's type, for messages."""
     device: torch.device
     """The device on which it was built."""
     rows: LocalShard | None = None
-    """This rank's rows in the store, if any; out of date while the parameter is live."""
+    """This rank's rows in the store, if any; outdated while the parameter is live."""
     placeholder: torch.Tensor | None = None
-    """The view of one NaN that it has for its values; None while it is live."""
+    """The view of one NaN in place of its values; None while it is live."""
     live_bytes: int = 0
     crc: int = 0
-    """Checksum of all its values when it was released last; with several ranks only."""
+    """Checksum of its values at the last release; with several ranks only."""
 
     def is_intact(self, parameter: nn.Parameter) -> bool:
-        """Return whether a released parameter is still as it was left then."""
+        """Return whether a released parameter is unchanged since then."""
         placeholder = self.placeholder
         return (
             placeholder is not None
@@ -91,23 +91,20 @@ class Built:
 
 
 class BuildingGuard:
-    """Lets a call, `state_dict()` and `load_state_dict()` of modules with released parameters raise, with advice, in place of
-    NaN."""
+    """Lets a call, `state_dict()` and `load_state_dict()` of modules with released parameters raise instead of using NaN."""
 
     def __init__(self) -> None:
         self._suspended = 0
-        self.lets_state_dicts_pass = False
-        """Whether released parameters may be in a state dict, as NaN."""
         self._handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
     def watch(self, builder: Builder) -> None:
-        """Watch over all modules that have released parameters; they keep the builder alive."""
+        """Hook all modules that have released parameters."""
 
         def before(module: nn.Module, *others: Any) -> None:
             self._check(module, builder)
 
         def before_state_dict(module: nn.Module, *others: Any) -> None:
-            if not self.lets_state_dicts_pass:
+            if not builder.from_rank_0:
                 self._check(module, builder)
 
         for module in builder.owners():
@@ -123,22 +120,22 @@ class BuildingGuard:
             built = builder.find(parameter)
             if built is not None and built.placeholder is not None:
                 raise UsageError(
-                    f"parameter {name!r} of this {type(module).__name__} was built within zstore.Init, so its values rest "
+                    f"parameter {name!r} of this {type(module).__name__} was built within zstore.Init, so its values are "
                     "in shards: give the model to zstore.initialize() first, or read and change it within "
                     "`with zstore.gather(model, modifier_rank=0):` or the same `with init:`"
                 )
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Allow everything for the length of a `with` block."""
+        """Allow everything within the block."""
         self._suspended += 1
         try:
             yield
         finally:
             self._suspended -= 1
 
-    def let_go(self, model: nn.Module) -> None:
-        """Take the hooks off the modules of `model`."""
+    def unwatch(self, model: nn.Module) -> None:
+        """Remove the hooks from the modules of `model`."""
         for module in model.modules():
             for handle in self._handles.pop(module, []):
                 handle.remove()
@@ -153,7 +150,7 @@ class Builder:
         self.store = store
         self.world = world
         self.key = key
-        """The settings of the store; `initialize` takes over a store that it would open alike."""
+        """The settings of the store: `initialize` takes over one with its own settings."""
         self.threshold_numel = max(1, threshold_numel)
         """Smaller parameters stay in memory."""
         self._tier = tier
@@ -166,15 +163,24 @@ class Builder:
         self.failed = False
         """The ranks build different models, or one failed: they no longer agree on anything."""
         self.from_rank_0 = False
-        """Whether ranks may build different values, of which rank 0's count."""
-        self.is_closed = False
+        """Whether ranks may build different values, of which rank 0's count, and state dicts may have NaN for released ones."""
         self.is_handed_over = False
-        """The store is somebody else's to close."""
+        """Whether another owner closes the store."""
         self.guard = BuildingGuard()
         self._finalizer = closing_with(self, store.close)
         _builders.add(self)
 
-    # -- which ------------------------------------------------------------------------------------------------------
+    @property
+    def is_open(self) -> bool:
+        """Whether the store is neither closed nor handed over."""
+        return self._finalizer.alive
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the values in the store are lost."""
+        return not (self._finalizer.alive or self.is_handed_over)
+
+    # -- records ----------------------------------------------------------------------------------------------------
 
     def find(self, tensor: torch.Tensor) -> Built | None:
         """Return the record of a parameter, None for any other tensor."""
@@ -185,14 +191,14 @@ class Builder:
         """Register a parameter that has its values in memory."""
         built = self.find(parameter)
         if built is None:
-            built = self._note(parameter, owner, label)
-            self._note_live(built, parameter)
+            built = self._record(parameter, owner, label)
+            self._count_live(built, parameter)
         return built
 
-    def _note(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
+    def _record(self, parameter: nn.Parameter, owner: nn.Module, label: str) -> Built:
         self._sweep()
         built = Built(self._count, weakref.ref(parameter), weakref.ref(owner), label, parameter.device)
-        dead = self._dead  # Python may call this anywhere; it must not keep the builder alive
+        dead = self._dead  # called at any time; it must not keep the builder alive
         built.ref = weakref.ref(parameter, lambda _: dead.append(built))
         self._count += 1
         self._by_id[id(parameter)] = built
@@ -200,32 +206,32 @@ class Builder:
 
     def register_stored(self, parameter: nn.Parameter, owner: nn.Module, label: str, fill: FillRows) -> None:
         """Register a released parameter whose rows `fill` sets; its memory is not read."""
-        self._fill(self._note(parameter, owner, label), parameter, fill)
+        self._fill(self._record(parameter, owner, label), parameter, fill)
 
-    def _note_live(self, built: Built, parameter: nn.Parameter) -> None:
+    def _count_live(self, built: Built, parameter: nn.Parameter) -> None:
         self._live_bytes += parameter.nbytes - built.live_bytes
         self._live_peak_bytes = max(self._live_peak_bytes, self._live_bytes)
         built.live_bytes = parameter.nbytes
         self._live[built.number] = built
         self._live.move_to_end(built.number)
 
-    def _note_not_live(self, built: Built) -> None:
+    def _count_released(self, built: Built) -> None:
         self._live.pop(built.number, None)
         self._live_bytes -= built.live_bytes
         built.live_bytes = 0
 
     def _sweep(self) -> None:
-        """Forget the parameters that no longer exist."""
+        """Remove the rows of parameters that no longer exist."""
         while self._dead:
             built = self._dead.popleft()
             self._by_id = {key: other for key, other in self._by_id.items() if other is not built}
-            self._note_not_live(built)
+            self._count_released(built)
             self._drop_rows(built)
 
     # -- live or released -------------------------------------------------------------------------------------------
 
     def touch(self, built: Built, *, overwritten: bool = False) -> None:
-        """Make a parameter live: something reads or writes it now. `overwritten`: all of it, so nothing is read."""
+        """Make a parameter live, before it is read or written; `overwritten` as a whole, it is not read from the store."""
         self._sweep()
         if (parameter := built.ref()) is None:
             return
@@ -236,7 +242,7 @@ class Builder:
             else:
                 parameter.data = self.whole(built)
             built.placeholder = None
-        self._note_live(built, parameter)
+        self._count_live(built, parameter)
 
     def limit(self, live_bytes: int, keep: set[int] | None = None) -> None:
         """Release parameters, the least recently used first, until the live ones take at most `live_bytes`."""
@@ -250,7 +256,7 @@ class Builder:
     def release_all(self) -> None:
         """Release every parameter; views of one no longer share its memory.
 
-        Of two parameters that share memory both stay: the engine refuses them by name.
+        Two parameters that share memory stay: the engine refuses them by name.
         """
         self._sweep()
         seen = Counter(p.data_ptr() for built in self._live.values() if (p := built.ref()) is not None)
@@ -273,10 +279,11 @@ class Builder:
             return_free_memory()
 
     def set_placeholder(self, built: Built, parameter: nn.Parameter) -> None:
-        """Let the parameter be a view of one NaN; its rows are in the store."""
+        """Make the parameter a view of one NaN; its rows are in the store."""
         built.placeholder = view_of_one_nan(parameter.shape, parameter.dtype, built.device)
         parameter.data = built.placeholder
-        self._note_not_live(built)
+        self._count_released(built)
+        _builder_of[parameter] = self
 
     def _fill(self, built: Built, parameter: nn.Parameter, fill: FillRows) -> None:
         """Set the parameter's rows in the store, and release it."""
@@ -302,7 +309,7 @@ class Builder:
     # -- values -----------------------------------------------------------------------------------------------------
 
     def own_rows(self, built: Built) -> torch.Tensor:
-        """Return this rank's rows of a released parameter, 1-D on the CPU, in memory of their own."""
+        """Return a copy of this rank's rows of a released parameter, 1-D on the CPU."""
         rows = _rows_of(built)
         out = torch.empty(rows.valid_numel, dtype=torch_dtype(rows.spec.dtype))
         self._read_into(rows, out)
@@ -311,7 +318,7 @@ class Builder:
     def _read_into(self, rows: LocalShard, out: torch.Tensor) -> None:
         if self.is_closed:
             raise model_deleted_error()
-        # Not `read`: its ticket would go on using the memory for an unknown time.
+        # Not `read`, whose ticket keeps the memory for an unknown time.
         with closing(self.store.tiles([[rows.spec.name]], "read")) as tiles:
             for tile in tiles:
                 out[tile.first : tile.stop].copy_(as_torch(tile.views[0]))
@@ -330,21 +337,21 @@ class Builder:
         self.agree(f"the values of {built.label} (parameter {built.number})", error)
         everyone = torch.empty(rows.grid.shard_numel * world.world_size, dtype=mine.dtype, device=world.device)
         world.all_gather(everyone, mine.to(world.device))
-        # A copy: the collective goes on using its memory for an unknown time.
+        # A copy: the collective keeps its memory for an unknown time.
         return everyone[: rows.spec.numel].view(rows.spec.shape).to(built.device, copy=True)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def agree_on_values(self, error: BaseException | None) -> None:
-        """Return if every rank released the same values; else raise on all, as `agree` does (all ranks)."""
+        """Raise on all ranks, as `agree` does, unless every rank released the same values (all ranks)."""
         self.agree("the end of the block", error)
-        resting = [built for built in self._by_id.values() if built.placeholder is not None]
-        resting.sort(key=lambda built: built.number)
-        told = self.world.all_gather_object([[built.number, built.crc] for built in resting])
-        for rank, theirs in enumerate(told):
-            if theirs != told[0]:
+        released = [built for built in self._by_id.values() if built.placeholder is not None]
+        released.sort(key=lambda built: built.number)
+        sums = self.world.all_gather_object([[built.number, built.crc] for built in released])
+        for rank, theirs in enumerate(sums):
+            if theirs != sums[0]:
                 self.failed = True
-                pairs = zip(resting, told[0], theirs, strict=False)
+                pairs = zip(released, sums[0], theirs, strict=False)
                 odd = next((built.label for built, one, other in pairs if one != other), "their number")
                 raise UsageError(
                     f"rank {rank} built different values from rank 0's, first {odd}: within zstore.Init every rank needs the "
@@ -353,8 +360,7 @@ class Builder:
                 )
 
     def agree(self, what: str, error: BaseException | None = None) -> None:
-        """Return if every rank is at `what` and none has an `error`; else raise on all (all ranks). See [Note: ranks that
-        build]."""
+        """Raise on all ranks unless each is at `what` and none has an `error` (all ranks). See [Note: ranks that build]."""
         if self.failed:
             raise UsageError("building this model failed before, on some rank: build it again")
         try:
@@ -371,16 +377,23 @@ class Builder:
         return list(dict.fromkeys(module for module in found if module is not None))
 
     def give(self, built: Built, *, keep_rows: bool = False) -> None:
-        """Forget a parameter that somebody else has taken over; its array too, unless that was taken over with it."""
+        """Forget a parameter that an engine has taken over; drop its array unless that was taken over too."""
         if keep_rows:
             built.rows = None
         if (parameter := built.ref()) is not None:
             self._by_id.pop(id(parameter), None)
-        self._note_not_live(built)
+            _builder_of.pop(parameter, None)  # type: ignore[no-untyped-call]
+        self._count_released(built)
         self._drop_rows(built)
 
+    def has_others(self, parameters: Container[nn.Parameter]) -> bool:
+        """Return whether the store has rows of other parameters than these."""
+        self._sweep()
+        stored = (built.ref() for built in self._by_id.values() if built.rows is not None)
+        return any(parameter is not None and parameter not in parameters for parameter in stored)
+
     def hand_over_store(self) -> Store:
-        """Return the store, which is the caller's to close from now on; arrays of parameters stay until `give`."""
+        """Return the store, which the caller closes from now on; arrays of parameters stay until `give`."""
         self._finalizer.detach()
         self.is_handed_over = True
         return self.store
@@ -392,11 +405,7 @@ class Builder:
         return BuildStatistics(live_bytes=self._live_bytes, live_peak_bytes=self._live_peak_bytes, stored_bytes=stored)
 
     def close(self) -> None:
-        """Close the store, unless it was handed over; values in it are gone. A second call does nothing."""
-        self.is_closed = self.is_closed or self._finalizer.alive
-        for built in self._by_id.values():
-            if (parameter := built.ref()) is not None:
-                with_init[parameter] = self  # kept by it, to say that its values are gone
+        """Close the store, unless it was handed over; its values are lost. A second call does nothing."""
         self._finalizer()
 
 
@@ -404,16 +413,16 @@ class Builder:
 
 open_blocks: list[Any] = []
 """The open block, if any."""
-with_init: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that a block saw, in shards or not: every rank has the same values of them."""
+seen_by_init: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that a block saw, sharded or not: every rank has the same values of them. The values are None."""
 trained: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters that an engine has: no block shards them once more."""
+"""Parameters that an engine has: no block shards them again. The values are None."""
 
 
 @contextmanager
 def around_block() -> Iterator[None]:
-    """End the open block, if any, which makes its model whole, and go on with it afterwards; not after an error, which leaves
-    nothing of it (all ranks)."""
+    """End the open block, if any, which completes its model, and enter it again afterwards; after an error close it (all
+    ranks)."""
     if not open_blocks:
         yield
         return
@@ -428,7 +437,7 @@ def around_block() -> Iterator[None]:
 
 
 def leave_to_engine(model: nn.Module) -> None:
-    """Note that an engine has the parameters of `model`."""
+    """Mark the parameters of `model` as those of an engine."""
     for parameter in model.parameters():
         trained[parameter] = None
 
@@ -437,7 +446,7 @@ def leave_to_engine(model: nn.Module) -> None:
 
 
 def model_deleted_error() -> UsageError:
-    """Return the error of a model whose store is closed."""
+    """Return the error of a model whose store was closed."""
     return UsageError("the values of this model were dropped when its zstore.Init was closed: build it again")
 
 
@@ -452,7 +461,7 @@ def _uses(parameter: nn.Parameter) -> int:
 
 
 _SOLE_USES = _uses(nn.Parameter(torch.empty(1)))
-"""Those of a parameter whose memory has no other owner: one in torch 2.9, two in 2.13."""
+"""Uses of memory that a parameter alone has: one in torch 2.9, two in 2.13."""
 
 
 def _is_sole_owner(parameter: nn.Parameter) -> bool:
@@ -461,19 +470,17 @@ def _is_sole_owner(parameter: nn.Parameter) -> bool:
 
 
 _builders: weakref.WeakSet[Builder] = weakref.WeakSet()
-"""The builders of all models: a parameter alone must be enough to find its values."""
+_builder_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameter -> the builder that released it: kept by it even when it is closed, since the values are lost then."""
 
 
 def open_builder(key: tuple[Any, ...]) -> Builder | None:
-    """Return the builder whose store was opened by `key` and was not handed over."""
-    alike = (b for b in _builders if b.key == key and not (b.is_closed or b.is_handed_over or b.failed))
-    return next(alike, None)
+    """Return the builder with an open store of these settings, if any."""
+    return next((b for b in _builders if b.key == key and b.is_open and not b.failed), None)
 
 
 def find_built(tensor: torch.Tensor) -> tuple[Builder, Built] | None:
-    """Return the builder that released a parameter, and its record; None if it has its values itself."""
-    for builder in list(_builders):
-        built = builder.find(tensor)
-        if built is not None and built.placeholder is not None:
-            return builder, built
-    return None
+    """Return the builder that released a parameter, and its record; None if the parameter has its values."""
+    builder: Builder | None = _builder_of.get(tensor)  # type: ignore[no-untyped-call]
+    built = None if builder is None else builder.find(tensor)
+    return None if builder is None or built is None or built.placeholder is None else (builder, built)

@@ -1,10 +1,9 @@
 """`zstore.Init`: a model is built for real, and its parameters move into shards as they are made.
 
 [Note: what the block sees]
-torch's own hooks tell of every parameter that a module gets, and of every module that another gets; a torch function
-mode sees every torch function that is called, attributes of tensors included, with its arguments. So user code runs as it
-is: a parameter is unsharded before any access. Other threads are not seen. See [Note: a released parameter] for which
-parameters are in memory when.
+torch's registration hooks report every parameter and every module that a module gets; a torch function mode sees every call of
+a torch function, attributes of tensors included, with its arguments. So user code runs unchanged: a parameter is unsharded
+before any access. Other threads are not seen. [Note: a released parameter] says which parameters are in memory when.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from zstore.ranks.world import World
 
 from ..config.config import Config, load_config
 from ..runtime.process import CollectorPause, init_distributed, show_messages
-from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, open_blocks, trained, with_init
+from .builder import DEFAULT_LIVE_BYTES, Builder, BuildStatistics, open_blocks, seen_by_init, trained
 from .store import builder_for
 
 
 class Init(AbstractContextManager["Init"]):
     """Within the block, models are built in shards: the values of the plain model, in little memory (all ranks).
 
-    `config` (or `config_dict_or_path`) is the one that `initialize` gets. Large parameters go to the tier that it gives
-    them, each rank's rows of them: at stage 3 with several ranks or `offload_param`, and wherever the optimizer's state is
-    offloaded. Without a config each rank's rows go to host memory. If that saves nothing, the block does nothing.
+    `config` (or `config_dict_or_path`) is that of `initialize`. Each rank's rows of large parameters go to the tier that it
+    gives them: at stage 3 with several ranks or `offload_param`, and wherever the optimizer's state is offloaded. Without a
+    config they go to host memory. If that saves nothing, the block does nothing.
 
-    At most `live_bytes` of large parameters stay in memory, beside the one in use. `dtype`: the default floating type
+    At most `live_bytes` of large parameters stay in memory, in addition to the one in use. `dtype`: the default floating type
     within the block. `module`: a model that was built before; it is sharded at once.
 
-    `remote_device` is the rows' tier: "cpu" is that of a block without a config, and with one the config decides; "nvme"
-    needs a config that offloads parameters there. `pin_memory` and `mem_efficient_linear` are accepted and ignored: the
-    config decides on pinning, and values do not depend on either.
+    `remote_device` names the rows' tier: "cpu" changes nothing, and "nvme" needs a config that offloads parameters there.
+    `pin_memory` and `mem_efficient_linear` are accepted and ignored: the config decides on pinning, and values depend on
+    neither.
 
-    Every rank runs the same code under the same seed, or the block ends with UsageError. After the block such a parameter
+    Every rank runs the same code under the same seed, or the block ends with UsageError. After the block a sharded parameter
     reads as NaN; within it, within the same block entered again, or within `zstore.gather`, it has its values. An error
     in the block leaves no files.
 
@@ -117,7 +116,7 @@ class Init(AbstractContextManager["Init"]):
 
     def _open(self) -> None:
         """Open the store, if there is something to shard."""
-        if self._builder is not None and not (self._builder.is_closed or self._builder.is_handed_over):
+        if self._builder is not None and self._builder.is_open:
             self._began_empty = False
             return
         show_messages()
@@ -127,17 +126,17 @@ class Init(AbstractContextManager["Init"]):
         _check_remote_device(self._remote_device, config)
         self._builder, self._began_empty = builder_for(config, world)
         if self._builder is not None and self._from_rank_0:
-            self._builder.from_rank_0 = self._builder.guard.lets_state_dicts_pass = True
+            self._builder.from_rank_0 = True
 
     def _watch(self, builder: Builder, stack: ExitStack) -> None:
-        """Begin to watch; see [Note: what the block sees]."""
+        """Install the hooks of [Note: what the block sees]."""
         self._thread = threading.get_ident()
         self._meta.clear()
         stack.enter_context(builder.guard.suspended())
         if builder.world.world_size > 1:
             stack.callback(CollectorPause().end)
         stack.callback(register_module_module_registration_hook(self._on_module).remove)
-        stack.enter_context(_Watch(self._before))
+        stack.enter_context(_BeforeFunctions(self._before))
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if not self._enabled or self not in open_blocks:
@@ -155,7 +154,7 @@ class Init(AbstractContextManager["Init"]):
             builder.close()
 
     def _end(self, builder: Builder, raised: BaseException | None) -> None:
-        """Release live parameters, and agree with the other ranks that all is well."""
+        """Release live parameters, and compare with the other ranks."""
         error = raised
         try:
             builder.release_all()
@@ -190,24 +189,24 @@ class Init(AbstractContextManager["Init"]):
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if self._builder is None and parameter is not None:
-            with_init[parameter] = None
+            seen_by_init[parameter] = None
         elif parameter is not None and not self._busy and threading.get_ident() == self._thread:
-            with self._alone() as builder:
+            with self._unobserved() as builder:
                 self._enter(builder, module, name, parameter)
 
     def _on_module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Register parameters that no hook reported, as those of a copied module."""
+        """Register parameters that no hook reported, such as those of a copied module."""
         if child is not None and not self._busy and threading.get_ident() == self._thread:
-            with self._alone():
+            with self._unobserved():
                 self._enter_module(child)
 
     def enter(self, module: nn.Module, name: str) -> None:
-        """Shard the parameter `name` of a module that its engine releases, within the block if that shards any."""
+        """Shard the parameter `name` of a module that its engine gives up, if the block shards any."""
         if (parameter := module._parameters[name]) is None:
             return
         trained.pop(parameter, None)  # type: ignore[no-untyped-call]
         if self._builder is not None:
-            with self._alone() as builder:
+            with self._unobserved() as builder:
                 self._enter(builder, module, name, parameter)
 
     def _enter_module(self, root: nn.Module) -> None:
@@ -222,17 +221,17 @@ class Init(AbstractContextManager["Init"]):
     def _enter(self, builder: Builder, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if parameter in trained:
             return
-        with_init[parameter] = None
+        seen_by_init[parameter] = None
         if parameter.is_meta:
             self._meta.append((weakref.ref(module), name))
-        elif parameter.numel() >= builder.threshold_numel and _can_rest(parameter):
+        elif parameter.numel() >= builder.threshold_numel and _can_be_stored(parameter):
             built = builder.enter(parameter, module, f"{name!r} of a {type(module).__name__}")
-            # The newest stays: it is not set yet.
+            # The newest stays: it is not initialized yet.
             builder.limit(self._live_bytes, {built.number})
 
     @contextmanager
-    def _alone(self) -> Iterator[Builder]:
-        """Ignore the block's own work."""
+    def _unobserved(self) -> Iterator[Builder]:
+        """Let the hooks ignore the work of the block."""
         if self._builder is None:
             raise UsageError("this zstore.Init shards nothing")
         self._busy = True
@@ -249,7 +248,7 @@ class Init(AbstractContextManager["Init"]):
         touched = [built for tensor in _tensors((args, kwargs)) if (built := find(tensor)) is not None]
         if not touched:
             return
-        with self._alone() as builder:
+        with self._unobserved() as builder:
             keep = {built.number for built in touched}
             missing = {built.number: built for built in touched if built.placeholder is not None}
             needed_bytes = sum(one.rows.spec.nbytes for one in missing.values() if one.rows is not None)
@@ -260,17 +259,17 @@ class Init(AbstractContextManager["Init"]):
                 builder.touch(built, overwritten=overwrites)
 
     def statistics(self) -> BuildStatistics:
-        """Return the bytes of large parameters that were built and not given to `initialize`."""
+        """Return the bytes of large parameters that were built and not passed to `initialize`."""
         return BuildStatistics() if self._builder is None else self._builder.statistics()
 
     def close(self) -> None:
-        """Remove the files of models that were built and not given to `initialize`; their values are lost."""
+        """Remove the files of models that were built and not passed to `initialize`; their values are lost."""
         if self._builder is not None:
             self._builder.close()
 
 
-class _Watch(TorchFunctionMode):
-    """Reports every torch function before it runs, except those that do not depend on values."""
+class _BeforeFunctions(TorchFunctionMode):
+    """Reports each torch function before it runs, unless it does not depend on values."""
 
     def __init__(self, before: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], None]) -> None:
         super().__init__()
@@ -279,9 +278,10 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func not in _valueless():
-            self._before(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            self._before(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def _check_remote_device(device: str | None, config: Config | None) -> None:
@@ -290,14 +290,14 @@ def _check_remote_device(device: str | None, config: Config | None) -> None:
         raise UsageError(f'Init(remote_device={device!r}): expected "cpu", "nvme" or None')
     if device == "nvme" and (config is None or config.offload_param.device != "nvme"):
         raise UsageError(
-            'Init(remote_device="nvme"): the config does not say where: pass one with zero_optimization.stage 3 and '
+            'Init(remote_device="nvme"): the config names no folder: pass one with zero_optimization.stage 3 and '
             'offload_param {"device": "nvme", "nvme_path": FOLDER}'
         )
 
 
 @cache
 def _valueless() -> frozenset[Any]:
-    """Return the torch functions whose result does not depend on a parameter's values, nor on its memory."""
+    """Return the torch functions whose result depends on neither the values nor the memory of a parameter."""
     read = (
         "shape ndim dtype device layout requires_grad grad is_leaf is_meta is_cuda is_cpu is_sparse is_quantized grad_fn "
         "itemsize nbytes _backward_hooks _version"
@@ -335,8 +335,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _can_rest(parameter: nn.Parameter) -> bool:
-    """Return whether the store has room for such values; others stay in memory."""
+def _can_be_stored(parameter: nn.Parameter) -> bool:
+    """Return whether the store takes such a parameter; others stay in memory."""
     if type(parameter) is not nn.Parameter or is_lazy(parameter):
         return False
     try:
@@ -346,7 +346,7 @@ def _can_rest(parameter: nn.Parameter) -> bool:
     return parameter.layout == torch.strided
 
 
-def require_no_init(call: str) -> None:
-    """Raise UsageError if `call` comes within a block of `zstore.Init`."""
+def require_no_open_block(call: str) -> None:
+    """Raise UsageError if `call` is made within a block of `zstore.Init`."""
     if any(init._builder is not None for init in open_blocks):
         raise UsageError(f"{call} within `with zstore.Init(...)`: end the block first")

@@ -1,4 +1,5 @@
-"""The model before training: on its device, in its type, the same on every rank."""
+"""Checks and prepares a model before training: its device, its types, the same values on every rank; and what a checkpoint
+stores of it besides the parameters."""
 
 from __future__ import annotations
 
@@ -32,19 +33,19 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.
 
 
 def check_model(model: nn.Module, world: World, *, gathers: bool) -> None:
-    """Raise UsageError for a model that cannot be trained, at all or with gathered parameters (`gathers`), and if the ranks
-    have different models (all ranks)."""
+    """Raise UsageError for a model that cannot be trained, with `gathers` also for one whose parameters cannot be gathered, and
+    if the ranks have different models (all ranks)."""
     world.raise_together(_fault(model, gathers))
     mine = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
     digests = world.all_gather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
     theirs = world.broadcast_object(mine)
-    odd = next((f"{a} here, {b} there" for a, b in zip(mine, theirs, strict=False) if a != b), "their number")
+    first = next((f"{a}, on rank 0 {b}" for a, b in zip(mine, theirs, strict=False) if a != b), "their number")
     ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     raise UsageError(
         f"ranks {ranks} have a different model from rank 0; parameters differ, on rank {world.rank} first: "
-        f"{'none' if mine == theirs else odd}. Build the same model on every rank"
+        f"{'none' if mine == theirs else first}. Build the same model on every rank"
     )
 
 
@@ -67,20 +68,20 @@ def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
             )
         if parameter.is_complex():
             return UsageError(
-                f"parameter {name!r} is {parameter.dtype}, but masters and checkpoints are of real numbers: hold its "
-                "view_as_real() as the parameter, and take view_as_complex() in forward"
+                f"parameter {name!r} is {parameter.dtype}, but masters and checkpoints are of real numbers: use its "
+                "view_as_real() as the parameter, and view_as_complex() in forward"
             )
         if parameter.dtype in _FLOAT8:
             return UsageError(
-                f"parameter {name!r} is {parameter.dtype}, which the engine neither trains nor keeps: cast it to bfloat16, or "
-                "register it as a buffer, which stays as it is"
+                f"parameter {name!r} is {parameter.dtype}, which the engine neither trains nor stores: cast it to bfloat16, or "
+                "register it as a buffer, which is not changed"
             )
     for name, buffer in model.named_buffers():
         if buffer.is_meta or buffer.is_nested or buffer.is_quantized or buffer.layout != torch.strided:
             kind = "on the meta device" if buffer.is_meta else f"{buffer.dtype}, {buffer.layout}"
             return UsageError(
-                f"buffer {name!r} is {kind}, and ranks share and save dense tensors alone: register its parts (as indices and "
-                "values, or int_repr() and scale), or make it in forward"
+                f"buffer {name!r} is {kind}, but only dense tensors can be shared and saved: register its parts (as indices "
+                "and values, or int_repr() and scale), or make it in forward"
             )
     for name, buffer in stored_buffers(model):
         try:
@@ -91,30 +92,29 @@ def _fault(model: nn.Module, gathers: bool) -> UsageError | None:
             )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            return UsageError(f"module {name!r} is scripted, so nothing can be hooked to it: pass it unscripted")
+            return UsageError(f"module {name!r} is scripted and takes no hooks: pass it unscripted")
         # Attributes that torch.compile(module) and module.compile() set.
         if gathers and (module._compiled_call_impl is not None or "_orig_mod" in module._modules):
             return UsageError(
-                f"module {name!r} is compiled, but units are compiled within their gather where parameters come and go: pass "
-                "the model uncompiled, or torch.compile(model) as a whole, and call engine.compile() after initialize()"
+                f"module {name!r} is compiled, but with sharded or offloaded parameters units compile within their gather: "
+                "pass the model uncompiled, or torch.compile(model) as a whole, and call engine.compile() after initialize()"
             )
     return None
 
 
 def place_buffers(model: nn.Module, world: World, dtype: torch.dtype | None) -> None:
-    """Move the model's buffers to their device, take rank 0's values, and cast floating ones to `dtype`; None: they keep
-    their types (all ranks).
+    """Move the model's buffers to their device, take rank 0's values, and cast floating ones to `dtype` (all ranks).
 
-    Buffers that several modules share stay shared; expanded ones get memory of their own. Values that a 16-bit type would
-    spoil are the reason for None: the frequencies of rotary embeddings, running statistics.
+    None keeps their types: frequencies of rotary embeddings and running statistics lose too much in 16 bits. Buffers that
+    several modules share stay shared; expanded ones get their own memory.
     """
     placed: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer not in placed:
-                here = plain_memory(buffer.to(world.device))
-                broadcast_bytes(world, here)
-                placed[buffer] = here.to(dtype) if dtype and here.is_floating_point() else here
+                moved = plain_memory(buffer.to(world.device))
+                broadcast_bytes(world, moved)
+                placed[buffer] = moved.to(dtype) if dtype and moved.is_floating_point() else moved
             setattr(module, name, placed[buffer])
 
 
@@ -127,7 +127,7 @@ def broadcast_bytes(world: World, tensor: torch.Tensor) -> None:
 def normalize_in_type_of_statistics(model: nn.Module) -> None:
     """Let modules with running statistics in fp32 work whose parameters are in 16 bits.
 
-    torch's batch_norm takes 16-bit inputs beside fp32 for all else, as under autocast, or everything in one type: in such a
+    torch's batch_norm takes everything in one type, or as under autocast 16-bit inputs with fp32 for all else: in such a
     module's forward the parameters are cast to the type of the statistics.
     """
     for module in model.modules():
@@ -147,16 +147,16 @@ def _forward_cast(module: _NormBase, forward: Callable[..., torch.Tensor], *args
 
 
 def own_memory(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values`, contiguous, in memory that nothing else uses; cast to `dtype` if they are floating."""
+    """Return `values`, contiguous, in unshared memory; cast to `dtype` if they are floating."""
     cast = (values.to(dtype) if values.is_floating_point() else values).resolve_neg()
     storage = cast.untyped_storage()
     alone = cast.is_contiguous() and storage.nbytes() == cast.nbytes and storage.resizable()
-    # A slice of a file that was mapped, or of a larger tensor, cannot be released by itself.
+    # A slice of a mapped file or of a larger tensor cannot be released separately.
     return cast if alone and not storage.is_shared() else cast.clone(memory_format=torch.contiguous_format)
 
 
 def save_config(model: nn.Module, folder: Path) -> None:
-    """Write the config of a transformers model beside its weights, for `from_pretrained`."""
+    """Write the config of a transformers model next to its weights, for `from_pretrained`."""
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if config is not None and callable(getattr(config, "save_pretrained", None)):
@@ -167,8 +167,8 @@ def save_config(model: nn.Module, folder: Path) -> None:
 
 
 def companion_files(model: nn.Module, config: Config) -> Callable[[CheckpointReader], list[str]] | None:
-    """Return a writer of the model's config, and of its weights as it computes with them if the config asks for them, beside
-    the arrays of a checkpoint (rank 0); None if there is neither."""
+    """Return a function that adds the model's config, and if configured its weights in the computing type, to a checkpoint
+    (rank 0); None if there is neither."""
     gathers = config.zero.stage3_gather_16bit_weights_on_model_save
 
     def write(reader: CheckpointReader) -> list[str]:
@@ -177,7 +177,7 @@ def companion_files(model: nn.Module, config: Config) -> Callable[[CheckpointRea
             try:
                 layouts = plan_files(list_weights(reader, DTYPES[config.precision]), MAX_FILE_BYTES)
             except CheckpointMismatchError as error:  # of a name: it must not fail a checkpoint
-                messages.append(f"the checkpoint has no safetensors files beside it: {error}")
+                messages.append(f"the checkpoint has no safetensors files: {error}")
             else:
                 lost = write_weights(reader, layouts, reader.path, overflow="inf", advance=lambda _: None)
                 unfit = f"values do not fit {config.precision}: infinite in the weights"
@@ -189,31 +189,33 @@ def companion_files(model: nn.Module, config: Config) -> Callable[[CheckpointRea
 
 
 def _save_companions(model: nn.Module, folder: Path) -> list[str]:
-    """Write the model's config, and copy the tokenizer from the folder that the model was loaded from, durably; return
-    warnings about files that could not be written."""
+    """Write the model's config, and copy the tokenizer from the folder that the model was loaded from, durably; return a
+    warning for each failure."""
     before = set(folder.iterdir())
     messages: list[str] = []
     try:
         save_config(model, folder)
-    except Exception as error:  # its values are the user's, and must not fail a checkpoint
+    except Exception as error:  # values of the user must not fail a checkpoint
         messages.append(f"the checkpoint has no config of the model, which could not be written: {error}")
     loaded_from = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "-"))
-    files, own = Files(), Companions()
+    files, companions = Files(), Companions()
     for path in set(folder.iterdir()) - before:
         if path.is_file():
             files.sync_file(path)
-    own.add_named(loaded_from)
+    companions.add_named(loaded_from)
     try:
-        own.copy_into_checkpoint(folder, files)
+        companions.copy_into_checkpoint(folder, files)
     except OSError as error:
-        own.skipped.append(str(error))
-    if own.skipped:
-        messages.append(f"the checkpoint has not all files of the model in {loaded_from}: {', '.join(own.skipped)}")
+        companions.skipped.append(str(error))
+    if companions.skipped:
+        messages.append(
+            f"the checkpoint has not all files of the model in {loaded_from}: {', '.join(companions.skipped)}"
+        )
     return messages
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (fully qualified name, buffer) of each buffer that a state_dict of the model has, once."""
+    """Yield (fully qualified name, buffer) once for each buffer in a state_dict of the model."""
     seen: set[torch.Tensor] = set()
     for path, module in model.named_modules():
         left_out = module._non_persistent_buffers_set
@@ -224,8 +226,8 @@ def stored_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def stored_whole(model: nn.Module, known: Iterable[nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (array, tensor) for tensors that are not sharded: buffers, and parameters that are not among those `known`,
-    which are frozen and were added after `initialize`."""
+    """Yield (array, tensor) for unsharded tensors: buffers, and parameters not in `known`, which are frozen and were added
+    after `initialize`."""
     for name, buffer in stored_buffers(model):
         yield buffer_array(name), buffer
     others = set(known)
@@ -235,11 +237,11 @@ def stored_whole(model: nn.Module, known: Iterable[nn.Parameter]) -> Iterator[tu
 
 
 def warn_of_doubles(model: nn.Module, config: Config) -> None:
-    """Warn of float64 parameters, which have another type from now on."""
+    """Warn of float64 parameters, which the engine casts."""
     doubles = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
     if doubles:
         warn_once(
-            "%s: parameters that are float64 are cast to %s, the type that the config says: %s",
+            "%s: float64 parameters are cast to %s, the config's type: %s",
             config.source,
             config.precision,
             listed(doubles, 5),

@@ -1,10 +1,10 @@
 """`from_pretrained`: a model from a Hugging Face folder, straight from the files into shards.
 
 [Note: the skeleton]
-The model's class builds it as usual, but each parameter moves to the meta device as soon as a module has it, before
-anything is written to it: nothing is initialised, nothing large is in memory. Buffers are built for real, since many are in
-no file (the frequencies of rotary embeddings). Then each parameter is replaced by one in the store, or in memory if it is
-small, and filled from the file: every rank reads its own rows alone.
+The model's class builds it as usual, but each parameter moves to the meta device when a module gets it, before it is
+initialized: nothing large is in memory. Buffers are built for real, since many are in no file (the frequencies of rotary
+embeddings). Then each parameter is replaced by one in the store, or in memory if it is small, and filled from the file: every
+rank reads only its own rows.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from ..config.config import load_config
 from ..params.record import named_parameters
 from ..runtime.process import init_distributed, show_messages
 from .builder import Builder
-from .init import require_no_init
+from .init import require_no_open_block
 from .model import stored_buffers
 from .store import builder_for
 
 _TRIM_BYTES = 64 * 1024 * 1024
-_NAMED = 8
-"""Keys of a kind that an error lists."""
-_NEVER_EXPECTED = r"rotary_emb\.inv_freq"
-_NOT_TRAINED = ("complex64", *FLOAT8)
-"""Keys of older files that models compute, as transformers leaves them out."""
+_MAX_LISTED = 8
+"""Keys of each kind that an error lists."""
+_IGNORED_KEY = r"rotary_emb\.inv_freq"
+"""Of older files, now computed by the models; transformers ignores it too."""
+_UNTRAINABLE = ("complex64", *FLOAT8)
 
 
 def from_pretrained(cls: Any, folder: UserPath, *, config: Any = None, dtype: torch.dtype | None = None) -> nn.Module:
     """Return a model with the weights of a Hugging Face folder, in eval mode, for `zstore.initialize` (all ranks).
 
     `cls` is a transformers class (`LlamaForCausalLM`, `AutoModelForCausalLM`), which is built from the folder's
-    `config.json`, or a function without arguments that builds the model. `config` is the one that `initialize` gets:
-    large parameters go straight to the tier that it gives them, as with `zstore.Init`, and only this rank's rows are read.
-    Without one they go to host memory with several ranks, and stay whole alone. `dtype`: the parameters' floating type; by
-    default that of each tensor in its file.
+    `config.json`, or a function without arguments that builds the model. `config` is that of `initialize`: large
+    parameters go straight to the tier that it gives them, as with `zstore.Init`, and only this rank's rows are read.
+    Without one, several ranks shard them in host memory, and a single one keeps them whole. `dtype`: the parameters' floating
+    type; by default that of each tensor in its file.
 
-    Memory: the small parameters, the buffers, and one tensor at a time. Until `initialize` has the model, a large parameter
+    Memory: the small parameters, the buffers, and one tensor at a time. Until `initialize` takes the model, a large parameter
     reads as NaN outside of `zstore.gather`.
 
     Raises CheckpointMismatchError that lists the keys that are missing, not expected, or of another shape, as transformers
     does, and the errors of reading and of opening a store. Pickled weights (`.bin`) are refused.
     """
-    require_no_init("from_pretrained()")
+    require_no_open_block("from_pretrained()")
     show_messages()
     init_distributed()
     world = World.current()
@@ -109,7 +109,7 @@ def _build(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"transformers finds no model in {folder}: {error}") from error
-        # The automatic classes have the one, those of a model the other.
+        # Automatic classes have `from_config`, model classes `_from_config`.
         build = cls.from_config if callable(getattr(cls, "from_config", None)) else cls._from_config
         model = build(config, **options)
         if (folder / "generation_config.json").is_file() and getattr(model, "generation_config", None) is not None:
@@ -124,7 +124,7 @@ def _build(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
-# -- which tensor is which --------------------------------------------------------------------------------------------
+# -- matching the keys ------------------------------------------------------------------------------------------------
 
 
 def match_weights(model: nn.Module, reader: WeightsReader) -> dict[str, StoredWeight]:
@@ -148,14 +148,14 @@ def match_weights(model: nn.Module, reader: WeightsReader) -> dict[str, StoredWe
         elif name in parameters or not _matches(name, getattr(model, "_keys_to_ignore_on_load_missing", None)):
             missing.append(name)
     known = names | {name for name, _ in model.named_buffers()}
-    ignored = [_NEVER_EXPECTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    ignored = [_IGNORED_KEY, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     unexpected = [name for name in stored if name not in known and not _matches(name, ignored)]
-    if odd := next((one for name, one in found.items() if name in parameters and one.dtype in _NOT_TRAINED), None):
+    if odd := next((w for name, w in found.items() if name in parameters and w.dtype in _UNTRAINABLE), None):
         raise UsageError(
             f"{odd.name!r} in {odd.path} is {odd.dtype}, which cannot be trained: convert the model to bfloat16"
         )
     if missing or unexpected or mismatched:
-        raise CheckpointMismatchError(_misfit(model, reader.folder, missing, unexpected, mismatched))
+        raise CheckpointMismatchError(_mismatches(model, reader.folder, missing, unexpected, mismatched))
     return found
 
 
@@ -176,7 +176,7 @@ def _matches(name: str, patterns: Iterable[str] | None) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
 
 
-def _misfit(
+def _mismatches(
     model: nn.Module, folder: Path, missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[str]
 ) -> str:
     kinds = {
@@ -187,7 +187,7 @@ def _misfit(
     lines = [f"the weights in {folder} are not those of a {type(model).__name__}:"]
     for kind, keys in kinds.items():
         if keys:
-            lines.append(f"  {len(keys)} {kind}: {listed(keys, _NAMED)}")
+            lines.append(f"  {len(keys)} {kind}: {listed(keys, _MAX_LISTED)}")
     lines.append(
         "Give the class that the folder was saved from. Where transformers changes the layout of weights as it loads them, "
         "load with it in shards: `with zstore.Init(config=config): model = cls.from_pretrained(folder)`"
@@ -199,7 +199,7 @@ def _misfit(
 
 
 class _Filling:
-    """Puts values into a skeleton: large ones into the store of `builder`, if there is one, others into memory."""
+    """Gives a skeleton its values: large ones in the store of `builder`, if there is one, others in memory."""
 
     def __init__(self, reader: WeightsReader, dtype: torch.dtype | None, builder: Builder | None) -> None:
         self._reader = reader
@@ -211,9 +211,9 @@ class _Filling:
         moved_bytes = 0
         for name, aliases, parameter in list(named_parameters(model)):
             paths = (one.rpartition(".") for one in (name, *aliases))
-            spots = [(model.get_submodule(path), attribute) for path, _, attribute in paths]
-            filled = self._parameter(parameter, found[name], spots[0])
-            for module, attribute in spots:
+            owners = [(model.get_submodule(path), attribute) for path, _, attribute in paths]
+            filled = self._parameter(parameter, found[name], owners[0])
+            for module, attribute in owners:
                 setattr(module, attribute, filled)
             moved_bytes += filled.nbytes
             if moved_bytes >= _TRIM_BYTES:
@@ -223,7 +223,7 @@ class _Filling:
         if self._builder is not None:
             self._builder.guard.watch(self._builder)
 
-    def _parameter(self, meta: nn.Parameter, weight: StoredWeight, spot: tuple[nn.Module, str]) -> nn.Parameter:
+    def _parameter(self, meta: nn.Parameter, weight: StoredWeight, owner: tuple[nn.Module, str]) -> nn.Parameter:
         """Return a parameter with the values of `weight`, in the store or in memory."""
         dtype = torch_dtype(weight.dtype)
         if self._dtype is not None and dtype.is_floating_point:
@@ -233,12 +233,12 @@ class _Filling:
                 f"{weight.name!r} in {weight.path} is of type {weight.dtype}, but is to be trained: from_pretrained() does "
                 "not read quantized weights"
             )
-        rests = self._builder is not None and meta.numel() >= self._builder.threshold_numel
-        memory = torch.empty(1, dtype=dtype).expand(meta.shape) if rests else torch.empty(meta.shape, dtype=dtype)
+        is_stored = self._builder is not None and meta.numel() >= self._builder.threshold_numel
+        memory = torch.empty(1, dtype=dtype).expand(meta.shape) if is_stored else torch.empty(meta.shape, dtype=dtype)
         parameter = nn.Parameter(memory, requires_grad=meta.requires_grad)
         parameter.__dict__.update(meta.__dict__)
-        if self._builder is not None and rests:
-            module, attribute = spot
+        if self._builder is not None and is_stored:
+            module, attribute = owner
             label = f"{attribute!r} of a {type(module).__name__}"
             self._builder.register_stored(parameter, module, label, lambda first, out: self._read(weight, first, out))
         else:

@@ -1,5 +1,5 @@
-"""The store of a run, that of a model built in shards, whose rows its engine takes over, or a new one; and the records of the
-model's parameters, each with its type, its memory and its state."""
+"""Opens the store of a run, or takes over that of a model built in shards with its rows; and makes the records of the model's
+parameters, each with its type, its memory and its state."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ from .builder import Builder, Built, find_built, model_deleted_error, open_build
 from .model import own_memory
 
 _THRESHOLD_NUMEL = 100_000
-"""Smallest parameter that is sharded if the config leaves it open."""
+"""Minimum size of sharded parameters if the config leaves it open."""
 _TRIM_BYTES = 64 * 1024 * 1024
-"""Bytes of parameters laid out between two calls that give freed memory back to the system."""
+"""Bytes of parameters laid out between two calls that return freed memory to the system."""
 _TIERS: dict[str, TierName] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
 StoreKey = tuple[StoreOptions, tuple[Path, ...], int | Literal["auto"] | None]
-"""The settings of a store: its options but for the budget, folders of the optimizer's state, and the host budget."""
+"""The settings of a store: its options without the budget, folders of the optimizer's state, and the host budget."""
 
 
 def store_key(config: Config) -> StoreKey:
-    """Return the settings of a config's store, whether or not there will be an optimizer."""
-    written = replace(config, frozen=False)
-    return store_options(written, None), written.offload_optimizer.nvme_paths, config.zstore.host_budget_bytes
+    """Return the settings of a config's store, which do not depend on `frozen`."""
+    config = replace(config, frozen=False)
+    return store_options(config, None), config.offload_optimizer.nvme_paths, config.zstore.host_budget_bytes
 
 
 def open_store(
     config: Config, world: World, budget_bytes: int | None, *, pins: bool, files: Files | None = None, cuda: Any = None
 ) -> Store:
-    """Return the store that a config asks for (all ranks); `budget_bytes` is this rank's share of the host budget;
-    `pins` registers its buffers with CUDA; `files` is its access to disks, `cuda` the runtime that registers them, if not
-    torch's."""
+    """Open the store of a config (all ranks). `budget_bytes` is this rank's share of the host budget, `pins` registers its
+    buffers with CUDA; `files` and `cuda` replace its access to disks, and torch's CUDA runtime."""
     options = replace(store_options(config, budget_bytes), device=str(world.device), pin_buffers=pins)
     with ExitStack() as opened:
         with world.agreeing():
@@ -63,11 +62,8 @@ def open_store(
 
 
 def builder_for(config: Config | None, world: World) -> tuple[Builder | None, bool]:
-    """Return the builder for a config, which need not be resolved, and whether it is a new one; None if parameters stay
-    whole in memory (all ranks).
-
-    All that is built by one config shares a store.
-    """
+    """Return the builder for a config, which need not be resolved, and whether it is new; None if parameters stay whole in
+    memory (all ranks). Models built under one config share a store."""
     if config is None:
         if world.world_size == 1:
             return None, True
@@ -88,11 +84,11 @@ def builder_for(config: Config | None, world: World) -> tuple[Builder | None, bo
 
 
 def _tier(config: Config, world: World) -> TierName | None:
-    """Return the tier of parameters until they are trained: that of their later fp32 values, which need no copy then."""
+    """Return the tier of parameters until they are trained: that of their later fp32 values, so that these need no copy."""
     state, own = _TIERS[config.offload_optimizer.device], _TIERS[config.offload_param.device]
     if own == state == "device" and (config.stage < 3 or world.world_size == 1):
         return None
-    # Rows that stay the parameter's own cross to the device.
+    # Rows that the engine keeps as the parameter's are copied to the device.
     fetched: TierName = "pinned" if own == "host" else own
     is_16bit = config.settings.bf16.enabled is not False or config.settings.fp16.enabled is not False
     order = (state, own) if is_16bit else (fetched, state)
@@ -105,9 +101,9 @@ def _tier(config: Config, world: World) -> TierName | None:
 class BuiltModel:
     """The part of a model built in shards that `initialize` takes over.
 
-    With `copies`, a config that uses the same folders in another way is no error, as that of a reference model without the
-    keys about training: its rows are copied to a store of its own. Raises UsageError, on all ranks, for parameters that
-    were changed after they were released (all ranks).
+    With `copies`, rows are copied to a new store if the config uses the same folders in another way, as that of a reference
+    model without the keys about training; else that is an error. Raises UsageError, on all ranks, for parameters that were
+    changed after they were released (all ranks).
     """
 
     def __init__(self, model: nn.Module, world: World, *, copies: bool = False) -> None:
@@ -119,7 +115,7 @@ class BuiltModel:
         """The parameters in shards, until they are taken over."""
         self._builders = list(dict.fromkeys(builder for builder, _ in found.values()))
         self.taken_over: Builder | None = None
-        """The builder whose store is that of the run."""
+        """The builder whose store the run uses."""
         world.raise_together(self._changed())
 
     def _changed(self) -> UsageError | None:
@@ -134,7 +130,7 @@ class BuiltModel:
         return None
 
     def builder_of(self, key: StoreKey) -> Builder | None:
-        """Return the builder that has the model in a store with the settings `key`, if any.
+        """Return the builder that has the model, and no other one, in a store with the settings `key`, if any (all ranks).
 
         Raises UsageError for a store in the same run folder with other settings.
         """
@@ -142,7 +138,8 @@ class BuiltModel:
             if builder.is_handed_over or builder.key is None:
                 continue
             if builder.key == key:
-                return builder
+                # The end of the run closes its store. Ranks may differ in what their collectors have found.
+                return None if any(self.world.all_gather_object(builder.has_others(self.found))) else builder
             shared = {*builder.key[0].all_paths} & {*key[0].all_paths}
             if shared and not self._copies:
                 raise UsageError(
@@ -152,9 +149,9 @@ class BuiltModel:
         return None
 
     def end(self) -> None:
-        """Let the modules be called: every parameter was taken over."""
+        """Allow calls of the modules: every parameter was taken over."""
         for builder in self._builders:
-            builder.guard.let_go(self._model)
+            builder.guard.unwatch(self._model)
 
 
 def open_run_store(
@@ -167,10 +164,10 @@ def open_run_store(
     files: Files | None,
     cuda: Any,
 ) -> tuple[Plan, Store]:
-    """Return the placement of everything, and the store that holds it: the one in which the model was built, or a new one
-    (all ranks). `files` and `cuda` as in `open_store`."""
+    """Return the placement of all arrays, and their store: the one in which the model was built, or a new one (all ranks).
+    `files` and `cuda` as in `open_store`."""
     world, key = built.world, store_key(config)
-    # An adopted store has its budget already; "auto" would be another by now.
+    # The budget of a store that is taken over is fixed: "auto" would give another one now.
     former = built.builder_of(key)
     budget_bytes = budget_of_rank(config, world) if former is None else former.store.options.host_budget_bytes
     plan = plan_run(model, config, world, slots, budget_bytes, device_is_host=device_is_host)
@@ -190,7 +187,7 @@ def open_run_store(
 
 
 def warn_of_fallbacks(store: Store, world: World) -> None:
-    """Log once the requests that the system refused, and on which ranks (all ranks)."""
+    """Log the requests that the system refused, once, with their ranks (all ranks)."""
     ranks: dict[str, list[int]] = {}
     for rank, messages in enumerate(world.all_gather_object(store.fallbacks)):
         for message in messages:
@@ -204,7 +201,7 @@ def warn_of_fallbacks(store: Store, world: World) -> None:
 
 
 NamedParameter = tuple[str, tuple[str, ...], nn.Parameter, int | None]
-"""Name, aliases, the parameter, and its group; None: it is not trained."""
+"""Name, aliases, the parameter, and its group; None: not trained."""
 Keep = Callable[[ParameterRecord, torch.Tensor | RowsInStore, Places], None]
 
 
@@ -219,14 +216,13 @@ class Layout:
         self._world = built.world
 
     def lay_out_all(self, parameters: Sequence[NamedParameter], keep: Keep) -> list[ParameterRecord]:
-        """Return the records of all parameters, in order (all ranks). `keep` stores the rows of one, which is whole in memory
-        until then."""
+        """Return the records of all parameters, in order (all ranks). `keep` stores the rows of one."""
         records: list[ParameterRecord] = []
         error: BaseException | None = None
         freed_bytes = 0
         for name, aliases, parameter, group in parameters:
             try:
-                # After an error too: the other ranks are in this, one after the other.
+                # After an error too: it is a collective of all ranks.
                 rows = self._place(name, parameter)
                 if error is None:
                     records.append(self._lay_out((name, aliases, parameter, group), rows, keep))
@@ -240,12 +236,12 @@ class Layout:
         return records
 
     def _is_released(self, name: str) -> bool:
-        """Return whether a parameter is gathered only for its uses."""
+        """Return whether a parameter is gathered only while it is used."""
         return self._sharding.parameters and name not in self._plan.stay_gathered
 
     def _place(self, name: str, parameter: nn.Parameter) -> torch.Tensor | RowsInStore | None:
-        """Move a parameter to its device, with rank 0's values, or return this rank's rows of one that is in shards and stays
-        so (all ranks)."""
+        """Move a parameter to its device, with rank 0's values, or return this rank's rows of one that stays sharded (all
+        ranks)."""
         is_same = False  # on every rank
         if (found := self._built.found.get(parameter)) is not None:
             builder, built = found
@@ -265,16 +261,15 @@ class Layout:
     def _lay_out(
         self, parameter: NamedParameter, rows: torch.Tensor | RowsInStore | None, keep: Keep
     ) -> ParameterRecord:
-        """Return the record of a parameter; its arrays are in the store, and its values are gathered or released as between
-        steps.
+        """Return the record of a parameter; store its arrays, and gather or release its values as between steps.
 
-        `rows`: this rank's rows of a parameter that has no values in memory; 1-D tensors if it is not offloaded.
+        `rows`: this rank's rows of a parameter that has no values in memory; a 1-D tensor if it is not offloaded.
         """
         name, aliases, tensor, group = parameter
         given = tensor.data
         if rows is None:
             tensor.data = own_memory(given, self._dtype)
-        else:  # memory that nobody writes to, of the type in which it is trained
+        else:  # memory that is never written, of the type in which it is trained
             tensor.grad, dtype = None, self._dtype if tensor.is_floating_point() else tensor.dtype
             tensor.data = torch.empty(tensor.shape, dtype=dtype, device=self._world.device)
         shape, sharding = stored_shape(tuple(tensor.shape)), self._sharding
@@ -297,7 +292,7 @@ class Layout:
             record.release()
         if rows is None:
             first, stop = record.owned_range
-            # Of the same type, the parameter's memory may be the given one, which may be released by now.
+            # Of the same type, the parameter may still use the given memory, which may be released by now.
             rows = record.owned() if given.dtype == record.dtype else given.reshape(-1)[first:stop]
         keep(record, rows, placement)
         if (found := self._built.found.pop(tensor, None)) is not None:

@@ -1,16 +1,16 @@
 """Loads a checkpoint: compares it, links or reads its arrays, and restores the engine.
 
 [Note: loading]
-The checkpoint is compared with the model first, on every rank before any changes anything; then each rank streams the
-elements that it owns from the files into its arrays, casts masters into its parameters, and all ranks share the rows of
-resident parameters. If that fails partway the state is inconsistent (`Update.torn`): the error says so, and it is
-neither trained nor saved until a load replaces it.
+The checkpoint is compared with the model first, on every rank before any changes anything. Then each rank streams the elements
+that it owns from the files into its arrays, casts masters into its parameters, and all ranks share the rows of resident
+parameters. If that fails partway the state is inconsistent (`Update.torn`): the error says so, and training and saving are
+refused until a load replaces it.
 
 [Note: loading by links]
 An array on disk that the checkpoint stores in the same layout on the same file system is not read: its file is linked
-into the run folder, and the next change makes a file of its own. Its chunks are verified as training first reads them; one
-that is damaged raises CorruptionError there, and another checkpoint has to be loaded. The model's own values are not left
-for later: masters of which parameters are cast are read by the load.
+into the run folder, and the next change writes a new file. Its chunks are verified when training first reads them: a damaged
+one raises CorruptionError then, and another checkpoint has to be loaded. Masters of which parameters are cast are read, and
+verified, by the load itself.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("zstore")
 
-_MOST_LISTED = 10
-"""Differences of one kind that an error names."""
+_MAX_LISTED = 10
+"""Differences of each kind that an error names."""
 _MISSING, _UNEXPECTED = "missing: ", "not in the model or its optimizer: "
 _PIECE_NUMEL = 1 << 18
 """Elements of two arrays that are compared at a time."""
-_LEAST_AHEAD_BYTES = 6 * 1024 * 1024
-"""Memory for reading ahead even if the host budget is used up: a chunk for each of its buffers."""
+_MIN_AHEAD_BYTES = 6 * 1024 * 1024
+"""Memory for reading ahead even if the host budget is exhausted: a chunk for each of its buffers."""
 
 
 class Restore:
@@ -71,11 +71,11 @@ class Restore:
         self.report: LoadReport | None = None
         """The result; None until then, and if there was no checkpoint."""
         self.tag = ""
-        """Of the checkpoint that was loaded."""
+        """Tag of the loaded checkpoint."""
         self.resumes = False
-        """Whether the run goes on as that of the checkpoint."""
+        """Whether this run continues that of the checkpoint."""
         self.known: dict[str, KnownFile] = {}
-        """Files of the checkpoint that hold the present values of frozen parameters."""
+        """Files of the checkpoint with the present values of frozen parameters."""
 
     def load(self, folder: str, tag: str | float | None, options: LoadOptions) -> tuple[str | None, dict[str, Any]]:
         """Load by `options`; return the checkpoint's path and the client's state (all ranks)."""
@@ -83,7 +83,7 @@ class Restore:
         reader: ArraySource | None = None
         plan: LoadPlan | None = None
         with ExitStack() as opened:
-            with training.world.agreeing():  # until here nothing was changed, on any rank
+            with training.world.agreeing():  # nothing is changed yet, on any rank
                 try:
                     resources, given = training.state.store.resources, training.config.zstore.storage_options or {}
                     reader = opened.enter_context(open_source(folder, tag, resources=resources, storage_options=given))
@@ -103,7 +103,7 @@ class Restore:
         return reader.location, state
 
     def _plan(self, reader: ArraySource, options: LoadOptions) -> LoadPlan:
-        """Return the plan of the load. Raises as `plan_load` does, and UsageError if inconsistent state would stay so."""
+        """Return the plan of the load. Raises as `plan_load` does, and UsageError if it would leave state inconsistent."""
         training = self._training
         plan = plan_load(training.model, training.state, reader, options)
         if training.update.is_in_backward and not plan.is_whole:
@@ -132,7 +132,7 @@ class Restore:
             )
 
     def _replace(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
-        """Replace the state by the checkpoint's, on every rank or with an error on every rank; return the client's."""
+        """Replace the state by the checkpoint's, or raise on every rank; return the client's state."""
         training = self._training
         training.update.forget()
         left_out = [*_short(_MISSING, plan.missing), *_short(_UNEXPECTED, plan.unexpected)]
@@ -148,8 +148,8 @@ class Restore:
             if training.hooks is not None:
                 training.hooks.units.values_change()
             with training.world.agreeing(note):
-                state = self._bring_back(reader, plan)
-                if (done := reader.reading()) is not None and done.requests:  # it is behind a URL
+                state = self._restore(reader, plan)
+                if (done := reader.reading()) is not None and done.requests:  # of a URL
                     _log.info("rank %d: read %s: %s", training.world.rank, reader.location, done.text())
             training.gather_resident(training.state.records)
         self.report = LoadReport(
@@ -161,7 +161,7 @@ class Restore:
         )
         return state
 
-    def _bring_back(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
+    def _restore(self, reader: ArraySource, plan: LoadPlan) -> dict[str, Any]:
         """Load this rank's elements; return the client's state."""
         training = self._training
         done = self._load_arrays(reader, [one for one in plan.arrays if not self._link(reader, one)])
@@ -172,7 +172,7 @@ class Restore:
             elif name in plan.whole:
                 tensor.copy_(as_torch(reader.read_array(plan.whole[name])))
         training.state.refresh_parameters(done=done)
-        self._know_frozen(reader, plan)
+        self._note_frozen_files(reader, plan)
         training.restart_accumulation()
         record = _engine_of(reader, plan.options)
         apply_record(training, record, plan, reader.record.training_world_size)
@@ -200,23 +200,21 @@ class Restore:
         return True
 
     def _load_arrays(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
-        """Load arrays; return the masters among them that parameters are cast from already."""
-        straight: list[Range] = []
+        """Load arrays; return the masters among them of which parameters are cast already."""
+        direct: list[Range] = []
         others: list[Range] = []
         store = self._training.state.store
         for one in arrays:
             name, tier = one[0], store.tier(one[0]).name
             on_host = tier == "host" or (tier == "device" and store.options.device == "cpu")
-            # The stored elements are those of the array in the host's memory.
-            is_straight = on_host and reader.array(name).spec.dtype == store.spec(name).dtype
-            (straight if is_straight else others).append(one)
-        done = self._load_straight(reader, straight)
+            is_direct = on_host and reader.array(name).spec.dtype == store.spec(name).dtype
+            (direct if is_direct else others).append(one)
+        done = self._load_into_memory(reader, direct)
         self._load_ahead(reader, others)
         return done
 
-    def _load_straight(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
-        """Read into the arrays' own memory, by several threads at once, and cast parameters from each piece that was read;
-        return the masters of these."""
+    def _load_into_memory(self, reader: ArraySource, arrays: list[Range]) -> set[str]:
+        """Read into the arrays' own memory by several threads, and cast parameters from each piece; return their masters."""
         names, state = [name for name, _, _ in arrays], self._training.state
         parameters = state.rows_in_memory()
         with state.store.changing(names):
@@ -232,13 +230,13 @@ class Restore:
         return parameters.keys() & names
 
     def _load_ahead(self, reader: ArraySource, arrays: list[Range]) -> None:
-        """Read ahead, convert, and hand on."""
+        """Read ahead, convert and copy."""
         state = self._training.state
-        spare_bytes = state.store.budget.free_bytes
-        most_bytes = MEMORY_BYTES if spare_bytes is None else max(_LEAST_AHEAD_BYTES, min(MEMORY_BYTES, spare_bytes))
-        most_bytes = min(most_bytes, reader.resources.pool.nbytes // 2)
+        free_bytes = state.store.budget.free_bytes
+        memory_bytes = MEMORY_BYTES if free_bytes is None else max(_MIN_AHEAD_BYTES, min(MEMORY_BYTES, free_bytes))
+        memory_bytes = min(memory_bytes, reader.resources.pool.nbytes // 2)
         with (
-            ReadAhead(reader, arrays, memory_bytes=most_bytes) as ahead,
+            ReadAhead(reader, arrays, memory_bytes=memory_bytes) as ahead,
             state.passing([[name] for name, _, _ in arrays], "fill") as tiles,
         ):
             for tile in tiles:
@@ -246,8 +244,8 @@ class Restore:
                 dtype = reader.array(name).spec.dtype
                 _read_into(ahead, dtype, name, first + tile.first, as_torch(tile.views[0]))
 
-    def _know_frozen(self, reader: ArraySource, plan: LoadPlan) -> None:
-        """Note the files of frozen parameters, which the next save need not write again."""
+    def _note_frozen_files(self, reader: ArraySource, plan: LoadPlan) -> None:
+        """Note the files of frozen parameters, which the next save can link."""
         state, world = self._training.state, self._training.world
         frozen = {model_array(record.name): record for record in state.records if record.group is None}
         for name, _, _ in plan.arrays:
@@ -265,14 +263,14 @@ class Restore:
     def _load_rng(self, reader: ArraySource) -> None:
         world, step = self._training.world, self._training.counters.global_steps
         record = reader.record
-        # A resharded checkpoint has no states of its own: they belong to the ranks that trained.
+        # A resharded checkpoint has the states of the ranks that trained it.
         if record.training_world_size == record.world_size == world.world_size:
             state = reader.rank_state(world.rank)
             if state:
                 load_rng_state(dict(state))
                 return
         derive_rng_state(self._training.config.settings.seed, step, world.rank)
-        if world.rank == 0 and not reader.notes:  # the notes say it
+        if world.rank == 0 and not reader.notes:  # which mention it
             _log.warning(
                 "the checkpoint was trained by %d ranks and is loaded by %d: random number generators are seeded again, from "
                 "seed %d, step %d and rank",
@@ -288,7 +286,7 @@ def _engine_of(reader: ArraySource, options: LoadOptions) -> dict[str, Any]:
     if isinstance(engine, dict):
         return engine
     if options.load_module_only:
-        return {"groups": []}  # weights do not need it
+        return {"groups": []}  # weights need no more
     raise CheckpointMismatchError(
         f"checkpoint {reader.location} was not saved by an engine, so it has no counters to resume from: pass "
         "load_module_only=True for its weights"
@@ -326,7 +324,7 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
     """
     names = {r: state.arrays_of(r)[: None if options.optimizer else 1] for r in state.records}
     whole = {name: tuple(tensor.shape) for name, tensor in stored_whole(model, (r.parameter for r in state.records))}
-    stored_as = _names_here(model, reader)
+    stored_as = _stored_names(model, reader)
     shapes = {name: reader.arrays[stored].spec.shape for name, stored in stored_as.items()}
     resized = {
         name: shapes[name]
@@ -354,9 +352,9 @@ def plan_load(model: nn.Module, state: OptimizerState, reader: ArraySource, opti
     )
 
 
-def _names_here(model: nn.Module, reader: ArraySource) -> dict[str, str]:
-    """Return the name in the checkpoint of each of its arrays, by the name here: other software's state dicts do not say which
-    of their tensors are buffers."""
+def _stored_names(model: nn.Module, reader: ArraySource) -> dict[str, str]:
+    """Return the checkpoint's name of each of its arrays, by the engine's: state dicts of other software do not say which of
+    their tensors are buffers."""
     buffers = {model_array(name): buffer_array(name) for name, _ in stored_buffers(model)}
     names: dict[str, str] = {}
     for stored in reader.arrays:
@@ -366,7 +364,7 @@ def _names_here(model: nn.Module, reader: ArraySource) -> dict[str, str]:
 
 
 def _takes_shapes(model: nn.Module, array: str) -> bool:
-    """Return whether the model loads the buffer of an array in a way of its own, which may change its shape."""
+    """Return whether the model loads the buffer of an array by its own code, which may change its shape."""
     name = array.partition("/")[2]
     if array != buffer_array(name):
         return False
@@ -379,7 +377,7 @@ def _takes_shapes(model: nn.Module, array: str) -> bool:
 
 
 def check_saved_state(step: Stepper, reader: ArraySource) -> None:
-    """Raise CheckpointMismatchError if an optimizer that steps whole tensors would not find its state."""
+    """Raise CheckpointMismatchError if the checkpoint lacks the state of an optimizer that steps whole tensors."""
     state = reader.record.state.get("client_state")
     kept = state.get(STATE_KEY) if isinstance(state, dict) else None
     if not isinstance(kept, dict):
@@ -389,21 +387,21 @@ def check_saved_state(step: Stepper, reader: ArraySource) -> None:
         )
     unexpected = sorted(kept.keys() - {record.name for record in step.records})
     if unexpected:
-        listed = ", ".join(map(repr, unexpected[:_MOST_LISTED]))
+        listed = ", ".join(map(repr, unexpected[:_MAX_LISTED]))
         raise CheckpointMismatchError(
-            f"checkpoint {reader.location} has state of {step.name} for {listed}, which it does not update here: give the "
+            f"checkpoint {reader.location} has state of {step.name} for {listed}, which it does not update now: give the "
             "optimizer the same parameters, under the same names"
         )
 
 
 def converted_moments(state: OptimizerState, reader: ArraySource, plan: LoadPlan) -> str:
-    """Return the types of moments in the checkpoint and here, if they differ; else nothing."""
+    """Return the types of moments in the checkpoint and in the store where they differ; else nothing."""
     pairs = {
         (reader.array(name).spec.dtype, state.store.spec(name).dtype)
         for name, _, _ in plan.arrays
         if name.startswith("optimizer/")
     }
-    return "; ".join(f"{there} in the checkpoint, {here} here" for there, here in sorted(pairs) if there != here)
+    return "; ".join(f"{saved} in the checkpoint, {own} here" for saved, own in sorted(pairs) if saved != own)
 
 
 def _differences(
@@ -413,25 +411,25 @@ def _differences(
     wanted: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[list[str], list[str]]:
-    """Return the missing and the unexpected arrays, if `options` accept them; `shapes` are the checkpoint's. Raises
-    CheckpointMismatchError if not."""
+    """Return the missing and the unexpected arrays; `shapes` are the checkpoint's. Raises CheckpointMismatchError if `options`
+    do not accept them."""
     frozen = {record.name for record in state.records if record.group is None}
 
     def counts(name: str) -> bool:
         if name.startswith(("client/", "gradient")):
             return False
-        # Slots of a parameter that is frozen now are left alone.
+        # Slots of a parameter that is frozen now are ignored.
         return not name.startswith("optimizer/") or (options.optimizer and name.split("/", 2)[2] not in frozen)
 
     stored = {name: shape for name, shape in shapes.items() if counts(name)}
-    # A tied parameter once more, under another of its names, as torch's state dicts have it. Its values in this rank's rows are
-    # those under the first name: a checkpoint in which the two differ is of another model.
+    # torch's state dicts repeat a tied parameter under each of its names. A checkpoint in which the values differ, in this
+    # rank's rows, is of another model.
     for record in state.records:
         for alias in map(model_array, record.aliases):
             if _same_values(reader, model_array(record.name), alias, record.owned_range):
                 del stored[alias]
     missing = [name for name in wanted if name not in stored]
-    # Parameters that the save was asked to leave out keep the model's values, and the report names them.
+    # Parameters that the save left out on request keep the model's values, and the report names them.
     unsaved = {model_array(name) for name in reader.record.absent_parameters}
     unexpected = [name for name in stored if name not in wanted]
     unequal = [
@@ -451,7 +449,7 @@ def _differences(
 
 
 def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int]) -> bool:
-    """Return whether both arrays are there, in one type and shape, with the same bytes in the elements `rows`."""
+    """Return whether both arrays exist, with one type and shape and the same bytes in the elements `rows`."""
     if one not in reader.arrays or other not in reader.arrays:
         return False
     spec, twin = reader.arrays[one].spec, reader.arrays[other].spec
@@ -469,4 +467,4 @@ def _same_values(reader: ArraySource, one: str, other: str, rows: tuple[int, int
 
 
 def _short(prefix: str, names: list[str]) -> list[str]:
-    return shortened([prefix + name for name in names], _MOST_LISTED) if names else []
+    return shortened([prefix + name for name in names], _MAX_LISTED) if names else []

@@ -1,13 +1,9 @@
-"""The plan of a load, and the state in a checkpoint beside its arrays, as JSON: the engine's part of the record (counters,
-scalars, schedule, settings), the client's state, whose tensors are arrays under `client/`, and each rank's random number
-generators.
+"""The plan of a load; and the JSON state in a checkpoint: the engine's part of the record (counters, scalars, schedule,
+settings), the client's state, whose tensors are arrays under `client/`, and each rank's random number generators.
 
-The first takes `Training` whole: the record has a little of each of its parts.
-
-[Note: what comes back]
-A tensor's place holds `{"$tensor": "client/<where>"}`, and it comes back as a tensor on the CPU. A numpy array is stored as a
-tensor, and comes back as one; a numpy number as the plain number, an `argparse.Namespace` as the dict of its values, a path
-as text, a tuple as a list.
+[Note: client values]
+A tensor is stored as `{"$tensor": "client/<path>"}`, and loaded as a tensor on the CPU. A numpy array is loaded as a tensor, a
+numpy number as the plain number, an `argparse.Namespace` as the dict of its values, a path as text, a tuple as a list.
 """
 
 from __future__ import annotations
@@ -26,8 +22,8 @@ import torch
 
 from zstore.checkpoint import Range, encode_state, plain_value
 from zstore.errors import CheckpointMismatchError, CorruptionError, UsageError, ZstoreError
-from zstore.format import ArraySpec, client_array
-from zstore.io.memory import as_numpy, as_torch, dtype_name, host_values
+from zstore.format import client_array
+from zstore.io.memory import as_torch, dtype_name, host_values
 
 from ..config.resolve import BatchSizes
 from ..optim.rules import STATE_KEY
@@ -40,21 +36,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """DeepSpeed's choices of `load_checkpoint`. State that is not loaded stays as it is in the engine."""
+    """DeepSpeed's options of `load_checkpoint`. State that is not loaded stays unchanged."""
 
     load_module_strict: bool = True
-    """Refuse a checkpoint with other parameters or buffers; else those that both have are loaded, and the others named in a
-    warning. Shapes must agree in any case."""
+    """Refuse a checkpoint with other parameters or buffers; else load those that both have, and warn of the others. Shapes must
+    agree in any case."""
     load_optimizer_states: bool = True
     """Load the optimizer's slots and step counts, and of an fp16 run the loss scale."""
     load_lr_scheduler_states: bool = True
     """Load the schedule and the learning rates."""
     load_module_only: bool = False
-    """Load parameters and buffers alone: no optimizer state, schedule, counters, position in the data or generators."""
+    """Load only parameters and buffers: no optimizer state, schedule, counters, position in the data or generators."""
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> LoadOptions:
-        """Return the choices of a call. Raises UsageError for one that is not known, or is not true or false."""
+        """Return the options of a call. Raises UsageError for an unknown one, and one that is not True or False."""
         known = [field.name for field in fields(LoadOptions)]
         for name, value in options.items():
             if name not in known:
@@ -86,26 +82,25 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadPlan:
-    """The parts to load of a checkpoint that was compared with the model."""
+    """The parts of a checkpoint to load, after the comparison with the model."""
 
     options: LoadOptions
     arrays: list[Range]
-    """This rank's elements of the arrays to read, in this order."""
+    """This rank's elements of the arrays, in the order in which they are read."""
     whole: Mapping[str, str]
-    """Arrays that are not cut over the ranks, each with its name in the checkpoint: buffers, and parameters that were added
-    after `initialize`."""
+    """Unsharded arrays, each with its name in the checkpoint: buffers, and parameters that were added after `initialize`."""
     resized: set[str]
-    """Buffers among them of another shape than here, which the model's own `load_state_dict` takes over."""
+    """Buffers among them of another shape, which the model's own `load_state_dict` accepts."""
     updated: list[ParameterRecord]
     """Parameters whose optimizer state is loaded."""
     missing: list[str]
     """Arrays of the model and its optimizer that the checkpoint does not have."""
     unexpected: list[str]
-    """Arrays of the checkpoint, by its own names, that the model and its optimizer do not have."""
+    """Arrays of the checkpoint, by its names, that the model and its optimizer do not have."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the former state is replaced."""
+        """Whether the load replaces all state."""
         return self.options.everything and not (self.missing or self.unexpected)
 
 
@@ -116,15 +111,13 @@ class LoadReport:
     path: str
     """The checkpoint's folder or URL."""
     missing: tuple[str, ...]
-    """Arrays that the engine has and the checkpoint lacks: they stayed as they were."""
+    """Arrays that the checkpoint lacks, which are unchanged."""
     unexpected: tuple[str, ...]
-    """Arrays that the checkpoint has and the engine lacks; those that the options leave out are not among
-    them."""
+    """Arrays that the engine lacks, without those that the options exclude."""
     read_bytes: int
-    """Bytes that were read from the checkpoint's shard files."""
+    """Bytes read from the checkpoint's shard files."""
     linked_bytes: int
-    """Bytes of its shard files that were linked into the run folder: they are read, and verified, when training first
-    needs them."""
+    """Bytes of its shard files linked into the run folder: they are read, and verified, when training first needs them."""
 
 
 ClientValues = Mapping[str, Any] | Namespace
@@ -135,8 +128,8 @@ _MARK = "$tensor"
 
 
 @contextmanager
-def understood(what: str) -> Iterator[None]:
-    """Raise CorruptionError if the block, or function, meets JSON that no engine saves; `what` names it."""
+def reading(what: str) -> Iterator[None]:
+    """Raise CorruptionError if the block, or function, fails on JSON that no engine saves; `what` names it."""
     try:
         yield
     except ZstoreError:
@@ -151,8 +144,8 @@ def understood(what: str) -> Iterator[None]:
 def split_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return (state with marks in place of tensors, the tensors by array name, copied to host memory).
 
-    See [Note: what comes back]. Raises UsageError that names the key of a tensor that cannot be stored; other values that
-    are not JSON are named by the save.
+    See [Note: client values]. Raises UsageError that names the key of a tensor that cannot be stored; the save checks other
+    values.
     """
     tensors: dict[str, torch.Tensor] = {}
     marked = _split(state, "", tensors)
@@ -160,12 +153,12 @@ def split_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, t
 
 
 def present_state(state: ClientState) -> ClientValues:
-    """Return the client's state as it is now."""
+    """Return the present client state."""
     return state() if callable(state) else state
 
 
 def as_mapping(state: ClientValues) -> Mapping[str, Any]:
-    """Return the client's state as a mapping. Raises UsageError for anything else, and for a reserved key."""
+    """Return the client's state as a mapping. Raises UsageError for another type, and for a reserved key."""
     values = vars(state) if isinstance(state, Namespace) else state
     if not isinstance(values, Mapping):
         raise UsageError(f"client_state: expected a dict, got {type(values).__name__}")
@@ -175,46 +168,44 @@ def as_mapping(state: ClientValues) -> Mapping[str, Any]:
 
 
 def check_client_state(state: ClientValues) -> None:
-    """Raise UsageError that names the key of a value that a save could not store."""
+    """Raise UsageError, which names the key, for a value that a save cannot store."""
     encode_state(split_tensors(as_mapping(state))[0], "client_state")
 
 
-def _split(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     value = plain_value(value)
     if isinstance(value, np.ndarray):
-        value = _tensor_of(value, where)
+        value = _tensor_of(value, path)
     if isinstance(value, torch.Tensor):
-        name = client_array(where)
+        name = client_array(path)
         if name in tensors:
-            raise UsageError(
-                f"client_state: two tensors would be stored as {where!r}: a key contains a `.`; rename one"
-            )
+            raise UsageError(f"client_state: two tensors would be stored as {path!r}: a key contains a `.`; rename one")
         try:
             dtype_name(value.dtype)
             tensors[name] = host_values(value.to("cpu", copy=True))
         except (UsageError, NotImplementedError, RuntimeError) as error:
-            raise UsageError(f"client_state: the tensor at {where!r} cannot be stored: {error}") from error
+            raise UsageError(f"client_state: the tensor at {path!r} cannot be stored: {error}") from error
         return {_MARK: name}
     if isinstance(value, Mapping):
         if _MARK in value:
-            raise UsageError(f"client_state: {_MARK!r} at {where!r} is a reserved key; rename it")
-        return {key: _split(item, f"{where}.{key}" if where else str(key), tensors) for key, item in value.items()}
+            raise UsageError(f"client_state: {_MARK!r} at {path!r} is a reserved key; rename it")
+        return {key: _split(item, f"{path}.{key}" if path else str(key), tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_split(item, f"{where}.{i}", tensors) for i, item in enumerate(value)]
+        return [_split(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
     return value
 
 
-def _tensor_of(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
+def _tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
     try:
         # In this machine's byte order, and without negative strides, which a tensor cannot have.
         return as_torch(np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape))
     except (TypeError, ValueError) as error:
-        raise UsageError(f"client_state: the array at {where!r} cannot be stored: {error}") from error
+        raise UsageError(f"client_state: the array at {path!r} cannot be stored: {error}") from error
 
 
-@understood("client state")
+@reading("client state")
 def join_tensors(state: Any, read: Callable[[str], Any]) -> Any:
-    """Return the client's state with tensors in their places; `read` gives an array by name."""
+    """Return the client's state with tensors in place of marks; `read` returns an array by name."""
     if isinstance(state, dict):
         if list(state) == [_MARK]:
             return as_torch(read(state[_MARK]))
@@ -223,7 +214,7 @@ def join_tensors(state: Any, read: Callable[[str], Any]) -> Any:
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as plain numbers; tensors of one element are taken. Raises UsageError for other values."""
+    """Return metrics, which may be tensors of one element, as plain numbers. Raises UsageError for other values."""
     if not isinstance(metrics, Mapping):
         raise UsageError(f"metrics: expected a dict of numbers by name, got {type(metrics).__name__}")
     found: dict[str, float] = {}
@@ -235,22 +226,13 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def small_arrays(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, ArraySpec], dict[str, Any]]:
-    """Return specs and numpy arrays of tensors that one rank stores whole."""
-    specs = {
-        name: ArraySpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
-        for name, tensor in tensors.items()
-    }
-    return specs, {name: as_numpy(tensor) for name, tensor in tensors.items()}
-
-
 _ITEMS = "$items"
-_MOST_RANKS = 2**16
-"""World sizes that a message considers."""
+_MAX_RANKS = 2**16
+"""Largest world size that a message considers."""
 
 
 def engine_record(training: Training) -> dict[str, Any]:
-    """Return the engine's part of a checkpoint's record; a step that has begun is left out."""
+    """Return the engine's part of a checkpoint's record, without a step that has begun."""
     counters = training.counters
     return {
         "counters": asdict(replace(counters, micro_steps=counters.micro_steps - training.accumulation.stepped)),
@@ -268,14 +250,14 @@ def engine_record(training: Training) -> dict[str, Any]:
 
 
 def _ratio(training: Training) -> float | None:
-    """Return the share of the optimizer state that is updated off a device that rounds otherwise; None: there is no such
-    share."""
+    """Return the share of optimizer state that the CPU updates, which rounds differently from the device; None without a device
+    or an optimizer."""
     settings = training.plan.settings
     return None if settings.device_is_host or settings.optimizer == "none" else settings.ratio
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the group's settings, its parameters left out; lr may be a tensor."""
+    """Return the group's settings without its parameters; lr may be a tensor."""
     return {
         name: float(value) if hasattr(value, "item") else plain(value)
         for name, value in group.items()
@@ -283,9 +265,9 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@understood("state of the engine")
+@reading("state of the engine")
 def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
-    """Bring counters, scalars, schedule and settings back, as planned. Everything was checked by `check_record`."""
+    """Restore counters, scalars, schedule and settings by the plan, after `check_record`."""
     options = plan.options
     if options.progress:
         training.accumulation.batch = batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
@@ -309,7 +291,7 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
             ratio,
             saved_ratio,
         )
-    # In another precision it is 1, and not a scale that was tried out.
+    # In another precision it is 1, not a scale found by trials.
     if options.optimizer and record["precision"] == "fp16":
         training.scaler.load(record["loss_scale"])
     if options.schedule and record["schedule"] is not None:
@@ -317,7 +299,7 @@ def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
 
 
 def _apply_groups(training: Training, saved: Sequence[Mapping[str, Any]], *, whole: bool) -> None:
-    """Bring the groups' settings back, or without the optimizer's state those that a schedule sets."""
+    """Restore the groups' settings, or without optimizer state those that a schedule sets."""
     defaults = training.optimizer.defaults
     for group, settings in zip(training.optimizer.param_groups, saved, strict=True):
         for name, value in settings.items():
@@ -325,9 +307,9 @@ def _apply_groups(training: Training, saved: Sequence[Mapping[str, Any]], *, who
                 group[name] = tuple(value) if isinstance(value, list) else restored(value)
 
 
-@understood("state of the engine")
+@reading("state of the engine")
 def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
-    """Raise CheckpointMismatchError if the record is of another optimizer or batch, as far as it is loaded."""
+    """Raise CheckpointMismatchError if the parts of the record to load are of another optimizer or batch."""
     groups, saved = training.optimizer.param_groups, record["groups"]
     if plan.options.schedule and len(groups) != len(saved):
         raise CheckpointMismatchError(
@@ -350,7 +332,7 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
     for parameter in plan.updated:
         found = record["scalars"].get(parameter.name)
         wanted = training.state.scalars[parameter]
-        # Before its first step an optimizer has fewer.
+        # An optimizer has fewer before its first step.
         if found is None or not {"step", "updates"} & set(wanted) <= set(found):
             raise CheckpointMismatchError(
                 f"the checkpoint's optimizer kept {sorted(found or {})} of {parameter.name!r}, this one keeps "
@@ -361,10 +343,10 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
 
 
 def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size: int) -> BatchSizes:
-    """Return the batch sizes to go on with: at another world size the saved global batch is kept, unless the caller names
-    the boundaries of steps, and so their size.
+    """Return the batch sizes to continue with: another world size keeps the saved global batch, unless the caller sets the
+    boundaries of steps.
 
-    Raises CheckpointMismatchError that lists the world sizes at which that works.
+    Raises CheckpointMismatchError, which lists the possible world sizes.
     """
     world_size = training.world.world_size
     if world_size == saved_world_size or training.accumulation.named is not None:
@@ -378,9 +360,9 @@ def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size:
             f'write "train_micro_batch_size_per_gpu": {fitting}, which keeps it, {total // (fitting * world_size)} to a step'
             if fitting is not None
             else f"no micro-batch does among {world_size} ranks; it divides among "
-            f"{', '.join(str(n) for n in range(1, min(total, _MOST_RANKS) + 1) if total % n == 0)}"
+            f"{', '.join(str(n) for n in range(1, min(total, _MAX_RANKS) + 1) if total % n == 0)}"
         )
-        good = [n for n in range(1, min(total // micro, _MOST_RANKS) + 1) if total % (micro * n) == 0]
+        good = [n for n in range(1, min(total // micro, _MAX_RANKS) + 1) if total % (micro * n) == 0]
         raise CheckpointMismatchError(
             f"the checkpoint's global batch of {total} samples cannot be kept at world size {world_size} with "
             f"micro-batches of {micro}: world sizes that can are {', '.join(map(str, good)) or 'none'}; {nearest}"
@@ -391,7 +373,7 @@ def batch_for(training: Training, saved: Mapping[str, Any], *, saved_world_size:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` with tuples as lists, and dicts whose keys are no text (milestones) as `{"$items": pairs}`."""
+    """Return `value` with tuples as lists, and dicts with other keys than strings (milestones) as `{"$items": pairs}`."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
             return {key: plain(item) for key, item in value.items()}
@@ -400,7 +382,7 @@ def plain(value: Any) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Return the argument of `plain`; tuples stay lists."""
+    """Undo `plain`; tuples stay lists."""
     if isinstance(value, dict):
         if list(value) == [_ITEMS]:
             return {restored(key): restored(item) for key, item in value[_ITEMS]}
@@ -422,9 +404,9 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-@understood("state of the random number generators")
+@reading("state of the random number generators")
 def load_rng_state(state: dict[str, Any]) -> None:
-    """Set this rank's generators to a state that `rng_state` gave."""
+    """Set this rank's generators to a state of `rng_state`."""
     torch.set_rng_state(_decode(state["torch"]))
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
@@ -433,7 +415,7 @@ def load_rng_state(state: dict[str, Any]) -> None:
     if torch.cuda.is_available():
         if "cuda" in state:
             torch.cuda.set_rng_state(_decode(state["cuda"]))
-        else:  # saved without a device: resumes agree with each other all the same
+        else:  # saved without a device: all resumes draw the same
             torch.cuda.manual_seed(_number(state["torch"]))
 
 

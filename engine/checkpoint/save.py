@@ -1,8 +1,8 @@
 """Saves the whole state of a run: collects, pins and hands it over; and loads it again.
 
 [Note: saving]
-On every rank: the store's arrays are pinned, buffers and the client's tensors copied, the record built. Errors until
-here are raised on every rank, and nothing was written. The save itself runs in zstore.checkpoint's background thread.
+Every rank pins the store's arrays, copies buffers and the client's tensors, and builds the record. Errors until then are raised
+on every rank, before anything is written. The save itself runs in zstore.checkpoint's background thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zstore.errors import UsageError
 from zstore.format import ArraySpec
 from zstore.io import is_url
 from zstore.io.closing import interrupts_wait, settle, start_threads
-from zstore.io.memory import host_values
+from zstore.io.memory import as_numpy, dtype_name, host_values
 from zstore.ranks.board import Board
 from zstore.remote.service import UploadPlace
 from zstore.remote.upload import save_to_url
@@ -54,7 +54,6 @@ from .record import (
     as_numbers,
     engine_record,
     rng_state,
-    small_arrays,
     split_tensors,
 )
 
@@ -65,8 +64,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("zstore")
 
 _FOLDER = "zstore-uploads"
-_END_WELL_S = 5.0
-"""How long a save may go on after a rank failed: it may end well, if all ranks did their part before."""
+_GRACE_PERIOD_S = 5.0
+"""Time for a save to end after a rank failed: it succeeds if all ranks had done their part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +76,16 @@ class SaveOptions:
     tag: str | float | None = None
     """None: `step-` and the step."""
     state: ClientValues
-    """The client's own state."""
+    """The client's state."""
     metrics: Mapping[str, Any]
-    """Numbers by name, for rules of retention."""
+    """Numbers by name, for retention rules."""
     wait: bool = True
     overwrite: bool = False
     is_latest: bool = True
-    """Whether a load without a tag takes it, as long as there is no newer one."""
+    """Whether a load without a tag may take it as the newest."""
     leaves_out_frozen: bool = False
     keeps: frozenset[str] = frozenset()
-    """Names of frozen parameters that are saved all the same."""
+    """Names of frozen parameters that are saved nevertheless."""
 
 
 class Checkpoints:
@@ -95,15 +94,17 @@ class Checkpoints:
     def __init__(self, training: Training, journal: RunJournal) -> None:
         self._training = training
         self._journal = journal
-        self._under_way: list[SaveHandle] = []
-        """The save under way, one at most: begun by all ranks or by none, and given up if a rank fails."""
-        training.world.watch.when_broken.append(partial(_give_up_later, self._under_way))  # it must not hold training
+        self._running: list[SaveHandle] = []
+        """The running save, at most one: begun by all ranks or by none, and given up if a rank fails."""
+        training.world.watch.when_broken.append(
+            partial(_give_up_later, self._running)
+        )  # without a reference to training
         self._known: dict[str, KnownFile] = {}
         """Files of the last checkpoint, saved or loaded, which the next one may link."""
         self.folder: str | None = None
-        """The run's folder of checkpoints, as far as that is known: the same on every rank."""
+        """The run's folder of checkpoints, the same on every rank; None: not known yet."""
         self.stall_s = 0.0
-        """Time for which saves delayed training."""
+        """Total delay of training by saves."""
         self.report: LoadReport | None = None
         """The result of the last load; None before the first."""
 
@@ -122,33 +123,32 @@ class Checkpoints:
             mine = self._tag(options.tag)
             require_last_step(self._training)
             small = self.collect_small(options.state, kept, options.metrics)
-            # Choices that a reader must know.
             small.state.update({} if options.is_latest else {LATEST_KEY: False})
             if options.leaves_out_frozen:
                 small.state[ABSENT_KEY] = [one.name for one in self._left_out(options)]
-        place = str(options.folder) if is_url(str(options.folder)) else os.path.realpath(options.folder)
-        chosen, save_id, theirs = world.broadcast_object([mine, new_save_id(), place])
+        location = str(options.folder) if is_url(str(options.folder)) else os.path.realpath(options.folder)
+        chosen, save_id, theirs = world.broadcast_object([mine, new_save_id(), location])
         with world.agreeing():
-            if place != theirs:
+            if location != theirs:
                 raise UsageError(
-                    f"save_checkpoint: rank {world.rank} saves in {place}, rank 0 in {theirs}: pass one folder that all share"
+                    f"save_checkpoint: rank {world.rank} saves in {location}, rank 0 in {theirs}: pass one shared folder"
                 )
         if mine != chosen:
             _log.warning("rank %d: tag %r differs from rank 0's %r, which is used", world.rank, mine, chosen)
-        tell = self._journal.save_begins(chosen, folder, upload)
+        report = self._journal.save_begins(chosen, folder, upload)
 
         def begin() -> SaveHandle:
             # Before anything is pinned.
             board = Board.connect(f"board/{save_id}") if upload is not None and world.world_size > 1 else None
-            request = self.pinned_request(options, folder, chosen, save_id, small, tell)
+            request = self.pinned_request(options, folder, chosen, save_id, small, report)
             return save_checkpoint(request) if upload is None else save_to_url(request, upload, board)
 
         try:
             handle = self._begin(begin)
         except BaseException as error:
-            tell(error)
+            report(error)
             raise
-        tell(handle)
+        report(handle)
         self.folder = self.folder or str(options.folder)
         if options.wait:
             self.wait()
@@ -162,24 +162,24 @@ class Checkpoints:
         self._journal.saves_in(*self._destination(folder))
 
     def _destination(self, location: str) -> tuple[Path, UploadPlace | None]:
-        """Return the folder that a save to a path is committed in; of one to a URL, that of its files on their way there, and
-        the place of the upload. Raises as `UploadPlace`."""
+        """Return the folder of a save; of one to a URL, the local folder of its files until they are uploaded, and the place of
+        the upload. Raises as `UploadPlace`."""
         if not is_url(location):
             return Path(location), None
         config, drives = self._training.config, self._training.state.store.options.all_paths
         remote = UploadPlace(location, config.zstore.storage_options or {})
-        # One folder for each URL: tags of different runs do not meet.
+        # A folder for each URL, so that tags of different runs do not collide.
         name = hashlib.sha256(remote.location.encode()).hexdigest()[:16]
         if config.zstore.upload_folder is not None:
             return config.zstore.upload_folder / name, remote
-        above = drives[0] if drives else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        return above / _FOLDER / name, remote
+        parent = drives[0] if drives else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        return parent / _FOLDER / name, remote
 
     def _tag(self, tag: str | float | None) -> str:
         return tag_text(step_tag(self._training.counters.global_steps) if tag is None else tag)
 
     def unique_tag(self, tag: str | float | None) -> str:
-        """Return a unique tag, for a save whose tag another run took."""
+        """Return a unique tag, for a save whose tag another run used."""
         return f"{self._tag(tag)}-{self._training.run_id[:8]}"
 
     def collect_small(self, state: ClientValues, kept: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> Small:
@@ -191,32 +191,35 @@ class Checkpoints:
             name: host_values(tensor.detach().to("cpu", copy=True))
             for name, tensor in stored_whole(self._training.model, known)
         }
-        specs, arrays = small_arrays({} if self._training.world.rank else tensors)
+        stored = {} if self._training.world.rank else tensors
+        specs = {
+            name: ArraySpec(name=name, shape=tuple(t.shape), dtype=dtype_name(t.dtype)) for name, t in stored.items()
+        }
         record = {
             "client_state": marked,
             "engine": engine_record(self._training),
             "metrics": as_numbers({} if metrics is None else metrics),
         }
-        return Small(record, specs, arrays)
+        return Small(record, specs, {name: as_numpy(tensor) for name, tensor in stored.items()})
 
     def _begin(self, start: Callable[[], SaveHandle]) -> SaveHandle:
-        """Begin a save on every rank; raise on every rank the error that kept any from it (all ranks)."""
+        """Begin a save on every rank, or raise the error of any rank on all (all ranks)."""
         error: Exception | None = None
         handle: SaveHandle | None = None
         try:
-            # Ctrl-C before it is known would leave pins that no save releases, or a save for which nobody waits.
+            # Ctrl-C in between would leave pins that no save releases, or a save without an owner.
             with interrupts_wait():
                 handle = start()
-                self._under_way.append(handle)
+                self._running.append(handle)
         except Exception as raised:
             error = raised
         try:
             self._training.world.raise_together(error)
         except BaseException:
-            self._under_way.clear()
+            self._running.clear()
             if handle is not None:
                 handle.cancel()
-                handle.wait_for_end(_END_WELL_S)  # until then the next save takes its folder for a living save's
+                handle.wait_for_end(_GRACE_PERIOD_S)  # until then the next save takes its folder for a running save's
             raise
         if handle is None:
             raise RuntimeError("the save did not begin")
@@ -234,9 +237,9 @@ class Checkpoints:
         tag: str,
         save_id: str,
         small: Small,
-        tell: Callable[[SaveSummary | BaseException], None],
+        report: Callable[[SaveSummary | BaseException], None],
     ) -> SaveRequest:
-        """Return the request of a save of the present state, which is pinned from here on. Rank 0 stores small arrays whole."""
+        """Pin the present state, and return the request of its save. Rank 0 stores small arrays whole."""
         training = self._training
         state, store = training.state, training.state.store
         left_out = set(self._left_out(options))
@@ -248,7 +251,7 @@ class Checkpoints:
         reserve_bytes, before_commit = self._reserved(options, folder), companion_files(training.model, training.config)
         pins: dict[str, PinnedShard] = {}
         try:
-            state.transfers.synchronize()  # the save reads memory of the device from threads of its own
+            state.transfers.synchronize()  # the save's threads read memory of the device
             for one in records:
                 pins |= training.update.tickets.pin(one, state.arrays_of(one))
             return SaveRequest(
@@ -274,28 +277,28 @@ class Checkpoints:
                 overwrite=options.overwrite,
                 before_commit=before_commit,
                 reserve_bytes=reserve_bytes,
-                on_end=tell,
+                on_end=report,
             )
         except BaseException:
             Snapshot(pins).release()
             raise
 
     def _reserved(self, options: SaveOptions, folder: Path) -> int:
-        """Return the bytes that the next step needs for files beside those that the save keeps."""
+        """Return the bytes that the next step needs for new files while the save keeps the present ones."""
         training, store = self._training, self._training.state.store
-        # Files that are copied to another drive before training goes on are not shared after that.
+        # A save that waits and copies to another drive keeps no files when training continues.
         drives = store.options.all_paths
         if options.wait and drives:
-            # The folder may be made yet.
-            made = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-            if all(path.stat().st_dev != made.stat().st_dev for path in drives):
+            # The folder may not exist yet.
+            existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+            if all(path.stat().st_dev != existing.stat().st_dev for path in drives):
                 return 0
         changing = [name for one in training.trained for name in training.state.arrays_of(one)]
         return store.require_room(changing, num_stores=training.world.local_world_size)
 
     def wait(self) -> None:
-        """Complete the save under way, if any (all ranks)."""
-        if not self._under_way:
+        """Complete the running save, if any (all ranks)."""
+        if not self._running:
             return
         error: Exception | None = None
         try:
@@ -305,26 +308,26 @@ class Checkpoints:
         self._training.world.raise_together(error)
 
     def finish(self) -> None:
-        """Complete the save under way, if any, without asking the other ranks (at the end of a run)."""
-        if not self._under_way:
+        """Complete the running save, if any, without the other ranks (at the end of a run)."""
+        if not self._running:
             return
         try:
             self._complete()
         except Exception:
-            self._training.world.watch.require_others()  # else the error of a given-up save hides the rank that was lost
+            self._training.world.watch.require_others()  # else the error of an abandoned save hides the lost rank
             raise
 
     def _complete(self) -> None:
-        """Take over the result of the save under way once it has ended; raise its error.
+        """Wait for the running save, and take its result or raise its error.
 
-        The wait may be interrupted: the save goes on, and the next call waits again.
+        The wait may be interrupted: the save continues, and the next call waits again.
         """
-        if (handle := next(iter(self._under_way), None)) is None:
+        if (handle := next(iter(self._running), None)) is None:
             return
         handle.wait_for_end()
-        self._under_way.clear()
+        self._running.clear()
         summary = handle.wait()
-        # The earlier file of an array that a save left out stays known.
+        # Earlier files of arrays that the save left out stay known.
         self._known = {**self._known, **summary.known}
         for message in summary.messages:
             _log.warning("%s", message)
@@ -335,11 +338,11 @@ class Checkpoints:
         """Load a checkpoint by `options`; return its path and the client's state (all ranks)."""
         if self._training.config.frozen:
             options = replace(options, load_module_only=True)
-        # If the update failed on any rank the state is torn on all.
-        settle(self._training.update.wait, "the update that was under way failed: ")
-        # A save that failed with the update it waited for does not keep the load from repairing it.
+        # If the update failed on any rank, the state is torn on all.
+        settle(self._training.update.wait, "the running update failed: ")
+        # The load repairs a torn state even if a save, which waited for its update, failed too.
         if self._training.update.torn:
-            settle(self.wait, "the save under way failed: ")
+            settle(self.wait, "the running save failed: ")
         else:
             self.wait()
         started = time.perf_counter()
@@ -368,19 +371,19 @@ class Small:
     arrays: dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
-def _give_up_later(under_way: list[SaveHandle]) -> None:
-    for handle in under_way[:]:
+def _give_up_later(running: list[SaveHandle]) -> None:
+    for handle in running[:]:
         if not start_threads(1, partial(_give_up, handle), "zstore-give-up"):
-            handle.cancel()  # the interpreter ends: there is no thread that could wait
+            handle.cancel()  # the interpreter is ending: no thread can wait
 
 
 def _give_up(handle: SaveHandle) -> None:
-    if not handle.wait_for_end(_END_WELL_S):
+    if not handle.wait_for_end(_GRACE_PERIOD_S):
         handle.cancel()
 
 
 def require_last_step(training: Training) -> None:
-    """Raise UsageError when a save, which leaves out a step that has begun, would not have the state of the last one."""
+    """Raise UsageError if the state of the last complete step cannot be saved."""
     if training.update.is_in_backward:
         raise UsageError(
             'save_checkpoint between backward and step(): with "step_overlap": "backward" the state is being '
@@ -388,6 +391,6 @@ def require_last_step(training: Training) -> None:
         )
     if training.loader is not None and not training.accumulation.is_new:
         raise UsageError(
-            "save_checkpoint within a step: the loader of initialize() is past the micro-batches of it, which a resume would "
+            "save_checkpoint within a step: the loader of initialize() is past its micro-batches, which a resume would "
             "miss; save between two steps"
         )

@@ -1,16 +1,15 @@
 """Compiles units with torch while their parameters come and go.
 
 [Note: compiled units]
-A unit's gather and release stay outside: the hooks of its module run as usual, and between them runs a compiled forward in
-place of the module's own. So no graph spans a gather. Values come and go in one storage (see [Note: the memory of a
-parameter]), of which a graph's saved tensors are aliases, and a graph depends on a parameter's type and shape alone: new
-values and new addresses compile nothing anew.
+A unit's gather and release stay outside: the hooks of its module run as usual, and only the module's forward is compiled. So
+no graph spans a gather. Values come and go in one storage (see [Note: the memory of a parameter]), which a graph's saved
+tensors alias, and a graph depends only on a parameter's type and shape: new values and addresses recompile nothing.
 
-Within a compiled forward the unit's parameters are all there, so the hooks on the modules inside are off for its length.
-They would be traced, and they differ from block to block. Blocks whose forward is the same function share its graphs.
+Within a compiled forward all parameters of the unit are gathered, so the hooks on the modules inside are off: they would be
+traced, and they differ between blocks. Blocks whose forward is the same function share its graphs.
 
-A unit that holds another unit is not compiled, for that one's gather would be in its graph; nor is a layer of torch.nn
-by itself, which is one operator.
+A unit that contains another one is not compiled, since the gather of that would be in its graph; nor is a single layer of
+torch.nn, which is one operator.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ _log = logging.getLogger("zstore")
 
 Forward = Callable[..., Any]
 Compiler = Callable[[Forward], Forward]
-"""Returns a compiled function, as `torch.compile(backend=...)` without a function does."""
+"""Like `torch.compile(backend=...)` without a function: returns a compiled one."""
 
 
 def make_compiler(backend: Any, options: dict[str, Any]) -> Compiler:
-    """Return `torch.compile` with these arguments. Raises UsageError for those that it does not take, and if inductor has
-    no C++ compiler on a machine without CUDA."""
+    """Return `torch.compile` with these arguments. Raises UsageError for invalid ones, and if inductor has no C++ compiler on
+    a machine without CUDA."""
     compiler = functools.partial(torch.compile, backend=backend, **options)
     try:
         compiler(_nothing)
     except Exception as error:
-        raise UsageError(f"engine.compile(): torch.compile does not take these arguments: {error}") from error
+        raise UsageError(f"engine.compile(): torch.compile refuses these arguments: {error}") from error
     cxx = os.environ.get("CXX", "g++")
     if backend == "inductor" and not torch.cuda.is_available() and not any(map(shutil.which, (cxx, "clang++"))):
         raise UsageError(
-            f"engine.compile(): inductor compiles C++ where there is no GPU, and there is no compiler {cxx!r}: install g++, "
+            f"engine.compile(): without a GPU inductor compiles C++, and there is no compiler {cxx!r}: install g++, "
             'name another in the variable CXX, or pass backend="aot_eager", which compiles nothing'
         )
     return compiler
@@ -65,11 +64,11 @@ class CompiledUnits:
     """The units whose forward is compiled. See [Note: compiled units]."""
 
     def __init__(self, model: nn.Module, hooks: UnitHooks, compiler: Compiler) -> None:
-        """Compile the units that can be. Raises UsageError for a compiler that captures CUDA graphs."""
+        """Compile the units that can be compiled. Raises UsageError for a compiler that captures CUDA graphs."""
         _require_no_cuda_graphs(compiler)
         hooks.stay_out_of_graphs(model.modules())
         self._former: list[tuple[nn.Module, Any]] = []
-        """Modules with their own forward, if they had one in place of their class's."""
+        """Modules with the forward in their `__dict__`, None if there was none."""
         self.names: list[str] = []
         """Names of the compiled units."""
         units = [sharded.unit for sharded in hooks.units.all]
@@ -81,10 +80,10 @@ class CompiledUnits:
             self._replace(unit, compiled[forward], hooks.hook_ids, sharing[forward])
         left = len(units) - len(self.names)
         if chosen:
-            _log.info("compile: %d units, %d stay as they are", len(chosen), left)
+            _log.info("compile: %d units, %d are not compiled", len(chosen), left)
         else:
             _log.warning(
-                "compile: none of the %d units is compiled, for each is one layer of torch.nn or holds other units: put "
+                "compile: none of the %d units is compiled: each is one layer of torch.nn or contains other units. Put "
                 "the blocks of the model into a ModuleList",
                 left,
             )
@@ -99,7 +98,7 @@ class CompiledUnits:
         self.names.append(unit.name)
 
     def remove(self) -> None:
-        """Restore the modules' own forwards."""
+        """Restore the modules' forwards."""
         while self._former:
             module, former = self._former.pop()
             if isinstance(module.__dict__.get("forward"), _CompiledForward):
@@ -112,7 +111,7 @@ def _require_no_cuda_graphs(compiler: Compiler) -> None:
     settings = cast("Any", compiler(_nothing)).get_compiler_config()
     if settings and settings.get("triton.cudagraphs"):
         raise UsageError(
-            "compile: CUDA graphs expect parameters at one address, but sharded and offloaded ones come and go: leave "
+            "compile: CUDA graphs need parameters at fixed addresses, but sharded and offloaded ones move: leave "
             'mode="reduce-overhead", mode="max-autotune" or options={"triton.cudagraphs": True} out, or use '
             'mode="max-autotune-no-cudagraphs"'
         )
@@ -128,7 +127,7 @@ def _can_be_compiled(unit: Unit, units: Sequence[Unit]) -> bool:
 
 
 def _function_of(module: nn.Module) -> Forward:
-    """Return the function that is the module's forward: of several modules the same, if they have it from their class."""
+    """Return the function of the module's forward: modules with the forward of their class have the same."""
     own = module.__dict__.get("forward")
     if own is None:
         return type(module).forward
@@ -140,10 +139,10 @@ def _is_method_of(forward: Any, module: nn.Module) -> bool:
 
 
 class _CompiledForward:
-    """A module's forward while it is compiled. Copies and pickles of the module have the usual one."""
+    """A module's compiled forward. Copies and pickles of the module get the usual one."""
 
     def __init__(self, module: nn.Module, compiled: Forward, hook_ids: frozenset[int], sharing: int) -> None:
-        functools.update_wrapper(self, module.forward)  # for those who look at its arguments
+        functools.update_wrapper(self, module.forward)  # for code that inspects its arguments
         self._module = module
         self._compiled = compiled
         self._within = list(module.modules())
@@ -152,8 +151,8 @@ class _CompiledForward:
         """Modules whose forward is the same function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the compiled forward; the parameters of the module are there."""
-        with _alone(self._within, self._hook_ids), _room_for_graphs(self._sharing):
+        """Call the compiled forward; the module's parameters are gathered."""
+        with _without_hooks(self._within, self._hook_ids), _more_graphs(self._sharing):
             return self._compiled(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -165,8 +164,8 @@ class _CompiledForward:
 
 
 @contextmanager
-def _alone(modules: Sequence[nn.Module], hook_ids: frozenset[int]) -> Iterator[None]:
-    """Take the engine's hooks off the modules for the length of a `with` block."""
+def _without_hooks(modules: Sequence[nn.Module], hook_ids: frozenset[int]) -> Iterator[None]:
+    """Remove the engine's hooks from the modules within the block."""
     former = []
     for module in modules:
         own = module.__dict__
@@ -186,9 +185,9 @@ def _others(hooks: OrderedDict[int, Any], hook_ids: frozenset[int]) -> OrderedDi
 
 
 @contextmanager
-def _room_for_graphs(sharing: int) -> Iterator[None]:
-    """Allow the shared forward of several modules as many graphs as each would have by itself: blocks may differ in a
-    number that is part of a graph, as the index of the layer."""
+def _more_graphs(sharing: int) -> Iterator[None]:
+    """Allow the shared forward of several modules as many graphs as separate ones: blocks may differ in a number that is part
+    of a graph, such as the index of the layer."""
     config = torch._dynamo.config
     former = config.recompile_limit, config.accumulated_recompile_limit
     config.recompile_limit, config.accumulated_recompile_limit = (limit * sharing for limit in former)

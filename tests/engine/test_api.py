@@ -60,7 +60,7 @@ def test_leftovers_of_a_plain_loop_change_nothing(caplog: pytest.LogCaptureFixtu
 def test_parameters_that_are_float64_are_named_with_the_type_that_they_get(caplog: pytest.LogCaptureFixture) -> None:
     with start_linear(linear().double()) as engine:
         assert {p.dtype for p in engine.parameters()} == {torch.float32}
-    assert "parameters that are float64 are cast to fp32, the type that the config says: weight" in caplog.text
+    assert "float64 parameters are cast to fp32, the config's type: weight" in caplog.text
     caplog.clear()
     start_linear(linear()).close()
     assert "float64" not in caplog.text

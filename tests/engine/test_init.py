@@ -282,13 +282,13 @@ def test_two_blocks_share_the_run_folder(tmp_path: Path) -> None:
     with zstore.Init(config=config):
         first = seeded(Stack)
     with zstore.Init(config=config):
-        second = seeded(Stack, 1)
-    model = nn.Sequential(first, second)
-    with zstore.initialize(model=model, config=config)[0] as engine:
+        second, other = seeded(Stack, 1), seeded(Stack, 2)
+    with zstore.initialize(model=nn.Sequential(first, second), config=config)[0] as engine:
         found = engine.get_full_parameter("1.layers.3.weight")
         assert torch.equal(found, seeded(Stack, 1).layers[3].weight)
-    with zstore.Init(config=config):
-        seeded(Stack)
+    with zstore.gather(other):
+        assert differences(values_of(other), values_of(seeded(Stack, 2))) == []
+    zstore.initialize(model=other, config=config)[0].close()
 
 
 def test_a_block_within_a_block_is_refused(tmp_path: Path) -> None:

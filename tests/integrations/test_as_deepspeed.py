@@ -170,10 +170,10 @@ def test_names_that_are_there_and_names_that_are_not(tmp_path: Path) -> None:
     assert told["elsewhere"] == "None None"
     lacking = [line for line in lines if line.startswith("missing")]
     assert len(lacking) == 7
-    assert all("zstore answers `import deepspeed` in this run (--as-deepspeed)" in line for line in lacking)
-    assert "deepspeed.pipe.PipelineModule is not there" in lacking[1]
+    assert all("`import deepspeed` gives zstore in this run (--as-deepspeed)" in line for line in lacking)
+    assert "deepspeed.pipe.PipelineModule is not available" in lacking[1]
     assert "ZeRO stage 3" in lacking[1]
-    assert "deepspeed.init_inference is not there" in lacking[2]
+    assert "deepspeed.init_inference is not available" in lacking[2]
     assert "zstore consolidate" in lacking[2]
     assert "is installed; in this run" not in errors
 
@@ -334,7 +334,7 @@ def test_the_engine_has_what_scripts_call(tmp_path: Path, caplog: pytest.LogCapt
             assert weight.ds_status is ZeroParamStatus.AVAILABLE
             weight.data.fill_(1)
         assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
-        with pytest.raises(AttributeError, match=r"engine\.allreduce_gradients is not there.*engine\.step"):
+        with pytest.raises(AttributeError, match=r"engine\.allreduce_gradients is not available.*engine\.step"):
             engine.allreduce_gradients()
         with pytest.raises(UsageError, match="lr_kwargs"):
             engine.step(lr_kwargs={"epoch": 1})

@@ -267,8 +267,8 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path) -> None:
         with pytest.raises(error, match=match):
             Offloaded(kind, params, **{"device": "cpu", "lr": 0.1, **given})
 
-    refused("not known to update each element", kind=torch.optim.LBFGS)
-    refused("not known to update each element", kind=torch.optim.Muon)
+    refused("not known to be element-wise", kind=torch.optim.LBFGS)
+    refused("not known to be element-wise", kind=torch.optim.Muon)
     refused("expected a class derived from .*, got 'AdamW'", kind="AdamW")
     refused("got an optimizer of class AdamW", kind=AdamW(weights))
     refused("give model.parameters", params=make_model())

@@ -88,7 +88,7 @@ def _disagreeing(rank: int) -> None:
 
     alone = {"num_processes": 1, "distributed_type": "DistributedType.DEEPSPEED"}
     accelerate.state.PartialState._shared_state.update(alone)
-    with pytest.raises(UsageError, match=r"there are 2 ranks, and accelerate knows of 1.*use_cpu=True"):
+    with pytest.raises(UsageError, match=r"there are 2 ranks, but accelerate counts 1.*use_cpu=True"):
         deepspeed.initialize(model=torch.nn.Linear(1, 1), config={})
 
 

@@ -17,7 +17,7 @@ from zstore.errors import ConfigError, UsageError, format_bytes
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
 from zstore.tools.plan import PlanOptions, headline, make_run, plan_command, slots_of_module
-from zstore.tools.sample import build_model, loss_of, on_meta
+from zstore.tools.sample import build_model, on_meta
 
 GB = 10**9
 SEQ = 16
@@ -68,7 +68,7 @@ def _counted(rank: int, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
                 engine.training_state.update.wait()
                 before = engine.statistics().store
                 for _ in range(engine.gradient_accumulation_steps()):
-                    engine.backward(loss_of(engine(ids, labels=ids)))
+                    engine.backward(engine(ids, labels=ids))
                     gradients = engine.statistics().held.gradients
                     engine.step()
             engine.training_state.update.wait()
@@ -132,7 +132,7 @@ def test_activations_are_within_a_tenth_of_what_autograd_keeps(name: str, dtype:
     samples, tokens = 2, 128
     model = build_model(name, tokens).to(dtype)
     ids = torch.zeros(samples, tokens, dtype=torch.long)
-    found = kept_by_autograd(model, lambda: loss_of(model(ids, labels=ids)))
+    found = kept_by_autograd(model, lambda: model(ids, labels=ids))
     config = {"train_micro_batch_size_per_gpu": samples, "bf16": {"enabled": dtype is torch.bfloat16}}
     chosen = options(tmp_path, config, model=name, seq_length=tokens)
     assert found <= weighed(chosen).activations_bytes <= 1.1 * found

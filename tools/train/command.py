@@ -166,7 +166,7 @@ class TrainLoop:
 
     def _step(self) -> dict[str, Any]:
         """Take a step and return its row: the mean loss over ranks and micro-batches, sums of bytes over ranks."""
-        from ..sample import loss_of
+        from zstore.engine.training.loader import loss_of
 
         engine = self._engine
         started_s, before = time.perf_counter(), engine.statistics().store

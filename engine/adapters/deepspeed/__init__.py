@@ -1,1 +1,1 @@
-"""DeepSpeed's names, answered by zstore: `names` lists them, and `zstore.as_deepspeed` lets `import deepspeed` give them."""
+"""DeepSpeed's names on zstore: `names` lists them, and after `import zstore.as_deepspeed`, `import deepspeed` gives them."""

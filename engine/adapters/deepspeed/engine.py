@@ -53,11 +53,11 @@ from zstore.tools.zero_to_fp32 import main
 
 sys.exit(main())
 """
-"""The script that DeepSpeed writes beside its checkpoints, and that libraries tell people to run."""
+"""The script that DeepSpeed writes next to its checkpoints, and that libraries tell users to run."""
 
 
 class _NoParameters(nn.Module):
-    """A module without parameters, for trl, which walks over those that have a state of their own in DeepSpeed."""
+    """A module without parameters: trl iterates over those that have their own state in DeepSpeed."""
 
     def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return nothing."""
@@ -65,7 +65,7 @@ class _NoParameters(nn.Module):
 
 
 class ParameterOffload:
-    """The object whose hooks trl removes and restores around a generation with gathered parameters: none need go."""
+    """The object whose hooks trl removes and restores around a generation with gathered parameters; it has none."""
 
     def __init__(self) -> None:
         self.module = _NoParameters()
@@ -73,7 +73,7 @@ class ParameterOffload:
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: object) -> None:
-        """Do nothing: the engine's hooks stayed."""
+        """Do nothing: the engine's hooks were not removed."""
 
 
 def _zero_key(engine: DeepSpeedEngine, key: str) -> Any:
@@ -122,13 +122,13 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     ),
     "curriculum_enabled_legacy": lambda _: False,
     "curriculum_learning_enabled": lambda _: False,
-    "empty_partition_cache": lambda _: None,  # gathered parameters are released by themselves
+    "empty_partition_cache": lambda _: None,  # gathered parameters are released automatically
 }
 """Method of DeepSpeed's engine -> the result of a call."""
 
 
 class DeepSpeedEngine(Engine):
-    """zstore's engine under DeepSpeed's name. `config` is the dict that it was made from."""
+    """zstore's engine under DeepSpeed's name. `config` is the dict passed to `initialize`."""
 
     config: dict[str, Any]
 
@@ -141,17 +141,17 @@ class DeepSpeedEngine(Engine):
             optimizer.overflow = False  # whether the last step was skipped
             optimizer.optimizer = optimizer.client
             optimizer.parameter_offload = ParameterOffload()
-        # Scripts ask on every rank, and save rank 0's: DeepSpeed's values there, which nothing takes for weights.
+        # Scripts call state_dict() on every rank, and save rank 0's: like DeepSpeed's it is empty, and not usable as weights.
         self.access.guard.emit_empty_tensors(logs=self.global_rank == 0)
         if training.config.stage == 3:
             for record in training.state.records:
                 whole = record.residency is Residency.RESIDENT
                 status = ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
-                in_files = record.stored_array is not None
-                rows = (
-                    torch.empty(record.owned_numel, dtype=record.dtype, device="meta") if in_files else record.owned()
-                )
-                mark(record.parameter, status, rows.detach())
+                if record.stored_array is None:
+                    rows = record.owned().detach()
+                else:
+                    rows = torch.empty(record.owned_numel, dtype=record.dtype, device="meta")
+                mark(record.parameter, status, rows)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take an optimizer step, as `Engine.step` does. Raises UsageError for `lr_kwargs`."""
@@ -174,7 +174,7 @@ class DeepSpeedEngine(Engine):
     ) -> Any:
         """See `zstore.engine.Engine.save_checkpoint`; the tag is by default DeepSpeed's, `global_step` and the step.
 
-        A checkpoint of that name is replaced, as in DeepSpeed, and beside it is a `zero_to_fp32.py`, which writes its weights.
+        As in DeepSpeed, a checkpoint of that name is replaced, and `zero_to_fp32.py` next to it writes its weights.
         """
         options.setdefault("overwrite", True)
         if exclude_frozen_parameters and _is_peft(self.module):
@@ -226,10 +226,10 @@ class DeepSpeedEngine(Engine):
         )
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Return the model's whole state dict on rank 0, None on others (all ranks). As long as it is alive, the state dicts of
-        the model's modules there have its values: classes that save in their own way read those.
+        """Return the model's whole state dict on rank 0, None on others (all ranks). While it exists, the state dicts of the
+        model's modules on rank 0 have its values, for classes that save those.
 
-        `exclude_frozen_parameters` leaves out all that is frozen but a PEFT model's adapters.
+        `exclude_frozen_parameters` leaves out all frozen parameters but a PEFT model's adapters.
         """
         found = self.module_state_dict()
         if exclude_frozen_parameters:
@@ -244,7 +244,7 @@ class DeepSpeedEngine(Engine):
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def close(self) -> None:
-        """See `zstore.engine.Engine.close`; the removals that waited for a save end too."""
+        """See `zstore.engine.Engine.close`; also completes the removals that wait for a save."""
         super().close()
         complete_saves()
 
@@ -280,10 +280,9 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Return (engine, optimizer, loader, scheduler), as `zstore.initialize` does (all ranks).
 
-    `optimizer` may be a function that makes one of `model_parameters`. If neither it nor the config names one, the
-    engine is for evaluation: it has none, and the optimizer and scheduler returned are None. The process group is started
-    if a launcher set its variables. Raises UsageError for `mpu` and `mesh_param`, and if accelerate counts other ranks than
-    there are.
+    `optimizer` may be a function of `model_parameters`. If neither it nor the config names one, the engine is for evaluation,
+    and the optimizer and scheduler returned are None. The process group is started if a launcher set its variables. Raises
+    UsageError for `mpu` and `mesh_param`, and if accelerate counts other ranks than the process group.
     """
     if mesh_param is not None:
         raise UsageError("deepspeed.initialize(mesh_param=...): there is no sequence parallelism; leave it out")
@@ -292,7 +291,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     given = cleaned(source)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model_parameters)
-    complete_saves()  # of an engine before this one: a resume looks for its checkpoint now
+    complete_saves()  # of an earlier engine, whose checkpoint a resume may load now
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad] if model is not None else []
     frozen = optimizer is None and (not isinstance(given, Mapping) or given.get("optimizer") is None)
     engine, *others = zstore_initialize(
@@ -312,7 +311,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     )
     if not isinstance(engine, DeepSpeedEngine):
         raise UsageError(f"initialize() made a {type(engine).__name__}")
-    for parameter in trainable:  # of a model that is evaluated first: its optimizer is made of those
+    for parameter in trainable:  # of a model that is evaluated first: its optimizer is made from these later
         parameter.requires_grad_(True)
     log_dist(f"DeepSpeed info: version={VERSION}", ranks=[0])
     engine.config = raw_config(source)
@@ -320,7 +319,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
 
 def _require_agreement() -> None:
-    """Raise UsageError if accelerate counts other ranks than there are: each would train on all of the data."""
+    """Raise UsageError if accelerate counts other ranks than the process group: each would train on all of the data."""
     module = sys.modules.get("accelerate.state")
     state = {} if module is None else module.PartialState._shared_state
     known = state.get("num_processes")
@@ -328,8 +327,8 @@ def _require_agreement() -> None:
     if not prepares or not torch_dist.is_initialized() or known == torch_dist.get_world_size():
         return
     raise UsageError(
-        f"there are {torch_dist.get_world_size()} ranks, and accelerate knows of {known}: with DeepSpeed it finds several "
-        "only on GPUs, and on CPUs if it is told: TrainingArguments(use_cpu=True), or accelerate.PartialState(cpu=True) before "
+        f"there are {torch_dist.get_world_size()} ranks, but accelerate counts {known}: with DeepSpeed it finds several "
+        "only on GPUs, and on CPUs on request: TrainingArguments(use_cpu=True), or accelerate.PartialState(cpu=True) before "
         "the Accelerator"
     )
 
@@ -338,13 +337,13 @@ def _require_agreement() -> None:
 
 _REMOVED = ".removed"
 _saves: dict[str, SaveHandle] = {}
-"""Absolute folder -> the save in it that was begun last."""
+"""Absolute folder -> the last save in it."""
 _removals: list[Ticket[None]] = []
 _rmtree: Callable[..., Any] = shutil.rmtree
 
 
 def _watch_save(folder: str, handle: SaveHandle) -> None:
-    """Let whoever lists or removes the folder of a save wait for its commit. See [Note: what waits for a commit]."""
+    """Let listings and removals of the folder of a save wait for its commit. See [Note: what waits for a commit]."""
     for ended in [each for each, save in _saves.items() if save.done()]:
         del _saves[ended]
     _saves[os.path.abspath(folder)] = handle
@@ -358,7 +357,7 @@ def _begin_watching() -> None:
 
 
 def complete_saves() -> None:
-    """Wait until the saves and removals of this process that are under way have ended."""
+    """Wait for the running saves and removals of this process."""
     for handle in list(_saves.values()):
         handle.wait_for_end()
     while _removals:
@@ -375,8 +374,8 @@ def _on_audit_event(
     listings: frozenset[str] = frozenset({"os.listdir", "os.scandir"}),
     saves: dict[str, SaveHandle] = _saves,
 ) -> None:
-    """Hold up a listing: `listings` are the events of all ways to do it. An audit hook hears of every event to the end of the
-    process, when the module's own names are gone already."""
+    """Delay a listing of a folder with a running save. An audit hook is called to the end of the process, when the module's
+    names are deleted already: it gets them as defaults."""
     if event not in listings or not saves or isinstance(args[0], int) or _is_own_thread():
         return
     listed = os.path.abspath(os.fsdecode(args[0] or "."))
@@ -386,13 +385,15 @@ def _on_audit_event(
 
 
 def _remove(path: Any, *args: Any, **options: Any) -> None:
-    """Remove a folder as `shutil.rmtree` does, except for checkpoints next to a save under way."""
+    """Remove a folder as `shutil.rmtree` does, but checkpoints next to a running save after its commit."""
     saves = {} if isinstance(path, int) or _is_own_thread() else dict(_saves)
     removed = os.path.abspath(os.fsdecode(path)) if saves else ""
     for folder, handle in saves.items():
         if _contains(removed, folder):
             handle.wait_for_end()
-        elif os.path.dirname(folder) == os.path.dirname(removed) and Path(removed, "latest").is_file():  # saved to
+        elif (
+            os.path.dirname(folder) == os.path.dirname(removed) and Path(removed, "latest").is_file()
+        ):  # a checkpoint folder
             _removals.append(run_in_thread(partial(_remove_after, handle, Path(removed)), "zstore-remove"))
             return
     _rmtree(path, *args, **options)
@@ -408,12 +409,12 @@ def _remove_after(handle: SaveHandle, folder: Path) -> None:
     except Exception as error:
         _log.warning("%s is not removed: the save of the newer checkpoint failed: %s", folder, error)
         return
-    aside = folder.with_name(f".{folder.name}{_REMOVED}")
+    renamed = folder.with_name(f".{folder.name}{_REMOVED}")
     try:
-        os.replace(folder, aside)
-    except FileNotFoundError:  # asked for twice
+        os.replace(folder, renamed)
+    except FileNotFoundError:  # removed twice
         return
-    for left in folder.parent.glob(f".*{_REMOVED}"):  # also those of a process that was killed
+    for left in folder.parent.glob(f".*{_REMOVED}"):  # also those of a killed process
         _rmtree(left, ignore_errors=True)
 
 
@@ -421,28 +422,27 @@ def _remove_after(handle: SaveHandle, folder: Path) -> None:
 
 
 def _is_peft(model: nn.Module) -> bool:
-    """Return whether a model has adapters of peft, its own class or transformers' own loading of them."""
+    """Return whether a model has adapters of peft, by peft's classes or by transformers' own loading."""
     peft: Any = sys.modules.get("peft")
     wrapped = peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
     return wrapped or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def _adapter_names(engine: Engine) -> list[str]:
-    """Return the names in the state dict of what peft saves of a model's adapters, frozen parameters and buffers among them
-    (all ranks)."""
+    """Return the state dict names that peft saves of a model's adapters, frozen parameters and buffers too (all ranks)."""
     from peft import get_peft_model_state_dict
 
     chosen: list[str] = []
     with engine.world.agreeing():
         if engine.global_rank == 0:
             entries = state_entries(engine.access)
-            # peft hands out what it was given: each entry is known by a tensor of its own.
+            # peft returns the tensors that it gets: each entry is identified by its own.
             views = {name: torch.empty(0) for name, value in entries.items() if isinstance(value, torch.Tensor)}
             ids = {id(views[name]) for name, value in entries.items() if getattr(value, "requires_grad", False)}
             model: Any = engine.module
             for adapter, config in model.peft_config.items():
                 if not config.is_prompt_learning:
-                    with warnings.catch_warnings(action="ignore"):  # the save itself gives them
+                    with warnings.catch_warnings(action="ignore"):  # the save itself warns
                         taken = get_peft_model_state_dict(model, state_dict=views, adapter_name=adapter)
                     ids |= {id(value) for value in taken.values()}
             chosen = [name for name, view in views.items() if id(view) in ids]

@@ -1,5 +1,5 @@
-"""The names of DeepSpeed that are answered, by module; the replacements of others; and the modules that `import deepspeed`
-gives, which are made when they are imported. Torch is imported with the first of them, not before."""
+"""DeepSpeed's names on zstore, by module; the replacements of missing names; and the modules that `import deepspeed` gives.
+Torch is imported with the first of these modules, not with this one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _INIT = "GatheredParameters Init register_external_parameter unregister_external
 
 
 def _table(rows: Mapping[str, Mapping[str, str]]) -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-    """Return the table that `rows` write in short: a row is for all modules, within deepspeed, that its key names."""
+    """Expand `rows`: the key of a row lists modules within deepspeed."""
     return {
         f"deepspeed.{module}".removesuffix(".root"): {home: tuple(names.split()) for home, names in homes.items()}
         for modules, homes in rows.items()
@@ -105,7 +105,7 @@ MODULES = _table({
     },
     "zero": {"zero": _INIT},
 })  # fmt: skip
-"""DeepSpeed's module -> this package's module, or one by its whole name -> names that it gives."""
+"""DeepSpeed's module -> module of this package, or full name of another one -> names from it."""
 
 ABSENT = {
     f"deepspeed.{module}".removesuffix(".root"): tuple(names.split())
@@ -130,7 +130,7 @@ ABSENT = {
         "zero": "TiledLinear",
     }.items()
 }
-"""DeepSpeed's module -> names that can be imported, and raise when they are used."""
+"""DeepSpeed's module -> names that can be imported, and raise when they are called."""
 
 INSTEAD = {
     name: text
@@ -143,7 +143,7 @@ INSTEAD = {
         "comm": "use torch.distributed, whose groups these are",
         "compression": "nothing is compressed; quantize or prune with torchao after `zstore consolidate`",
         "DeepSpeedTransformerConfig DeepSpeedTransformerLayer": "there are no transformer kernels; use torch's attention",
-        "elasticity.elastic_agent": "`zstore run` and torchrun start ranks anew",
+        "elasticity.elastic_agent": "`zstore run` and torchrun restart ranks",
         "checkpoint": "a checkpoint loads at any world size; nothing is reshaped or converted",
         "HybridEngine inference InferenceEngine init_inference": (
             "there is no inference engine; `zstore consolidate` writes safetensors for a server"
@@ -151,7 +151,7 @@ INSTEAD = {
         "launcher": "`zstore run` starts the ranks",
         "linear": "take LoRA from peft",
         "module_inject": "modules are not replaced; use torch's attention",
-        "moe": "there is no expert parallelism; the experts of transformers' models are parameters like any others",
+        "moe": "there is no expert parallelism; the experts of transformers' models are ordinary parameters",
         "monitor": "engine.monitor.write_events() takes a script's values; the config says where they go",
         "ops": ("kernels are torch's; optimizers are in ops.adam, ops.adagrad, ops.lamb and ops.lion"),
         "ops.sparse_attention": "zstore.attention has its patterns, and the config's section sparse_attention",
@@ -170,7 +170,7 @@ INSTEAD = {
             "`zstore plan` estimates memory; the optimizer is engine.optimizer"
         ),
         "zero.TiledLinear runtime.zero.tiling": (
-            "make a layer's tiles modules of a ModuleList: each is gathered by itself"
+            "make a layer's tiles modules of a ModuleList: each is gathered separately"
         ),
         "tp_model_init": "there is no tensor parallelism; use ZeRO stage 3",
         "utils.timer": 'set "wall_clock_breakdown": true, or read engine.statistics()',
@@ -179,7 +179,7 @@ INSTEAD = {
     }.items()
     for name in names.split()
 }
-"""Name within deepspeed, or a module's -> what to use instead, for it and all in it."""
+"""Name or module within deepspeed -> replacement, also for the names in it."""
 
 ENGINE_INSTEAD: Mapping[str, str] = {
     "allreduce_gradients": "engine.step() does it",
@@ -192,32 +192,32 @@ ENGINE_INSTEAD: Mapping[str, str] = {
     "print_forward_breakdown": 'set "wall_clock_breakdown": true, or read engine.statistics()',
     "set_dataloader": "use a loader of the script's own",
 }
-"""Attribute of DeepSpeed's engine -> what to use instead."""
+"""Attribute of DeepSpeed's engine -> replacement."""
 
-_WHO = "zstore answers `import deepspeed` in this run (--as-deepspeed)"
-_WHERE = "docs/deepspeed.md lists the names that are there"
+_WHO = "`import deepspeed` gives zstore in this run (--as-deepspeed)"
+_LIST = "docs/deepspeed.md lists the available names"
 
 
 def missing(dotted: str) -> str:
-    """Return the message about a name that is not there."""
+    """Return the message about a missing name."""
     inner = dotted.removeprefix("deepspeed.").split(".")
     paths = (".".join(inner[:depth]) for depth in range(len(inner), 0, -1))
     instead = next((INSTEAD[path] for path in paths if path in INSTEAD), None)
-    return f"{dotted} is not there: {_WHO}. " + (f"Instead: {instead}. {_WHERE}" if instead else _WHERE)
+    return f"{dotted} is not available: {_WHO}. " + (f"Instead: {instead}. {_LIST}" if instead else _LIST)
 
 
 def missing_of_engine(name: str) -> str | None:
-    """Return the message about an attribute of DeepSpeed's engine that is not there; None if nothing is known of it."""
+    """Return the message about a missing attribute of DeepSpeed's engine; None if it has no replacement."""
     instead = ENGINE_INSTEAD.get(name)
-    return None if instead is None else f"engine.{name} is not there: {_WHO}. Instead: {instead}. {_WHERE}"
+    return None if instead is None else f"engine.{name} is not available: {_WHO}. Instead: {instead}. {_LIST}"
 
 
 # -- modules ------------------------------------------------------------------------------------------------------------
 
 
 def _groups() -> dict[str, Callable[[], Any]]:
-    """Return functions about the ranks of a kind: of data parallelism, over which gradients are averaged, all; of
-    others one. The group is None if torch.distributed is not started."""
+    """Return the functions of process groups: data parallelism has all ranks, other kinds have one. The group is None if
+    torch.distributed is not started."""
 
     def world() -> Any:
         from zstore.ranks.world import World
@@ -250,18 +250,17 @@ VALUES: dict[str, dict[str, Any]] = {
     "deepspeed.git_version_info": {"version": VERSION},
     "deepspeed.utils.groups": _groups(),
 }
-"""Module -> what else it has."""
+"""Module -> its other values."""
 _LISTED = [dotted.split(".") for dotted in (*MODULES, *ABSENT, *VALUES)]
 KNOWN = frozenset(".".join(parts[:depth]) for parts in _LISTED for depth in range(1, len(parts) + 1))
-"""All answered modules, including packages that hold nothing but modules."""
+"""All modules, including packages that contain only modules."""
 
 
 class AnsweredModule(ModuleType):
-    """A module of DeepSpeed's name with zstore's contents. A name that is not there is an error that names the
-    replacement."""
+    """A module of DeepSpeed's name with zstore's contents. The error of a missing name says what replaces it."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return the submodule of that name, which DeepSpeed imports with itself, if there is one."""
+        """Return the submodule of that name, which DeepSpeed imports too, if there is one."""
         dotted = f"{self.__name__}.{name}"
         if dotted in KNOWN:
             return importlib.import_module(dotted)
@@ -276,7 +275,7 @@ class AnsweredModule(ModuleType):
 
 
 def fill(module: ModuleType) -> None:
-    """Give a module the names that are listed for it."""
+    """Give a module its listed names."""
     for home, names in MODULES.get(module.__name__, {}).items():
         source = importlib.import_module(home if "." in home else f"{__package__}.{home}")
         for name in names:
@@ -287,9 +286,9 @@ def fill(module: ModuleType) -> None:
 
 
 def require(dotted: str) -> None:
-    """Raise ModuleNotFoundError, which names the replacement, for a module that is not there.
+    """Raise ModuleNotFoundError, which names the replacement, for a missing module.
 
-    Its `name` stays empty: with it, `from deepspeed import NAME` would drop this message for Python's own.
+    Its `name` stays empty: otherwise `from deepspeed import NAME` would replace this message by Python's.
     """
     if dotted not in KNOWN:
         raise ModuleNotFoundError(missing(dotted))

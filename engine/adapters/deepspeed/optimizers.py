@@ -1,5 +1,5 @@
-"""DeepSpeed's optimizers: a call makes one of torch's, or of zstore's, which the engine updates by one kernel on every tier.
-And the schedules that a config can name, made in a script."""
+"""DeepSpeed's optimizers and schedules: a call makes an optimizer of torch or zstore, which the engine updates by one kernel on
+every tier, or a schedule that a config can name."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _BY_KEYS = {
     for kind in (*ELEMENT_WISE, torch.optim.Adafactor, torch.optim.Muon, Lamb)
     if kind not in (torch.optim.Adam, torch.optim.AdamW)
 }
-"""Settings of a group -> the optimizer that has just those."""
+"""Settings of a group -> the optimizer with exactly those."""
 _WITHOUT_EFFECT = ("fp32_optimizer_states", "set_grad_none")
-"""State is fp32, and the engine clears gradients, whatever these say."""
+"""Ignored: state is fp32, and the engine clears gradients."""
 
 
 class _Made(type):
-    """The type of classes a call of which makes another optimizer or schedule, and whose instances are those, and engines'
-    that have one. Arguments are taken by name, or in DeepSpeed's `order`."""
+    """The metaclass of classes whose calls make another optimizer or schedule; their instances are those of the classes in
+    `makes`, and engine optimizers around one. Arguments are named, or in DeepSpeed's `order`."""
 
     makes: tuple[str, ...]
     order: str
@@ -62,7 +62,7 @@ def _adam(
 ) -> Optimizer:
     params = list(params)
     if params and isinstance(params[0], dict):
-        # accelerate makes a DeepSpeedCPUAdam of the groups of any optimizer whose state is offloaded: it stays what it was.
+        # accelerate makes a DeepSpeedCPUAdam of the groups of any offloaded optimizer: keep the original class.
         other = _BY_KEYS.get(frozenset(params[0]) - {"params", "initial_lr"})
         if other is not None:
             return other(params)
@@ -70,25 +70,25 @@ def _adam(
     kind = torch.optim.AdamW if adam_w_mode and adamw_mode else torch.optim.Adam
     made = kind(params, **{"weight_decay": 0.0, **settings})
     for group in () if bias_correction else made.param_groups:
-        group["bias_correction"] = False  # read by the engine
+        group["bias_correction"] = False  # for the engine
     return made
 
 
 def _require_adams(group: Mapping[str, Any]) -> None:
-    """Raise UsageError for a group that another optimizer made, if its settings show that."""
+    """Raise UsageError for a group whose settings show that another optimizer made it."""
     eps = group.get("eps", 0.0)
     if not isinstance(eps, (int, float, torch.Tensor)):
         names = ", ".join(kind.__name__ for kind in (torch.optim.Adam, torch.optim.AdamW, *_BY_KEYS.values()))
         raise UsageError(
-            f"eps={eps!r} of a parameter group is not Adam's: if accelerate makes DeepSpeedCPUAdam of an optimizer, as its "
-            f"state is offloaded, that one is none of {names}. Use one of these, where transformers' Adafactor is meant "
+            f"eps={eps!r} of a parameter group is not Adam's: accelerate makes DeepSpeedCPUAdam of an optimizer with offloaded "
+            f"state, but the original class is none of {names}. Use one of these, in place of transformers' Adafactor "
             'torch\'s by "optimizer": {"type": "Adafactor"} in the config; or stage 0 without offload'
         )
 
 
 def _adagrad(params: Any, *, amsgrad: bool = False, **settings: Any) -> Optimizer:
     if amsgrad:
-        raise UsageError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such form; leave it out")
+        raise UsageError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such variant; leave it out")
     return torch.optim.Adagrad(params, **settings)
 
 
@@ -98,7 +98,7 @@ def _lion(params: Any, **settings: Any) -> Optimizer:
 
 def _lamb(params: Any, *, amsgrad: bool = False, max_grad_norm: float = 0.0, **settings: Any) -> Optimizer:
     if amsgrad:
-        raise UsageError("FusedLamb(amsgrad=True): LAMB has no such form; leave it out")
+        raise UsageError("FusedLamb(amsgrad=True): LAMB has no such variant; leave it out")
     if max_grad_norm:
         raise UsageError(f"FusedLamb(max_grad_norm={max_grad_norm}): write gradient_clipping into the config")
     return Lamb(params, **settings)
@@ -136,7 +136,7 @@ def _schedule(name: str, order: str, *, derived: str = "") -> type:
         section: Any = load_config(config, name=f"{name}(...)").settings.scheduler
         before = [dict(group) for group in optimizer.param_groups]
         schedule = named_schedule(section, optimizer)
-        if section.params.last_batch_iteration >= 0:  # the optimizer's own settings serve until the first step
+        if section.params.last_batch_iteration >= 0:  # the optimizer's settings apply until the first step
             for group, former in zip(optimizer.param_groups, before, strict=True):
                 group.update(former)
         return schedule

@@ -1,6 +1,5 @@
-"""`deepspeed.utils`, `deepspeed.runtime.utils` and `deepspeed.comm`: the functions that scripts import, besides the access to
-state and torch.distributed's own; `deepspeed.accelerator`, the device that the engine computes on; and configs in the forms
-that scripts and libraries give DeepSpeed."""
+"""`deepspeed.utils`, `deepspeed.runtime.utils` and `deepspeed.comm`: the functions that scripts import, without the access to
+state and torch.distributed's own; `deepspeed.accelerator`; and configs in all forms that DeepSpeed accepts."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from .names import missing
 F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("zstore")
-"""The logger of zstore's messages, which are seen from the import on."""
+"""The logger of zstore, whose messages are shown from the import on."""
 show_messages()
 
 
@@ -45,12 +44,12 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def instrument_w_nvtx(func: F) -> F:
-    """Return the function as it is: ranges for a profiler are torch.profiler's."""
+    """Return the function unchanged: torch.profiler has its own ranges."""
     return func
 
 
 class RepeatingLoader:
-    """Gives the batches of a loader over and over."""
+    """Repeats the batches of a loader endlessly."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -68,7 +67,7 @@ class RepeatingLoader:
 
 
 class OnDevice(AbstractContextManager["OnDevice"]):
-    """Within the block, tensors are made on `device`, floating ones that name no type in `dtype`."""
+    """Within the block, tensors are created on `device`, floating ones with `dtype` as the default type."""
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
         self._dtype, self._device, self._enabled = dtype, device, enabled
@@ -86,7 +85,7 @@ class OnDevice(AbstractContextManager["OnDevice"]):
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Return a copy of tensors in lists, tuples and dicts on `device`, each with memory of its own."""
+    """Return copies on `device` of the tensors in lists, tuples and dicts, which share no memory."""
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, Mapping):
@@ -97,12 +96,12 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def recursive_getattr(model: nn.Module, module_name: str) -> Any:
-    """Return the object that a dotted name leads to."""
+    """Return the object of a dotted name."""
     return functools.reduce(getattr, module_name.split("."), model)
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Replace the object that a dotted name leads to."""
+    """Replace the object of a dotted name."""
     above, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, above) if above else model, name, module)
 
@@ -111,24 +110,24 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether a module was marked as a leaf, which `initialize` lets be gathered as a whole at stage 3."""
+    """Return whether a module is marked as a leaf, which is gathered as a whole at stage 3."""
     return is_leaf(model)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model` that were marked as leaves."""
+    """Return the modules of `model` that are marked as leaves."""
     return [module for module in model.modules() if is_leaf(module)]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or take its mark away."""
+    """Mark one module, or remove its mark."""
     mark_leaves([model], marked=flag)
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes, given as types, whose subclasses count, or as names, before `initialize`; return them.
+    """Mark the modules of these classes (types with their subclasses, or names), before `initialize`; return them.
 
     Raises UsageError if there is none.
     """
@@ -138,14 +137,14 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the mark off the modules of these classes, and return them. Raises UsageError if there is none."""
+    """Remove the mark of the modules of these classes, and return them. Raises UsageError if there is none."""
     return _marked(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules that `named_modules()` calls so; return them, and the names that none has, which are an error else."""
+    """Mark the modules with these names in `named_modules()`; return them and, unless that is an error, the missing names."""
     found = {name: [one for path, one in model.named_modules() if path == name] for name in module_names}
     return _marked_by(found, flag, raise_if_not_found)
 
@@ -153,7 +152,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules whose names end so; return them, and the endings that none has, which are an error else."""
+    """Mark the modules whose names end so; return them and, unless that is an error, the missing suffixes."""
     found = {end: [one for path, one in model.named_modules() if path.endswith(end)] for end in module_name_suffixes}
     return _marked_by(found, flag, raise_if_not_found)
 
@@ -240,7 +239,7 @@ def _current_name() -> str:
 
 
 def _dtypes() -> list[torch.dtype]:
-    """Return the types that a config may ask for."""
+    """Return the types that a config may use."""
     bf16 = [torch.bfloat16] if not _HAS_CUDA or torch.cuda.is_bf16_supported() else []
     return [torch.float32, torch.float16, *bf16]
 
@@ -284,13 +283,13 @@ _CPU: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated"), _nothing),
     **dict.fromkeys(("range_push", "range_pop"), _nothing),
 }
-"""Names that torch.cuda has and torch.cpu lacks: ranks count as devices, memory is not counted."""
+"""Names of torch.cuda that torch.cpu lacks: ranks count as devices, and memory is not counted."""
 
 
 class TorchAccelerator:
     """CUDA if there is a device, else the CPU.
 
-    It has the functions of `torch.cuda`, or of `torch.cpu` and the missing ones, those of `_BOTH`, and types of tensors.
+    It has the functions of `torch.cuda`, or of `torch.cpu` and `_CPU`, those of `_BOTH`, and the types of tensors.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -307,7 +306,7 @@ class TorchAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Return True: there is CUDA, or the CPU."""
+    """Return True: CUDA and the CPU are supported."""
     return True
 
 
@@ -321,11 +320,10 @@ def get_accelerator() -> TorchAccelerator:
 
 
 def cleaned(source: Any) -> Any:
-    """Return a config without the keys that DeepSpeed ignores: a copy, if it is a dict.
+    """Return a config, read as by `raw_config`, without the keys that DeepSpeed ignores: a copy, if it is a dict.
 
-    Those are `steps_per_print` of infinity and `zero_allow_untested_optimizer`, which accelerate writes by itself, and keys
-    with a dot at the top, which trl writes. A path, or a dict as base64-encoded JSON, is read first; anything else is
-    returned as it is.
+    Those are `steps_per_print` of infinity and `zero_allow_untested_optimizer`, which accelerate adds, and top-level keys with
+    a dot, which trl adds.
     """
     raw = raw_config(source)
     if not isinstance(raw, Mapping):
@@ -339,7 +337,7 @@ def cleaned(source: Any) -> Any:
 
 
 def raw_config(source: Any) -> Any:
-    """Return the dict in `source`, a copy: of a dict, of a file, or of base64-encoded JSON; anything else as it is."""
+    """Return a copy of the dict in `source`: a dict, a file, or base64-encoded JSON; anything else unchanged."""
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     if isinstance(source, str) and not os.path.exists(source):

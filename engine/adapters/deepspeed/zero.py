@@ -1,14 +1,13 @@
-"""`deepspeed.zero`: models built in shards, whole parameters in a block, and the marks by which libraries know a sharded
-parameter.
+"""`deepspeed.zero`: models built in shards, whole parameters in a block, and the attributes by which libraries recognize
+sharded parameters.
 
 [Note: marks]
-DeepSpeed gives the parameters of a stage 3 model attributes, and transformers, peft, trl and scripts look for them:
-`ds_id` (a number, in the order of construction, alike on all ranks), `ds_shape`, `ds_numel`, `ds_status`. Here they are
-given by `Init` and by `initialize` at stage 3. `ds_status` says AVAILABLE of a parameter that is kept whole on every rank,
-and of others within `GatheredParameters`; within a forward, for which the engine has gathered a parameter for its own use,
-it still says NOT_AVAILABLE, and a script that gathers it gets it. `ds_tensor` are this rank's rows, 1-D, in the engine's
-memory, read-only; if they are in files it has their shape and no values (meta). `ds_persist` says whether the
-parameter is whole on every rank, always.
+DeepSpeed gives the parameters of a stage 3 model attributes that transformers, peft, trl and scripts read: `ds_id` (a number,
+in the order of construction, equal on all ranks), `ds_shape`, `ds_numel`, `ds_status`. `Init` sets them, and `initialize`
+at stage 3. `ds_status` is AVAILABLE for a parameter that is kept whole on every rank, and for others within
+`GatheredParameters`; within a forward, where the engine gathers a parameter for itself, it stays NOT_AVAILABLE, and a script
+can gather it. `ds_tensor` has this rank's rows, 1-D, in the engine's memory, read-only; if they are in files it has their
+shape and no values (meta). `ds_persist`: the parameter is always whole on every rank.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ from .utils import cleaned
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter has its values now."""
+    """Whether a parameter has its values."""
 
     AVAILABLE = 1
     """It has all of them."""
     NOT_AVAILABLE = 2
     """They are sharded; GatheredParameters gives them."""
     INFLIGHT = 3
-    """They are on their way; no parameter is ever reported in this state."""
+    """They are being gathered; never reported."""
 
 
-def _words(name: str, words: str) -> Any:
-    """Return an enumeration of texts that are their names."""
+def _string_enum(name: str, words: str) -> Any:
+    """Return an enumeration of strings equal to their names."""
     return Enum(name, {word: word for word in words.split()}, type=str, module=__name__)
 
 
@@ -55,8 +54,8 @@ ZeroStageEnum = IntEnum(
     {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
     module=__name__,
 )
-OffloadDeviceEnum = _words("OffloadDeviceEnum", "none cpu nvme")
-OffloadStateTypeEnum = _words(
+OffloadDeviceEnum = _string_enum("OffloadDeviceEnum", "none cpu nvme")
+OffloadStateTypeEnum = _string_enum(
     "OffloadStateTypeEnum", "optim_states hp_params lp_params lp_grads contiguous_grad_buffer"
 )
 
@@ -65,7 +64,7 @@ _numbers = itertools.count()
 
 
 def mark(parameter: nn.Parameter, status: ZeroParamStatus, rows: torch.Tensor | None = None) -> None:
-    """Give a parameter the attributes that [Note: marks] lists, `ds_tensor` too if there are this rank's rows."""
+    """Give a parameter the attributes of [Note: marks], with `rows` also `ds_tensor`."""
     marked: Any = parameter
     if rows is not None:
         marked.ds_tensor, marked.ds_persist = rows, status is ZeroParamStatus.AVAILABLE
@@ -83,10 +82,9 @@ def is_zero_param(parameter: object) -> bool:
 class Init(PlainInit):
     """`zstore.Init` with DeepSpeed's arguments: within the block models are built in shards (all ranks).
 
-    As in DeepSpeed, parameters have the 16-bit type that the config turns on from the start (buffers keep theirs), rank 0's
-    values count if ranks build different ones, a block within a block does nothing of its own, and a model with sharded
-    values gives its state dict, with NaN in their places. Raises UsageError for groups of fewer than all ranks, and
-    for quantization, if the config asks for it.
+    As in DeepSpeed, parameters have the 16-bit type of the config from the start (buffers keep theirs), rank 0's values
+    count if ranks build different ones, a block within a block does nothing, and the state dict of a sharded model has NaN
+    for its values. Raises UsageError for process groups of fewer than all ranks, and for arguments about quantization.
     """
 
     _blocks = 0
@@ -113,16 +111,16 @@ class Init(PlainInit):
         groups = (data_parallel_group, zero_param_parallel_group, sequence_data_parallel_group)
         if any(group not in (None, torch.distributed.group.WORLD) for group in groups):
             raise UsageError(
-                "deepspeed.zero.Init: the config says which ranks share the parameters: leave the process groups out"
+                "deepspeed.zero.Init: parameters are sharded as the config says: leave the process groups out"
             )
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             raise UsageError(
-                "deepspeed.zero.Init: the config says what travels quantized (zero_optimization.zero_quantized_weights); leave "
-                "zero_quantized_... out of the call"
+                "deepspeed.zero.Init: the config sets quantized communication (zero_optimization.zero_quantized_weights); "
+                "leave zero_quantized_... out of the call"
             )
         if param_swapper is not None:
             raise UsageError(
-                "deepspeed.zero.Init(param_swapper=...): the config says where parameters rest; leave it out"
+                "deepspeed.zero.Init(param_swapper=...): the config sets the tier of parameters; leave it out"
             )
         self._marking: RemovableHandle | None = None
         source = config if config is not None else config_dict_or_path
@@ -145,11 +143,11 @@ class Init(PlainInit):
 
     def __enter__(self) -> Self:
         self._enabled = self._enabled and not Init._blocks
-        entered = super().__enter__()
+        super().__enter__()
         if self._enabled:
             Init._blocks += 1
             self._marking = register_module_parameter_registration_hook(partial(_mark_built, self._built_dtype))
-        return entered
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if self._marking is not None:
@@ -160,7 +158,7 @@ class Init(PlainInit):
 
 
 def _dtype_of(source: Any) -> torch.dtype | None:
-    """Return the 16-bit type that a config turns on; None for fp32, and without a config."""
+    """Return the 16-bit type of a config; None for fp32, and without a config."""
     if source is None:
         return None
     settings = load_config(source).settings
@@ -181,8 +179,8 @@ def GatheredParameters(  # noqa: N802
 ) -> Iterator[None]:
     """Alias of `zstore.gather(params, modifier_rank)`; does nothing unless `enabled` (all ranks).
 
-    `params` is a parameter, an iterable or a module; other objects are left out, and the order does not matter.
-    `fwd_module` is accepted and not needed: a module's forward gathers the parameters that it reads.
+    `params` is a parameter, a module, or an iterable in any order, in which other objects are ignored. `fwd_module` is
+    ignored: a module's forward gathers the parameters that it reads.
     """
     del fwd_module
     if not enabled:
@@ -201,7 +199,7 @@ def GatheredParameters(  # noqa: N802
 
 
 def _listed(params: Any) -> list[nn.Parameter]:
-    """Return the parameters, in the order in which all ranks have made them: a set has another one on each rank."""
+    """Return the parameters in the order of their construction, equal on all ranks: a set's order differs."""
     if isinstance(params, torch.Tensor):
         params = [params]
     elif isinstance(params, nn.Module):
@@ -213,13 +211,13 @@ def _listed(params: Any) -> list[nn.Parameter]:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: a weight that is read without calling its module works within a forward."""
+    """Do nothing: within a forward, a weight can be read without calling its module."""
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing, as `register_external_parameter`."""
+    """Do nothing."""
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
-    """Return `fn`: `Init` leaves the constructors of tensors as they are. transformers exchanges this for its blocks."""
+    """Return `fn`: `Init` does not replace the constructors of tensors. transformers patches this function."""
     return fn

@@ -1,4 +1,4 @@
-"""The state of an offloaded optimizer: the tier of each parameter's part, and how others read and load it."""
+"""The state of an offloaded optimizer: its records and arrays, and how it is shown and loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zstore.io.memory import as_torch
 from .stored_tensor import LocalRecord, OptimizerArray, StoredTensor, local_part, make_local_record
 
 MASTER = "master"
-"""Name of a 16-bit parameter's fp32 master among its state."""
+"""Name of a 16-bit parameter's fp32 master in its state."""
 _MASTER_SLOT = SlotArray(MASTER)
 Tier = Literal["host", "disk"]
 OffloadedKernel = FusedAdam | TorchKernel
@@ -34,14 +34,14 @@ class LocalState:
         """By parameter, in order."""
         self._tier = tier
         self.kernels: list[OffloadedKernel] = []
-        """Of the parameter groups."""
+        """One for each parameter group."""
         arrays.kernels = self.kernels
         self._names: set[str] = set()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def replace_kernels(self, kernels: list[OffloadedKernel]) -> None:
-        """Take other kernels for the groups, after a load of their settings. Raises UsageError for other state."""
+        """Replace the groups' kernels after a load of their settings. Raises UsageError if these need other state."""
         for number, (former, kernel) in enumerate(zip(self.kernels, kernels, strict=True)):
             if former.slots != kernel.slots:
                 raise UsageError(
@@ -63,8 +63,8 @@ class LocalState:
         del self.kernels[number:]
 
     def add(self, parameter: torch.Tensor, group: int, name: str | None) -> LocalRecord:
-        """Create the state of a parameter, on disk if there is one and the budget has no room for it. Raises BudgetError if
-        neither has."""
+        """Create the state of a parameter; on disk if there is a path and the budget is exhausted. Raises BudgetError if it
+        does not fit."""
         number = len(self.records)
         name = name or f"parameter-{number}"
         if name in self._names:
@@ -80,7 +80,7 @@ class LocalState:
         except BudgetError as error:
             error.add_note(
                 f'The state of {record.name!r} does not fit: raise host_budget_bytes, or give a path: device="nvme" keeps all '
-                'state on disk, device="cpu" what the budget has no room for.'
+                'state on disk, device="cpu" the excess over the budget.'
             )
             raise
         self.records[parameter] = record
@@ -88,7 +88,7 @@ class LocalState:
         return record
 
     def watch_memory(self, records: Iterable[LocalRecord]) -> None:
-        """Follow parameters that got other memory, and take over values that other code gave those with a master."""
+        """Follow parameters that got other memory, and update masters of parameters that other code set."""
         for record in records:
             local = local_part(record.parameter)
             if local.numel() and local.data_ptr() != record.address:
@@ -106,7 +106,7 @@ class LocalState:
         if not local.is_contiguous():
             raise UsageError(f"parameter {record.name!r} got memory of another layout: make it contiguous again")
         record.full, record.address = local.data.view(-1), local.data_ptr()
-        self.arrays.plans.clear()  # they keep the former memory
+        self.arrays.plans.clear()  # they reference the former memory
         if self.arrays.is_master(record):
             store, name = self.arrays.store, model_array(record.name)
             store.remove(name)
@@ -116,14 +116,14 @@ class LocalState:
             self._reconcile(record)
 
     def _reconcile(self, record: LocalRecord) -> None:
-        """Give the master the parameter's value wherever it would not round to that: other code set it."""
+        """Set the master to the parameter's value where it does not round to that, since other code set it."""
         self.arrays.follow_parameters([record] if record.owned_numel else [])
         record.note_version()
 
-    # -- as others see it -----------------------------------------------------------------------------------------------
+    # -- as shown to callers --------------------------------------------------------------------------------------------
 
     def entry(self, record: LocalRecord) -> dict[str, Any]:
-        """Return a parameter's state as torch's class has it; 16-bit parameters have their master besides."""
+        """Return a parameter's state in the form of torch's class; 16-bit parameters also have their master."""
         values = self.kernels[record.group or 0].present(self.arrays.scalars[record])
         values |= {slot.name: self._shown(record, slot) for slot in self.arrays.slots_of(record)}
         if not self.arrays.is_master(record):
@@ -138,7 +138,7 @@ class LocalState:
             return stored
         meta = TensorMeta(shape=parameter.shape, stride=parameter.stride(), dtype=stored.dtype)
         spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-        # Not `from_local`, which would bring the values to the mesh's device.
+        # Not `from_local`, which copies the values to the mesh's device.
         make: Any = DTensor
         shown: torch.Tensor = make(stored, spec, requires_grad=False)
         return shown
@@ -149,7 +149,7 @@ class LocalState:
         return StoredTensor(OptimizerArray(name=name, record=record, state=self.arrays))
 
     def load(self, record: LocalRecord, entry: Mapping[str, Any]) -> None:
-        """Replace a parameter's state by `entry`, of this class or torch's; by none if it has no such state.
+        """Replace a parameter's state by `entry`, of this class or torch's; reset it if that has no state.
 
         Raises UsageError if shapes do not fit.
         """
@@ -172,7 +172,7 @@ class LocalState:
         local = self._local_value(record, what, value)
         if isinstance(local, StoredTensor):
             if local.array.state is self.arrays and local.array.name == target.array.name:
-                return  # it was loaded in place
+                return  # loaded in place
             local = local.read()
         target.array.write(Box.whole(target.array.shape), local)
 
@@ -191,7 +191,7 @@ class LocalState:
         return local_part(value)
 
     def reset(self, record: LocalRecord) -> None:
-        """Let a parameter's state be that of one that was never updated."""
+        """Reset a parameter's state to that before its first update."""
         kernel = self.kernels[record.group or 0]
         slots = self.arrays.slots_of(record) if record.owned_numel else ()
         groups = [[optimizer_array(slot.name, record.name)] for slot in slots]
@@ -215,14 +215,14 @@ def _scalars(kernel: OffloadedKernel, entry: Mapping[str, Any]) -> Scalars:
 
 
 class StateView(Mapping[torch.Tensor, Any]):
-    """`optimizer.state`: each trained parameter's state, as it is when it is requested. Setting an entry loads it."""
+    """`optimizer.state`: the present state of each trained parameter. Setting an entry loads it."""
 
     def __init__(self, state: LocalState) -> None:
         self._state = state
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         record = self._state.records.get(parameter)
-        return {} if record is None else self._state.entry(record)  # as the defaultdict that it replaces
+        return {} if record is None else self._state.entry(record)  # like the defaultdict that it replaces
 
     def __setitem__(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
         if parameter not in self._state.records:

@@ -1,4 +1,4 @@
-"""The optimizer as training loops see it."""
+"""`Offloaded`: an optimizer of torch whose state is on disk or in host memory."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 class Offloaded(torch.optim.Optimizer, Closing):
     """An optimizer of class `kind` over `params`, as `kind(params, **settings)` is, whose state is off the device.
 
-    `device` "nvme" keeps the state in files under `path`, an existing folder on the drive to use that no other optimizer
-    uses at the same time; "cpu" keeps it in host memory, and the excess over `host_budget_bytes` under `path`, if that is
-    given. The budget counts transfer buffers and state in host memory.
+    `device` "nvme" keeps the state in files under `path`, an existing folder that no other optimizer uses at the same time;
+    "cpu" keeps it in host memory, and the excess over `host_budget_bytes` under `path`, if given. The budget counts
+    transfer buffers and state in host memory.
 
-    fp32 parameters are updated in place, with the bits of torch's class. Of bf16 and fp16 parameters an fp32 master is
-    kept with the state, and the parameter is the master, rounded.
+    fp32 parameters are updated in place, with the bits of torch's class. bf16 and fp16 parameters have an fp32 master among
+    the state, and are the rounded master.
 
-    Each rank holds the state of its part of each parameter; no rank waits for another.
+    Each rank keeps the state of its part of each parameter; no rank waits for another.
 
     `close()` it, or use it in a `with` block. Raises UsageError for a class or a parameter that cannot be offloaded,
     RunFolderError for a folder that cannot be used, BudgetError if the state does not fit.
@@ -59,7 +59,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
     ) -> None:
         _check(kind, device, path, host_budget_bytes)
         self.kind = kind
-        """The class whose update is carried out."""
+        """The class of the update."""
         self._settings = settings
         params, first = _groups_of(params)
         streams = _streams or streams_for(first.device)
@@ -72,7 +72,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
             pin_buffers=not streams.device_is_host,
         )
         rank = torch_dist.get_rank() if torch_dist.is_available() and torch_dist.is_initialized() else 0
-        ending = ExitStack()  # without the optimizer, whose end closes it
+        ending = ExitStack()  # references the store, but not the optimizer
         self._end = closing_with(self, ending.close)
         try:
             store = Store(options, rank=rank, cuda=streams.cuda_runtime)
@@ -87,7 +87,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
             if kind in _ADAMS and not any(
                 settings.get(key) is not None for key in ("fused", "foreach", "differentiable")
             ):
-                settings = {**settings, "fused": True}  # the bits that the kernel has by default
+                settings = {**settings, "fused": True}  # the kernel's default bits
             super().__init__(params, kind([torch.nn.Parameter(torch.zeros(1, 1))], **settings).defaults)
         except BaseException:
             self._end()
@@ -95,7 +95,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
 
     @property
     def state(self) -> Any:
-        """Each parameter's state, read from the store when it is requested. Setting an entry loads it."""
+        """Each parameter's state, read from the store on request. Setting an entry loads it."""
         return self._view
 
     @state.setter
@@ -111,7 +111,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The state of trained parameters is made at once."""
+        """Add a group; the state of its trained parameters is created immediately."""
         self._require_open()
         number = len(self.param_groups)
         super().add_param_group(param_group)
@@ -153,7 +153,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
         return loss
 
     def _update(self, rows: dict[LocalRecord, torch.Tensor]) -> None:
-        """Update the parameters that have rows here."""
+        """Update the parameters by the rows of their gradients."""
         records = list(rows)
         self._local.watch_memory(records)
         self._steps += 1
@@ -165,7 +165,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
             self._torn = error
             raise
         changes.note_scalars(records)
-        for record in records:  # autograd refuses to go back over the change
+        for record in records:  # autograd must refuse a backward across the change
             torch.autograd.graph.increment_version(record.parameter)
             record.note_version()
 
@@ -180,7 +180,7 @@ class Offloaded(torch.optim.Optimizer, Closing):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace groups' settings and state by those of `state_dict`, of this class or of torch's.
 
-        Values that are this optimizer's own `StoredTensor`s were loaded in place. Raises UsageError if shapes differ.
+        This optimizer's own `StoredTensor`s are skipped, as they were loaded in place. Raises UsageError if shapes differ.
         """
         self._require_open()
         loaded = dict(state_dict)
@@ -200,13 +200,13 @@ class Offloaded(torch.optim.Optimizer, Closing):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
-            "an offloaded optimizer holds files and threads, and cannot be copied or pickled: take its state_dict()"
+            "an offloaded optimizer has files and threads, and cannot be copied or pickled: use its state_dict()"
         )
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> StoreStatistics:
-        """Return the store's counters: bytes moved, and held on disk, in host memory and in buffers."""
+        """Return the store's counters: bytes moved, and bytes on disk, in host memory and in buffers."""
         return self.store.statistics()
 
     def close(self) -> None:
@@ -216,26 +216,26 @@ class Offloaded(torch.optim.Optimizer, Closing):
     def _require_open(self) -> None:
         if not self._end.alive:
             raise UsageError(
-                "the optimizer is closed, and its state is gone: make another one, and load a state_dict()"
+                "the optimizer is closed and its state is deleted: make another one, and load a state_dict()"
             )
 
 
 def _check(kind: Any, device: str, path: Any, budget: Any) -> None:
-    """Raise UsageError for a class that cannot be offloaded, or for settings that are not valid, alone or together."""
+    """Raise UsageError for a class that cannot be offloaded, or for invalid settings."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         got = f"an optimizer of class {type(kind).__name__}" if isinstance(kind, torch.optim.Optimizer) else repr(kind)
         raise UsageError(f"kind: expected a class derived from torch.optim.Optimizer, as torch.optim.AdamW, got {got}")
     if kind not in ELEMENT_WISE:
         raise UsageError(
-            f"optimizer {kind.__name__} is not known to update each element by itself, but offloaded state is updated in "
-            f"tiles; use one of {', '.join(each.__name__ for each in ELEMENT_WISE)}"
+            f"optimizer {kind.__name__} is not known to be element-wise, but offloaded state is updated in tiles; "
+            f"use one of {', '.join(each.__name__ for each in ELEMENT_WISE)}"
         )
     if device not in ("nvme", "cpu"):
-        raise UsageError(f'device: expected "nvme" or "cpu", where the state is kept, got {device!r}')
+        raise UsageError(f'device: expected "nvme" or "cpu", the tier of the state, got {device!r}')
     if device == "nvme" and path is None:
         raise UsageError('device="nvme" needs a path: give an existing folder on the drive to use')
     if path is not None and not user_path(path).is_dir():
-        raise UsageError(f"path: expected an existing folder, got {os.fspath(path)!r}; make it on the drive to use")
+        raise UsageError(f"path: expected an existing folder, got {os.fspath(path)!r}; create it on the drive to use")
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0):
         raise UsageError(
             f"host_budget_bytes: expected a positive number of bytes, or None for no limit, got {budget!r}"
@@ -287,7 +287,7 @@ def _merged(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[d
     if sizes[0] != sizes[1]:
         raise UsageError(
             f"the loaded state has parameter groups of {sizes[1]} parameters, this optimizer of {sizes[0]}: it is of another "
-            "model, or its groups were made otherwise"
+            "model, or of other groups"
         )
     merged = []
     for own, other in zip(groups, saved, strict=True):

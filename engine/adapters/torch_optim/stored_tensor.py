@@ -1,16 +1,15 @@
-"""This rank's part of each parameter of an offloaded optimizer, whatever mesh it is cut over, and a tensor of its state that is
-in the store: read when its values are used, written when it is copied to.
+"""This rank's part of each parameter of an offloaded optimizer, on any mesh; and tensors of its state that are in the store:
+read when their values are used, written when they are copied to.
 
 [Note: the local part]
-An element-wise update needs no other rank. So a rank's part of a parameter, all of it or a DTensor's local part, is a
-tensor of its own here, and so is its state.
+An element-wise update needs no other rank. So a rank's part of a parameter, the whole or a DTensor's local part, is treated as
+a separate tensor, and so is its state.
 
 [Note: a stored tensor]
-`state_dict()` hands these out, so that it costs no memory, and torch.distributed.checkpoint saves and loads through them
-one tensor after the other.
-read    a computation with it, a copy or a pickle reads the values of that moment, into a new plain tensor.
-write   `copy_` and other changes in place go to the store, of a part of it (`narrow`, a slice) too. Any other view is a
-        copy.
+`state_dict()` returns these, so that it takes no memory, and torch.distributed.checkpoint saves and loads through them one
+tensor at a time.
+read    computing with it, copying or pickling it reads the present values into a new plain tensor.
+write   `copy_` and other in-place changes go to the store, also of a part (`narrow`, a slice). Any other view is a copy.
 It is valid until the optimizer is closed.
 """
 
@@ -48,7 +47,7 @@ class LocalRecord(ParameterRecord):
     local_shape: torch.Size
 
     def note_version(self) -> None:
-        """Note the local part's present version: its values are those that this optimizer wrote."""
+        """Record the local part's version after a write by this optimizer."""
         self.version = local_part(self.parameter)._version
 
     @property
@@ -63,12 +62,12 @@ class LocalRecord(ParameterRecord):
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a parameter or a gradient, over its memory."""
+    """Return this rank's part of a parameter or a gradient, sharing its memory."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
         local: Any = tensor.to_local()
-    # The result of a collective that nobody waited for yet is of another class.
+    # The pending result of a collective is of another class.
     found: torch.Tensor = local.wait() if hasattr(local, "wait") else local
     return found
 
@@ -101,7 +100,7 @@ def make_local_record(name: str, parameter: torch.Tensor, *, group: int) -> Loca
         state_shard=0,
         world_size=1,
         group=group,
-        full=local.data.view(-1),  # writing to it does not count as a change of the parameter
+        full=local.data.view(-1),  # a write to it does not increment the parameter's version
         offsets=_offsets(parameter),
         local_shape=local.shape,
     )
@@ -117,14 +116,14 @@ def _offsets(parameter: torch.Tensor) -> tuple[int, ...]:
 def rows_of(record: LocalRecord, gradient: torch.Tensor | None) -> torch.Tensor:
     """Return this rank's part of a gradient, 1-D in the order of the parameter's memory."""
     if gradient is None or gradient.layout is not torch.strided:
-        raise UsageError(f"parameter {record.name!r} has a sparse gradient, which offloaded optimizers do not take")
+        raise UsageError(f"parameter {record.name!r} has a sparse gradient, which offloaded optimizers do not accept")
     parameter: torch.Tensor = record.parameter
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     local = local_part(gradient)
     if local.shape != record.local_shape:
         raise UsageError(
-            f"parameter {record.name!r}: the rank has {list(record.local_shape)} of it, but {list(local.shape)} of the gradient"
+            f"parameter {record.name!r}: this rank's part is {list(record.local_shape)}, its gradient {list(local.shape)}"
         )
     return local.reshape(-1)
 
@@ -134,7 +133,7 @@ def rows_of(record: LocalRecord, gradient: torch.Tensor | None) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OptimizerArray:
-    """An array of the store, in fp32, that has a value for each element of a parameter's local part."""
+    """An fp32 array of the store with a value for each element of a parameter's local part."""
 
     name: str
     record: LocalRecord
@@ -155,8 +154,8 @@ class OptimizerArray:
         return flat.view(self.shape)
 
     def write(self, box: Box, values: torch.Tensor) -> None:
-        """Set the elements of `box` to `values`, of its shape; it takes any floating type."""
-        if self.name == model_array(self.record.name):  # the parameter may have other values than its master now
+        """Set the elements of `box` to `values`, of its shape and any floating type."""
+        if self.name == model_array(self.record.name):  # the parameter may differ from its master now
             self.record.version = -1
         whole, flat = box == Box.whole(box.shape), values.reshape(-1)
         if not flat.numel():
@@ -179,7 +178,7 @@ class StoredTensor(torch.Tensor):
     box: Box
 
     def __new__(cls, array: OptimizerArray, box: Box | None = None) -> Self:
-        """Return the tensor of `box` of the array, all of it by default, without memory of its own."""
+        """Return a tensor of `box` of the array, by default the whole, without memory."""
         box = Box.whole(array.shape) if box is None else box
         make: Any = torch.Tensor._make_wrapper_subclass
         made: Self = make(cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False)
@@ -256,7 +255,7 @@ class StoredTensor(torch.Tensor):
         return self.read().tolist()
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the values, as torch's `to`, but always in memory of their own."""
+        """Return a copy of the values, as torch's `to`."""
         return self.read().to(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -275,7 +274,7 @@ def _plain(value: Any) -> Any:
 
 
 def _on_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on copies of the values, and write those that it changed back."""
+    """Run an operation on copies of the values, and write changed ones back."""
     copies: dict[int, tuple[StoredTensor, torch.Tensor]] = {}
 
     def copy_of(value: Any) -> Any:
