@@ -72,10 +72,10 @@ def plan_command(options: PlanOptions, json: Json = False) -> int:
     from zstore.engine.plan.plan import describe
 
     run, config = make_run(options)
-    first = run.weigh(config, "this config" if options.config else "as asked, stage 0")
+    first = run.estimate(config, "this config" if options.config else "as asked, stage 0")
     weighed = [first]
     if not options.config or first.lacking:
-        weighed += run.climb(config)
+        weighed += run.ladder(config)
     chosen = next((one for one in weighed if not one.lacking), None)
     notes = run.notes(config)
     if json:

@@ -1,5 +1,5 @@
-"""The memory that a config needs on a machine, and what to change in it when memory runs out, rung by rung: for `zstore plan`.
-Pure: the plan is the one that the engine makes; activations and memory in transit are estimates."""
+"""The memory that a config needs on a machine, and a ladder of changes that reduce it, for `zstore plan`. Pure: the plan
+is the engine's; activations and memory in transit are estimates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..config.config import Config, load_config
 from ..config.optimizers import OptimizerSection
 from ..config.resolve import ResolveContext, precision_note
 from .placement import HEADROOM_PERCENT, fill_device, make_plan, without_headroom
-from .plan import Held, ParameterShape, Plan, Slots, Width, activations_of, find_needs, itemsize_of, placement_settings
+from .plan import Bytes, ParameterShape, Plan, Slots, Width, activations_of, find_needs, itemsize_of, placement_settings
 
 AUTO_PERCENT = 60
 """Of the host's available memory: a host budget that is "auto"."""
@@ -29,8 +29,8 @@ Changes = dict[str, Any]
 
 
 def rungs(config: Config, world_size: int, *, device_is_host: bool, folder: str) -> Iterator[tuple[str, Changes]]:
-    """Yield what to change in a resolved config to save memory, each with its title, in the order to try it; each adds to those
-    before. `folder` is on the drive that it may use."""
+    """Yield (title, changes) of a resolved config that save memory, in the order to try them; each adds to those before.
+    `folder` is on the drive to use."""
     batch, stage = config.batch, config.stage
     state, parameters = config.offload_optimizer.device, config.offload_param.device
     if batch.micro_batch_size > 1 and config.settings.batch_section is None:
@@ -83,23 +83,23 @@ def changed(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The needs of a config. Bytes of the device are one rank's, those of host and disk all ranks' of the machine."""
+    """The needs of a config. Bytes of the device are for one rank, of host and disk for all ranks of the machine."""
 
     title: str
     config: Mapping[str, Any]
     """As JSON."""
     changes: Changes
-    """Its keys that the ladder changed."""
+    """The keys that the ladder changed."""
     plan: Plan
     """Rank 0's."""
     activations_bytes: int
     """An estimate."""
-    needed: Held
-    """Everything; none is on a device that is the host."""
+    needed: Bytes
+    """All bytes; on a device that is the host they count as the host's."""
     moved_bytes: int
-    """To and from disk in a step."""
+    """Disk traffic of a step."""
     lacking: tuple[str, ...]
-    """A text for each memory that is too small; empty if everything fits."""
+    """A message for each memory that is too small; empty if everything fits."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,21 +109,22 @@ class PlannedRun:
     name: str
     shapes: Sequence[ParameterShape]
     units_of: Callable[[int], Sequence[Sequence[str]]]
-    """Returns the names of the parameters that each unit gathers, if at most so many elements are gathered."""
+    """Returns the names of the parameters of each unit, for a maximum of gathered elements."""
     slots_of: Callable[[OptimizerSection | None, int], Mapping[str, Slots]]
-    """Returns what an optimizer keeps of each parameter at a world size, by its name."""
+    """Returns the slots of each parameter for an optimizer and a world size, by name."""
     width: Width
     seq_length: int
     """Tokens in a sample."""
     gpus: int
-    """Devices of the machine, one rank each; 0: the CPU computes, in one rank."""
+    """Devices of the machine, one rank each; 0: one rank on the CPU."""
     gpu_bytes: int
-    """Memory of one device, in total as the others are."""
+    """Total memory of one device."""
     memory_bytes: int
+    """Total memory of the host."""
     disk_bytes: int | None
-    """Room on the drive; None: not known, and taken to be enough."""
+    """Free bytes on the drive; None: not known, assumed to be enough."""
     context: ResolveContext
-    """For "auto": the devices' types, and stand-ins for answers that only a training script has."""
+    """For "auto": the devices' types, and placeholders for the answers of a training script."""
 
     @property
     def world_size(self) -> int:
@@ -136,12 +137,12 @@ class PlannedRun:
         return sum(math.prod(one.shape) for one in self.shapes)
 
     def resolved(self, config: Mapping[str, Any]) -> Config:
-        """Return a config as the engine would read it."""
+        """Return a config as the engine reads it."""
         return load_config(dict(config)).resolve(self.context)
 
     def plan_of(self, config: Config, budget_bytes: int | None) -> Plan:
-        """Return rank 0's plan of a resolved config, as the engine makes it, with a host budget for the machine. Raises
-        BudgetError as the engine does."""
+        """Return the engine's plan of a resolved config on rank 0, with a host budget for the machine. Raises
+        BudgetError."""
         slots = self.slots_of(config.settings.optimizer, self.world_size)
         needs = find_needs(self.shapes, slots, config, world_size=self.world_size, rank=0)
         units = self.units_of(config.zero.stage3_max_live_parameters)
@@ -152,8 +153,8 @@ class PlannedRun:
             settings = fill_device(needs, settings, units, without_headroom(self.gpu_bytes) - activations)
         return make_plan(needs, settings, units)
 
-    def weigh(self, config: Mapping[str, Any], title: str = "this config", changes: Changes | None = None) -> Costs:
-        """Return the needs of a config with `changes`, and which of them the machine lacks."""
+    def estimate(self, config: Mapping[str, Any], title: str = "this config", changes: Changes | None = None) -> Costs:
+        """Return the needs of a config with `changes`, and what the machine lacks."""
         config = changed(config, changes or {})
         resolved = self.resolved(config)
         budget = resolved.zstore.host_budget_bytes
@@ -167,14 +168,14 @@ class PlannedRun:
             plan = self.plan_of(resolved, None)
         activations, moved = activations_of(resolved, self.width, self.seq_length, device_is_host=not self.gpus)
         transit = self._transit_bytes(resolved, plan)
-        # When whole tensors are updated, nothing of the backward remains.
+        # Updates of whole tensors run when the backward's memory is free again.
         on_device = plan.held_total.device + max(transit + activations, plan.update_bytes)
         in_host = plan.held_total.host + (moved if resolved.activations == "host" else 0)
         on_disk = plan.file_bytes + (moved if resolved.activations == "disk" else 0)
         if not self.gpus:
             on_device, in_host = 0, in_host + on_device
-        needed = Held(device=on_device, host=self.world_size * in_host, disk=self.world_size * on_disk)
-        usable = Held(
+        needed = Bytes(device=on_device, host=self.world_size * in_host, disk=self.world_size * on_disk)
+        usable = Bytes(
             device=without_headroom(self.gpu_bytes),
             host=without_headroom(self.memory_bytes),
             disk=needed.disk if self.disk_bytes is None else self.disk_bytes,
@@ -193,33 +194,33 @@ class PlannedRun:
             lacking=tuple(lacking),
         )
 
-    def climb(self, config: Mapping[str, Any], folder: str = "/local_nvme") -> Iterator[Costs]:
-        """Yield for each rung that follows on a config the needs of the config with all changes up to it. State goes to the
-        config's own drive, or `folder`, and without a host budget gets one, which keeps in memory as much as fits. A rung that
-        the config's other keys refuse is left out."""
+    def ladder(self, config: Mapping[str, Any], folder: str = "/local_nvme") -> Iterator[Costs]:
+        """Yield the needs of a config with the changes of the ladder up to each rung. State goes to the config's drive,
+        or `folder`, with a host budget, if there was none, that keeps in memory as much as fits. A rung that contradicts
+        other keys of the config is skipped."""
         changes, resolved = Changes(), self.resolved(config)
         drives = (*resolved.offload_optimizer.nvme_paths, *resolved.offload_param.nvme_paths, folder)
-        ladder = rungs(resolved, self.world_size, device_is_host=not self.gpus, folder=str(drives[0]))
-        for title, more in ladder:
+        found = rungs(resolved, self.world_size, device_is_host=not self.gpus, folder=str(drives[0]))
+        for title, more in found:
             tried = changes | more
             try:
-                costs = self.weigh(config, title, tried)
-            except ConfigError:  # as a 1-bit optimizer's, which works at stage 0 alone
+                costs = self.estimate(config, title, tried)
+            except ConfigError:  # as with a 1-bit optimizer, which works at stage 0 only
                 continue
             changes = tried
             settings = costs.plan.settings
             if "nvme" in (settings.optimizer, settings.parameters) and settings.budget_bytes is None:
-                # As much as "auto" takes, but no more than the model and activations leave.
+                # As much as "auto", but no more than the model and activations leave.
                 taken = costs.needed.host - self.world_size * costs.plan.held_total.host
                 room = without_headroom(self.memory_bytes) - taken
                 budget = max(1, min(self.memory_bytes * AUTO_PERCENT // 100, room))
-                budgeted = self.weigh(config, title, changes | {"zstore.host_budget_bytes": budget})
-                if budgeted.plan.settings.budget_bytes is not None:  # else it is too small for the least that is needed
+                budgeted = self.estimate(config, title, changes | {"zstore.host_budget_bytes": budget})
+                if budgeted.plan.settings.budget_bytes is not None:  # else it is too small
                     costs, changes = budgeted, budgeted.changes
             yield costs
 
     def notes(self, config: Mapping[str, Any]) -> list[str]:
-        """Return what to know about the numbers."""
+        """Return remarks on the numbers."""
         estimates = (
             f"activations and buffers in transit are estimates; {HEADROOM_PERCENT} % of each memory is left free"
         )
@@ -228,8 +229,8 @@ class PlannedRun:
         return [estimates] if note is None else [estimates, note[1]]
 
     def _transit_bytes(self, config: Config, plan: Plan) -> int:
-        """Return the estimated bytes that pass through a device's memory beside the state that it holds: gathered parameters
-        of a unit and the next, gradients of a unit if they do not stay as autograd made them, and buckets of collectives."""
+        """Return the estimated bytes of a device's memory in addition to its state: gathered parameters of two units,
+        gradients of a unit unless autograd's own are kept, and buckets of collectives."""
         sizes = {one.name: math.prod(one.shape) for one in self.shapes}
         units = self.units_of(config.zero.stage3_max_live_parameters)
         unit_numel = max((sum(sizes[name] for name in unit) for unit in units), default=0)

@@ -1,20 +1,18 @@
-"""The place of every byte of training state: decided once, from sizes and settings alone. Pure: no tensors, no I/O.
+"""The place of every byte of training state, decided once from sizes and settings. Pure: no tensors, no I/O.
 
 [Note: placement]
-The device keeps arrays that are not offloaded, and `1 - ratio` of the optimizer state's elements. The others:
-- "cpu" is in host memory and "nvme" on disk, but a shard under 64 KiB always in host memory, since a request to the
-  disk would cost more; gradients that wait for the update are in host memory.
-- Under a host budget "nvme" means: in memory as far as the budget goes, else on disk. Buffers come first, then arrays that
-  have no other place. The remaining memory goes to the arrays that save most traffic per byte, in whole parameters: a byte
-  of 16-bit parameters saves two reads (in forward and in backward) and a write (by the update), of gradients and optimizer
-  state a read and a write, of a frozen parameter two reads. Padding on disk decides among equals; equal arrays are spread
-  over the model. A step visits all of them in a circle, so an LRU cache would never hit; a fixed part in memory always does.
-- Taking the densest first, and skipping items that do not fit, makes traffic monotone in the budget: if a larger budget
-  takes an item that a smaller one has to skip, all items that the smaller one may still take are worth less than that one,
-  for they are smaller and save no more per byte.
+The device stores arrays that are not offloaded, and `1 - ratio` of the optimizer state's elements. The others:
+- "cpu" is host memory and "nvme" the disk, but shards under 64 KiB are always in host memory, since a request to the disk
+  would cost more; gradients that wait for the update are in host memory.
+- Under a host budget "nvme" means: in memory as far as the budget allows, else on disk. First come buffers and arrays without
+  another place, then arrays that save most traffic per byte, in whole parameters: a byte of 16-bit parameters saves two reads
+  (forward, backward) and a write (update), of gradients and optimizer state a read and a write, of a frozen parameter two
+  reads. Padding on disk decides among equals, which are spread over the model. A step visits all of them in a circle, so an
+  LRU cache would never hit; a fixed part in memory always does.
+- Taking the densest first, and skipping those that do not fit, makes traffic monotone in the budget: an array that only the
+  larger budget has room for is worth more than all that the smaller one may still take, which are smaller and no denser.
 
-A trained fp32 parameter is its own master, in the parameter's place. Only if the parameter stays on the device and its
-optimizer state does not, the state has a master of its own.
+A trained fp32 parameter is its own master, unless it stays on the device and its optimizer state does not.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ from zstore.io import PAGE_BYTES
 from zstore.store import MANY_SMALL, SMALL_SHARD_BYTES, is_packed, run_file_bytes, shared_bytes
 
 from ..config.optimizers import reduced_slots
-from .plan import FP32, Field, Held, Need, OffloadTier, PlacementSettings, Places, Plan, Rest, TensorSlot
+from .plan import FP32, Bytes, Field, Need, OffloadTier, PlacementSettings, Places, Plan, TensorSlot, TierName
 
 _layout_of = lru_cache(maxsize=4096)(layout_of)
 _HOST_ALIGN_BYTES = 64
-"""The host tier gives shards memory in multiples of this."""
+"""The host tier allocates shards in multiples of this."""
 _FIELDS: tuple[Field, ...] = ("parameter", "gradient", "state")
 HEADROOM_PERCENT = 10
 """Of a memory that is to be filled: left for the process itself, the allocator's gaps, and errors of the estimates."""
@@ -48,8 +46,8 @@ HEADROOM_PERCENT = 10
 def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Sequence[Sequence[str]] = ()) -> Plan:
     """Return the places of all state. See [Note: placement].
 
-    `needs` are all parameters by name, in order; `units` are the names of the parameters that each unit gathers, in the order
-    in which units run. Raises BudgetError if the budget cannot hold everything that has to be in host memory.
+    `needs` are all parameters by name, in order; `units` are the names of the parameters of each unit, in the order of
+    execution. Raises BudgetError if the budget is less than what has to be in host memory.
     """
     on_device = _share_on_device(needs, settings)
     least, kept = cache(partial(_least_memory, settings)), cache(partial(_kept, settings))
@@ -85,22 +83,22 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
         shared_bytes=sum(small),
         budget_used_bytes=used_bytes,
         budget_full_bytes=full_bytes,
-        # Of two units in a row.
+        # Two units in a row.
         gathered_bytes=max((sum(sizes.get(name, 0) for name in {*one, *after}) for one, after in pairs), default=0),
         update_bytes=max((need.update_bytes for need in set(needs.values())), default=0),
     )
 
 
 def without_headroom(nbytes: int) -> int:
-    """Return the bytes of a memory that may be filled."""
+    """Return the bytes of a memory that a plan may use."""
     return nbytes * (100 - HEADROOM_PERCENT) // 100
 
 
 def fill_device(
     needs: Mapping[str, Need], settings: PlacementSettings, units: Sequence[Sequence[str]], usable_bytes: int
 ) -> PlacementSettings:
-    """Return settings, in which no optimizer state is on the device, with the smallest ratio, in thousandths, that
-    `usable_bytes` of the device allow beside the other arrays, two units that are gathered and a unit's gradients."""
+    """Return `settings`, which have no optimizer state on the device, with the smallest ratio, in thousandths, for which
+    `usable_bytes` of the device suffice, with the other arrays, two gathered units and a unit's gradients."""
     least, full = (make_plan(needs, replace(settings, ratio=ratio), units) for ratio in (1.0, 0.0))
     more_bytes = full.held_total.device - least.held_total.device
     sizes = {name: need.numel * numpy_dtype(need.gradient_dtype).itemsize for name, need in needs.items()}
@@ -118,18 +116,18 @@ class _Array:
     """One array, or several that are stored as one."""
 
     kind: str
-    rest: Rest
+    rest: TierName
     nbytes: int
     layout: ShardLayout
     field: Field = "state"
-    """Decides its drives: a parameter beside its master has its own."""
+    """Selects its drives: a parameter with a separate master has its own."""
     reads: int = 1
-    """Times that a step reads it."""
+    """Number of reads in a step."""
     writes: int = 1
 
     @cached_property
     def disk_bytes(self) -> int:
-        """Bytes that each of these moves, checksums and padding included; none but on disk."""
+        """Bytes of each read or write, with checksums and padding; 0 unless on disk."""
         return self.layout.num_present * self.layout.slot_bytes if self.rest == "disk" else 0
 
     @property
@@ -139,9 +137,9 @@ class _Array:
 
 
 def _kept(settings: PlacementSettings, need: Need, place: Places) -> list[_Array]:
-    """Return everything that is kept of a parameter placed so, as `OptimizerState.add` makes it."""
+    """Return the arrays of a parameter with this placement, as `OptimizerState.add` makes them."""
 
-    def add(kind: str, rest: Rest, dtype: str, numel: int = need.rows_numel, **more: Any) -> None:
+    def add(kind: str, rest: TierName, dtype: str, numel: int = need.rows_numel, **more: Any) -> None:
         nbytes = numel * numpy_dtype(dtype).itemsize
         found.append(
             _Array(kind=kind, rest=rest, nbytes=nbytes, layout=_layout_of(need.grid, need.shard, dtype), **more)
@@ -152,7 +150,7 @@ def _kept(settings: PlacementSettings, need: Need, place: Places) -> list[_Array
     own_master = trained and need.dtype == FP32 and (place.parameter != "device" or place.state == "device")
     gathers = settings.gathers * forwards
     if need.secondary_numel:
-        # The first gather of a step brings the rows, of a frozen parameter the first of all.
+        # The first gather of a step reads the rows, for a frozen parameter the first of all.
         gathers = int(trained)
         add("secondary parameters", "device", need.dtype, need.secondary_numel, field="parameter")
     if trained and not own_master:
@@ -174,37 +172,36 @@ def _kept(settings: PlacementSettings, need: Need, place: Places) -> list[_Array
 
 
 def _slots(need: Need, place: Places) -> Iterator[_Array]:
-    """Yield the stored arrays of the optimizer's slots: they may be cut in another way than the parameter, or have another
-    type."""
+    """Yield the arrays of the optimizer's slots, whose partition and type may differ from the parameter's."""
     slots = [slot if isinstance(slot, TensorSlot) else TensorSlot(slot) for slot in need.slots or ()]
     reduced = reduced_slots([slot.name for slot in slots if slot.shape is None]) if need.moments == "bf16" else ()
     for slot in slots:
-        # A shape of its own is cut over the same ranks by its own rows.
+        # Another shape is cut by its rows over the same ranks.
         grid = need.grid if slot.shape is None else make_grid(stored_shape(slot.shape), need.state_ranks)
         dtype = "bfloat16" if slot.shape is None and slot.name in reduced else FP32
         nbytes = grid.shard_valid_numel(need.shard) * numpy_dtype(dtype).itemsize
-        # As in the store: each of these may be small although the others are not.
+        # As in the store: single arrays may be small.
         rest = "host" if place.state == "disk" and nbytes < SMALL_SHARD_BYTES else place.state
         yield _Array(kind=slot.name, rest=rest, nbytes=nbytes, layout=_layout_of(grid, need.shard, dtype))
 
 
-def _held(arrays: Sequence[_Array], buffer_bytes: int) -> dict[str, Held]:
+def _held(arrays: Sequence[_Array], buffer_bytes: int) -> dict[str, Bytes]:
     """Return the bytes of each kind on each tier."""
     sums: Counter[tuple[str, str]] = Counter()
     for one in arrays:
         sums[one.kind, one.rest] += one.nbytes
     kinds = dict.fromkeys(["parameters", "gradients", "master", *(kind for kind, _ in sums)])
-    held = {kind: Held(**{rest: sums[kind, rest] for rest in ("device", "host", "disk")}) for kind in kinds}
-    return held | {"buffers": Held(host=buffer_bytes)}
+    held = {kind: Bytes(**{rest: sums[kind, rest] for rest in ("device", "host", "disk")}) for kind in kinds}
+    return held | {"buffers": Bytes(host=buffer_bytes)}
 
 
 # -- fixed places, and choices ------------------------------------------------------------------------------------------
 
 
 def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool) -> Places:
-    """Return the placement that keeps as little as possible in host memory."""
+    """Return the placement with the least host memory."""
 
-    def off_device(tier: OffloadTier, dtype: str) -> Rest:
+    def off_device(tier: OffloadTier, dtype: str) -> TierName:
         is_small = need.rows_numel * numpy_dtype(dtype).itemsize < SMALL_SHARD_BYTES
         return "host" if tier == "cpu" or is_small else "disk"
 
@@ -214,7 +211,7 @@ def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool
         return Places(state=parameter, parameter=parameter, gradient="device")
     if settings.optimizer == "none" or state_on_device:
         return Places(state="device", parameter=parameter, gradient="device")
-    gradient: Rest = "device"
+    gradient: TierName = "device"
     if settings.holds_gradients and not need.whole_gradient:
         has_disk = "nvme" in (settings.optimizer, settings.parameters)
         gradient = off_device("nvme" if has_disk else "cpu", need.gradient_dtype)
@@ -222,10 +219,10 @@ def _least_memory(settings: PlacementSettings, need: Need, state_on_device: bool
 
 
 def _share_on_device(needs: Mapping[str, Need], settings: PlacementSettings) -> set[str]:
-    """Return the parameters whose state stays on the device though the optimizer is offloaded.
+    """Return the parameters whose state stays on the device although the optimizer is offloaded.
 
-    At most `1 - ratio` of the elements, and so many that no other parameter would fit. The first ones: their gradients
-    come last in a backward, when nothing is left that could hide a transfer.
+    At most `1 - ratio` of the elements, and so many that no other parameter would fit. The first ones are taken: their
+    gradients are the last of a backward, with nothing left to hide a transfer.
     """
     if settings.optimizer == "none" or settings.ratio == 1:
         return set()
@@ -242,12 +239,12 @@ def _share_on_device(needs: Mapping[str, Need], settings: PlacementSettings) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class _Saving:
-    """The saving by an array of a parameter that is in host memory and not on disk."""
+    """What an array of a parameter saves in host memory instead of on disk."""
 
     field: Field
     memory_bytes: int
     density: float
-    """Bytes that a step moves to and from disk less, for each byte of memory."""
+    """Bytes of disk traffic saved in a step per byte of memory."""
 
 
 def _choices(
@@ -256,8 +253,8 @@ def _choices(
     settings: PlacementSettings,
     kept: Callable[[Need, Places], list[_Array]],
 ) -> list[tuple[str, _Saving]]:
-    """Return the arrays that may be in host memory or on disk, with the parameter's name, by priority for memory (see
-    [Note: placement]), without the parameters that `max_in_cpu_numel` leaves on disk whatever the budget."""
+    """Return (parameter, saving) for the arrays that may be in host memory or on disk, by priority for memory (see [Note:
+    placement]), without the parameters that `max_in_cpu_numel` leaves on disk."""
     savings = cache(partial(_savings, kept))
     choices = [
         ((-one.density, _FIELDS.index(one.field), spread_turn(number)), name, one)
@@ -278,7 +275,7 @@ def _choices(
 
 
 def _savings(kept: Callable[[Need, Places], list[_Array]], need: Need, place: Places) -> list[_Saving]:
-    """Return the saving by each array of a parameter on disk, if it were in host memory."""
+    """Return what each array of a parameter on disk would save in host memory."""
     found: list[_Saving] = []
     for field in _FIELDS if need.slots is not None else _FIELDS[:1]:
         if getattr(place, field) == "disk":
@@ -290,22 +287,22 @@ def _savings(kept: Callable[[Need, Places], list[_Array]], need: Need, place: Pl
 
 
 def _cost(arrays: Sequence[_Array]) -> tuple[int, int]:
-    """Return the bytes that count against the host budget, and those that a step moves to and from disk."""
+    """Return the bytes that count against the host budget, and the bytes of disk traffic in a step."""
     return sum(one.budget_bytes for one in arrays), sum((one.reads + one.writes) * one.disk_bytes for one in arrays)
 
 
 def _in_memory(field: Field, need: Need, place: Places) -> Places:
-    """Return `place` with an array in host memory; of a parameter that is not trained all that there is."""
+    """Return `place` with an array in host memory; for a frozen parameter with all arrays."""
     fields = (field,) if need.slots is not None else ("parameter", "state")
     host: dict[str, Any] = dict.fromkeys(fields, "host")
     return replace(place, **host)
 
 
 def spread_turn(number: int) -> int:
-    """Return the turn of a model's parameter of this number, so that those whose turn comes first are spread over the model.
+    """Return a sort key for the parameter with this number that spreads the first ones over the model: with the first half in
+    memory the drive would be idle in one half of a pass and delay the other.
 
-    Were the first parameters in memory and the last ones on disk, the drive would be idle in one half of a pass and hold it
-    up in the other. Source: multiples of the golden ratio, modulo 1 (Knuth, The Art of Computer Programming 3, 6.4).
+    Source: multiples of the golden ratio, modulo 1 (Knuth, The Art of Computer Programming 3, 6.4).
     """
     return number * 2654435769 % 2**32
 
@@ -314,8 +311,8 @@ def spread_turn(number: int) -> int:
 
 
 def _required_bytes(kept: Sequence[Sequence[_Array]], settings: PlacementSettings) -> int:
-    """Return the bytes of host memory that nothing can spare, of the arrays of each parameter. Raises BudgetError if they are
-    over the budget."""
+    """Return the bytes that have to be in host memory, for the arrays of each parameter. Raises BudgetError if they
+    exceed the budget."""
     piece_kind = "one piece larger than the buffers"
     required = Counter({"transfer buffers": settings.buffer_bytes, piece_kind: 0})
     pool_bytes = settings.buffer_bytes if settings.update_buffer_bytes is None else settings.update_buffer_bytes
@@ -323,7 +320,7 @@ def _required_bytes(kept: Sequence[Sequence[_Array]], settings: PlacementSetting
         for one in arrays:
             kind = one.kind if one.kind in ("parameters", "gradients") else "optimizer state"
             required[kind] += one.budget_bytes
-        # A buffer holds a chunk of all arrays of an update; the pool may have to make an extra one.
+        # A buffer has a chunk of all arrays of an update; the pool may need an extra one.
         piece_bytes = round_up(sum(one.layout.slot_bytes for one in arrays if one.rest == "disk"), PAGE_BYTES)
         if settings.budget_bytes is not None and piece_bytes > pool_bytes:
             required[piece_kind] = max(required[piece_kind], piece_bytes)

@@ -1,5 +1,5 @@
-"""A plan: the needs of parameters, the places of their state, and the bytes that a step moves. Pure data, and its report; and
-its inputs from a model and a config, for the engine and for `zstore plan`, with estimates of activations."""
+"""A plan: the needs of parameters, the places of their state, and the bytes that a step moves, with its report. Its
+inputs from a model and a config, for the engine and for `zstore plan`, with estimates of activations. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..params.sharding import D, GradientTypes, Sharding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class Bytes:
     """Bytes by place, without padding, as the store counts them. Each byte is in one of the three."""
 
     device: int = 0
@@ -36,7 +36,7 @@ class Held:
         return self.device + self.host + self.disk
 
 
-Rest = Literal["device", "host", "disk"]
+TierName = Literal["device", "host", "disk"]
 OffloadTier = Literal["none", "cpu", "nvme"]
 Field = Literal["parameter", "gradient", "state"]
 
@@ -47,7 +47,7 @@ ADAM_SLOTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """An fp32 array that is kept of a parameter which is updated whole."""
+    """An fp32 array of the optimizer for a parameter that is updated as a whole tensor."""
 
     name: str
     shape: tuple[int, ...] | None = None
@@ -55,16 +55,16 @@ class TensorSlot:
 
 
 Slots = tuple[str | TensorSlot, ...]
-"""The fp32 arrays that an optimizer keeps of a parameter beside its master."""
+"""The fp32 arrays of an optimizer for a parameter, without its master."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Need:
-    """A parameter, as the input of its placement. Those that are alike but in name may share one, as a model's blocks do, so
-    that a plan takes the time of a few."""
+    """A parameter, as input of its placement. Parameters that differ only in name share one, so that the time of a plan
+    depends on the number of different ones."""
 
     grid: Grid
-    """How the arrays of its state are cut (`ParameterRecord.state_grid`)."""
+    """Partition of the arrays of its state (`ParameterRecord.state_grid`)."""
     shard: int
     """Number of this rank's shard on `grid`."""
     dtype: str
@@ -74,20 +74,20 @@ class Need:
     slots: Slots | None
     """None: the parameter is not trained."""
     stays_gathered: bool
-    """All values are on every rank's device always: stages 0 to 2, and below the persistence threshold."""
+    """Every rank always has all values on its device: stages 0 to 2, and below the persistence threshold."""
     whole_gradient: bool = False
-    """The gradient accumulates in whole on the device, and is reduced once a step (stages 0 and 1 of several ranks)."""
+    """The whole gradient accumulates on the device, and is reduced once a step (stages 0 and 1 of several ranks)."""
     state_ranks: int = 1
-    """Ranks that `grid` cuts for."""
+    """Number of ranks that `grid` is for."""
     secondary_numel: int = 0
     """Elements of this rank's part of a second copy of the parameter (`zero_hpz_partition_size`), on the device."""
     moments: Moments = "fp32"
-    """Type of the moments among the slots; all other slots are in fp32."""
+    """Type of the moments among the slots; other slots are in fp32."""
 
     @property
     def update_bytes(self) -> int:
-        """Memory of an update of the whole tensor: master, slots and gradient, four times if ranks exchange them; 0 if it
-        is updated in tiles."""
+        """Memory of the update of a whole tensor: master, slots and gradient, four times if ranks exchange them; 0 for an
+        update in tiles."""
         whole = [slot.shape for slot in self.slots or () if isinstance(slot, TensorSlot)]
         numel = 2 * self.numel + sum(self.numel if shape is None else math.prod(shape) for shape in whole)
         return 4 * numel * (4 if self.grid.num_shards > 1 else 1) if whole else 0
@@ -99,7 +99,7 @@ class Need:
 
     @cached_property
     def rows_numel(self) -> int:
-        """Elements of this rank's rows, padding left out."""
+        """Elements of this rank's rows, without padding."""
         return self.grid.shard_valid_numel(self.shard)
 
 
@@ -113,7 +113,7 @@ class PlacementSettings:
     parameters: OffloadTier = "none"
     """Tier of the parameters that do not stay gathered (stage 3)."""
     max_in_cpu_numel: int | None = None
-    """Most elements of parameters in host memory with "nvme". None: with a budget as many as fit, else none."""
+    """Maximum elements of parameters in host memory with "nvme". None: as many as fit with a budget, else none."""
     budget_bytes: int | None = None
     """Host memory for buffers and arrays in host memory. None: no limit, and "nvme" means on disk."""
     buffer_bytes: int = 0
@@ -121,29 +121,29 @@ class PlacementSettings:
     buffers_of: Callable[[int], int] | None = field(default=None, compare=False)
     """Returns `buffer_bytes` for another budget; None: the same."""
     update_buffer_bytes: int | None = None
-    """Of `buffer_bytes`, those that an update goes through; None: all."""
+    """Part of `buffer_bytes` for the update; None: all."""
     holds_gradients: bool = True
-    """The gradients of a step are held until the update: a global norm is awaited, or they accumulate. False: each is
-    used as it arrives."""
+    """Gradients are stored until the update, for a global norm, or because they accumulate. False: each is used as it
+    arrives."""
     accumulation_steps: int = 1
-    """Forwards of one step on this rank: parameters on disk are read again in each."""
+    """Forwards of one step on this rank: each reads parameters on disk again."""
     gathers: int = 2
-    """Times that a micro-batch brings a parameter that does not stay gathered: for forward and for backward, about. One that is
-    still there is not brought again, and one of two units may be brought for each."""
+    """Gathers of a parameter in a micro-batch, about: for forward and for backward. A parameter that is still gathered is
+    not gathered again, and one in two units may be gathered for each."""
     device_is_host: bool = True
-    """The device is the CPU: arrays on the device are in host memory too, beside the budget."""
+    """The device is the CPU: arrays on the device are in host memory too, outside the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
     """The places of one parameter's state. See [Note: placement] for the master of an fp32 parameter."""
 
-    state: Rest
+    state: TierName
     """Optimizer slots, and the master if it is separate."""
-    parameter: Rest
-    """This rank's rows between uses; of one that stays gathered, all values."""
-    gradient: Rest
-    """This rank's rows while they wait for the update. "device": they stay in the memory that the backward writes."""
+    parameter: TierName
+    """This rank's rows between uses; all values, if it stays gathered."""
+    gradient: TierName
+    """This rank's rows while they wait for the update. "device": in the memory that the backward writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,54 +154,54 @@ class Plan:
     placements: Mapping[str, Places]
     """By parameter, in order."""
     stay_gathered: frozenset[str]
-    """Parameters of which every rank has all values on its device always."""
-    held: Mapping[str, Held]
+    """Parameters of which every rank always has all values on its device."""
+    held: Mapping[str, Bytes]
     """By kind: "parameters" (with fp32 masters that are the parameter), "secondary parameters" (of
     `zero_hpz_partition_size`), "gradients" (none if they are used as they arrive), "master", each slot, "buffers"."""
     read_bytes: int
-    """From disk in a step, checksums and padding included; at stage 3 about that: rows still gathered are not read."""
+    """From disk in a step, with checksums and padding; at stage 3 a little less, since gathered rows are not read."""
     written_bytes: int
     """To disk in a step, likewise."""
     files: tuple[tuple[Field, int], ...]
-    """Each file's field, and its bytes on disk, with index, checksums and padding; in the order in which they are made."""
+    """Field of each file, and its bytes on disk, with index, checksums and padding; in the order of creation."""
     budget_used_bytes: int
     """Bytes of host memory that count against the budget, buffers included."""
     budget_full_bytes: int
     """Budget with which nothing would be on disk (but parameters beyond `max_in_cpu_numel`)."""
     gathered_bytes: int
-    """Most bytes of parameters gathered at a time: a unit in use and the next one. Beside the budget."""
+    """Peak of the bytes of gathered parameters: a unit in use and the next one. Outside the budget."""
     packs_small: bool = False
     """Whether small shards on disk share files (`Store.share_files`)."""
     shared_bytes: int = 0
-    """Bytes in host memory of small parameters, as `Store.expect` takes them."""
+    """Bytes in host memory of small parameters, for `Store.expect`."""
     update_bytes: int = 0
-    """Most bytes of tensors that are brought together for an update of the whole. Beside the budget."""
+    """Peak of the bytes of an update of a whole tensor. Outside the budget."""
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of all files. As much again is needed while a checkpoint holds the version before."""
+        """Bytes of all files; twice as many are needed while a checkpoint links the previous version."""
         return sum(nbytes for _, nbytes in self.files)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in the host's memory, which is the device's too if the CPU computes. Buffers count if files pass through
-        them; else next to nothing of them is used."""
+        """Bytes in host memory, with those of a device that is the CPU. Buffers count only if there are files: else
+        hardly any are used."""
         kinds = [held for kind, held in self.held.items() if kind != "buffers" or self.files]
         on_device = sum(held.device for held in kinds) if self.settings.device_is_host else 0
         return on_device + sum(held.host for held in kinds)
 
     @property
-    def held_total(self) -> Held:
+    def held_total(self) -> Bytes:
         """Bytes of all kinds."""
-        return Held(**{place: sum(vars(one)[place] for one in self.held.values()) for place in vars(Held())})
+        return Bytes(**{place: sum(vars(one)[place] for one in self.held.values()) for place in vars(Bytes())})
 
 
 # -- the report ---------------------------------------------------------------------------------------------------------
 
 
 def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
-    """Return the text that is printed once at the start: the bytes of each place, the host budget, the bytes of a step.
-    `plan` is rank 0's; `local_ranks` ranks share the machine's drive."""
+    """Return the text for the log at the start: bytes of each place, the host budget, bytes that a step moves. `plan` is
+    rank 0's; `local_ranks` ranks share the machine's drive."""
     settings = plan.settings
     lines = [f"where the state is kept, on rank 0 of {world_size}:"]
     for place, total in vars(plan.held_total).items():
@@ -216,7 +216,7 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
     if plan.files:
         moved = (plan.read_bytes, plan.written_bytes, plan.file_bytes)
         read, written, files = (format_bytes(nbytes * local_ranks) for nbytes in moved)
-        times = "step" if settings.gathers > 1 else "forward"  # frozen: no backward brings them again
+        times = "step" if settings.gathers > 1 else "forward"  # frozen: there is no backward
         writes = f" and writes {written}" if plan.written_bytes else ""
         lines.append(f"  each {times} of the machine's ranks ({local_ranks}) reads about {read} from disk{writes}")
         lines.append(f"  their files take {files}, and a checkpoint that links them as much again")
@@ -237,14 +237,14 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShape:
-    """One parameter of a model, whatever memory it has."""
+    """One parameter of a model, with or without memory."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str | None = None
-    """None: floating, so that it is cast to the config's precision."""
+    """None: floating, and cast to the config's precision."""
     is_called: bool = True
-    """Some unit gathers it; one that no module reads cannot be sharded (stage 3)."""
+    """Some unit gathers it; a parameter that no module reads cannot be sharded (stage 3)."""
 
 
 def gradient_types(config: Config, world_size: int, types: Mapping[str, D]) -> GradientTypes[D]:
@@ -261,7 +261,7 @@ def gradient_types(config: Config, world_size: int, types: Mapping[str, D]) -> G
 def find_needs(
     shapes: Sequence[ParameterShape], slots: Mapping[str, Slots], config: Config, *, world_size: int, rank: int
 ) -> dict[str, Need]:
-    """Return the needs of the parameters on `rank`, by name; `slots` are those of the trained ones, by name."""
+    """Return the needs of the parameters on `rank`, by name; `slots` has the slots of trained parameters, by name."""
     sharding = Sharding.of_stage(config.stage, world_size)
     types = gradient_types(config, world_size, DTYPES)
     apart = sharding.parameters or config.offload_param.device != "none"
@@ -295,8 +295,8 @@ def find_needs(
 
 
 def _gathered_for_use(shapes: Sequence[ParameterShape], config: Config) -> Iterator[str]:
-    """Yield the parameters that do not keep their gathered copy (stage 3): it has as many elements as the threshold says, or
-    more than what earlier ones left of the limit for all."""
+    """Yield the parameters that do not stay gathered (stage 3): with as many elements as the threshold, or more than
+    earlier ones left of the limit for all."""
     room_numel = config.zero.stage3_model_persistence_threshold
     for one in shapes:
         numel = math.prod(one.shape)
@@ -314,8 +314,8 @@ def _gathered_for_use(shapes: Sequence[ParameterShape], config: Config) -> Itera
 
 
 def placement_settings(config: Config, *, budget_bytes: int | None, device_is_host: bool) -> PlacementSettings:
-    """Return the settings of a resolved config; `budget_bytes` is one rank's share of the machine's budget. With a ratio
-    "auto" nothing of the optimizer state is on the device: see `fill_device`."""
+    """Return the settings of a resolved config; `budget_bytes` is one rank's share of the machine's budget. With the
+    ratio "auto" no optimizer state is on the device: see `fill_device`."""
     zero = config.settings.zero_optimization
     ratio, steps = zero.offload_optimizer.ratio, config.batch.accumulation_steps
     return PlacementSettings(
@@ -336,8 +336,7 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
 
 
 def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
-    """Return the bytes of one rank's transfer buffers: of the update, of parameters, gradients and activations on their
-    way."""
+    """Return the bytes of one rank's transfer buffers: for the update, parameters, gradients and activations."""
     options = store_options(config, budget_bytes)
     state, parameters = config.offload_optimizer.device, config.offload_param.device
     pools = [options.pool_bytes]
@@ -351,7 +350,7 @@ def buffer_bytes(config: Config, budget_bytes: int | None) -> int:
 
 
 def store_options(config: Config, budget_bytes: int | None) -> StoreOptions:
-    """Return the options of a config's store, but for its device; `budget_bytes` is one rank's share of the host budget."""
+    """Return the options of a config's store, without its device; `budget_bytes` is one rank's share of the host budget."""
     section, aio = config.zero.offload_optimizer, config.settings.aio
     section = OffloadOptimizerSection(device="none") if section.is_off else section
     buffer_bytes = round_up(4 * section.buffer_size, PAGE_BYTES)
@@ -373,24 +372,24 @@ def store_options(config: Config, budget_bytes: int | None) -> StoreOptions:
 
 
 def parameter_pool_bytes(config: Config, options: StoreOptions) -> int:
-    """Return the bytes of the buffers through which parameters pass: none is larger than one request to the disk."""
+    """Return the bytes of the buffers for parameters, none larger than a request to the disk."""
     section = config.zero.offload_param
     return section.buffer_count * min(section.buffer_size * itemsize_of(config), options.span_bytes)
 
 
 def spill_pool_bytes(budget_bytes: int) -> int:
-    """Return the bytes of the buffers through which gradients pass, if a host budget may send them to disk."""
+    """Return the bytes of the buffers for gradients, if a host budget may move them to disk."""
     return min(16 * 2**20, budget_bytes // 16)
 
 
 def activation_pool_bytes(budget_bytes: int | None) -> int:
-    """Return the bytes of the buffers through which activations pass to the disk and back."""
-    most = 32 * 2**20
-    return most if budget_bytes is None else min(most, budget_bytes // 16)
+    """Return the bytes of the buffers for activations on disk."""
+    limit = 32 * 2**20
+    return limit if budget_bytes is None else min(limit, budget_bytes // 16)
 
 
 def itemsize_of(config: Config) -> int:
-    """Return the bytes of an element in the type that a resolved config computes in."""
+    """Return the bytes of an element in the precision of a resolved config."""
     return numpy_dtype(DTYPES[config.precision]).itemsize
 
 
@@ -399,7 +398,7 @@ def itemsize_of(config: Config) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Width:
-    """The dimensions of a model that its activations follow from."""
+    """The dimensions of a model that determine its activations."""
 
     hidden: int
     """Width of the residual stream, in elements."""
@@ -410,7 +409,7 @@ class Width:
 
     @classmethod
     def of(cls, model: Any) -> Width:
-        """Return the dimensions in the model's own config, as transformers has it. Raises ConfigError if they are not there."""
+        """Return the dimensions in the model's own config, as in transformers. Raises ConfigError if they are missing."""
         found: dict[str, Any] = {
             "hidden": hidden_size(model),
             "num_layers": _of_config(model, "num_hidden_layers", "num_layers", "n_layer"),
@@ -426,12 +425,12 @@ class Width:
 
 
 def hidden_size(model: Any) -> int | None:
-    """Return the width that the model's own config names, of several the largest; None if it names none."""
+    """Return the width in the model's own config, of several the largest; None if there is none."""
     return _of_config(model, "hidden_size", "d_model", "n_embd", "hidden", "hidden_sizes")
 
 
 def _of_config(model: Any, *names: str) -> int | None:
-    """Return the first of these that the model's config has, or the part of it about text; of several sizes the largest."""
+    """Return the first of these in the model's config, or in its part about text; of several sizes the largest."""
     config = getattr(model, "config", None)
     sections = (config, getattr(config, "text_config", None))
     found = (getattr(section, name, None) for section in sections for name in names)
@@ -440,13 +439,13 @@ def _of_config(model: Any, *names: str) -> int | None:
 
 
 def activations_of(config: Config, width: Width, seq_length: int, *, device_is_host: bool = False) -> tuple[int, int]:
-    """Return the estimated bytes of activations of a micro-batch of a resolved config: those on the device, and those that go
-    to host memory or disk until their backward.
+    """Return the estimated bytes of activations of a micro-batch: on the device, and moved to host memory or disk until their
+    backward.
 
     34 s b h bytes a layer in 16 bits: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models
-    (https://arxiv.org/abs/2205.05198), section 4.1, without the term in s^2, which attention kernels that keep no scores
-    do not have. With checkpointing of every layer 2 s b h, and one layer in full. The logits are added: once in the
-    compute type, in fp32 for the loss, and the gradient of that.
+    (https://arxiv.org/abs/2205.05198), section 4.1, without the term in s^2, since attention kernels keep no scores. With
+    checkpointing 2 s b h a layer, and one layer in full. The logits are added: in the compute type, in fp32 for the loss, and
+    their gradient in fp32.
     """
     tokens, itemsize = config.batch.micro_batch_size * seq_length, itemsize_of(config)
     checkpointing, stays = config.zstore.gradient_checkpointing, ("device", "host") if device_is_host else ("device",)

@@ -28,11 +28,8 @@ _log = logging.getLogger("zstore")
 
 
 def budget_of_rank(config: Config, world: World) -> int | None:
-    """Return this rank's share of the machine's host budget in bytes; None: no limit was set. "auto" is a share of the
-    available memory, within the limits of control groups.
-
-    Raises UsageError if "auto" cannot be determined.
-    """
+    """Return this rank's share of the machine's host budget in bytes; None: no limit. "auto" is a share of the available
+    memory, within the limits of control groups. Raises UsageError if that is not known."""
     budget = config.zstore.host_budget_bytes
     if budget == "auto":
         available = read_host_memory().available_bytes
@@ -43,7 +40,7 @@ def budget_of_rank(config: Config, world: World) -> int | None:
 
 
 def shapes_of_model(model: nn.Module) -> list[ParameterShape]:
-    """Return the parameters of `model`, each once, in order; a model on the meta device will do."""
+    """Return the parameters of `model`, each once, in order; the model may be on the meta device."""
     called = called_parameters(model)
     return [
         ParameterShape(
@@ -110,7 +107,7 @@ def plan_run(
 
 def check_device(plan: Plan, device_bytes: int) -> None:
     """Raise BudgetError if the plan needs more than the device's memory."""
-    # At least one unit has to be gathered beside the arrays that are kept there.
+    # At least one unit has to be gathered in addition.
     kept_bytes, transient_bytes = plan.held_total.device, max(plan.gathered_bytes, plan.update_bytes)
     if kept_bytes + transient_bytes > device_bytes:
         raise BudgetError(
@@ -121,19 +118,16 @@ def check_device(plan: Plan, device_bytes: int) -> None:
 
 
 def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
-    """Raise BudgetError, on every rank, if the ranks that share memory need more of it than there is (all ranks).
-
-    Ranks share their machine's memory, and that of each control group in which they both are.
-    """
+    """Raise BudgetError, on every rank, if ranks need more memory than their machine or control group has (all ranks)."""
     shared = {memory.machine: memory.total_bytes}
     shared |= {f"{memory.machine} {group.key}": group.limit_bytes for group in memory.groups}
     everyones = world.all_gather_object([list(shared), plan.host_bytes])
     with world.agreeing():
-        for name, there_bytes in shared.items():
-            needed_bytes = sum(nbytes for theirs, nbytes in everyones if name in theirs)
-            if there_bytes is not None and needed_bytes > there_bytes + memory.swap_bytes:
+        for name, limit_bytes in shared.items():
+            needed_bytes = sum(nbytes for names, nbytes in everyones if name in names)
+            if limit_bytes is not None and needed_bytes > limit_bytes + memory.swap_bytes:
                 raise BudgetError(
-                    f"the host has {format_bytes(there_bytes + memory.swap_bytes)} of memory for this (swap space included), "
+                    f"the host has {format_bytes(limit_bytes + memory.swap_bytes)} of memory for this (swap space included), "
                     f"but the plan keeps {format_bytes(plan.host_bytes)} of this rank there, {format_bytes(needed_bytes)} "
                     f"with the ranks beside it, activations not counted: set a smaller host_budget_bytes with "
                     'offload_optimizer and offload_param on "nvme", or use more machines (`zstore plan` shows what fits)'
@@ -141,8 +135,8 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
 
 
 def check_drives(plan: Plan, store: Store, world: World) -> None:
-    """Raise DiskFullError, on every rank, if a drive has no room for those of the plan's files that the store does not have
-    yet (all ranks)."""
+    """Raise DiskFullError, on every rank, if a drive has no room for the plan's files that the store has not created yet
+    (all ranks)."""
     options = store.options
     usual = () if options.run_path is None else (options.run_path, *options.other_paths)
     drives = Drives(usual, options.group_paths)
@@ -152,8 +146,8 @@ def check_drives(plan: Plan, store: Store, world: World) -> None:
     with world.agreeing():
         for drive in {_drive_of(folder) for folder in drives.given_bytes}:
             found = [folder for folder in drives.given_bytes if _drive_of(folder) == drive]
-            there = sum(nbytes for folder, nbytes in present if _drive_of(folder) == drive)
-            needed = (sum(drives.given_bytes[folder] for folder in found) - there) * world.local_world_size
+            existing = sum(nbytes for folder, nbytes in present if _drive_of(folder) == drive)
+            needed = (sum(drives.given_bytes[folder] for folder in found) - existing) * world.local_world_size
             free = shutil.disk_usage(found[0]).free
             if needed > free:
                 raise DiskFullError(
@@ -170,13 +164,13 @@ def _drive_of(folder: Path) -> int:
 # -- precision ----------------------------------------------------------------------------------------------------------
 
 _FIRST_TENSOR_CORES = 7
-"""Compute capability of the first GPUs that multiply fp16 faster than fp32 whatever the model (V100)."""
+"""Compute capability from which all GPUs multiply fp16 faster than fp32 (V100)."""
 
 
 def native_types(device: torch.device | None = None) -> frozenset[str]:
-    """Return which of "bf16" and "fp16" a device, by default this machine's first, has instructions for, as torch may use
-    them. A CPU without multiplies in bf16 a hundred times slower than in fp32; one with fp16 alone sums up in fp16 too, so
-    there neither counts."""
+    """Return which of "bf16" and "fp16" a device, by default this machine's first, has instructions for that torch uses.
+    A CPU without them multiplies bf16 a hundred times slower than fp32; one with fp16 only also sums in fp16, so neither
+    counts."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
     if device.type == "cuda":
         has = {
@@ -196,5 +190,5 @@ def native_types(device: torch.device | None = None) -> frozenset[str]:
 
 
 def find_native(world: World) -> frozenset[str]:
-    """Return the types that a run's precision is chosen by: rank 0's (all ranks)."""
+    """Return rank 0's native types, which determine the run's precision (all ranks)."""
     return frozenset(world.broadcast_object(sorted(native_types(world.device)) if world.rank == 0 else None))

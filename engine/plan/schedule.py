@@ -1,17 +1,17 @@
-"""The order in which units are used, and the schedule that follows: units to prefetch, and units to keep. Pure.
+"""The order in which units are used, and the schedule from it: units to prefetch, and units to keep. Pure.
 
 [Note: the order]
 A use is a unit that a forward or a backward needs while it is not in use. The uses of one iteration (a forward and its
-backward; without gradients one forward of the model) are recorded with the point at which each ended. Iterations repeat
-themselves, so a recorded one gives a schedule for those that follow:
+backward; without gradients one forward of the model) are recorded with the point at which each ended, and give a schedule
+for the next iterations, which repeat them:
 
 keep   a unit that is used again soon keeps its memory in between, nearest first;
-start  slot 0 is the beginning of the iteration, slot i + 1 the moment when use i begins. A slot starts to gather uses
-       that are still to come, in their order: at least the next one, and more within the bucket.
+start  slot 0 is the start of the iteration, slot i + 1 the start of use i. A slot starts to gather later uses, in their
+       order: at least the next one, and more within the bucket.
 
-Both stay within the limit of live elements, which is checked against the recorded uses. Nothing here depends on time or
-on when a rank releases what, so that ranks with the same order start the same collectives in the same order. An
-iteration that leaves the order is recorded, without prefetch, and gives the new one.
+Both stay within the limit of live elements in the recorded uses. Nothing depends on time or on when a rank releases a unit, so
+ranks with the same order start the same collectives in the same order. An iteration that leaves the order is recorded,
+without prefetch, and gives the new one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-_MOST_USES = 100_000
-"""An iteration with more is not planned: it is many forwards that no backward ended."""
+_MAX_USES = 100_000
+"""An iteration with more is not planned: it is a series of forwards without a backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,11 @@ class PrefetchLimits:
     """Limits of the memory spent to avoid waits, in elements of gathered parameters."""
 
     prefetch_numel: int = 50_000_000
-    """Gathered ahead of use. At least one unit if this is not 0; 0: nothing is."""
+    """Gathered ahead of use: at least one unit; 0: none."""
     live_numel: int = 1_000_000_000
-    """Gathered at one time, prefetched and kept ones included. A unit in use may exceed it."""
+    """Gathered at one time, with prefetched and kept units. A unit in use may exceed it."""
     reuse_numel: int = 0
-    """A unit is kept if at most so many elements of other units are used before it is used again."""
+    """A unit is kept if at most this many elements of other units are used before its next use."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Use:
 
     unit: int
     last: int
-    """Number of the last use that had begun when this one ended; its own number if none had."""
+    """Number of the last use that had begun when this one ended, at least its own."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _add(live: list[int], first: int, stop: int, numel: int) -> None:
 
 
 def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int]) -> dict[int, int]:
-    """Return use -> next use of the same unit, of those that are kept between; their elements are added to `live`."""
+    """Return use -> next use of the same unit, if it is kept in between; its elements are added to `live`."""
     before = list(accumulate((numel[use.unit] for use in uses), initial=0))
     seen: dict[int, int] = {}
     candidates: list[tuple[int, int, int]] = []
@@ -88,7 +88,7 @@ def _plan_keeping(uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLim
             distance = before[again] - before[min(uses[number].last + 1, again)]
             if distance <= limits.reuse_numel:
                 candidates.append((distance, number, again))
-    # Room for prefetched units comes first: it hides the wait for every unit.
+    # Prefetched units have priority: they hide the wait for every unit.
     room = limits.live_numel - min(limits.prefetch_numel, max(numel, default=0))
     kept: dict[int, int] = {}
     for _, number, again in sorted(candidates):
@@ -103,10 +103,10 @@ def _plan_starts(
     uses: Sequence[Use], numel: Sequence[int], limits: PrefetchLimits, live: list[int], kept: dict[int, int]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the uses whose gather starts at each slot; their elements are added to `live`."""
-    there = set(kept.values())
-    to_gather = deque(number for number in range(len(uses)) if number not in there)
+    gathered = set(kept.values())
+    to_gather = deque(number for number in range(len(uses)) if number not in gathered)
     ended: dict[int, int] = {}
-    free: list[int] = []  # the first slot at which the use before of the same unit has ended
+    free: list[int] = []  # the first slot at which the previous use of the same unit has ended
     for use in uses:
         free.append(ended.get(use.unit, 0))
         ended[use.unit] = use.last + 2
@@ -134,7 +134,7 @@ def _plan_starts(
 
 
 class Recorder:
-    """Follows an iteration against its schedule, and records it."""
+    """Compares an iteration with its schedule, and records it."""
 
     def __init__(self) -> None:
         self._schedule = Schedule()
@@ -142,7 +142,7 @@ class Recorder:
         self._last: list[int] = []
         self._open: dict[int, int] = {}
         self.follows = False
-        """Whether the iteration repeats the recorded one so far."""
+        """Whether the iteration has repeated the recorded one so far."""
 
     def begin(self, schedule: Schedule) -> None:
         """Start an iteration."""
@@ -151,7 +151,7 @@ class Recorder:
         self.follows = bool(schedule.units)
 
     def begin_use(self, unit: int) -> int:
-        """Note that a use of `unit` begins; return its number. `follows` says whether it was expected."""
+        """Record the start of a use of `unit`; return its number. `follows` tells whether it was expected."""
         number = len(self._units)
         self._units.append(unit)
         self._last.append(number)
@@ -161,7 +161,7 @@ class Recorder:
         return number
 
     def end_use(self, unit: int) -> bool:
-        """Note that the use of `unit` ended; return whether it is to be kept for its next use."""
+        """Record the end of the use of `unit`; return whether to keep it for its next use."""
         number = self._open.pop(unit, None)
         if number is None:
             return False
@@ -169,9 +169,9 @@ class Recorder:
         return self.follows and self._schedule.keep[number]
 
     def end(self) -> tuple[Use, ...] | None:
-        """End the iteration; return its uses if they are not those of the schedule, and not too many to plan."""
+        """End the iteration; return its uses if they differ from the schedule, and are not too many to plan."""
         for number in self._open.values():
             self._last[number] = len(self._units) - 1
-        if tuple(self._units) == self._schedule.units or len(self._units) > _MOST_USES:
+        if tuple(self._units) == self._schedule.units or len(self._units) > _MAX_USES:
             return None
         return tuple(map(Use, self._units, self._last))

@@ -42,12 +42,12 @@ def options(folder: Path | None = None, config: dict[str, Any] | None = None, **
 
 def weighed(chosen: PlanOptions) -> Costs:
     run, config = make_run(chosen)
-    return run.weigh(config)
+    return run.estimate(config)
 
 
 def ladder(chosen: PlanOptions, folder: str = "/nvme") -> list[Costs]:
     run, config = make_run(chosen)
-    return [run.weigh(config), *run.climb(config, folder)]
+    return [run.estimate(config), *run.ladder(config, folder)]
 
 
 def found_json(capsys: pytest.CaptureFixture[str], chosen: PlanOptions, code: int) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_a_ratio_that_fills_the_device_fits_and_is_as_the_engine_takes_it(tmp_pa
         zero = {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": "auto"}}
         chosen = options(tmp_path, BASE | {"zero_optimization": zero}, gpu_memory=gpu_memory, seq_length=1024)
         run, config = make_run(chosen)
-        mine = run.weigh(config)
+        mine = run.estimate(config)
         assert not mine.lacking
         ratio = shares[gpu_memory] = mine.plan.settings.ratio
         resolved = run.resolved(config)
@@ -123,7 +123,7 @@ def test_a_ratio_that_fills_the_device_fits_and_is_as_the_engine_takes_it(tmp_pa
         assert engines.placements == mine.plan.placements
         # As much as possible, in whole parameters: a tenth more of the state would not fit.
         more = changed(config, {"zero_optimization.offload_optimizer.ratio": max(0.0, ratio - 0.1)})
-        assert ratio == 0 or run.weigh(more).lacking
+        assert ratio == 0 or run.estimate(more).lacking
     assert 1 > shares[95_000_000] > shares[105_000_000] > shares[GB] == 0
 
 
@@ -179,7 +179,7 @@ def test_the_plan_counts_what_lion_lamb_and_muon_keep(tmp_path: Path) -> None:
     lamb = {"exp_avg": whole, "exp_avg_sq": whole}
     for kind, expected in {"Lion": {"exp_avg": whole}, "Lamb": lamb, "Muon": muon}.items():
         run, config = make_run(options(tmp_path, BASE | {"optimizer": {"type": kind, "params": {"lr": 1e-3}}}))
-        held = run.weigh(config).plan.held
+        held = run.estimate(config).plan.held
         assert {name: held[name].total for name in held if name not in NOT_SLOTS} == expected
         assert f", {kind}, " in headline(run, config)
 
@@ -194,7 +194,7 @@ def test_gradients_are_in_transit_unless_they_stay_as_autograd_made_them(tmp_pat
     def beside(samples: int, precision: str) -> tuple[int, int]:
         config = BASE | {"train_batch_size": samples, "zero_optimization": {}, "bf16": {"enabled": precision == "bf16"}}
         run, config = make_run(options(tmp_path, config))
-        found, sizes = run.weigh(config), {one.name: math.prod(one.shape) for one in run.shapes}
+        found, sizes = run.estimate(config), {one.name: math.prod(one.shape) for one in run.shapes}
         unit_numel = max(sum(sizes[name] for name in unit) for unit in run.units_of(10**9))
         return found.needed.device - found.plan.held_total.device - found.activations_bytes, unit_numel
 
@@ -219,7 +219,7 @@ def test_with_state_on_disk_memory_is_used_as_far_as_a_budget_goes(tmp_path: Pat
         assert not last.lacking
     zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     run, config = make_run(options(tmp_path, BASE | {"zero_optimization": zero, "zstore": {"host_budget_bytes": 1000}}))
-    assert run.weigh(config).lacking[0].startswith("host budget: ")
+    assert run.estimate(config).lacking[0].startswith("host budget: ")
 
 
 @pytest.mark.parametrize(
@@ -230,12 +230,12 @@ def test_numbers_give_a_model_of_that_size(params: int, hidden: int, layers: int
     run, config = make_run(options(**numbers, params=params))
     assert run.num_parameters == pytest.approx(params, rel=1e-3)
     assert (run.width.hidden, run.width.num_layers, run.width.vocab_size) == (hidden, layers, 50257)
-    held = run.weigh(config).plan.held
+    held = run.estimate(config).plan.held
     assert {held[slot].total for slot in ("master", "exp_avg", "exp_avg_sq")} == {4 * run.num_parameters}
     with pytest.raises(ConfigError, match="have more than"):
         make_run(options(**numbers, params=10**8))
     with pytest.raises(UsageError, match="name a --model"):
-        run.weigh(config | {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}})
+        run.estimate(config | {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}})
 
 
 def test_a_transformers_config_is_planned_without_its_weights(tmp_path: Path) -> None:
