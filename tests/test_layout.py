@@ -48,9 +48,9 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        54_604,
+        54_585,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_407),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_388),
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_663),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_277),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
@@ -59,7 +59,7 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_017),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        19_879,
+        19_860,
     ),
     "files of the core": (lambda: len(_layout().core), 26),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 7_391),

@@ -1,4 +1,4 @@
-"""The engine: the object that a training loop calls. It checks the calls and delegates; the work is in `training`."""
+"""The engine: the object that a training loop calls. It checks arguments and delegates to `training`."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ R = TypeVar("R")
 def _phase(
     name: str, *, meets: bool = False, needs: tuple[str, ...] | None = None
 ) -> Callable[[Callable[Concatenate[Engine, P], R]], Callable[Concatenate[Engine, P], R]]:
-    """Mark a call as a phase of the run: an error on one rank alone fails the run on every rank. With `meets` it begins
-    once all ranks have called it. It `needs` these of the states that `offload_states` moves, by default all."""
+    """Mark a method as a phase of the run: an error on one rank fails the run on all. With `meets` it starts when all ranks
+    have called it. It `needs` these of the states that `offload_states` moves, by default all."""
 
     def mark(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
         meeting = f"engine.{method.__name__}()" if meets else None
@@ -80,7 +80,7 @@ class Engine(nn.Module):
     """A model in training: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
     Made by `zstore.initialize`. Close it, or use it in a `with` block; a clean exit closes it too.
-    Over 300 lines because it is all that a training script may call: a call checks its arguments and delegates.
+    Over 300 lines because it has every method that a training script may call.
     """
 
     def __init__(self, training: Training, monitors: Monitors) -> None:
@@ -89,20 +89,20 @@ class Engine(nn.Module):
         self.training_state = training
         self.report = RunReport(training, monitors)
         self.journal = self.report.journal
-        """The run's journal, which a loop tells things unknown to the engine, with `note(tokens=..., total_steps=...)`."""
+        """The run's journal; a loop adds what the engine cannot know by `note(tokens=..., total_steps=...)`."""
         self.checkpoints = Checkpoints(training, self.journal)
         self._unchecked: list[ClientState] = []
-        """Client state of future saves that was not checked yet."""
-        self._when_asked: Callable[[], NoReturn] | None = None
-        """The request of `save_on_signal`."""
+        """Client state of `save_on_signal` to check in the next step."""
+        self._save_and_stop: Callable[[], NoReturn] | None = None
+        """Set by `save_on_signal`."""
         self._batches: Iterator[Any] | None = None
-        """The micro-batches of the engine's own loader, over and over."""
+        """The micro-batches of the engine's loader, repeated."""
         self._open_no_syncs = 0
         self.monitor = monitors
         """Takes a script's own values: `if engine.monitor.enabled: engine.monitor.write_events([(name, value, sample)])`."""
         training.optimizer.scaler = training.scaler
         checkpoints = self.checkpoints
-        # Not a method of this object, which would then never be collected.
+        # Not a bound method, which would keep this object from being collected.
         self.journal.saves_s = lambda: {"save called": checkpoints.stall_s}
         self.access = Access(self._modules, training, self.checkpoints.wait)
         stepper = training.update.stepper
@@ -115,7 +115,7 @@ class Engine(nn.Module):
                 )
         self._loss_backward = LossBackward(training, self.access, self.report)
         self.signals = StopSignals(training.world)
-        ends = contextlib.ExitStack()  # from the last to the first
+        ends = contextlib.ExitStack()  # runs from the last to the first
         if training.config.settings.disable_python_gc:
             ends.callback(CollectorPause().end)
         for end in (
@@ -127,7 +127,7 @@ class Engine(nn.Module):
             monitors.close,
             self.checkpoints.finish,
             self.access.close,
-            # First of all: others may wait for this rank, and the calls after it may wait for them.
+            # First of all: other ranks may wait for this one, and the calls after this may wait for them.
             training.world.watch.tell_uncaught,
         ):
             ends.callback(end)
@@ -152,7 +152,7 @@ class Engine(nn.Module):
             try:
                 yield
             except BaseException as error:
-                if hooks is not None and not isinstance(error, Exception):  # Ctrl-C, after which torch calls no hooks
+                if hooks is not None and not isinstance(error, Exception):  # on Ctrl-C torch calls no hooks
                     hooks.end_interrupted()
                 raise
 
@@ -160,8 +160,8 @@ class Engine(nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Accumulate the gradients of `loss`, the mean over this rank's micro-batch; return its part of the step's loss.
 
-        The engine divides by the accumulation steps (the returned loss too), scales in fp16, and averages over ranks. With
-        `scale_wrt_gas=False` it does not divide: the loss is divided already.
+        The engine divides by the accumulation steps (also the returned loss), scales in fp16, and averages over ranks. With
+        `scale_wrt_gas=False` it does not divide.
         """
         self.training_state.require_optimizer("engine.backward()")
         if loss.numel() != 1:
@@ -225,19 +225,18 @@ class Engine(nn.Module):
         if boundary:
             if self.report.enabled:
                 self.report.step_ended()
-            while self._unchecked:
-                # Before hours of training, and not at a save that must not fail.
+            while self._unchecked:  # now, and not at a save that must not fail
                 check_client_state(present_state(self._unchecked.pop()))
-            if self._when_asked is not None and self.stop_requested is not None:
-                self._when_asked()
+            if self._save_and_stop is not None and self.stop_requested is not None:
+                self._save_and_stop()
 
     @_phase("step")
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Return the norm of the gradients that the next `step()` takes, over all ranks, unscaled, before clipping; from now
-        on steps clip to `max_norm`; 0 or infinity: no clipping (all ranks).
+        """Return the norm of the next step's gradients, over all ranks, unscaled, before clipping; clip to `max_norm` from
+        this step on; 0 or infinity: no clipping (all ranks).
 
-        Call it between the last `backward` of a step and its `step()`, which uses the norm computed here. Raises UsageError
-        without such a backward, and if updates run in the backward, before the norm is known.
+        Call it between the last `backward` of a step and its `step()`. Raises UsageError without such a backward, and if
+        updates run in the backward, before the norm is known.
         """
         training = self.training_state
         if math.isnan(max_norm) or max_norm < 0:
@@ -253,12 +252,11 @@ class Engine(nn.Module):
         return training.clip(clip_norm)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the micro-batch under way is the last of its step, until this is called again; None: count again.
+        """Set whether the current micro-batch is the last of its step, until the next call; None: count again.
 
-        Then the next `step()` at a boundary updates the parameters, however many micro-batches there were, and the
-        micro-batch after it begins a new step. Call it before `backward` if possible, or before a `step()` that ends the
-        accumulation. Losses are still divided by the accumulation steps (see `scale_wrt_gas` of `backward`).
-        Every rank passes the same value.
+        The next `step()` at a boundary updates the parameters after any number of micro-batches. Call it before `backward`
+        if possible, or before the `step()`. Losses are still divided by the accumulation steps (see `scale_wrt_gas` of
+        `backward`). Every rank passes the same value.
         """
         if is_boundary is not None and not isinstance(is_boundary, bool):
             raise UsageError(f"set_gradient_accumulation_boundary: expected True, False or None, got {is_boundary!r}")
@@ -268,10 +266,9 @@ class Engine(nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Use `train_batch_size` samples a step over all ranks from now on, in more or fewer micro-batches (all ranks).
 
-        Over more than one micro-batch gradients accumulate in fp32 (see `data_types.grad_accum_dtype`): from one to more
-        they take more memory than the plan at the start says. A resumed run begins with the config's size.
-        Raises UsageError, on every rank, in the middle of an accumulation, or if it is not a multiple of the micro-batch's
-        size times the world size.
+        Over several micro-batches gradients accumulate in fp32 (see `data_types.grad_accum_dtype`), with more memory than
+        planned if there was one before. A resumed run starts with the config's size. Raises UsageError, on every rank,
+        within an accumulation, or for a number that is no multiple of the micro-batch size times the world size.
         """
         training, call = self.training_state, f"set_train_batch_size({train_batch_size!r})"
         training.require_optimizer(call)
@@ -279,8 +276,7 @@ class Engine(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing: the engine exchanges gradients when the accumulation asks for it. The step that ends one comes after the
-        block."""
+        """Do nothing: the engine exchanges gradients only when an accumulation ends, by a `step()` after the block."""
         self._open_no_syncs += 1
         try:
             yield
@@ -288,39 +284,36 @@ class Engine(nn.Module):
             self._open_no_syncs -= 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the step so far, between a `backward` and its `step()`; elsewhere change nothing: the engine
-        clears gradients after each step, and a `step()` that did not end an accumulation keeps them (all ranks).
+        """Drop the gradients of the step so far, between a `backward` and its `step()`; elsewhere change nothing: the
+        engine clears gradients after each step, and a `step()` within an accumulation keeps them (all ranks).
 
-        The same is done when `zero_grad()` of the model or an optimizer sets them to None, at the next call of the engine. A
-        `step()` that follows without a backward updates nothing. Whatever `set_to_none` says, a parameter that no later
-        backward of the step reaches has no gradient.
-
-        Raises UsageError with `"step_overlap": "backward"` if the backward has updated parameters with them.
+        `zero_grad()` of the model or an optimizer, which sets them to None, does the same at the next call of the engine. A
+        `step()` without a further backward updates nothing; a parameter that none reaches has no gradient, with either
+        `set_to_none`. Raises UsageError with `"step_overlap": "backward"` if the backward has updated parameters.
         """
         self.training_state.zero_grad()
 
     def require_parameters(self) -> None:
-        """Raise UsageError if the model's parameters are no longer those that the engine trains."""
-        if not self.access.guard.open_blocks:  # which may give them other memory for its length
+        """Raise UsageError if the engine no longer trains the model's parameters, as after a replacement."""
+        if not self.access.guard.open_blocks:  # which may give them other memory
             self.access.guard.check()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Raise UsageError: the engine trains the model's parameters alone."""
+        """Raise UsageError: the engine trains only the model's parameters."""
         raise UsageError(
             f"engine.{name} = Parameter(...) would not be trained: give it to the model before initialize()"
         )
 
     # -- whole steps ------------------------------------------------------------------------------------------------
-    # A micro-batch is the input of the model: a tuple or list its arguments, a mapping its keyword arguments, anything
-    # else its one argument. The model returns its loss, or an output with it as `loss`, under "loss" or as first element.
+    # A micro-batch is the input of the model: a tuple or list of arguments, a mapping of keyword arguments, or one argument.
+    # The model returns its loss, or an output with it as `loss`, under "loss" or as first element.
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Take one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`; return the mean of their
         losses over all ranks (all ranks).
 
-        By default they come from the loader that `initialize` returned, epoch after epoch. The model is set to train.
-        Raises StopIteration, before anything is computed, if the iterator has fewer, and UsageError in the middle of an
-        accumulation.
+        By default they are those of the loader that `initialize` returned, epoch after epoch. The model is set to train.
+        Raises StopIteration, before any computation, if the iterator has fewer, and UsageError within an accumulation.
         """
         self.training_state.require_optimizer("engine.train_batch()")
         if self.training_state.counters.micro_steps % self.gradient_accumulation_steps():
@@ -345,58 +338,53 @@ class Engine(nn.Module):
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> torch.Tensor:
         """Return the mean loss, over all ranks, of `num_micro_batches` of `data_iter` (default:
-        `gradient_accumulation_steps`), without gradients and with the model in eval mode meanwhile (all ranks)."""
+        `gradient_accumulation_steps`), without gradients and with the model in eval mode (all ranks)."""
         batches = take_batches(data_iter, num_micro_batches or self.gradient_accumulation_steps())
         with evaluating(self):
             return mean_loss([loss_of(call_with(self, batch)) for batch in batches], self.world)
 
     # -- whole tensors ----------------------------------------------------------------------------------------------
-    # All of these are collectives: every rank calls them with the same names, in the same order. `name` is a parameter's
-    # in the model, as in `model.named_parameters()`; of tied parameters any name will do. A wrong one is a UsageError, on
-    # every rank, that names the nearest.
+    # Collectives: every rank calls them with the same names, in the same order. `name` is as in `model.named_parameters()`;
+    # tied parameters have several. A wrong name is a UsageError on every rank, with the nearest one.
 
     @_phase("access")
     def get_full_parameter(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
-        """Return a parameter in the best precision there is: a copy on the CPU, in its shape (all ranks).
+        """Return a copy of a parameter on the CPU: of its fp32 master, or of a parameter that is not trained (all ranks).
 
-        That is the fp32 master, or an untrained parameter itself. None on other ranks with `rank0_only`.
+        None on other ranks with `rank0_only`.
         """
         return self.access.parameter(name, rank0_only=rank0_only)
 
     @_phase("access")
     def get_optimizer_state(self, name: str, slot: str, *, rank0_only: bool = False) -> torch.Tensor | None:
-        """Return an optimizer state of a parameter, as "exp_avg": a copy on the CPU, fp32 (all ranks).
+        """Return a copy of an optimizer state of a parameter, such as "exp_avg", on the CPU in fp32 (all ranks).
 
-        In the parameter's shape; a scalar, as "step", is 0-D. None on other ranks with `rank0_only`. Raises
-        UsageError for a slot that the optimizer does not keep.
+        In the parameter's shape; a scalar, such as "step", is 0-D. None on other ranks with `rank0_only`. Raises UsageError
+        for a slot that the optimizer does not have.
         """
         return self.access.optimizer_state(name, slot, rank0_only=rank0_only)
 
     @_phase("access")
     def get_gradient(self, name: str, *, rank0_only: bool = False) -> torch.Tensor | None:
-        """Return a parameter's gradient, as accumulated so far in the step under way: a copy on the CPU, fp32 (all ranks).
+        """Return a copy of a parameter's gradient so far in the current step, on the CPU in fp32 (all ranks).
 
-        It is the mean over ranks, summed over the micro-batches since the last step, without the loss scale, before
-        clipping. None after `step()`, for a parameter that no backward reached or that is not trained, and on other ranks
-        with `rank0_only`.
+        It is the mean over ranks, summed over the micro-batches, unscaled, before clipping. None after `step()`, for a
+        parameter that no backward reached or that is not trained, and on other ranks with `rank0_only`.
         """
         return self.access.gradient(name, rank0_only=rank0_only)
 
     @_phase("access")
     def set_full_parameter(self, name: str, values: Any) -> None:
-        """Replace a parameter by rank 0's `values`: its fp32 master takes them as they are, the parameter rounded.
+        """Set a parameter, and its fp32 master, to rank 0's `values` (all ranks).
 
-        `values` is anything that torch.as_tensor takes, of the parameter's shape; other ranks may pass None (all ranks).
-        Raises UsageError for another shape, and within a forward or backward.
+        `values` is anything that torch.as_tensor takes, of the parameter's shape; other ranks may pass None. Raises
+        UsageError for another shape, and within a forward or backward.
         """
         self.access.set_parameter(name, values)
 
     @_phase("access")
     def set_optimizer_state(self, name: str, slot: str, values: Any) -> None:
-        """Replace an optimizer state of a parameter by rank 0's `values`; see `get_optimizer_state` (all ranks).
-
-        Other ranks may pass None.
-        """
+        """Set an optimizer state of a parameter to rank 0's `values`; other ranks may pass None (all ranks)."""
         self.access.set_optimizer_state(name, slot, values)
 
     @_phase("access", meets=True)
@@ -413,16 +401,15 @@ class Engine(nn.Module):
     ) -> list[Path]:
         """Write parameters and buffers as safetensors into `save_dir`, and return the files (all ranks; rank 0 writes).
 
-        In numbered files of at most `max_file_bytes`, with an index, if one does not hold all weights; named after
-        `save_filename` (or `filename`), by default as `from_pretrained` finds them. For a name that ends with .bin or .pt, as
-        "pytorch_model.bin", the file is called after it, ends with .safetensors, and a line in the log says so. A
-        transformers model's config is written beside them. Floating values are rounded from the fp32 masters to `dtype`
+        More than `max_file_bytes` are split into numbered files with an index. Names follow `save_filename` (or
+        `filename`), by default those of `from_pretrained`; the ending .bin or .pt becomes .safetensors, with a line in the
+        log. The config of a transformers model is written too. Floating values are rounded from the fp32 masters to `dtype`
         ("bf16", "fp16", "fp32"; by default the type that the model computes in). Tied weights are written once.
-        `exclude_frozen_parameters` leaves those out. Memory: a few tens of MiB on every rank,
-        whatever the model's size.
+        `exclude_frozen_parameters` leaves those out. Takes a few tens of MiB of memory on every rank for any model.
 
-        The files get their names when they are whole and durable; with `overwrite` they replace weights of that name. Raises
-        CheckpointExistsError without it if `save_dir` has any, CheckpointError for values that fp16 cannot hold, DiskFullError.
+        Files are renamed when they are complete and durable; with `overwrite` they replace weights of that name. Raises
+        CheckpointExistsError without it if `save_dir` has any, CheckpointError for values out of fp16's range,
+        DiskFullError.
         """
         return save_weights(
             self.access,
@@ -436,10 +423,10 @@ class Engine(nn.Module):
 
     @_phase("access", meets=True)
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the model's state dict (all ranks); without parameters that are not trained if `exclude_frozen_parameters`.
+        """Return the model's state dict (all ranks), with `exclude_frozen_parameters` without those.
 
-        With sharded parameters (stage 3): copies on the CPU with whole values on rank 0, which need memory for the whole
-        model there, and an empty dict on other ranks. Otherwise the model's own `state_dict()`, on every rank.
+        With sharded parameters (stage 3): whole copies in rank 0's host memory, and an empty dict on other ranks. Otherwise
+        the model's own `state_dict()`, on every rank.
         """
         return module_state_dict(self.access, exclude_frozen=exclude_frozen_parameters)
 
@@ -451,12 +438,13 @@ class Engine(nn.Module):
         custom_load_fn: CustomLoad | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Load rank 0's `state_dict` into the model, at every stage; other ranks may pass {} (all ranks).
+        """Load rank 0's `state_dict` into the model and the fp32 masters, at every stage; other ranks may pass {} (all
+        ranks).
 
-        The fp32 masters take the values as they are, parameters and buffers rounded; the optimizer's state stays. Without
-        `strict`, keys that only one of both has are left out. `custom_load_fn(src=state_dict, dst=model)` is called on rank 0
-        instead, with whole parameters to write to. `fetch_z3_params` is not needed: sharded parameters are always gathered.
-        Raises UsageError, before anything is changed, that lists the mismatches.
+        The optimizer's state stays. Without `strict`, keys that only one of both has are ignored.
+        `custom_load_fn(src=state_dict, dst=model)` is called on rank 0 instead, with whole parameters to write to.
+        `fetch_z3_params` is ignored: sharded parameters are always gathered. Raises UsageError with the mismatches before
+        any change.
         """
         self.access.require_no_block("engine.load_module_state_dict()")
         load_module_state(self.access, state_dict, strict=strict, custom=custom_load_fn)
@@ -465,7 +453,7 @@ class Engine(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict as `load_module_state_dict` does, and return its missing and unexpected keys (all ranks).
 
-        Raises UsageError for `assign`, which would give the parameters other memory.
+        Raises UsageError for `assign`, which would replace the parameters' memory.
         """
         if assign:
             raise UsageError(
@@ -488,27 +476,26 @@ class Engine(nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move the engine's memory out of the way between two steps, until `reload_states` (all ranks).
+        """Move the engine's state away between two steps, and free its memory, until `reload_states` (all ranks).
 
-        `include` has names of DeepSpeed's: "optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer";
-        all by default. `device` "cpu": from the device to host memory; "nvme": from there, too, to the run folder. The memory
-        is freed. A forward needs "lp_params" here; all else, saves too, raises UsageError until everything is back.
-        The move is done on return, and host memory is pinned if the config says so, whatever `pin_memory` and
-        `non_blocking` say.
+        `include` has DeepSpeed's names: "optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"; by
+        default all. `device` "cpu": from the device to host memory; "nvme": from both to the run folder. A forward needs
+        "lp_params"; other calls, such as saves, raise UsageError until everything is back. `pin_memory` and `non_blocking`
+        are ignored: the config decides about pinning, and the move is complete on return.
 
-        Raises UsageError in the middle of a step, BudgetError and DiskFullError if there is no room: nothing is moved.
+        Raises UsageError within a step, BudgetError and DiskFullError, before any move, if there is no room.
         """
         self._offloaded.offload(include, device)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring everything that `offload_states` moved back to its place, with the same bits (all ranks)."""
+        """Move back everything that `offload_states` moved, with the same bits (all ranks)."""
         with self.world.calling("access"):
             self._offloaded.reload()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     @_phase("save", meets=True)
-    def save_checkpoint(  # noqa: PLR0913 - DeepSpeed's signature, and ours behind it
+    def save_checkpoint(  # noqa: PLR0913 - DeepSpeed's signature, then ours
         self,
         save_dir: UserPath,
         tag: str | float | None = None,
@@ -524,14 +511,13 @@ class Engine(nn.Module):
     ) -> SaveHandle:
         """Save the whole state in `save_dir` under `tag`, by default `step-` and the step (all ranks).
 
-        Committed when this returns; with `wait=False`, when the ticket's `wait()` or `wait_for_checkpoint()` does, and
-        the state may change meanwhile; by default `checkpoint.writer.decoupled` of the config decides. `client_state` (or
-        `client_sd`) is a dict of JSON data, tensors, numpy arrays and numbers and `argparse.Namespace`; see [Note: what comes
-        back] in `client_state`. `metrics` are numbers by name, by which the best checkpoint can be kept. A checkpoint of this
-        run under the same tag is replaced, with one line in the log. Without `save_latest` the checkpoint is loaded by its tag
-        alone: `latest` stays, and so does the default of a load without a tag. `exclude_frozen_parameters` leaves those out; a
-        load then keeps the model's.
-        `keep_frozen` names frozen parameters to save all the same, since no base model has them: those of adapters.
+        It is committed on return, or, with `wait=False` (default: `checkpoint.writer.decoupled` of the config), on return
+        of the ticket's `wait()` or `wait_for_checkpoint()`, while training continues. `client_state` (or `client_sd`) is a
+        dict of JSON data, tensors, numpy arrays and numbers and `argparse.Namespace`; see [Note: what comes back] in
+        `client_state`. `metrics` are numbers by name, for the config's `keep`. A checkpoint of this run with the same tag
+        is replaced, with one line in the log. Without `save_latest` the folder's `latest` stays.
+        `exclude_frozen_parameters` leaves those out, so that a load keeps the model's, but for `keep_frozen`, names of
+        frozen parameters that no base model has, as in adapters.
 
         Within a step the state is saved as the last step left it: a load repeats the step. Raises UsageError there in mode
         "backward" and with a loader of `initialize`, and for client state that cannot be stored, CheckpointExistsError for
@@ -554,8 +540,8 @@ class Engine(nn.Module):
         return self.checkpoints.save(options)
 
     def note_save_folder(self, save_dir: UserPath) -> None:
-        """Set, before the first save, the folder of checkpoints (all ranks): the run's journal is there from the first step
-        on. Raises UsageError for a URL that nothing opens."""
+        """Set the folder of checkpoints before the first save, so that the journal starts there with the first step (all
+        ranks). Raises UsageError for a URL of an unknown kind."""
         self.checkpoints.note_folder(user_location(save_dir))
 
     def load_checkpoint(
@@ -564,27 +550,26 @@ class Engine(nn.Module):
         """Load a checkpoint, by default the newest, and return its path and client state (all ranks).
 
         `options` are DeepSpeed's, all true or false: `load_module_only`, `load_optimizer_states`,
-        `load_lr_scheduler_states`, `load_module_strict`; see `LoadOptions`. State that is not loaded stays as it is, and
-        `load_report` names it.
-        Returns (None, {}) and warns if no tag was given and nothing is there. Raises CheckpointNotFoundError for a tag
-        that is not there, CheckpointMismatchError for another model or a batch size that cannot be.
+        `load_lr_scheduler_states`, `load_module_strict`; see `LoadOptions`. State that is not loaded stays unchanged, and
+        is in `load_report`. Returns (None, {}) with a warning if no tag was given and there is no checkpoint. Raises
+        CheckpointNotFoundError for a missing tag, CheckpointMismatchError for another model or an impossible batch size.
         """
         chosen = LoadOptions.of(options)
         self._loss_backward.abandon_failed()
         self.training_state.require_here("engine.load_checkpoint()")
-        self._batches = None  # the next `train_batch` begins at the loader's position by then
+        self._batches = None  # the next `train_batch` starts at the loaded position
         self.access.require_no_block("engine.load_checkpoint()")
         with self.world.calling("load", meeting="engine.load_checkpoint()"):
             return self.checkpoints.load(user_location(load_dir), tag, chosen)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Add numbers of a loop's own to the run's journal, for the step that ended last: an accuracy, an evaluation's loss
-        ("eval_loss"), a share of experts. Tensors of one element are read; what is no number is left out. Rank 0's count."""
+        """Add numbers to the run's journal, for the last step: an accuracy, the loss of an evaluation ("eval_loss").
+        Tensors of one element are read; other values are ignored. Rank 0's count."""
         self.journal.logged(values)
 
     @property
     def load_report(self) -> LoadReport | None:
-        """Bytes that the last load read and linked on this rank, and the missing and unexpected keys; None before the first."""
+        """Bytes read and linked by the last load on this rank, and missing and unexpected keys; None before the first."""
         return self.checkpoints.report
 
     @_phase("save")
@@ -602,11 +587,10 @@ class Engine(nn.Module):
         *,
         signals: Iterable[int] = STOP_SIGNALS,
     ) -> None:
-        """When one of `signals` comes on any rank, let the next `step()` save and end the process, with code 75 (all
-        ranks).
+        """When any rank gets one of `signals`, save in the next `step()` and end the process, with code 75 (all ranks).
 
-        By default SIGTERM and SIGUSR1; a second one ends the process at once. A function as `client_state` is called
-        within that `step()`, and once in the next one, which raises UsageError for values that cannot be stored. Raises
+        By default SIGTERM and SIGUSR1; a second one ends the process at once. A function as `client_state` is called in
+        that `step()`, and once in the next one from now, which raises UsageError for values that cannot be stored. Raises
         UsageError outside the main thread.
         """
         self.training_state.require_optimizer("engine.save_on_signal()")
@@ -615,17 +599,17 @@ class Engine(nn.Module):
         self.checkpoints.note_folder(folder)
         if client_state is not None:
             self._unchecked.append(client_state)
-        self._when_asked = lambda: self.save_and_stop(folder, tag, client_state)
+        self._save_and_stop = lambda: self.save_and_stop(folder, tag, client_state)
 
     def watch_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
-        """Note these signals in `stop_requested` in place of ending the process; a second one ends it at once (all
-        ranks). Raises UsageError outside the main thread."""
+        """Record these signals in `stop_requested`; a second one ends the process (all ranks). Raises UsageError outside
+        the main thread."""
         self.signals.watch(signals)
 
     @property
     def stop_requested(self) -> signal.Signals | None:
-        """The signal that some rank got, or None: the same on every rank after each `step()`, one that was skipped too, so
-        that all may leave the loop together, with `save_and_stop`."""
+        """The signal that some rank got, or None: the same on every rank after each `step()`, also a skipped one, so that
+        all leave the loop together, with `save_and_stop`."""
         return self.signals.requested
 
     def save_and_stop(
@@ -633,14 +617,14 @@ class Engine(nn.Module):
     ) -> NoReturn:
         """Save, and raise SystemExit with code 75 (all ranks).
 
-        An error of an earlier save that is still under way is a warning: it must not cost this one. A tag that another
-        run committed is not replaced: this run's id is appended to it. With None as `save_dir` only a save under way is
-        completed. Ranks that all leave so are no failure of the run.
+        An error of an earlier save that is still running becomes a warning. A tag that another run committed is not
+        replaced: this run's id is appended to it. With None as `save_dir` only a running save is completed. The end is not
+        a failure of the run.
         """
         with self.world.calling("save"):
             if save_dir is not None:
                 state = None if client_state is None else present_state(client_state)
-                settle(self.checkpoints.wait, "the save under way failed: ")
+                settle(self.checkpoints.wait, "the running save failed: ")
                 try:
                     self.save_checkpoint(save_dir, tag, state)
                 except CheckpointExistsError as error:
@@ -724,7 +708,7 @@ class Engine(nn.Module):
         return self.training_state.config.precision == "bf16"
 
     def train_batch_size(self) -> int:
-        """Return the samples of a step over all ranks."""
+        """Return the samples per step over all ranks."""
         return self.training_state.accumulation.batch.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -740,7 +724,7 @@ class Engine(nn.Module):
         return self.training_state.accumulation.is_boundary
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step()` changed parameters: not within an accumulation, nor at an overflow."""
+        """Return whether the last `step()` changed parameters; not within an accumulation or at an overflow."""
         return self.training_state.was_applied
 
     def get_lr(self) -> list[float]:
@@ -748,8 +732,7 @@ class Engine(nn.Module):
         return [float(group["lr"]) for group in self.training_state.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients over all ranks, unscaled, before clipping; None before the
-        first."""
+        """Return the norm of the last step's gradients over all ranks, unscaled, before clipping; None before it."""
         return self.training_state.norm
 
     def statistics(self) -> EngineStatistics:
@@ -763,13 +746,12 @@ class Engine(nn.Module):
         return self.training_state.samples
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **options: Any) -> None:
-        """Compile the model with torch, at its next forwards, as `torch.compile(backend=backend, **compile_kwargs)` does.
+        """Compile the model at its next forwards, as `torch.compile(backend=backend, **compile_kwargs)` does (all ranks).
 
-        If parameters are sharded or offloaded each unit (a block of a ModuleList) is compiled by itself, within its
-        gather; blocks of one class share graphs. Otherwise the model is compiled as a whole. Names of parameters stay. Call
-        it on every rank; again, to compile with other arguments.
-        Raises UsageError for arguments that torch.compile does not take, if inductor has no C++ compiler, and for modes with
-        CUDA graphs if parameters are gathered and released.
+        If parameters are sharded or offloaded each unit (a block of a ModuleList) is compiled separately, within its
+        gather; blocks of one class share graphs. Names of parameters stay. A second call compiles with other arguments.
+        Raises UsageError for arguments that torch.compile does not take, without a C++ compiler for inductor, and for modes
+        with CUDA graphs if parameters are gathered and released.
         """
         self.training_state.compile(make_compiler(backend, {**(compile_kwargs or {}), **options}))
 
@@ -783,7 +765,7 @@ class Engine(nn.Module):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Complete a save under way, then release hooks, memory, threads and the run folder; a second call does nothing."""
+        """Complete a running save, then release hooks, memory, threads and the run folder; a second call does nothing."""
         self._finalizer()
 
     def destroy(self) -> None:
@@ -791,11 +773,12 @@ class Engine(nn.Module):
         self.close()
 
     def hand_back(self, config: Any = None) -> nn.Module:
-        """Close the engine and return the model with its trained values (all ranks): the fp32 masters, whole on the
-        engine's device; with a `config` that shards or offloads parameters they are stored as in a block of
-        `zstore.Init(config=config)`, for the next `initialize(config=config)`. Optimizer state is dropped.
+        """Close the engine and return the model with its trained values, of the fp32 masters, on the engine's device (all
+        ranks).
 
-        Raises UsageError, and leaves all as it is, in the middle of a step.
+        With a `config` that shards or offloads parameters they are stored as in a block of `zstore.Init(config=config)`,
+        for the next `initialize(config=config)`. Optimizer state is dropped. Raises UsageError, without a change, within a
+        step.
         """
         hooks = self.training_state.hooks
         hand_back(self.access, config, (lambda: None) if hooks is None else hooks.remove)
@@ -818,8 +801,8 @@ class Engine(nn.Module):
             raise
 
     def __getattr__(self, name: str) -> Any:
-        """Return the model's attribute if the engine has none of that name, as `engine.config`; `generate` of a
-        sharded model keeps the ranks in step."""
+        """Return the model's attribute if the engine has none of that name, as `engine.config`; `generate` of a sharded
+        model keeps the ranks synchronous."""
         try:
             return super().__getattr__(name)
         except AttributeError:

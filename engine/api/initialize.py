@@ -39,7 +39,7 @@ from .engine import Engine
 _log = logging.getLogger("zstore")
 
 _opened: list[weakref.ref[Engine]] = []
-"""All engines of the process, in the order in which they were made."""
+"""All engines of the process, in the order of their creation."""
 
 
 @around_block()
@@ -65,20 +65,21 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 ) -> tuple[Engine, Any, TrainingLoader | None, Any]:
     """Return (engine, optimizer, loader, scheduler) for training `model` as the config says (all ranks).
 
-    The config is a dict or a path, in `config`, `config_params` or `args.deepspeed_config`. `auto` answers its keys that
-    say "auto", and missing batch sizes, by dotted key (`{"optimizer.params.lr": 1e-4}`) or nested as the config
-    is; an answer to a key that the config sets itself is ignored. A key that nobody answers follows from the model
-    (sizes of buckets) or has its default, which one line tells. The model is changed in place: moved to its device, cast,
-    and at stage 3 sharded; rank 0's values count. The model is complete by then: an open block of `zstore.Init` goes on
-    with other models. `optimizer` is an element-wise torch optimizer over the model's parameters, made before; without it the
-    config names one. `lr_scheduler` is a scheduler, or a function that makes one from the returned optimizer; the engine
-    steps it. The returned loader or scheduler is None if there is none. A model that another engine holds is taken over with
-    its trained values: that engine is closed, and its optimizer state dropped.
+    The config is a dict or a path, in `config`, `config_params` or `args.deepspeed_config`. `auto` has values for its keys
+    that are "auto", and for missing batch sizes, by dotted key (`{"optimizer.params.lr": 1e-4}`) or nested as in a config;
+    other keys are ignored. A key without an answer follows from the model (sizes of buckets) or gets its default, with a
+    line in the log.
 
-    `frozen`: an engine for evaluation, generation, or a reference model. It has no optimizer, and keeps the parameters
-    alone, in the type that they compute in, on the tier of `offload_param`; all have `requires_grad` false. Settings of
-    training are not used, and batch sizes may be missing. Optimizer and scheduler are None. The engine is frozen too,
-    with a line in the log, if neither an argument nor the config names an optimizer or a scheduler.
+    The model is changed in place: moved to its device, cast to its type, and at stage 3 sharded; rank 0's values count. It
+    has to be complete: an open block of `zstore.Init` continues with other models. If another engine has the model, that
+    engine is closed, and its trained values stay, without optimizer state. `optimizer` is an element-wise torch optimizer
+    over the model's parameters; the default is the config's. `lr_scheduler` is a scheduler, or a function that makes one
+    from the returned optimizer; the engine steps it. The returned loader or scheduler is None if there is none.
+
+    `frozen`: an inference-only engine, for evaluation, generation, or a reference model. It has only the parameters, in the
+    type that they compute in, on the tier of `offload_param`; all have `requires_grad` false. Settings of training are
+    ignored, and batch sizes may be missing. Optimizer and scheduler are None. An engine is frozen too, with a line in the
+    log, if neither an argument nor the config has an optimizer or a scheduler.
 
     Raises ConfigError, UsageError, and RunFolderError for an `nvme_path` that cannot be used.
     """
@@ -91,7 +92,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     require_shapes(model)
     compiler: Compiler | None = None
     if "_orig_mod" in model._modules and hasattr(model, "dynamo_ctx"):
-        # `torch.compile(model)`: without its wrapper the names of its parameters are the same, compiled or not.
+        # `torch.compile(model)`: without the wrapper parameters have the same names, compiled or not.
         wrapper: Any = model
         model, compiler = wrapper._orig_mod, wrapper.dynamo_ctx
     show_messages()
@@ -148,19 +149,19 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
 
 
 def _take_back(model: nn.Module, config: Config) -> None:
-    """Take the model's parameters out of the engines that hold them, whose hooks would meet those of the next (all ranks)."""
+    """Close the engines that have parameters of the model, since their hooks would conflict with the next ones (all ranks)."""
     engines = [engine for reference in _opened if (engine := reference()) is not None and engine.access in live_runs]
     _opened[:] = map(weakref.ref, engines)
     parameters = set(model.parameters())
     for engine in engines:
         if not parameters.isdisjoint(records := engine.access.guard.records):
             _log.warning("the model is in another engine, which is closed: its optimizer state is dropped")
-            # Parameters outside the model must not be in the store that the next engine takes over, and closes.
+            # Parameters outside the model must not be in the store, which the next engine takes over and closes.
             engine.hand_back(config if parameters.issuperset(records) else None)
 
 
 def _log_choices(loaded: Config, resolved: Config) -> None:
-    """Log what the config says that is not as it could be read."""
+    """Log the config's notices, and gradient clipping by default."""
     for line in resolved.report():
         _log.warning("%s: %s", resolved.source, line)
     clips = resolved.gradient_clipping > 0 and not resolved.frozen
@@ -173,7 +174,7 @@ def _log_choices(loaded: Config, resolved: Config) -> None:
 
 
 def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any) -> bool:
-    """Return whether neither an argument nor the config names an optimizer or a schedule of one, and say so."""
+    """Return whether neither an argument nor the config has an optimizer or a scheduler, with a line in the log."""
     given = config.settings.optimizer, config.settings.scheduler, optimizer, scheduler
     if any(one is not None for one in given):
         return False
@@ -187,7 +188,7 @@ def _names_no_optimizer(config: Config, optimizer: Any, scheduler: Any) -> bool:
 
 @contextmanager
 def _watched(world: World, silent_s: float | None) -> Iterator[None]:
-    """Watch over the ranks from here on, unless the block fails."""
+    """Start the watch over the ranks, and stop it if the block fails."""
     try:
         world.begin_watch(silent_s)
         with world.calling("initialize"):
@@ -198,8 +199,8 @@ def _watched(world: World, silent_s: float | None) -> Iterator[None]:
 
 
 def config_source(args: Any, config: Any, config_params: Any = None, call: str = "initialize()") -> Any:
-    """Return the one config that was given to a call, of which `args` may be any object with attributes. Raises ConfigError
-    for none, or two different ones."""
+    """Return the config that was passed to a call; `args` is any object with attributes. Raises ConfigError for none, or
+    two different ones."""
     given = {"config": config, "config_params": config_params}
     given |= {f"args.{name}": getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")}
     found = {name: value for name, value in given.items() if value is not None}

@@ -1,21 +1,18 @@
-"""`loss.backward()`: a backward that the script starts itself, through the output of the engine's forward.
+"""`loss.backward()`: a backward that the script starts, through the output of the engine's forward.
 
-[Note: a backward of the script's own]
-The outputs of a forward have hooks. The first hook that fires in a backward begins the same things that
-`engine.backward` begins, and a callback of autograd ends them when all gradients are there. On its way through a hook the
-gradient is multiplied by the loss scale and divided by the accumulation steps, as `engine.backward` does with the loss,
-so that everything after it is the same.
+[Note: the script's backward] The outputs of a forward have hooks. The first hook that fires in a backward starts it as
+`engine.backward` does, and a callback of autograd ends it when all gradients are there. Each hook multiplies its gradient
+by the loss scale and divides it by the accumulation steps, as `engine.backward` does with the loss.
 
-That happens once on each path. Of several tensors, the one whose node was made last cannot be an input of another, and has
-its hook itself. Any other may be one, as the logits of which the model has made its loss: the script gets a view of it,
-which has the hook, and the model's own use of it bypasses that view.
+That has to happen once on each path. Of several tensors, the one with the newest node cannot be an input of another, and
+gets the hook. Another may be, like the logits from which the model computed its loss: the script gets a view of it, with
+the hook, which the model's own use bypasses.
 
-`torch.autograd.grad` fires the hooks too. It brings no gradient to a parameter, so nothing is scaled or counted;
-sharded parameters are gathered for it, and released. The same goes for a frozen engine, whose inputs may need
-gradients.
+`torch.autograd.grad` fires the hooks too, but adds no gradient to a parameter: nothing is scaled or counted, and sharded
+parameters are gathered and released. The same holds for a frozen engine, whose inputs may need gradients.
 
-A backward that raises never comes to its callback. Autograd numbers backwards, so that the next call of the engine sees
-that the one under way is over, and abandons it.
+A backward that raises never reaches its callback. Autograd numbers backwards, so the next call of the engine notices that
+the current one has ended, and abandons it.
 """
 
 from __future__ import annotations
@@ -36,24 +33,24 @@ from ..training.training import Training
 
 
 class LossBackward:
-    """Backwards that the script starts. See [Note: a backward of the script's own]."""
+    """Backwards that the script starts. See [Note: the script's backward]."""
 
     def __init__(self, training: Training, access: Access, report: RunReport) -> None:
         self._training = training
         self._access = access
         self._report = report
         self.task: int | None = None
-        """Autograd's number of the backward under way."""
+        """Autograd's number of the running backward."""
         self._trains = False
-        """Whether it brings gradients to trained parameters."""
+        """Whether it computes gradients of trained parameters."""
         self._ends = ExitStack()
         self.is_engines = False
-        """Whether the engine's own backward is under way, which needs nothing from here."""
+        """Whether `engine.backward` is running, and the hooks do nothing."""
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def watch(self, output: Any) -> Any:
-        """Return a forward's output, so that a backward through it is the engine's."""
+        """Return a forward's output with hooks, so that a backward through it is one of the engine."""
         training = self._training
         if not torch.is_grad_enabled() or (training.config.frozen and training.hooks is None):
             return output
@@ -68,14 +65,14 @@ class LossBackward:
         return _replaced(output, views) if views else output
 
     def require_no_block(self, call: str) -> None:
-        """Raise UsageError within a block of `zstore.gather` if a backward begun now updates."""
+        """Raise UsageError within a block of `zstore.gather` if a backward that starts now updates parameters."""
         if self._training.update.runs_in_backward and self._training.accumulation.is_boundary:
             self._access.require_no_block(f'{call}, which with "step_overlap": "backward" updates,')
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def _pass(self, loss: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Begin the backward if it is not begun, and return the gradient as the model gets it; None: as it is."""
+        """Start the backward if it is new, and return the gradient for the model; None: unchanged."""
         if self.is_engines:
             return None
         task = torch._C._current_graph_task_id()
@@ -103,7 +100,7 @@ class LossBackward:
             self.task, self._ends = task, ends.pop_all()
 
     def _brings_gradients(self) -> bool:
-        """Return whether the backward under way brings a gradient to a trained parameter."""
+        """Return whether the running backward computes a gradient of a trained parameter."""
         with torch.enable_grad():
             for record in self._training.state.scalars:
                 if not record.parameter.requires_grad:
@@ -119,7 +116,7 @@ class LossBackward:
         scale, steps = self._training.scaler.scale, self._training.accumulation.batch.accumulation_steps
         if scale == 1.0 and steps == 1:
             return None
-        if gradient.numel() == 1:  # to the bits of engine.backward
+        if gradient.numel() == 1:  # with the bits of engine.backward
             return (gradient.float() * scale / steps).to(gradient.dtype)
         return gradient * (scale / steps)
 
@@ -134,7 +131,7 @@ class LossBackward:
                 training.hooks.end_backward(more=True)
 
     def abandon_failed(self) -> None:
-        """Abandon a backward that was begun and failed."""
+        """Abandon a backward that failed."""
         if self.task is None or torch._C._current_graph_task_id() == self.task:
             return
         self.task = None
@@ -144,7 +141,7 @@ class LossBackward:
             training.abandon_backward(error)
         elif training.hooks is not None:
             training.hooks.abandon()
-        # As when engine.backward() fails: the other ranks are told.
+        # As when engine.backward() fails: other ranks get a message.
         ends.__exit__(type(error), error, None)
 
 
