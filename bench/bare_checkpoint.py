@@ -5,26 +5,19 @@ It has no queue, priorities, budget, pins or checks of what it is given, reports
 spans of a list. Payloads go straight between the files and the memory of the state, as in `zstore.format.shardfile`.
 """
 
-from __future__ import annotations
-
 import os
 import struct
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from crc32c import crc32c
 
+from bench.limits import in_threads
 from zstore.checkpoint.reader import CheckpointReader
 from zstore.format.arrays import Bytes
 from zstore.format.shardfile import ShardLayout, encode_index, layout_of
-from zstore.io.memory import make_slab
-
-T = TypeVar("T")
 
 _SPAN_BYTES = 4 * 1024 * 1024
 _ALIGN_BYTES = 512
@@ -108,24 +101,6 @@ def _spans(files: Files) -> list[_Span]:
     return spans
 
 
-def _in_threads(num_threads: int, items: Iterable[T], work: Callable[[T, Bytes], None], nbytes: int = 0) -> None:
-    """Call `work` for each item, in threads that each have a buffer of `nbytes`."""
-    left, lock = iter(items), threading.Lock()
-
-    def serve() -> None:
-        buffer = make_slab(nbytes)
-        while True:
-            with lock:
-                item = next(left, None)
-            if item is None:
-                return
-            work(item, buffer)
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        for ended in [pool.submit(serve) for _ in range(num_threads)]:
-            ended.result()
-
-
 def save(files: Files, folder: Path, num_threads: int = 8) -> None:
     """Write all files below `folder`, and return when they are durable."""
     names = [*files.others, *(shard.file for shard in files.shards)]
@@ -164,9 +139,9 @@ def save(files: Files, folder: Path, num_threads: int = 8) -> None:
     for span in spans:
         if span.first == 0 and not span.is_whole:
             os.posix_fallocate(create(span.shard), 0, span.shard.layout.file_bytes)
-    _in_threads(num_threads, spans, write, 2 * _SPAN_BYTES)
-    _in_threads(num_threads, files.others, write_other)
-    _in_threads(num_threads, [*opened.values(), *(os.open(folder / name, os.O_RDONLY) for name in folders)], flush)
+    in_threads(num_threads, spans, write, 2 * _SPAN_BYTES)
+    in_threads(num_threads, files.others, write_other)
+    in_threads(num_threads, [*opened.values(), *(os.open(folder / name, os.O_RDONLY) for name in folders)], flush)
 
 
 def load(files: Files, folder: Path, num_threads: int = 8) -> None:
@@ -185,6 +160,6 @@ def load(files: Files, folder: Path, num_threads: int = 8) -> None:
         for payload, elements in span.copied(payloads):
             elements[:] = payload[: elements.nbytes]
 
-    _in_threads(num_threads, _spans(files), read, 2 * _SPAN_BYTES)
+    in_threads(num_threads, _spans(files), read, 2 * _SPAN_BYTES)
     for fd in opened.values():
         os.close(fd)

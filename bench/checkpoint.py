@@ -17,8 +17,6 @@ writing new files at once. State is an fp32 master and Adam's two moments: 12 by
 disk, and removes them.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -96,9 +94,6 @@ def _options() -> argparse.Namespace:
     return options
 
 
-# -- limits -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Bytes per second of the disk."""
@@ -141,9 +136,6 @@ class Disk:
 def _mean(one: Limits, other: Limits) -> Limits:
     """Return the rates that take the mean of the times that both take."""
     return Limits(**{n: statistics.harmonic_mean([getattr(one, n), getattr(other, n)]) for n in asdict(one)})
-
-
-# -- runs -------------------------------------------------------------------------------------------------------------
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
@@ -222,8 +214,6 @@ class _Run:
                     rows[-1]["percent_of_bare"] = 100 * beside["seconds"] / found["seconds"]
         return told, _with_end(rows, told, row)
 
-    # -- from memory ----------------------------------------------------------------------------------------------------
-
     def in_memory(self, model: str, where: str, offload: Row | None) -> list[Row]:
         """Save from memory and load, by an engine; `offload` None: its state is on the device."""
         with self._place() as place, self._place() as bare:
@@ -257,8 +247,6 @@ class _Run:
                 spec = {"contender": tool, "folder": str(place), "out_folder": str(out / tool)}
                 child = self._conversion(_PEERS, spec, sizes, python=python)
                 yield from _with_end([{"model": model, "who": tool, "what": what, **child[1]}], child[0], {})
-
-    # -- from disk ------------------------------------------------------------------------------------------------------
 
     def on_disk(self, model: str) -> Iterator[Row]:
         """Save what rests on disk, and do to that checkpoint what can be done to one."""

@@ -1,7 +1,5 @@
 """Engines that save and load training state, each in a process of its own: `bench.checkpoint` starts them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

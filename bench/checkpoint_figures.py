@@ -1,7 +1,5 @@
 """What `bench.checkpoint` found, as medians, beside the goals, and in words."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ and makes tensors of them, or, as DeepSpeed, builds the model and trains a step.
 it is on disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -188,9 +186,6 @@ _TENSOR_PEERS: dict[str, Callable[[Spec], Peer]] = {
     "dcp": Dcp,
     "tensorstore": Tensorstore,
 }
-
-
-# -- DeepSpeed --------------------------------------------------------------------------------------------------------
 
 
 def _deepspeed(spec: Spec, tell: Tell) -> None:

@@ -1,7 +1,5 @@
 """What is done to a checkpoint without an engine or torch, each in a process of its own: `bench.checkpoint` starts them."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

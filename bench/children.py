@@ -1,7 +1,5 @@
 """Starts one contender in a process of its own, under a memory limit where the system has one."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

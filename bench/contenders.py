@@ -5,8 +5,6 @@ that dies leaves what it reached. The peer may live in another environment: at t
 `bench.children` starts it.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable
@@ -57,9 +55,6 @@ def _limited(contender: Callable[..., None], spec: Spec, tell: Callable[..., Non
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(spec["device_memory_bytes"] / whole)
     contender(spec, tell)
-
-
-# -- contenders -------------------------------------------------------------------------------------------------------
 
 
 def _compute(spec: Spec, tell: Callable[..., None]) -> None:

@@ -7,8 +7,6 @@ fsync. The two run in turn, each save to a new folder; the ratio is the median o
 Where a size's pairs take longer than `--seconds`, those count that were run by then, at least three.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import statistics

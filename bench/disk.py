@@ -3,8 +3,6 @@
 python -m bench.disk [--path FOLDER] [--gib 2] [--rounds 5] [--json FILE]
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

@@ -7,8 +7,6 @@ under an hour on two cores. DeepSpeed's rows need `--peer-python`, the Python of
 tables and charts from the results that are there, with which a test compares them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -184,8 +182,6 @@ def _machine(machine: Any) -> str:
     return f"{machine['cores']} cores, {machine['cpu'].replace('(R)', '').replace(' Processor', '')}"
 
 
-# -- measuring -----------------------------------------------------------------------------------------------------------
-
 PARTS = {
     "training": ("offload", "--models 1.2b --overlap forward --clip off --budget none --steps 3 --out"),
     "update": ("optimizer", "--steps 6 --json"),
@@ -211,8 +207,6 @@ def measure(part: str, folder: Path, peer_python: str | None) -> None:
     found = results(name) | {"commit": commit.stdout.strip()}
     (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
-
-# -- tables --------------------------------------------------------------------------------------------------------------
 
 _WORDS = {
     "README.md": (
@@ -259,10 +253,8 @@ def _rows(words: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
     found = results("checkpoint")
     of = {(row["what"], row["who"]): row for row in found["medians"] if row["model"] == "110m" and not row["error"]}
     size = f"{of['save', 'zstore, from memory']['bytes'] / 1e9:.1f}"
-    mine, peers = (
-        of["save", "zstore, from memory"],
-        {"torch DCP": "DCP 4 threads", "DeepSpeed": "DeepSpeed, from memory"},
-    )
+    mine = of["save", "zstore, from memory"]
+    peers = {"torch DCP": "DCP 4 threads", "DeepSpeed": "DeepSpeed, from memory"}
     others = ", ".join(
         f"{name}: {of['save', who]['seconds']:.1f} s" for name, who in peers.items() if ("save", who) in of
     )

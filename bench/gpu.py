@@ -12,8 +12,6 @@ Ends with 0 where all chosen parts passed, 1 where one failed, and 2 where torch
 small on the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -116,9 +114,6 @@ def _setting(options: argparse.Namespace) -> Setting:
     )
 
 
-# -- the record -------------------------------------------------------------------------------------------------------
-
-
 class Record:
     """What is known of each part, in `gpu.json` and `gpu.md` of a folder; each change is on disk at once, or not at all."""
 
@@ -142,7 +137,7 @@ class Record:
         _replace(self.folder / "gpu.json", json.dumps({"parts": ordered}, indent=2) + "\n")
         _replace(self.folder / "gpu.md", report(ordered))
 
-    def merge(self, other: Record) -> list[str]:
+    def merge(self, other: "Record") -> list[str]:
         """Take the parts of `other`, but none that did not pass for one that did; return a line for each."""
         lines = []
         for name, entry in other.parts.items():
@@ -188,9 +183,6 @@ def _text(entry: Entry) -> str:
         if run["error"]:
             lines += ["", "```", *run["error"].splitlines(), "```"]
     return "\n".join(lines)
-
-
-# -- running ----------------------------------------------------------------------------------------------------------
 
 
 def run_part(part: Part, record: Record, facts: Entry) -> None:

@@ -1,7 +1,5 @@
 """What `bench.gpu` runs, in order of worth: the parts, the processes of each, and what of their figures is a fault."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -67,9 +65,6 @@ class Setting:
     def device(self) -> str:
         """What computes."""
         return "cpu" if self.tiny else "cuda"
-
-
-# -- the parts --------------------------------------------------------------------------------------------------------
 
 
 def make_parts(setting: Setting) -> list[Part]:
@@ -245,9 +240,6 @@ def room_for(parameters: int, *, disk_bytes: int, memory_bytes: int) -> Room:
             f"{format_bytes(in_memory)} in memory; give another drive with --path"
         )
     return Room(tiers=tiers, notes=tuple(notes))
-
-
-# -- their figures ----------------------------------------------------------------------------------------------------
 
 
 def read_tests(path: Path) -> Figures:

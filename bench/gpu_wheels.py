@@ -8,8 +8,6 @@ They go to a folder that git ignores; copy it there along with the project, and 
 it that is torch, with what it requires, and numpy. Versions are those that this project is tested with (constraints.txt).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -35,9 +33,7 @@ def main() -> None:
     parser.add_argument("--python", default="3.12", help="version of the Python there")
     parser.add_argument("--machine", default="x86_64", help="processor there, as `uname -m` prints it")
     parser.add_argument("--have", type=Path, help="file with the names of the packages that are there")
-    parser.add_argument(
-        "--deepspeed", action="store_true", help="also a wheel of DeepSpeed, built here without operators"
-    )
+    parser.add_argument("--deepspeed", action="store_true", help="also DeepSpeed, built here without operators")
     parser.add_argument("--fio", action="store_true", help="also the fio that is installed here, with its libraries")
     parser.add_argument("--into", type=Path, default=_ROOT / "build" / "gpu-wheels", help="folder, made anew")
     options = parser.parse_args()
@@ -50,9 +46,7 @@ def main() -> None:
         _fetch(name, options)
     if options.fio:
         if (fio := shutil.which("fio")) is None:
-            raise SystemExit(
-                "--fio: fio is not installed here; build one with its ./configure --build-static, if need be"
-            )
+            raise SystemExit("--fio: fio is not installed here; its ./configure --build-static builds one")
         bring_program(Path(fio), options.into / "fio")
     nbytes = sum(path.stat().st_size for path in options.into.rglob("*") if path.is_file())
     others = ", and fio" if options.fio else ""

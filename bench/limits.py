@@ -1,17 +1,20 @@
 """The disk's own limit, measured by fio where it is installed, else by plain threads of preadv and pwritev."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from zstore.format.arrays import Bytes
 from zstore.io.memory import make_slab
+
+T = TypeVar("T")
 
 _BLOCK_BYTES = 1024 * 1024
 
@@ -67,8 +70,6 @@ def copy_limit(folder: Path, read_bytes: int, written_bytes: int) -> float:
         shutil.rmtree(place)
 
 
-# -- fio --------------------------------------------------------------------------------------------------------------
-
 _Job = tuple[list[str], int]
 """Arguments, and how many jobs they are."""
 
@@ -121,7 +122,24 @@ def _runtime_s(jobs: list[dict[str, Any]]) -> float:
     return max(float(job[direction]["runtime"]) for job in jobs for direction in ("read", "write")) / 1000
 
 
-# -- threads ----------------------------------------------------------------------------------------------------------
+def in_threads(num_threads: int, items: Iterable[T], work: Callable[[T, Bytes], None], nbytes: int = 0) -> float:
+    """Call `work` for each item, in threads that each have a buffer of `nbytes`; return the seconds."""
+    left, lock = iter(items), threading.Lock()
+
+    def serve() -> None:
+        buffer = make_slab(nbytes)
+        while True:
+            with lock:
+                item = next(left, None)
+            if item is None:
+                return
+            work(item, buffer)
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for ended in [pool.submit(serve) for _ in range(num_threads)]:
+            ended.result()
+    return time.perf_counter() - started
 
 
 def _write_new_files(folder: Path, nbytes: int, num_threads: int = 8, file_bytes: int | None = None) -> float:
@@ -129,32 +147,18 @@ def _write_new_files(folder: Path, nbytes: int, num_threads: int = 8, file_bytes
     block = 4 * _BLOCK_BYTES
     part = max(block, (file_bytes or nbytes // num_threads) // block * block)
     num_files = max(1, nbytes // part)
-    left = iter(range(num_files))
-    lock = threading.Lock()
 
-    def work() -> None:
-        slab = make_slab(block)
-        while True:
-            with lock:
-                number = next(left, None)
-            if number is None:
-                return
-            fd = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0), 0o644)
-            try:
-                os.posix_fallocate(fd, 0, part)
-                for offset in range(0, part, block):
-                    os.pwritev(fd, [slab.data], offset)
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
+    def write(number: int, slab: Bytes) -> None:
+        fd = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_DIRECT", 0), 0o644)
+        try:
+            os.posix_fallocate(fd, 0, part)
+            for offset in range(0, part, block):
+                os.pwritev(fd, [slab.data], offset)
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
 
-    workers = [threading.Thread(target=work) for _ in range(num_threads)]
-    started = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return (time.perf_counter() - started) * nbytes / (num_files * part)
+    return in_threads(num_threads, range(num_files), write, block) * nbytes / (num_files * part)
 
 
 def _threads(folder: Path, pattern: str, nbytes: int, num_threads: int = 8) -> float:
@@ -169,20 +173,10 @@ def _threads(folder: Path, pattern: str, nbytes: int, num_threads: int = 8) -> f
             for offset in range(0, nbytes, block):
                 os.pwritev(fd, [slab.data], offset)
 
-        def work(index: int) -> None:
-            slab = make_slab(block)
-            for i, offset in enumerate(range(index * block, nbytes, num_threads * block)):
-                if pattern == "read" or (pattern == "mixed" and i % 2):
-                    os.preadv(fd, [slab.data], offset)
-                else:
-                    os.pwritev(fd, [slab.data], offset)
+        def move(number: int, slab: Bytes) -> None:
+            reads = pattern == "read" or (pattern == "mixed" and number % 2)
+            (os.preadv if reads else os.pwritev)(fd, [slab.data], number * block)
 
-        workers = [threading.Thread(target=work, args=(i,)) for i in range(num_threads)]
-        started = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        return nbytes / (time.perf_counter() - started)
+        return nbytes / in_threads(num_threads, range(-(-nbytes // block)), move, block)
     finally:
         os.close(fd)

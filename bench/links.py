@@ -5,8 +5,6 @@ Every other figure is set beside these. Without a device what needs one is left 
     python -m bench.links [--path FOLDER] [--gib 1] [--json FILE]
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import tempfile
@@ -20,6 +18,7 @@ import torch
 
 from bench.limits import disk_limit, limit_name
 from bench.machine import bench_parser, machine, write_figures
+from bench.process import synchronize
 from zstore.engine.params.record import PRECISIONS
 from zstore.io.memory import PinnedSlabs
 
@@ -87,8 +86,7 @@ def _rate(nbytes: int, work: Callable[[], object]) -> float:
     for _ in range(_ROUNDS + 1):
         started = time.perf_counter()
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - started)
     return nbytes / statistics.median(seconds[1:])
 

@@ -1,7 +1,5 @@
 """The hardware and software that figures were taken on."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

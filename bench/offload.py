@@ -17,8 +17,6 @@ the next forward, over the sum of that maximum for the forward and for the backw
 DeepSpeed compiles its operators for about four minutes at its first run.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import math
@@ -165,9 +163,6 @@ def byte_count(text: str) -> int:
     units = {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6}
     unit = next((unit for unit in units if text.endswith(unit)), "")
     return int(float(text.removesuffix(unit)) * units.get(unit, 1))
-
-
-# -- runs -------------------------------------------------------------------------------------------------------------
 
 
 def measure(shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
@@ -330,9 +325,6 @@ def mean_limits(limits: Sequence[Limits]) -> Limits:
         return UNLIMITED
     means = {name: statistics.harmonic_mean([getattr(each, name) for each in limits]) for name in asdict(limits[0])}
     return Limits(**means)
-
-
-# -- figures ----------------------------------------------------------------------------------------------------------
 
 
 def figures_of(told: Told, limits: Limits, settings: Mapping[str, Any], compute: Row | None) -> Row:

@@ -7,8 +7,6 @@ host memory beside AdamW alone.
     python -m bench.optimizer [--path FOLDER] [--layers 24] [--width 1024] [--steps 6] [--json FILE]
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import subprocess

@@ -11,13 +11,10 @@ Where there is a CUDA device one process computes there, and the clock is stoppe
 FSDP2 and DeepSpeed, where that is installed, on a group of one rank. Several processes are of the CPU.
 
 `--others compiled` sets the engine beside itself with its units compiled by inductor, where parameters come and go: at
-stage 3 with `--offload-param`. Then the ratio is what compiling gains. `--model llama` is transformers' model of that
-shape, whose norms, rotations and gates are many operators.
+stage 3 with `--offload-param`. Then the ratio is what compiling gains.
 
     python -m bench.overhead [--pairs 20] [--processes 1 2] [--precisions fp32 bf16] [--stages 0 1 2 3] [--json FILE]
 """
-
-from __future__ import annotations
 
 import argparse
 import itertools
@@ -75,7 +72,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=[0, 1, 2, 3])
-    parser.add_argument("--model", default="gpt", choices=["gpt", "llama"])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
@@ -90,11 +86,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the model, the machine and one row for each run of pairs; print each row as it comes."""
     names = ("hidden", "layers", "vocab", "batch", "tokens")
     shape: _Shape = {name: int(getattr(options, name)) for name in names}
-    shape["llama"] = int(options.model == "llama")
     with torch.device("meta"):
         parameters = sum(p.numel() for p in _build(shape).parameters())
     print(
-        f"{options.model} of {parameters / 1e6:.1f} M parameters (hidden {options.hidden}, {options.layers} layers, "
+        f"gpt of {parameters / 1e6:.1f} M parameters (hidden {options.hidden}, {options.layers} layers, "
         f"vocabulary {options.vocab}), {options.batch} x {options.tokens} tokens a process; medians of {options.pairs} pairs"
     )
     rates = link_rates(2**28)
@@ -107,9 +102,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for pairing in _pairings(options, shape):
         if pairing.processes > 1:
             ranks = run_ranks(_pairs, pairing.processes, pairing, timeout_s=3600)
-            row = max(
-                ranks, key=lambda found: float(found["ratio"])
-            )  # steps begin and end together: they differ little
+            # Steps begin and end together: they differ little.
+            row = max(ranks, key=lambda found: float(found["ratio"]))
         elif pairing.other in {"plain", "compiled"}:
             row = _pairs(0, pairing)
         else:
@@ -188,9 +182,6 @@ def _quartiles(ratios: Sequence[float]) -> list[float]:
     return [first, third]
 
 
-# -- pairs ------------------------------------------------------------------------------------------------------------
-
-
 def _pairs(rank: int, pairing: _Pairing) -> dict[str, Any]:
     """Return the figures of one stage against its counterpart, on this rank (all ranks)."""
     others = {"plain": _plain_step, "DDP": _ddp_step, "FSDP2": _fsdp_step, "DeepSpeed": _deepspeed_step}
@@ -252,36 +243,8 @@ def _meet() -> None:
         torch_dist.barrier()
 
 
-# -- contestants ------------------------------------------------------------------------------------------------------
-
-
-class _Llama(nn.Module):
-    """transformers' Llama, without a cache; returns its loss."""
-
-    def __init__(self, shape: _Shape) -> None:
-        super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            hidden_size=shape["hidden"],
-            intermediate_size=3 * shape["hidden"],
-            num_hidden_layers=shape["layers"],
-            num_attention_heads=max(1, shape["hidden"] // 64),
-            vocab_size=shape["vocab"],
-            max_position_embeddings=shape["tokens"],
-            use_cache=False,
-        )
-        self.inner = LlamaForCausalLM(config)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.inner(input_ids=ids, labels=labels).loss
-        return loss
-
-
 def _build(shape: _Shape) -> nn.Module:
     torch.manual_seed(0)
-    if shape["llama"]:
-        return _Llama(shape)
     return Gpt(
         GptConfig(
             hidden=shape["hidden"],

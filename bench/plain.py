@@ -1,7 +1,5 @@
 """The plain PyTorch loop that engines are compared with: in bf16 with fp32 masters, clipping and a cast back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,8 +1,6 @@
 """What a process finds out about itself: time, memory, and bytes that the kernel moved for it. Imports nothing of zstore:
 peers may live in another environment."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json
@@ -10,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,13 +118,9 @@ def page_cache_bytes(folder: Path) -> int | None:
     libc = ctypes.CDLL(None, use_errno=True)
     page, pages = os.sysconf("SC_PAGE_SIZE"), 0
     whole, counts = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)()
-    for path in (path for path in folder.rglob("*") if path.is_file()):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            if libc.syscall(_CACHESTAT, fd, whole, counts, 0) != 0:
-                return None
-        finally:
-            os.close(fd)
+    for fd in opened(path for path in folder.rglob("*") if path.is_file()):
+        if libc.syscall(_CACHESTAT, fd, whole, counts, 0) != 0:
+            return None
         pages += counts[0]
     return pages * page
 
@@ -135,26 +129,27 @@ _CACHESTAT = 451
 """Number of the system call, the same on every architecture."""
 
 
-def make_durable(folder: Path) -> None:
-    """Have every file and folder below `folder` on disk, and the folder itself."""
-    for path in [folder, *folder.rglob("*")]:
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            continue
+def opened(paths: Iterable[Path]) -> Iterator[int]:
+    """Yield a descriptor of each file or folder, closed once the next is asked for."""
+    for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(fd)
+            yield fd
         finally:
             os.close(fd)
+
+
+def make_durable(folder: Path) -> None:
+    """Have every file and folder below `folder` on disk, and the folder itself."""
+    found = (path for path in folder.rglob("*") if not path.is_symlink() and (path.is_file() or path.is_dir()))
+    for fd in opened([folder, *found]):
+        os.fsync(fd)
 
 
 def drop_page_cache(folder: Path) -> None:
     """Drop what the page cache has of files below `folder`, which are on disk."""
-    for path in (path for path in folder.rglob("*") if path.is_file()):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+    for fd in opened(path for path in folder.rglob("*") if path.is_file()):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def disk_bytes(folder: Path) -> int:

@@ -5,8 +5,6 @@ python -m bench.serve [--path FOLDER] [--gib 1] [--rounds 5] [--json FILE]
 Rates are medians over the rounds; ratios are of pairs in one round.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import itertools

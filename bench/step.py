@@ -9,8 +9,6 @@ same device: the gradients' norm, clipping, `torch.optim.AdamW(fused=True)` on f
 a CUDA device it computes there, and the clock is stopped once it is done.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

@@ -7,8 +7,6 @@ end of its writes: ours by a checkpoint, the others by their own flushes or by a
 is dropped before reads. Contenders that are not installed are left out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -26,7 +24,7 @@ import numpy as np
 
 from bench.limits import disk_limit, limit_name, new_files_limit
 from bench.machine import bench_parser, machine, write_figures
-from bench.process import drop_page_cache, forget_peak, make_durable, peak_bytes, resident_bytes
+from bench.process import drop_page_cache, forget_peak, make_durable, opened, peak_bytes, resident_bytes
 
 Arrays = Mapping[str, Any]
 Contender = Callable[[Path, Arrays], AsyncGenerator[Any, None]]
@@ -57,11 +55,8 @@ async def _each(arrays: Arrays, work: Callable[[str], Awaitable[Any]], *, read: 
 
 def _sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
+    for fd in opened([folder]):
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 async def _ours(folder: Path, arrays: Arrays) -> AsyncGenerator[Any, None]:

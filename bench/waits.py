@@ -5,8 +5,6 @@ torch's own debug mode of synchronizations names each; a profiler's trace of one
     python -m bench.waits [--model gpt-small] [--tokens 256] [--path FOLDER] [--trace FILE.zip] [--json FILE]
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

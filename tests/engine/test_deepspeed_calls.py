@@ -189,10 +189,11 @@ def test_momentum_of_other_optimizers_and_the_end() -> None:
 def test_the_optimizers_scale_and_rate() -> None:
     with start(fp16={"enabled": True, "initial_scale_power": 4}) as engine:
         assert (engine.optimizer.loss_scale, engine.optimizer.cur_scale) == (16.0, 16.0)
+        assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (True, False)
         engine.optimizer.set_lr(0.125)
         assert (engine.optimizer.get_lr(), engine.get_lr()) == (0.125, [0.125])
-    with start() as engine:
-        assert engine.optimizer.cur_scale == 1.0
+    with start(bf16={"enabled": True}) as engine:
+        assert (engine.optimizer.cur_scale, engine.fp16_enabled(), engine.bfloat16_enabled()) == (1.0, False, True)
 
 
 def test_the_monitor_takes_a_scripts_own_values(tmp_path: Path) -> None:
