@@ -54,8 +54,8 @@ LIMITS = {
     "lines of zstore": (lambda: _layout().lines("zstore/"), 23_663),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_277),
     "lines of assets": (lambda: _layout().asset_lines(), 2_257),
-    "lines of tests": (lambda: _lines_in("tests", "*.py"), 45_156),
-    "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_662),
+    "lines of tests": (lambda: _lines_in("tests", "*.py"), 45_157),
+    "lines of benchmarks": (lambda: _lines_in("bench", "*.py"), 5_498),
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_017),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
