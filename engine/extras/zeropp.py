@@ -1,5 +1,5 @@
 """ZeRO++: parameters and gradients as small integers on their way between ranks (qwZ and qgZ), in blocks with one scale each,
-and a second copy of the parameters, sharded within groups of ranks (hpZ, `zero_hpz_partition_size`).
+and a replica of the parameters, sharded within groups of ranks (hpZ, `zero_hpz_partition_size`).
 
 [Note: blocks]
 A block is 256 consecutive elements of one rank's rows of one parameter, the last one shorter. Its scale is its largest
@@ -299,7 +299,8 @@ class SecondaryShards(Replica):
                 if record in self._rows:
                     self._rows[record].copy_(mine)
                 else:
-                    self._rows[record] = mine.clone()
+                    with torch.inference_mode(False):  # of an evaluation, whose tensors cannot be written to later
+                        self._rows[record] = mine.clone()
                 self._current.add(record)
 
     def expire(self) -> None:
@@ -316,10 +317,8 @@ class SecondaryShards(Replica):
 
     @property
     def held_bytes(self) -> int:
-        found = 0
-        for record, rows in self._rows.items():
-            found += self.grid(record).shard_valid_numel(self.world.rank) * rows.element_size()
-        return found
+        rank = self.world.rank
+        return sum(self.grid(r).shard_valid_numel(rank) * rows.element_size() for r, rows in self._rows.items())
 
 
 def _exchanges(found: Exchanges, config: Config, sharding: Sharding, world: World) -> Exchanges:

@@ -280,10 +280,11 @@ def _step_bytes(rank: int, folder: str, changes: list[dict[str, Any]]) -> list[d
     for keys in changes:
         torch.manual_seed(0)
         zero = {"stage3_param_persistence_threshold": 50} | keys
-        for key in [key for key in zero if key.startswith("offload")]:
-            zero[key] = {"device": "nvme", "nvme_path": folder}
+        zero |= {key: {"device": "nvme", "nvme_path": folder} for key in zero if key.startswith("offload")}
         config = _config(zero, {"step_overlap": "none"})
         with zstore.initialize(model=Base([Block(24) for _ in range(3)]), config=config)[0] as engine:
+            with torch.inference_mode():  # later gathers write to the rows that it keeps
+                engine(ids_of(0, rank))
             for step in range(2):
                 before = engine.statistics()
                 for _ in range(2):
@@ -293,16 +294,15 @@ def _step_bytes(rank: int, folder: str, changes: list[dict[str, Any]]) -> list[d
             records = engine.training_state.state.records
             links = {name: link.bytes for name, link in moved_since(engine, before).items()}
             second = plan.held.get("secondary parameters")
-            found.append(
-                {
-                    "sent": (links.get("within_group", 0), links.get("between_groups", 0)),
-                    "all": sum(links.get(kind, 0) for kind in ("all_gather", "reduce_scatter", "all_reduce")),
-                    "state": now.held.optimizer_state,
-                    "second": now.held.secondary,
-                    "planned second": second.total if second is not None else 0,
-                    "own": sum(record.owned_numel for record in records),
-                }
-            )
+            row = {
+                "sent": (links.get("within_group", 0), links.get("between_groups", 0)),
+                "all": sum(links.get(kind, 0) for kind in ("all_gather", "reduce_scatter", "all_reduce")),
+                "state": now.held.optimizer_state,
+                "second": now.held.secondary,
+                "planned second": second.total if second is not None else 0,
+                "own": sum(record.owned_numel for record in records),
+            }
+            found.append(row)
     return found
 
 
