@@ -131,6 +131,8 @@ class ParameterGuard:
 
     def _check_conversion(self, module: nn.Module, convert: Convert) -> None:
         """Raise UsageError if `convert`, tried on small tensors of the same kinds, would change a parameter of `module`."""
+        which = "the model" if module is self._model else f"a {type(module).__name__} of the model"
+        refusal = f"{which} cannot be converted after initialize()"
         tried: set[tuple[torch.dtype, torch.device, int]] = set()
         for name, parameter in module.named_parameters():
             kind = parameter.dtype, parameter.device, parameter.dim()
@@ -144,13 +146,9 @@ class ParameterGuard:
                 made = convert(probe)
             if (made.dtype, made.device) != (dtype, device):
                 change = f"is {_kind(parameter)} and would become {_kind(made)}"
-                raise UsageError(f"{self._refusal(module)}: parameter {name!r} {change}. {_ADVICE}")
+                raise UsageError(f"{refusal}: parameter {name!r} {change}. {_ADVICE}")
             if (made.data_ptr(), made.stride()) != (address, strides):
-                raise UsageError(f"{self._refusal(module)}: parameter {name!r} would be reallocated. {_ADVICE}")
-
-    def _refusal(self, module: nn.Module) -> str:
-        which = "the model" if module is self._model else f"a {type(module).__name__} of the model"
-        return f"{which} cannot be converted after initialize()"
+                raise UsageError(f"{refusal}: parameter {name!r} would be reallocated. {_ADVICE}")
 
     # -- other changes ----------------------------------------------------------------------------------------------
 

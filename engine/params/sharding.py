@@ -7,11 +7,6 @@ it is sent. Micro-batches accumulate by default in fp32 if there are several, si
 gradients. The accumulated rows may be wider than a first sum needs, and are widened by an unexpected second micro-batch, so
 the bits do not depend on what was expected. See docs/design/0004-gradients.md.
 
-[Note: the mean of two]
-a + b is b + a, so between two ranks gloo's all-reduce, in the gradients' own memory, has the bits of a sum in rank order. The
-sum is halved after rounding: the same bits, since halving is exact except below the least normal number, where the sum is. Only
-fp16, whose sums may overflow, uses the exchange of rows.
-
 [Note: units of a model]
 - A child of an outermost ModuleList that has parameters is a unit with all of its subtree: a transformer block. If it has
   more elements than may be gathered at a time, it is split into its own parameters and its children, and so on.
@@ -107,12 +102,6 @@ class GradientTypes(Generic[D]):
         return self.held(dtype, several=self.accumulates)
 
 
-def sums_in_place(dtype: str, world_size: int, *, native: bool) -> bool:
-    """Return whether whole gradients sent in `dtype` are averaged in place; `native`: the backend reduces buckets itself.
-    See [Note: the mean of two]."""
-    return world_size == 2 and not native and dtype in ("float32", "bfloat16")
-
-
 def add_in(held: torch.Tensor, part: torch.Tensor, dtype: torch.dtype) -> None:
     """Add `part` to `held`, which can hold any value of `dtype`; the sum is rounded to `dtype`."""
     if held.dtype == dtype:
@@ -172,11 +161,6 @@ def unit_parameters(
     if uncalled:
         found.append(("(in no module that is called)", (), uncalled))
     return [unit for unit in found if unit[2]]
-
-
-def called_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that some unit gathers."""
-    return {p for _, modules, parameters in unit_parameters(model) for p in parameters if modules}
 
 
 def _unit_modules(

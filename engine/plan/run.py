@@ -19,7 +19,7 @@ from zstore.store import Drives, Store
 
 from ..config.config import Config
 from ..params.record import named_parameters
-from ..params.sharding import called_parameters, unit_parameters
+from ..params.sharding import unit_parameters
 from .costs import AUTO_PERCENT
 from .placement import fill_device, make_plan, without_headroom
 from .plan import ParameterShape, Plan, Slots, Width, activations_of, describe, find_needs, placement_settings
@@ -41,7 +41,7 @@ def budget_of_rank(config: Config, world: World) -> int | None:
 
 def shapes_of_model(model: nn.Module) -> list[ParameterShape]:
     """Return the parameters of `model`, each once, in order; the model may be on the meta device."""
-    called = called_parameters(model)
+    called = {p for _, modules, parameters in unit_parameters(model) for p in parameters if modules}
     return [
         ParameterShape(
             name=name,

@@ -7,8 +7,9 @@ are new to the process in every step, a fault each (30 M fp32 parameters at stag
 
 [Note: the mean]
 On gloo a reduce-scatter is an all-to-all of rows, then a sum in rank order in fp32, times 1/world, rounded once to the
-type of the exchange: the same bits in any order of arrival, at every stage. An all-reduce is that and an all-gather; for two
-ranks see [Note: the mean of two]. Other backends use their own reduction. A rank sends (world - 1) / world of the bytes.
+type of the exchange: the same bits in any order of arrival, at every stage. An all-reduce is that and an all-gather; between
+two ranks it is gloo's, in the gradients' own memory, halved after rounding, which has the same bits: see "The mean of two
+processes" in docs/design/0004-gradients.md. Other backends use their own reduction.
 
 [Note: exchanges]
 By default, units are gathered by all-gathers of their rows, and gradients reduced by reduce-scatters, over all ranks.
@@ -25,12 +26,11 @@ from typing import Protocol
 import torch
 
 from zstore.format import ALIGN_NUMEL, Grid
-from zstore.io.memory import dtype_name
 from zstore.ranks.world import Kind, Work, World
 
 from ..config.config import Config
 from ..params.record import ParameterRecord
-from ..params.sharding import GradientTypes, Sharding, sums_in_place
+from ..params.sharding import GradientTypes, Sharding
 
 TypeOf = Callable[[ParameterRecord], torch.dtype]
 GridOf = Callable[[ParameterRecord], Grid]
@@ -434,8 +434,8 @@ class Reductions:
         overlapped, world, overlap = 0, self._world, self._rules.overlap
         if not scatter:
             sent = {record: (flat, self._rules.reduced(record)) for record, flat in values.items()}
-            native = world.backend != "gloo"
-            in_place = {r for r in sent if sums_in_place(dtype_name(sent[r][1]), world.world_size, native=native)}
+            types = (torch.float32, torch.bfloat16) if world.world_size == 2 and world.backend == "gloo" else ()
+            in_place = {record for record, (_, dtype) in sent.items() if dtype in types}  # see [Note: the mean]
             gradients = [sent[record] for record in sent if record in in_place and record.numel]
             overlapped = mean_in_place(world, gradients, self._limit_numel, overlap=overlap)
             values = {record: flat for record, flat in values.items() if record not in in_place}
