@@ -150,7 +150,7 @@ def _data(rank: int) -> torch.Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank)).bfloat16()
 
 
-def _masters(engine: zstore.Engine) -> dict[str, str]:
+def _masters(engine: Any) -> dict[str, str]:
     return {name: digest(safe_get_full_fp32_param(parameter)) for name, parameter in engine.module.named_parameters()}
 
 
