@@ -57,10 +57,8 @@ export class Charts {
       shown.length === this.grid.children.length && shown.every((one, at) => one === this.grid.children[at]);
     if (!isSame) replace(this.grid, shown);
     const kinds = [...new Set(marks.map(({ kind }) => kind))];
-    replace(
-      this.key,
-      kinds.map((kind) => h("span", { class: "key" }, `${MARKS[kind].sign} ${kind}`)),
-    );
+    const keys = kinds.map((kind) => h("span", { class: "key" }, `${MARKS[kind].sign} ${kind}`));
+    replace(this.key, keys);
   }
 
   /** Show the steps from one to another, all of them if null. */
@@ -118,15 +116,10 @@ class Chart {
   makeLegend() {
     this.stepText = h("output");
     this.values = this.series.map(() => h("output"));
-    const keys = this.series.map(({ label, limits }, index) =>
-      h(
-        "span",
-        { class: "key" },
-        swatch((limits ?? index) % 8, limits === undefined ? "" : "limit"),
-        `${label} `,
-        this.values[index],
-      ),
-    );
+    const keys = this.series.map(({ label, limits }, index) => {
+      const colours = swatch((limits ?? index) % 8, limits === undefined ? "" : "limit");
+      return h("span", { class: "key" }, colours, `${label} `, this.values[index]);
+    });
     replace(this.legend, h("span", { class: "key" }, "step ", this.stepText), keys);
   }
 
@@ -157,14 +150,8 @@ class Chart {
   lines() {
     const lines = this.series.map((one, index) => ({ ...one, colour: `series-${(one.limits ?? index) % 8}` }));
     if (this.spec.smooth) {
-      return lines.flatMap((line) =>
-        line.joins
-          ? [line]
-          : [
-              { ...line, alpha: 0.3 },
-              { ...line, values: smoothed(line.values) },
-            ],
-      );
+      const both = (line) => [{ ...line, alpha: 0.3 }, { ...line, values: smoothed(line.values) }];
+      return lines.flatMap((line) => (line.joins ? [line] : both(line)));
     }
     if (!this.spec.stacked) return lines;
     let below = lines[0].values.map(() => null);
@@ -242,14 +229,8 @@ class Chart {
     const { plot, steps, at } = this;
     const [first, last] = plot.series[0].idxs;
     const page = Math.max(1, Math.round((last - first) / 20));
-    const moves = {
-      ArrowLeft: -1,
-      ArrowRight: 1,
-      PageDown: -page,
-      PageUp: page,
-      Home: -steps.length,
-      End: steps.length,
-    };
+    const ends = { Home: -steps.length, End: steps.length };
+    const moves = { ArrowLeft: -1, ArrowRight: 1, PageDown: -page, PageUp: page, ...ends };
     if (event.key in moves) {
       const next = Math.min(Math.max(at + moves[event.key], first), last);
       plot.setCursor({ left: plot.valToPos(steps[next], "x"), top: 0 }, true, true);
@@ -314,15 +295,8 @@ function seriesOf({ colour: name, alpha, joins = false, limits }) {
       : known.filter((at) => joins || (!isKnown(at + 1) && !isKnown(at - 1)));
   };
   const points = { show: false, filter, size: 5, width: 0, stroke, fill: stroke };
-  return {
-    stroke,
-    width: 1.5,
-    alpha,
-    pxAlign: 0,
-    spanGaps: joins,
-    dash: limits === undefined ? undefined : [6, 4],
-    points,
-  };
+  const dash = limits === undefined ? undefined : [6, 4];
+  return { stroke, width: 1.5, alpha, pxAlign: 0, spanGaps: joins, dash, points };
 }
 
 /** Return the mean around each value, over a fiftieth of all. */

@@ -69,16 +69,10 @@ function weightsPanel(run, entry, arrays, needsToken) {
     const isExact = dtype === stored || dtype === "fp32";
     return h("option", { value: dtype, selected: dtype === stored }, isExact ? dtype : `${dtype} (rounded)`);
   };
-  const choice = h(
-    "select",
-    { "aria-label": "Data type of the weights", test: "weights-dtype" },
-    Object.keys(DTYPES).map(option),
-  );
-  const link = h(
-    "a",
-    { class: "button", download: "model.safetensors", test: "weights-download" },
-    "Download model.safetensors",
-  );
+  const options = Object.keys(DTYPES).map(option);
+  const choice = h("select", { "aria-label": "Data type of the weights", test: "weights-dtype" }, options);
+  const file = "model.safetensors";
+  const link = h("a", { class: "button", download: file, test: "weights-download" }, `Download ${file}`);
   const commands = h("pre", { tabindex: "0", test: "commands" });
   const fill = () => {
     const path = `weights/${encodeURIComponent(run)}/${encoded(entry.checkpoint)}/model.safetensors?dtype=${choice.value}`;
@@ -118,11 +112,8 @@ function commandsOf(base, run, { checkpoint, tag }, path, needsToken) {
 function statePanel(state) {
   if (Object.keys(state).length === 0) return null;
   const text = h("pre", { tabindex: "0" }, JSON.stringify(state, null, 2));
-  return panel(
-    "State",
-    "state",
-    h("details", null, h("summary", null, counted(Object.keys(state).length, "value")), text),
-  );
+  const summary = h("summary", null, counted(Object.keys(state).length, "value"));
+  return panel("State", "state", h("details", null, summary, text));
 }
 
 /** Return a word for the shell. */

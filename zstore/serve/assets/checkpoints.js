@@ -20,11 +20,7 @@ const PARTS = [
 
 export async function show(container, { run }) {
   const path = api(["runs", run, "checkpoints"]);
-  const lost = h(
-    "p",
-    { class: "bad", role: "status", hidden: true },
-    "The service does not answer: this may be out of date.",
-  );
+  const lost = h("p", { class: "bad", role: "status", hidden: true }, "No answer: this may be out of date.");
   const [head, refusals] = [h("div"), h("div", { class: "view" })];
   const first = await get(path);
   const table = new Table({
@@ -37,17 +33,9 @@ export async function show(container, { run }) {
     text: ({ checkpoint, tag, step }) => `${checkpoint} ${tag} ${step}`,
   });
   const legend = PARTS.map(({ text, colour }) => h("span", { class: "key" }, swatch(colour), text));
-  const list = h(
-    "section",
-    { class: "panel", "aria-label": "Checkpoints" },
-    h("div", { class: "legend" }, legend),
-    table.element,
-  );
-  const none = empty(
-    "No checkpoints yet",
-    "Checkpoints appear here once they are committed.",
-    'engine.save_checkpoint("folder")',
-  );
+  const legendRow = h("div", { class: "legend" }, legend);
+  const list = h("section", { class: "panel", "aria-label": "Checkpoints" }, legendRow, table.element);
+  const none = empty("No checkpoints yet", "They appear once committed.", 'engine.save_checkpoint("folder")');
   const draw = (answer) => {
     const { checkpoints, refused } = answer;
     const most = Math.max(...checkpoints.map((entry) => entry.size_bytes));
@@ -59,11 +47,8 @@ export async function show(container, { run }) {
   };
   draw(first);
   replace(container, lost, h("section", { class: "panel" }, head), list, none, refusals);
-  return repeat(
-    async () => draw(await get(path)),
-    EVERY_S,
-    (isLive) => (lost.hidden = isLive),
-  );
+  const follow = async () => draw(await get(path));
+  return repeat(follow, EVERY_S, (isLive) => (lost.hidden = isLive));
 }
 
 function headOf({ checkpoints, total_bytes: total }) {
@@ -87,21 +72,8 @@ function columnsOf(run, metrics) {
     { key: "step", label: "Step", text: count, numeric: true, wide: true },
     { key: "bar", label: "", value: (entry) => entry.size_bytes, cell: barOf, wide: true },
     { key: "size_bytes", label: "Size", text: bytes, numeric: true, hint: "All its files" },
-    {
-      key: "shared_bytes",
-      label: "Shared",
-      text: bytes,
-      numeric: true,
-      wide: true,
-      hint: "Of those, what other checkpoints have too",
-    },
-    {
-      key: "freed_bytes",
-      label: "Frees",
-      text: bytes,
-      numeric: true,
-      hint: "Bytes that removing only this checkpoint frees",
-    },
+    { key: "shared_bytes", label: "Shared", text: bytes, numeric: true, wide: true, hint: "Others have them too" },
+    { key: "freed_bytes", label: "Frees", text: bytes, numeric: true, hint: "Bytes that removing this one frees" },
     { key: "committed_at", label: "Saved", text: age, numeric: true },
     { key: "world_size", label: "Ranks", text: count, numeric: true, wide: true },
     ...metrics.map((name) => ({
@@ -116,11 +88,8 @@ function columnsOf(run, metrics) {
 }
 
 function linkTo(run, { checkpoint, tag }) {
-  return h(
-    "a",
-    { href: runUrl(run, `checkpoint/${checkpoint}`), title: checkpoint, test: "checkpoint-link" },
-    h("bdi", null, tag),
-  );
+  const href = runUrl(run, `checkpoint/${checkpoint}`);
+  return h("a", { href, title: checkpoint, test: "checkpoint-link" }, h("bdi", null, tag));
 }
 
 /** Return a bar of the parts of a checkpoint, all bars on one scale. */

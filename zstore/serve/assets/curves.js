@@ -16,35 +16,22 @@ const CAUSES = {
   "blocking call": "call that waits",
 };
 
-const plain = (value, digits) => short(value, digits);
 const BYTES = { unit: "bytes", axis: (value, digits) => `${short(value, digits)}B`, format: bytes };
 const RATE = { unit: "bytes a second", axis: (value, digits) => `${short(value, digits)}B/s`, format: rate };
+const SPEED = { unit: "tokens/s", zero: true };
+const SHARE = { axis: percent, format: percent, zero: true };
 const TIME = { unit: "time per step", axis: duration, format: duration };
 
 const CHARTS = [
   { name: "loss", title: "Loss", smooth: true, series: loss },
-  {
-    name: "tokens",
-    title: "Tokens per second",
-    unit: "tokens/s",
-    zero: true,
-    axis: plain,
-    series: one("tokens/s", "tokens_per_s"),
-  },
+  { name: "tokens", title: "Tokens per second", ...SPEED, series: one("tokens/s", "tokens_per_s") },
   { name: "time", title: "Step time by phase", ...TIME, zero: true, stacked: true, series: phases },
   { name: "memory", title: "Memory by tier", ...BYTES, zero: true, series: memory },
   { name: "rates", title: "Rate of each link", ...RATE, zero: true, series: named("rate/") },
   { name: "stalls", title: "Waiting by cause", ...TIME, zero: true, stacked: true, series: named("stall/") },
   { name: "norm", title: "Gradient norm", series: one("norm", "grad_norm") },
   { name: "lr", title: "Learning rate", zero: true, series: one("lr", "lr") },
-  {
-    name: "mfu",
-    title: "Model FLOPs utilisation",
-    zero: true,
-    axis: percent,
-    format: percent,
-    series: one("MFU", "mfu"),
-  },
+  { name: "mfu", title: "Model FLOPs utilisation", ...SHARE, series: one("MFU", "mfu") },
 ];
 
 /** Return `columns` with those of later steps behind them. Where these begin at a step that is there, the old ones go. */

@@ -84,7 +84,6 @@ const KINDS = {
   uploaded: "good",
   done: "good",
   begun: "warn",
-
   lost: "bad",
   failed: "bad",
   killed: "bad",
@@ -102,12 +101,8 @@ export function swatch(index, kind = "") {
 
 /** Return the panel of what is not there: why, and commands that change that. */
 export function empty(title, text, ...commands) {
-  return panel(
-    title,
-    "empty",
-    h("p", null, text),
-    commands.map((command) => h("pre", { tabindex: "0" }, command)),
-  );
+  const typed = commands.map((command) => h("pre", { tabindex: "0" }, command));
+  return panel(title, "empty", h("p", null, text), typed);
 }
 
 /** Return the panel of an error, in the service's words, with a button to try again. */

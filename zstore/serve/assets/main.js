@@ -69,11 +69,8 @@ async function show(isTurned) {
     else end?.();
   } catch (error) {
     if (error.status === undefined) console.error(error);
-    if (ticket === shown)
-      replace(
-        container,
-        problem(error, () => void show(false)),
-      );
+    const retry = () => void show(false);
+    if (ticket === shown) replace(container, problem(error, retry));
   }
 }
 
@@ -98,17 +95,10 @@ function decode(path) {
 
 /** Return the name of a run and its views, with `active` marked. */
 function runBar(run, active) {
-  const tabs = TABS.map(([view, text]) =>
-    h(
-      "a",
-      { href: runUrl(run, view), test: `tab-${text.toLowerCase()}`, "aria-current": view === active ? "page" : null },
-      text,
-    ),
-  );
-  return h(
-    "div",
-    { class: "runbar" },
-    h("h1", { test: "run-name" }, run),
-    h("nav", { class: "tabs", "aria-label": "Views of the run" }, tabs),
-  );
+  const tabs = TABS.map(([view, text]) => {
+    const current = view === active ? "page" : null;
+    return h("a", { href: runUrl(run, view), test: `tab-${text.toLowerCase()}`, "aria-current": current }, text);
+  });
+  const nav = h("nav", { class: "tabs", "aria-label": "Views of the run" }, tabs);
+  return h("div", { class: "runbar" }, h("h1", { test: "run-name" }, run), nav);
 }

@@ -25,10 +25,8 @@ export async function show(container, { run }) {
     return;
   }
   const found = new Set(arrays.map(({ kind }) => kind));
-  const kinds = [
-    ...KINDS.filter((kind) => found.has(kind)),
-    ...[...found].filter((kind) => !KINDS.includes(kind)).sort(),
-  ];
+  const others = [...found].filter((kind) => !KINDS.includes(kind)).sort();
+  const kinds = [...KINDS.filter((kind) => found.has(kind)), ...others];
   const colourOf = (kind) => kinds.indexOf(kind) % 8;
   const legend = kinds.map((kind) => h("span", { class: "key" }, swatch(colourOf(kind)), kind));
   const rows = arrays.map((array, index) => ({ ...array, key: String(index) }));
@@ -44,16 +42,8 @@ export async function show(container, { run }) {
   });
   table.show(rows);
   const map = mapOf(placement, colourOf, (name) => table.filter(name));
-  replace(
-    container,
-    h(
-      "section",
-      { class: "panel" },
-      titled(h("h2", null, "Where the bytes are, on rank 0"), h("div", { class: "legend" }, legend)),
-      map,
-      table.element,
-    ),
-  );
+  const title = titled(h("h2", null, "Where the bytes are, on rank 0"), h("div", { class: "legend" }, legend));
+  replace(container, h("section", { class: "panel" }, title, map, table.element));
 }
 
 /** Return the map: an area for each tier, in it one for each kind and array, as large as its bytes. */
@@ -68,12 +58,8 @@ function mapOf({ arrays, host_budget_bytes: host, device_bytes: device }, colour
     const shown = inner.map((array, index) => box(array, places[index], share, colourOf(array.kind), chosen));
     const budget = budgets[tier.name] ?? null;
     const title = h("h3", null, `${tier.name} ${bytes(tier.nbytes)}`, budget && budgetOf(tier, budget));
-    return h(
-      "div",
-      { class: "map-tier", style: { "flex-grow": tier.nbytes } },
-      title,
-      h("div", { class: "map-area" }, shown),
-    );
+    const area = h("div", { class: "map-area" }, shown);
+    return h("div", { class: "map-tier", style: { "flex-grow": tier.nbytes } }, title, area);
   });
   const label = `Map of memory: ${tiers.map(({ name, nbytes }) => `${name} ${bytes(nbytes)}`).join(", ")}`;
   return h("div", { class: "map", role: "img", "aria-label": label, test: "map" }, boxes);

@@ -15,14 +15,7 @@ const SAVES = [
   { key: "at", label: "When", text: when, numeric: true },
   { key: "stall_s", label: "Stall", text: duration, numeric: true, hint: "How long training waited for it" },
   { key: "elapsed_s", label: "Took", text: duration, numeric: true, wide: true, hint: "From its start to its commit" },
-  {
-    key: "linked_bytes",
-    label: "Linked",
-    text: bytes,
-    numeric: true,
-    wide: true,
-    hint: "Bytes of an earlier checkpoint",
-  },
+  { key: "linked_bytes", label: "Linked", text: bytes, numeric: true, wide: true, hint: "From an earlier checkpoint" },
   { key: "written_bytes", label: "Written", text: bytes, numeric: true, hint: "New bytes" },
 ];
 
@@ -31,11 +24,8 @@ export async function show(container, { run }) {
   await view.load();
   replace(container, view.element);
   view.draw();
-  const end = repeat(
-    () => view.follow(),
-    EVERY_S,
-    (isLive) => (view.lost.hidden = isLive),
-  );
+  const showLost = (isLive) => (view.lost.hidden = isLive);
+  const end = repeat(() => view.follow(), EVERY_S, showLost);
   return () => {
     end();
     view.charts.close();
@@ -189,22 +179,14 @@ function sessionsPanel(sessions, state) {
   const entries = sessions.toReversed().map((session, index) => {
     const { started_at: began, ended_at: ended, first_step: step, world_size: ranks, host, pid } = session;
     const runs = index === 0 && state === "training";
-    const end =
-      ended !== null
-        ? `ended ${when(ended)}`
-        : runs
-          ? "runs"
-          : "no end recorded: it was killed, or its machine went down";
+    const silent = runs ? "running" : "no end recorded: it was killed, or its machine went down";
+    const end = ended === null ? silent : `ended ${when(ended)}`;
     const versions = Object.entries(session.versions).map(([name, version]) => `${name} ${version}`);
     return h(
       "li",
       null,
       h("span", { class: "muted" }, when(began)),
-      h(
-        "span",
-        null,
-        `from step ${count(step)}, ${counted(ranks, "rank")}, on ${host}, process ${pid}; ${end}`,
-      ),
+      h("span", null, `from step ${count(step)}, ${counted(ranks, "rank")}, on ${host}, process ${pid}; ${end}`),
       h(
         "details",
         null,

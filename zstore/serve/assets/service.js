@@ -33,10 +33,7 @@ export async function get(path) {
   try {
     answer = await response.json();
   } catch {
-    throw new RequestError(
-      response.status,
-      `Expected JSON from ${path}, got an answer with status ${response.status}.`,
-    );
+    throw new RequestError(response.status, `Expected JSON from ${path}, got status ${response.status}.`);
   }
   if (!response.ok)
     throw new RequestError(response.status, answer?.error ?? `The service answered ${response.status}.`);

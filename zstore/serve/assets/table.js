@@ -38,15 +38,12 @@ export class Table {
     this.heads = columns.map((column) => this.head(column));
     this.body = h("tbody");
     this.more = h("button", { type: "button", onclick: () => this.showMore(), test: "more" }, "Show more");
+    const table = h("table", null, h("thead", null, h("tr", null, this.heads)), this.body);
     this.element = h(
       "div",
       { class: "table" },
       text === null ? null : h("div", { class: "row" }, this.field, this.said),
-      h(
-        "div",
-        { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
-        h("table", null, h("thead", null, h("tr", null, this.heads)), this.body),
-      ),
+      h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, table),
       this.more,
     );
   }
