@@ -175,9 +175,9 @@ def next_commands(folder: str, model: str, steps: int) -> list[tuple[str, str]]:
 
 
 def _shown(path: Path) -> str:
-    """Return `path` as a user would type it here."""
-    here = Path.cwd()
-    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+    """Return `path` as a user would type it in this folder."""
+    folder = Path.cwd()
+    return shlex.quote(str(path.relative_to(folder) if path.is_relative_to(folder) else path))
 
 
 def _say(text: str) -> None:

@@ -36,7 +36,7 @@ def diff_command(
 ) -> int:
     """Compare two checkpoints and print the arrays that differ; return the exit code, 1 if one does.
 
-    If both have the same chunks, their checksums tell without reading; other arrays are read. With `json`, one object:
+    If both have the same chunks, their checksums are compared without reading; other arrays are read. With `json`, one object:
     `before`, `after`, `differ`, `num_same`, `arrays` (those that differ: type and shape in each, null if it has no such
     array), and the bytes read.
     """
@@ -71,7 +71,7 @@ def diff_command(
 
 
 def _status(before: ArraySource, after: ArraySource, name: str) -> Status | None:
-    """Return what metadata and checksums tell of an array; None if its bytes must be read."""
+    """Return the status by metadata and checksums; None if an array's bytes must be read."""
     old, new = before.arrays.get(name), after.arrays.get(name)
     if old is None or new is None:
         return "added" if old is None else "removed"

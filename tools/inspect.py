@@ -33,7 +33,7 @@ def inspect_command(ckpt: Location, common: Common = DEFAULTS, *, tag: Tag = Non
 def describe(source: ArraySource) -> dict[str, Any]:
     """Return the document of `--json`: `checkpoint` (with totals in bytes) and `arrays`.
 
-    Facts that another software's checkpoint does not tell are null.
+    Facts that another software's checkpoint does not have are null.
     """
     record, files = source.record, None
     if isinstance(source, CheckpointReader):
@@ -84,10 +84,10 @@ def _summary(source: ArraySource) -> Iterator[str]:
     facts = describe(source)["checkpoint"]
     trained = facts["training_world_size"]
     resharded = f" (trained on {trained})" if trained != facts["world_size"] else ""
-    whose = "" if source.kind == "zstore" else f"{source.kind}, "
+    software = "" if source.kind == "zstore" else f"{source.kind}, "
     absent = len(facts["parameters_left_out"])
     yield (
-        f"{facts['path']}: {whose}step {facts['step']}, {format_count(facts['world_size'], 'rank')}{resharded}, "
+        f"{facts['path']}: {software}step {facts['step']}, {format_count(facts['world_size'], 'rank')}{resharded}, "
         + format_count(facts["num_arrays"], "array")
         + (f", without {absent} frozen parameters" if absent else "")
     )

@@ -77,7 +77,7 @@ def parse_number(text: str | int) -> int:
 
 
 def parse_file(text: str | Path) -> Path:
-    """Path of a file that is there; `typer.BadParameter` for anything else."""
+    """Path of an existing file; `typer.BadParameter` for anything else."""
     path = user_path(text)
     if not path.is_file():
         raise typer.BadParameter(
@@ -96,7 +96,7 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not key or not equals:
-            # It may hold a secret.
+            # It may be a secret.
             raise UsageError(f"a storage option is written key=value, got one with {key[:20]!r} and no value")
         try:
             options[key] = json.loads(text)
@@ -110,7 +110,7 @@ Location = Annotated[
     typer.Argument(
         metavar="CKPT",
         help="A folder of checkpoints (its newest, or --tag), one checkpoint's folder, or CKPT@TAG; a URL works "
-        "too. Checkpoints of DeepSpeed, torch.distributed.checkpoint and Hugging Face open as they are.",
+        "too. Checkpoints of DeepSpeed, torch.distributed.checkpoint and Hugging Face open directly.",
     ),
 ]
 """Path or URL of a checkpoint, as text: a `Path` would spoil a URL."""
@@ -173,7 +173,7 @@ class Common(Listing):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pool that transfers use; reading ahead takes half of that beside it."""
+        """Bytes of the pool that transfers use; reading ahead takes half as much in addition."""
         return min(_MAX_POOL_BYTES, self.free_bytes // (3 * self.num_pools))
 
 

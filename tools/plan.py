@@ -79,8 +79,8 @@ def plan_command(options: PlanOptions, json: Json = False) -> int:
     chosen = next((one for one in weighed if not one.lacking), None)
     notes = run.notes(config)
     if json:
-        told = partial(describe, world_size=run.world_size, local_ranks=run.world_size)
-        ladder = [{**vars(one), "needed": vars(one.needed), "plan": told(one.plan)} for one in weighed]
+        plan_text = partial(describe, world_size=run.world_size, local_ranks=run.world_size)
+        ladder = [{**vars(one), "needed": vars(one.needed), "plan": plan_text(one.plan)} for one in weighed]
         fits = None if chosen is None else chosen.title
         print_json({"run": headline(run, config), "ladder": ladder, "fits": fits, "notes": notes})
     else:
@@ -117,7 +117,7 @@ def make_run(options: PlanOptions) -> tuple[PlannedRun, dict[str, Any]]:
     if options.micro_batch is not None:
         config = {**config, "train_micro_batch_size_per_gpu": options.micro_batch}
     answers = stand_ins(load_config(config, name=str(options.config or "the proposed config")).settings)
-    # Devices that are not here compute both types; of those that are here torch knows.
+    # Devices of other machines are assumed to compute both types; torch knows those of this one.
     native = frozenset({"bf16", "fp16"})
     if not gpus or options.gpu_memory is None:
         import torch
@@ -146,9 +146,9 @@ def _devices(options: PlanOptions) -> tuple[int, int]:
         return options.gpus, options.gpu_memory or 0
     import torch
 
-    here = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    gpus = len(here) if options.gpus is None else options.gpus
-    gpu_bytes = options.gpu_memory or min(here, default=0)
+    local = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    gpus = len(local) if options.gpus is None else options.gpus
+    gpu_bytes = options.gpu_memory or min(local, default=0)
     if gpus and not gpu_bytes:
         raise UsageError("--gpus: this machine has no GPU whose memory could be read: give --gpu-memory too, like 24GB")
     return gpus, gpu_bytes

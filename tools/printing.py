@@ -25,7 +25,7 @@ _CLEAR = "\r\x1b[K"
 
 
 def printable(text: object) -> str:
-    r"""Return `text` with line feeds as they are and other control characters as `\x1b`: they would steer a terminal."""
+    r"""Return `text` with line feeds unchanged and other control characters as `\x1b`: they would steer a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
 
 
@@ -78,7 +78,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self.document: dict[str, Any] = {}
-        """Printed at the end by `--json`, beside `summary`."""
+        """Printed at the end by `--json`, together with `summary`."""
         self._stream = stream or sys.stderr
         self._clear = _CLEAR if self._stream.isatty() else ""
         self._clock = clock

@@ -41,7 +41,7 @@ def reshard_command(
     """Write the checkpoint `ckpt`, of a folder `tag` or the newest, laid out for `world_size` ranks (default: as many as it
     has) into `out`, its chunks compressed with `compression`; return the exit code.
 
-    The tag stays the same. To a URL goes a copy in a temporary folder, or a checkpoint on this machine as it is if neither
+    The tag stays the same. To a URL goes a copy in a temporary folder, or a checkpoint of this machine unchanged if neither
     layout nor compression is asked for. With `json`, one object: `path` or `url`, and the bytes read and written. Raises
     CheckpointExistsError if `out` has it already.
     """
@@ -49,8 +49,8 @@ def reshard_command(
     with contextlib.ExitStack() as temporary:
         with open_location(ckpt, common, tag) as source:
             ranks = source.record.world_size if world_size is None else world_size
-            as_it_is = is_url(place) and isinstance(source, CheckpointReader) and source.folder.is_local
-            if as_it_is and (world_size, compression) == (None, "none"):
+            is_unchanged = is_url(place) and isinstance(source, CheckpointReader) and source.folder.is_local
+            if is_unchanged and (world_size, compression) == (None, "none"):
                 path = Path(source.location)
             else:
                 folder = Path(place)
@@ -79,7 +79,7 @@ def reshard_into(
 ) -> Path:
     """Write the checkpoint into `folder`, laid out for `ranks`; return the tag's folder.
 
-    Raises CheckpointExistsError if its tag is there already.
+    Raises CheckpointExistsError if its tag exists already.
     """
     try:
         beside = Companions.of(source, with_parent=False)

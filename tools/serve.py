@@ -34,7 +34,7 @@ def serve_command(
     """Serve the runs in `places` until a signal ends it.
 
     The variable ZSTORE_TOKEN has the token that reads and uploads, ZSTORE_READ_TOKEN one that only reads. Without any, only
-    this machine is answered, and nothing is taken.
+    this machine is answered, and there are no uploads.
     """
     try:
         from zstore.serve.app import run
@@ -53,6 +53,9 @@ def serve_command(
     )
     for root in settings.roots:
         if not is_url(root.location) and not os.path.isdir(root.location):
-            print(f"warning: there is no folder {root.location}: what is made there later is served", file=sys.stderr)
+            print(
+                f"warning: there is no folder {root.location}; runs that are made in it later are served",
+                file=sys.stderr,
+            )
     run(settings, lambda url: print(f"serving on {url}", file=sys.stderr, flush=True))
     return 0

@@ -370,7 +370,7 @@ def test_pieces_that_overlap_as_much_as_they_leave_out_are_refused(tmp_path: Pat
         return SavePlan([WriteItem(MetadataIndex("w"), WriteItemType.SHARD, tensor_data=piece) for piece in pieces])
 
     Save(tmp_path / "a", 0, [plan(0), plan(2, 4)])
-    with pytest.raises(UsageError, match=r"'w' has 24 elements, but the ranks hold 24, or some twice"):
+    with pytest.raises(UsageError, match=r"'w' has 24 elements, but the ranks have 24, or some twice"):
         Save(tmp_path / "a", 0, [plan(0), plan(2, 2)])
 
 

@@ -175,7 +175,8 @@ def test_a_missing_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="cannot listen"):
         serve_command([str(tmp_path), f"{tmp_path}/rusn"], port=taken.getsockname()[1])
     assert (
-        capsys.readouterr().err == f"warning: there is no folder {tmp_path}/rusn: what is made there later is served\n"
+        capsys.readouterr().err
+        == f"warning: there is no folder {tmp_path}/rusn; runs that are made in it later are served\n"
     )
 
 

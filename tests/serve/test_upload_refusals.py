@@ -224,7 +224,7 @@ def test_files_that_are_not_asked_for_are_refused(client: Client, tmp_path: Path
     assert client.put(upload, A, client.data(A) + b"x")[0] == 400
     assert client.put(upload, A, client.data(A)[:-1])[0] == 400
     status, answer = client.ask("POST", f"{upload}/commit")
-    assert (status, "2 files are not there yet" in answer["error"]) == (422, True)
+    assert (status, "2 files are missing" in answer["error"]) == (422, True)
     assert client.ask("GET", f"{upload}?rank=x")[0] == 400
     assert client.ask("GET", f"/{'0' * 32}")[0] == 404
     assert client.ask("POST", f"{upload}/claims", {"files": {A: "0" * 64, "x": "0" * 64}})[0] == 404

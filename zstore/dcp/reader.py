@@ -1,7 +1,7 @@
 """The reader that torch.distributed.checkpoint loads through: any checkpoint that zstore reads.
 
 [Note: one chunk]
-DCP is told that every tensor is stored in one piece, so that it requests each block of a rank once. The blocks
+The metadata says that every tensor is stored in one piece, so that it requests each block of a rank once. The blocks
 are read as flat ranges, each stored chunk of them once and verified, ahead of their use and in bounded memory.
 """
 
@@ -101,7 +101,7 @@ class Reader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans as they are: each rank reads its own (rank 0)."""
+        """Return the plans unchanged: each rank reads its own (rank 0)."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -141,7 +141,7 @@ class Reader(StorageReader):
                 self._source = open_checkpoint(path.parent, path.name)
             else:
                 self._source = open_source(self.path, self._tag, storage_options=self._storage_options)
-            # Nothing else closes a load that DCP gives up before the end.
+            # Closes a load that DCP gives up before the end.
             self._forget = closing_with(self, self._source.close)
         return self._source
 
@@ -153,7 +153,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: UserPath) -> bool:
-        """Tell whether checkpoints can be read there; whether one is there shows when it is opened."""
+        """Return True: any path or URL may be opened."""
         return True
 
 

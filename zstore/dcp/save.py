@@ -2,7 +2,7 @@
 
 [Note: pieces and shards]
 One rank writes a shard. If the pieces of a tensor are the shards of some grid (rows, as FSDP cuts them), each rank writes
-those that it holds. If not (columns, several dims), the ranks put their pieces into files, and each shard is put together
+those that it has. If not (columns, several dims), the ranks put their pieces into files, and each shard is put together
 by one rank, its owner.
 """
 
@@ -39,7 +39,7 @@ from zstore.io.closing import wait_until
 from zstore.io.memory import dtype_name
 
 PIECES_FOLDER = "pieces"
-"""In the temporary folder of a save: pieces on their way from rank to rank. Gone before the commit."""
+"""In the temporary folder of a save: pieces that ranks exchange. Removed before the commit."""
 TIMEOUT_S = 1800.0
 """How long a rank waits for pieces of others."""
 
@@ -106,7 +106,7 @@ class EntryReport:
 
 
 class Save:
-    """One checkpoint on its way. Calls: `begin`, then `commit`; `abandon` at any time, and at the end."""
+    """A checkpoint that is being saved. Calls: `begin`, then `commit`; `abandon` at any time, and at the end."""
 
     def __init__(self, path: Path, step: int, plans: Sequence[SavePlan], files: Files | None = None) -> None:
         if not all(plan.usable for plan in plans):
@@ -137,9 +137,9 @@ class Save:
         spec = ArraySpec(name=self._names[key], shape=shape, dtype=dtype)
         boxes = [box_of(piece) for piece in pieces]
         if not tiles(shape, boxes):
-            held = sum(box.numel for box in boxes)
+            found = sum(box.numel for box in boxes)
             raise UsageError(
-                f"{key!r} has {spec.numel} elements, but the ranks hold {held}, or some twice: it is sharded in a way that "
+                f"{key!r} has {spec.numel} elements, but the ranks have {found}, or some twice: it is sharded in a way that "
                 "torch.distributed.checkpoint does not describe; redistribute it to Shard or Replicate"
             )
         return ArrayLayout.of(spec, boxes, len(self._plans))
@@ -199,7 +199,7 @@ class Save:
         return state.document()
 
     def _summaries(self, plan: CheckpointPlan, entries: Sequence[EntryReport]) -> list[list[ShardSummary]]:
-        """Return by rank, whose manifest names them, the shards of that number; makes their files read-only."""
+        """Return the shards by the rank whose manifest names them; makes their files read-only."""
         wrote = {(each.wrote.array, each.wrote.shard): each.wrote for each in entries if each.wrote is not None}
         summaries: list[list[ShardSummary]] = [[] for _ in self._plans]
         for name, grid in plan.grids.items():
@@ -276,7 +276,7 @@ class RankWriter:
     # -- pieces for others -------------------------------------------------------------------------------------------
 
     def write_piece(self, layout: ArrayLayout, box: Box, data: Bytes) -> None:
-        """Put this rank's piece of an array into a file, for the owners of its shards."""
+        """Write this rank's piece of an array into a file, for the owners of its shards."""
         path = self._piece_path(layout, box)
         self._buffered.make_folder(path.parent)
         part = path.with_suffix(".part")
@@ -314,7 +314,7 @@ class RankWriter:
             return self._write(spec, grid, shard, fill)
 
     def give_up(self, error: BaseException) -> None:
-        """Tell ranks that wait for this one's pieces that none will come. Never raises."""
+        """Let ranks that wait for this one's pieces fail. Never raises."""
         with contextlib.suppress(OSError):
             folder = self.folder / PIECES_FOLDER
             folder.mkdir(exist_ok=True)

@@ -2,7 +2,7 @@
 
 [Note: who does what in a save by DCP]
     (rank 0)    prepare_global_plan    names, layouts, room; makes the temporary folder
-    (all)       write_data             shards that this rank holds; pieces for others; shards that it owns
+    (all)       write_data             shards that this rank has; pieces for others; shards that it owns
     (rank 0)    finish                 manifests, metadata, record; renames the folder to its tag
 DCP gathers errors and tells every rank of them; if one comes before `finish`, there is no checkpoint. Files written
 by then are removed by the next save through this writer, or when the writer or the process ends.
@@ -80,7 +80,7 @@ class Writer(StorageWriter):
             raise UsageError("zstore.dcp.Writer writes one checkpoint of all ranks: leave out use_collectives=False")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is: rank 0 checks those of all (all ranks)."""
+        """Return the plan unchanged: rank 0 checks all of them (all ranks)."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -89,9 +89,9 @@ class Writer(StorageWriter):
         self._save = Save(self._path, step, plans, self._files)
         self._forget = closing_with(self, self._save.abandon)
         if threading.current_thread() is not threading.main_thread():
-            # That of `async_save` has saved as it ends, or failed on whichever rank, which DCP tells nobody but the future.
-            _of_thread.held = held = set[None]()
-            weakref.finalize(held, self._forget).atexit = False  # it does nothing after `finish`
+            # The thread of `async_save` ends after the save, or its failure on any rank, which only the future reports.
+            _of_thread.marker = marker = set[None]()
+            weakref.finalize(marker, self._forget).atexit = False  # it does nothing after `finish`
         return self._save.begin(overwrite=self._overwrite)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -123,18 +123,18 @@ class Writer(StorageWriter):
     # ----------------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # For a copy in another process: a save under way stays here.
+        # A copy in another process has no part in a running save.
         return self.__dict__ | {"_save": None, "_forget": None}
 
     def _give_up(self) -> None:
-        """Forget the save under way, if any, and remove its files; one that was committed stays."""
+        """Remove the files of a running save, if any; a committed one stays."""
         forget, self._forget, self._save = self._forget, None, None
         if forget is not None:
             forget()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: UserPath) -> bool:
-        """Tell whether checkpoints can be written there."""
+        """Return whether checkpoints can be written to that place."""
         return "://" not in os.fspath(checkpoint_id)
 
 
@@ -152,7 +152,7 @@ def _folder_of(path: UserPath) -> Path:
 
 
 def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Workers) -> list[WriteResult]:
-    # Pieces first: other ranks wait for them. Each batch holds a few tensors' CPU memory at a time.
+    # Pieces first: other ranks wait for them. A batch takes the CPU memory of a few tensors at a time.
     def goes_last(item: WriteItem) -> bool:
         return item.tensor_data is None or not writer.share.arrays[item.index.fqn].boxes
 

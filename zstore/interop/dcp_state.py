@@ -39,11 +39,11 @@ PICKLE = "pickle"
 """An opaque array that is the output of torch.save for an object."""
 _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 _STEP = re.compile(r"step[-_]?0*(\d{1,18})\Z")
-_MOST_DEPTH = 24
-_MOST_ENTRY_BYTES = 1024 * 1024
+_MAX_DEPTH = 24
+_MAX_ENTRY_BYTES = 1024 * 1024
 """About the most that the JSON of one entry may take."""
 _VALUE_BYTES = 4
-_MOST_BITS = 10_000
+_MAX_BITS = 10_000
 """Of a whole number: Python writes and reads no more digits than 4300."""
 
 
@@ -117,16 +117,16 @@ def encode_value(value: object) -> Any:
 
     Tuples, bytes and dicts with other keys than plain text are objects with one key that begins with `$`. Raises
     NotPlainError; subclasses are not plain, since they would come back as something else, nor is what is nested deeply or
-    takes megabytes: a small pickle may hold one list a million times.
+    takes megabytes: a small pickle may contain one list a million times.
     """
-    left_bytes = _MOST_ENTRY_BYTES
+    left_bytes = _MAX_ENTRY_BYTES
 
     def encode(value: Any, depth: int) -> Any:
         nonlocal left_bytes
         kind = type(value)
         left_bytes -= _VALUE_BYTES + (len(value) if kind in (str, bytes) else 0)
-        endless = kind is int and value.bit_length() > _MOST_BITS
-        if left_bytes < 0 or depth > _MOST_DEPTH or endless:
+        endless = kind is int and value.bit_length() > _MAX_BITS
+        if left_bytes < 0 or depth > _MAX_DEPTH or endless:
             raise NotPlainError("too large, or too deeply nested, for the record")
         if value is None or kind in (bool, int, float, str):
             return value

@@ -67,11 +67,11 @@ class WeightsReader:
         self.folder = folder
         self._files = Files(direct=False)
         self._seen: dict[Path, tuple[int, ...]] = {}
-        """What tells a file from another one in its place."""
+        """Device, inode, size and time of each file, to notice that another replaced it."""
         self.read_files: list[str] = []
         """Names of the files that have the weights, the index first."""
         self.kept_for: dict[str, str] = {}
-        """What the files say of themselves beside the format."""
+        """Metadata of the files, besides the format."""
         self.read_bytes = 0
         """Bytes of tensors read so far."""
         self.weights = self._find()
@@ -86,7 +86,7 @@ class WeightsReader:
         found: dict[str, StoredWeight] = {}
         for name in dict.fromkeys(placed.values()):
             if Path(name).name != name or "\0" in name:
-                raise CorruptionError(f"{main} names {name!r:.200}, which is not a file beside it")
+                raise CorruptionError(f"{main} names {name!r:.200}, which is not a file of that folder")
             found |= self._header(self.folder / name)
         lost = [name for name in placed if name not in found]
         if lost:
@@ -155,7 +155,7 @@ class WeightsReader:
 class HuggingFaceSource(ForeignSource):
     """The weights in `folder`; raises the errors of `WeightsReader`.
 
-    Tensors that the model ties are there once, under the name that the files give them.
+    Tied tensors are stored once, under their name in the files.
     """
 
     kind = "Hugging Face safetensors"
@@ -182,7 +182,7 @@ class HuggingFaceSource(ForeignSource):
 
 
 def _stem(name: str) -> str:
-    """Return the first part of a file's name, without its number and variant, if it is one that is known."""
+    """Return the first part of a file's name, without its number and variant, if it is a known one."""
     stem = re.split(r"\.|-\d+-of-\d+", name)[0]
     return stem if stem in STEMS else STEM
 

@@ -22,7 +22,7 @@ from ..io.shards import IoResources
 
 
 class ForeignSource(ArraySource):
-    """A checkpoint in `folder` that holds the arrays `specs`, each in one piece. A kind of it gives `_fill`.
+    """A checkpoint in `folder` with the arrays `specs`, each in one piece. Subclasses implement `_fill`.
 
     Nothing belongs to a single rank of the run. If the files have no checksums, damage goes unnoticed.
     """
@@ -83,14 +83,13 @@ def record_of(folder: Path, step: int = 0, state: Mapping[str, Any] | None = Non
 
 @contextmanager
 def opened_file(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a file that is a `what`, say how many bytes it has, and name it in the errors of the block.
+    """Open a file of kind `what`, yield it with its size, and name it in the errors of the block.
 
-    Raises StorageError if it cannot be read, CorruptionError if it is missing or no file, and if the block fails as it
-    does not for a `what`.
+    Raises StorageError if it cannot be read, CorruptionError if it is missing or no file, or if the block fails in another way.
     """
     try:
         about = path.stat()
-        if not stat.S_ISREG(about.st_mode):  # a pipe would keep us waiting
+        if not stat.S_ISREG(about.st_mode):  # opening a pipe would wait
             raise CorruptionError(f"{path} is not a regular file")
         with path.open("rb") as file:
             yield file, about.st_size

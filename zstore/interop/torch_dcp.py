@@ -29,10 +29,10 @@ from .source import ForeignSource, opened_file, record_of
 from .torchfile import Inert, TorchTensor, load_torch_file
 
 METADATA = ".metadata"
-_MOST_KEPT = 4096
-"""Blocks whose place in their file is remembered."""
-_MOST_LOADED_BYTES = 64 * 1024 * 1024
-"""Larger entries are not looked into: they stay pickles."""
+_MAX_KEPT = 4096
+"""Blocks whose place in their file is cached."""
+_MAX_LOADED_BYTES = 64 * 1024 * 1024
+"""Larger entries are not unpickled."""
 _MODULE = "torch.distributed.checkpoint"
 _KINDS = (
     *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
@@ -58,7 +58,7 @@ class FileRange:
     nbytes: int
 
     def load(self) -> Any:
-        """Return the object that was saved there."""
+        """Return the saved object."""
         return load_torch_file(self.path, (self.offset, self.nbytes))
 
     def read(self, files: Files, first: int, out: Bytes) -> None:
@@ -130,7 +130,7 @@ class TorchDcpSource(ForeignSource):
                 f"{got}; restore it from another copy"
             )
         with self._lock:
-            if len(self._found) >= _MOST_KEPT:
+            if len(self._found) >= _MAX_KEPT:
                 self._found.clear()
             self._found[place] = tensor
         return tensor
@@ -195,7 +195,7 @@ class _Metadata:
         """Add an entry that is no tensor to the state, as JSON if it is plain data, otherwise as an array of bytes."""
         found: FileRange | LoadedBytes = self._places[key, None]
         kind, name = PICKLE, client_array(key)
-        if self._places[key, None].nbytes <= _MOST_LOADED_BYTES:
+        if self._places[key, None].nbytes <= _MAX_LOADED_BYTES:
             with contextlib.suppress(NotPlainError, CheckpointMismatchError):
                 value = self._places[key, None].load()
                 if type(value) is not bytes:

@@ -160,7 +160,7 @@ class _Located:
     def __init__(self, path: Path, start: int, stop: int) -> None:
         self._path, self._start, self._stop = path, start, stop
         self._done: dict[int, Any] = {}
-        """By the identity of an object, which may hold itself: what takes its place."""
+        """Replacements by the identity of an object, which may contain itself."""
 
     def of(self, value: Any) -> Any:
         import torch

@@ -43,15 +43,15 @@ _POOL_BYTES = 64 * 1024 * 1024
 _NUM_THREADS = 8
 _NUM_READERS, _NUM_RUNS, _NUM_JOURNALS = 8, 4096, 16
 _NUM_FILE_READS, _NUM_CASTS, _NUM_UNFIT = 16, 2, 256
-_MOST_STATE_BYTES = 64 * 1024
-_MOST_STEP = 2**53
+_MAX_STATE_BYTES = 64 * 1024
+_MAX_STEP = 2**53
 
 
 class Cache(Generic[V]):
-    """The `most` values that were used last, by key. Usable from any thread."""
+    """The `max_values` values that were used last, by key. Usable from any thread."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_values: int) -> None:
+        self._max_values = max_values
         self._values: OrderedDict[Hashable, V] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -64,7 +64,7 @@ class Cache(Generic[V]):
         made = make()
         with self._lock:
             found = self._values.setdefault(key, made)
-            while len(self._values) > self._most:
+            while len(self._values) > self._max_values:
                 self._values.popitem(last=False)
         return found
 
@@ -88,7 +88,7 @@ class Library:
         self.layouts: Cache[Any] = Cache(_NUM_READERS)
         """Of weights; see `zstore.serve.weights`."""
         self.unfit: Cache[str] = Cache(_NUM_UNFIT)
-        """Why values do not fit a type, which is found out on the way: a download that is tried again is told."""
+        """Why values do not fit a type, found during a download: the next one is refused with it."""
         self.file_reads = anyio.CapacityLimiter(_NUM_FILE_READS)
         self.casts = anyio.CapacityLimiter(_NUM_CASTS)
         self._resources: IoResources | None = None
@@ -96,7 +96,7 @@ class Library:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """End the threads; reads under way fail."""
+        """End the threads; running reads fail."""
         with self._lock:
             self._stack.close()
 
@@ -176,7 +176,7 @@ def _run(run: NamedRun, library: Shared) -> RunDetail:
 def _steps(
     run: NamedRun,
     library: Shared,
-    after: Annotated[int, Query(ge=-1, le=_MOST_STEP)] = -1,
+    after: Annotated[int, Query(ge=-1, le=_MAX_STEP)] = -1,
     points: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> Steps:
     return library.journals(run).steps(after, points)
@@ -247,10 +247,10 @@ def _summary(library: Library, run: Run) -> RunSummary:
 
 
 def _cut(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state within `_MOST_STATE_BYTES`, its largest values replaced by their size. Numbers are finite."""
+    """Return a state within `_MAX_STATE_BYTES`, its largest values replaced by their size. Numbers are finite."""
     found = json.loads(json.dumps(state), parse_constant=lambda _: None)
     sizes = {key: len(json.dumps(value)) for key, value in found.items()}
     for key in sorted(sizes, key=lambda key: -sizes[key]):
-        if len(json.dumps(found)) > _MOST_STATE_BYTES:
+        if len(json.dumps(found)) > _MAX_STATE_BYTES:
             found[key] = f"({sizes[key]} bytes of JSON, not shown)"
     return dict(found)

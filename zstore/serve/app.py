@@ -4,7 +4,7 @@
 One token reads and writes, another only reads; without any, the service listens on this machine alone and only reads. Programs
 send `Authorization: Bearer TOKEN`. A browser asks for the token itself (HTTP Basic, under any name), and sends it along with
 whatever any page makes it send: so writing takes Bearer alone, which no other site can make a browser send. Where no token is
-needed, the `Host` must be this machine, else a name of another site that is made to lead here could read everything.
+needed, the `Host` must be this machine, else another site whose name resolves to this address could read everything.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (CorruptionError, 422),
     (CheckpointError, 409),
 )
-"""The first that fits counts; other errors of ours are 500."""
+"""The first match counts; zstore's other errors are 500."""
 _GRACE_S = 3
 """How long requests may take to end after a signal."""
 _BACKLOG = 2048
@@ -165,7 +165,7 @@ def _problem(status: int, text: str, headers: dict[str, str] | None = None) -> J
 
 
 async def _answer_error(request: Request, error: Exception) -> Json:
-    """Answer an error of ours with its text."""
+    """Answer an error of zstore's with its text."""
     return _problem(next((status for kind, status in _STATUS if isinstance(error, kind)), 500), str(error))
 
 
@@ -209,7 +209,7 @@ def _run(run: str, runs: Runs) -> RedirectResponse:
 
 
 def run(settings: Settings, announce: Callable[[str], None] = lambda _: None) -> None:
-    """Serve until SIGINT or SIGTERM ends it; `announce` is told the URL once it listens.
+    """Serve until SIGINT or SIGTERM; `announce` is called with the URL once it listens.
 
     Raises UsageError for an address that cannot be listened on.
     """
@@ -229,7 +229,7 @@ def _server(settings: Settings) -> uvicorn.Server:
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Return the socket that listens. Raises UsageError that says why it cannot."""
+    """Return the listening socket. Raises UsageError with the reason if it cannot listen."""
     host, port = settings.host, settings.port
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, and their files' bytes.
+"""The checkpoints of a run, and the bytes of their files.
 
 A committed checkpoint never changes, except for the names that its files have elsewhere. So records and files are read once for
 each state of the run's folder (inode and time of every folder in it), and afterwards only the names are counted again. See
@@ -32,7 +32,7 @@ Signature = tuple[Any, ...]
 
 @dataclass
 class _Found:
-    """The checkpoints that were there last, by their path in the run's folder."""
+    """The checkpoints found last, by their path in the run's folder."""
 
     signature: Signature | None = None
     catalog: Catalog = field(default_factory=lambda: Catalog(tags=(), refusals=()))
@@ -51,7 +51,7 @@ class RunCheckpoints:
         self._lock = threading.RLock()
 
     def all(self) -> dict[str, TagInfo]:
-        """Return the checkpoints by path, the oldest first. Raises CheckpointNotFoundError if the folder is gone."""
+        """Return the checkpoints by path, the oldest first. Raises CheckpointNotFoundError if the folder is missing."""
         with self._lock:
             return self._look().infos
 
@@ -96,11 +96,11 @@ class RunCheckpoints:
         with self._lock:
             path, info = self.find(checkpoint)
             if all(each.checkpoint != path for each in self.listed().checkpoints):
-                self._answer = None  # it came since
+                self._answer = None  # it is newer than the list
             return next(each for each in self.listed().checkpoints if each.checkpoint == path), info
 
     def listed(self) -> CheckpointList:
-        """Return the list as `/api` has it. Raises CheckpointNotFoundError if the folder is gone."""
+        """Return the answer of `/api`. Raises CheckpointNotFoundError if the folder is missing."""
         with self._lock:
             began_s = time.monotonic()
             if self._answer is None or began_s > self._old_at_s:

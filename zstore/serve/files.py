@@ -1,16 +1,14 @@
-"""`/zarr/<run>/<path>`: files of checkpoints as they are on disk, with ranges and tags, and listings of folders.
+"""`/zarr/<run>/<path>`: the files of checkpoints, unchanged, with ranges and entity tags; and listings of folders.
 
 [Note: visible paths]
 A path in a run's folder begins with the folder of a checkpoint (`step-00000060`), with the folder that a loop makes and one of
-a checkpoint in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. Files that a save has under way or
-left behind are not there; a checkpoint that is being replaced is found by its tag, as readers find it on disk. Beside
-checkpoints, `latest`, journals, and config and tokenizer files are visible. Links are not, but for one to another
-checkpoint in the same folder, which readers follow too.
+a checkpoint in it (`checkpoint-60/step-00000060`), or with `latest`, which is the newest. Temporary files of a
+save are not visible; a checkpoint that is being replaced is found by its tag, as on disk. Besides checkpoints, `latest`,
+journals, and config and tokenizer files are visible. Links are not, except to another checkpoint in the same folder.
 
 [Note: names in paths]
-A component of a path is percent-encoded in a URL, even if it has a `%` of its own: the folder `a%20b` is `a%2520b`. Many
-clients put paths into URLs as they are, and then it arrives as `a%20b`. One that is not there decoded is therefore looked for
-as it is. A decoded component never has a `/`, so neither reading leads anywhere else.
+A component of a path is percent-encoded in a URL: the folder `a%20b` is `a%2520b`. Many clients do not encode it, and send
+`a%20b`. A path that does not exist decoded is therefore tried undecoded. A component never has a `/` in either form.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ _TYPES = {
 }
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EMLINK})
 _BLOCK_BYTES = 1024 * 1024
-_MOST_FILES = 500_000
+_MAX_FILES = 500_000
 _ONE_RANGE = re.compile(r"bytes=[ \t]*(\d{0,19})-(\d{0,19})[ \t]*", re.ASCII | re.IGNORECASE)
 _NOT_PLAIN = re.compile(r"[/\\\x00]")
 Blocks = AsyncIterator[bytes | memoryview]
@@ -67,7 +65,7 @@ class Place:
     folder: Folder
     path: str
     identity: str | None
-    """Id of the checkpoint that it belongs to, None for a file beside checkpoints."""
+    """Id of the checkpoint that it belongs to; None for a file of the run."""
     is_run: bool = False
     """Whether it is a folder of checkpoints. The kind of a path inside a checkpoint is found out on reading."""
 
@@ -78,7 +76,7 @@ class IsFolderError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Representation:
-    """Bytes that are behind a URL; to be closed, or read to the end."""
+    """The bytes of a URL. Must be closed, or read to the end."""
 
     size: int
     etag: str | None
@@ -131,7 +129,7 @@ class Part:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that go with the status, beside those of the representation."""
+        """The headers that go with the status, in addition to those of the representation."""
         if self.status == 206:
             return {
                 "Content-Range": f"bytes {self.start}-{self.stop - 1}/{self.size}",
@@ -230,7 +228,7 @@ def _listing(library: Library, run: Run, parts: tuple[str, ...], request: Reques
 
 
 def first(library: Library, run: Run, parts: tuple[str, ...], use: Callable[[Library, Place], T]) -> T:
-    """Return the result of `use` for the place that parts of a URL name. Raises CheckpointNotFoundError if nothing is there."""
+    """Return the result of `use` for the place that parts of a URL name. Raises CheckpointNotFoundError if there is none."""
     missing: Exception | None = None
     for candidate in dict.fromkeys([tuple(map(unquote, parts)), parts]):
         try:
@@ -268,7 +266,7 @@ def _place(library: Library, run: Run, parts: tuple[str, ...]) -> Place:
 
 
 def is_run_file(name: str) -> bool:
-    """Return whether a file of that name beside checkpoints is visible."""
+    """Return whether a run's file of that name is visible."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in _RUN_FILES)
 
 
@@ -320,7 +318,7 @@ def _open_below(place: Place) -> int:
     """Return a descriptor of the file or folder at a place of this machine.
 
     No link is followed and no other way leads out, even if something changes on the way; but the folder of a checkpoint
-    may be a link to another one beside it. Raises FileNotFoundError if it is missing, or is a link.
+    may be a link to another one in the same folder. Raises FileNotFoundError if it is missing, or is a link.
     """
     descriptor = -1
     try:
@@ -397,8 +395,8 @@ def _inside(place: Place, recursive: bool) -> tuple[set[str], dict[str, int]]:
                 status = os.stat(name, dir_fd=at, follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     files[inner + name] = status.st_size
-            if len(files) > _MOST_FILES:
-                raise UsageError(f"more than {_MOST_FILES} files: list the folders of the checkpoint one by one")
+            if len(files) > _MAX_FILES:
+                raise UsageError(f"more than {_MAX_FILES} files: list the folders of the checkpoint one by one")
             if not recursive:
                 kinds = {name: os.stat(name, dir_fd=at, follow_symlinks=False).st_mode for name in names}
                 return {name for name, mode in kinds.items() if stat.S_ISDIR(mode)}, files

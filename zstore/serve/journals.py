@@ -1,4 +1,4 @@
-"""The journals of a run, read as far as they go and then on from there: its state, saves, curves and memory.
+"""The journals of a run, read incrementally: its state, saves, curves and memory.
 
 Journals of one folder are sessions of one run: the newest one counts for its state, and for steps that several have.
 
@@ -30,10 +30,10 @@ M = TypeVar("M", bound=BaseModel)
 
 _BLOCK_BYTES = 16 * 1024 * 1024
 _TAIL_BYTES = 16 * 1024
-_MOST_SESSIONS, _MOST_SAVES, _MOST_EVENTS = 20, 200, 100
-_MOST_NAMES = 64
+_MAX_SESSIONS, _MAX_SAVES, _MAX_EVENTS = 20, 200, 100
+_MAX_NAMES = 64
 """Of numbers that are not finite in a line."""
-_LEAST_HEARTBEAT_S, _HEARTBEAT_STEPS = 60.0, 10
+_MIN_HEARTBEAT_S, _HEARTBEAT_STEPS = 60.0, 10
 _LATE_S = 5.0
 """How much later than a journal's first line its process may seem to have begun."""
 
@@ -61,7 +61,7 @@ def _is_alive(session: models.Session) -> bool:
         begun_at = time.time() - up_s + int(fields[18]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return False
-    # One that ended is there until its parent asks how; another process may have its number.
+    # A zombie counts as ended; another process may have the number by now.
     return status not in "ZX" and begun_at < session.started_at + _LATE_S
 
 
@@ -105,10 +105,10 @@ class RunJournals:
         self._last_step: Record = {}
         self._last_at = 0.0
         self._memory: Record = {}
-        self._processes: deque[Record] = deque(maxlen=2 * _MOST_SESSIONS)
+        self._processes: deque[Record] = deque(maxlen=2 * _MAX_SESSIONS)
         """Lines `start` and `end`."""
-        self._saves: deque[Record] = deque(maxlen=_MOST_SAVES)
-        self._not_finite: deque[Record] = deque(maxlen=_MOST_EVENTS)
+        self._saves: deque[Record] = deque(maxlen=_MAX_SAVES)
+        self._not_finite: deque[Record] = deque(maxlen=_MAX_EVENTS)
 
     @contextlib.contextmanager
     def _read(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class RunJournals:
             elif kind == "memory":
                 self._memory = record
             if isinstance(names := record.get("not_finite"), dict):
-                self._not_finite.append(record | {"not_finite": dict(islice(names.items(), _MOST_NAMES))})
+                self._not_finite.append(record | {"not_finite": dict(islice(names.items(), _MAX_NAMES))})
 
     def _sessions(self) -> tuple[list[models.Session], Record]:
         """Return the processes that wrote the journals, and the end of the last one; that is empty if it did not end."""
@@ -179,7 +179,7 @@ class RunJournals:
             return "failed" if end.get("reason") == "failed" else "done"
         if session.host == socket.gethostname() and session.pid > 0:
             return "training" if _is_alive(session) else "killed"
-        patience_s = max(_LEAST_HEARTBEAT_S, _HEARTBEAT_STEPS * (number(self._last_step.get("step_s")) or 0.0))
+        patience_s = max(_MIN_HEARTBEAT_S, _HEARTBEAT_STEPS * (number(self._last_step.get("step_s")) or 0.0))
         return "training" if time.time() - self._last_at < patience_s else "lost"
 
     def summary(self, name: str, location: str) -> models.RunSummary:
@@ -211,7 +211,7 @@ class RunJournals:
         with self._read():
             return models.RunDetail(
                 summary=summary,
-                sessions=self._sessions()[0][-_MOST_SESSIONS:],
+                sessions=self._sessions()[0][-_MAX_SESSIONS:],
                 saves=_made(models.SaveEvent, self._saves),
                 not_finite=_made(models.NotFinite, self._not_finite),
             )

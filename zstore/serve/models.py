@@ -50,8 +50,8 @@ class RunSummary(Answer):
     name: str
     location: str
     state: State
-    """By the journal; unknown if there is none. killed: its process is gone from this machine without an end; lost: nothing
-    came for long from another machine, and no end."""
+    """By the journal; unknown if there is none. killed: its process on this machine ended without an entry; lost: no
+    entry arrived from another machine for long, and no end."""
     error: str | None = None
     """The error of a run that failed."""
     not_finite_step: int | None = None

@@ -6,12 +6,12 @@
     POST   /api/uploads/ID/plan           which files are wanted; refused here if the drive has no room
     POST   /api/uploads/ID/claims         (each rank) the SHA-256 of files that a committed checkpoint seems to have
     PUT    /api/uploads/ID/files/PATH     (each rank) the others; `Content-Range` says from which byte on
-    POST   /api/uploads/ID/commit         the checkpoint is visible from here on, whole
-    GET    /api/uploads?run=RUN           which are under way; refused if the run takes none
+    POST   /api/uploads/ID/commit         the checkpoint is visible from now on, whole
+    GET    /api/uploads?run=RUN           which are running; refused if the run takes none
     GET    /api/uploads/ID?rank=R         the missing files, of all ranks or one
-    GET    /api/uploads/ID/files/PATH     how much of a file is there; a client that lost its connection resumes there
+    GET    /api/uploads/ID/files/PATH     how much of a file arrived; a client that lost its connection resumes there
     DELETE /api/uploads/ID                gives it up
-All but the claims may be repeated. An offer of the same save finds the files that came before, even if the service restarted.
+All but the claims may be repeated. An offer of the same save finds the files that arrived, even after a restart of the service.
 
 [Note: journals that are sent]
 A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. Text that is
@@ -41,10 +41,10 @@ from .uploads.inbox import require_own
 from .uploads.offer import Claims, Committed, JournalSize, Linked, UploadFile, UploadList, UploadOffer, UploadState
 from .uploads.upload import Upload
 
-_MOST_OFFER_BYTES = 160 * 1024 * 1024
+_MAX_OFFER_BYTES = 160 * 1024 * 1024
 """An offer's JSON has the record as text, with its quotes escaped."""
-_MOST_CLAIMS_BYTES = 4 * 1024 * 1024
-MOST_LINES_BYTES = 1024 * 1024
+_MAX_CLAIMS_BYTES = 4 * 1024 * 1024
+MAX_LINES_BYTES = 1024 * 1024
 """Of a request's lines of a journal."""
 _WRITE_BYTES = 1024 * 1024
 """Bytes that are written at a time."""
@@ -69,11 +69,11 @@ def _schema(model: type[BaseModel]) -> dict[str, Any]:
 
 async def _offer_in(request: Request) -> UploadOffer:
     # Here and not by FastAPI, which reads a body before it asks who sends it.
-    return _parsed(UploadOffer, await _small_body(request, _MOST_OFFER_BYTES))
+    return _parsed(UploadOffer, await _small_body(request, _MAX_OFFER_BYTES))
 
 
 async def _claims_in(request: Request) -> Claims:
-    return _parsed(Claims, await _small_body(request, _MOST_CLAIMS_BYTES))
+    return _parsed(Claims, await _small_body(request, _MAX_CLAIMS_BYTES))
 
 
 def _parsed(model: type[M], data: bytes) -> M:
@@ -134,7 +134,7 @@ def _commit(upload: NamedUpload, library: Shared) -> Committed:
 
 @router.get("/uploads/{upload}/files/{path:path}")
 def _file(upload: NamedUpload, path: str) -> UploadFile:
-    """How much of a file is there."""
+    """How much of a file arrived."""
     return upload.file_state(path)
 
 
@@ -149,9 +149,9 @@ async def _put(
     await run_in_threadpool(upload.touch)
     if await run_in_threadpool(upload.is_whole, path):
         return JSONResponse((await run_in_threadpool(upload.file_state, path)).model_dump())
-    there = await run_in_threadpool(upload.received, path)
-    if offset not in (0, there):
-        raise CheckpointError(f"{path} is there up to byte {there}, not {offset}: go on from there")
+    received = await run_in_threadpool(upload.received, path)
+    if offset not in (0, received):
+        raise CheckpointError(f"{path} has {received} bytes, not {offset}: continue at byte {received}")
     upload.senders[path] = sender = object()
     try:
         await _receive(upload, path, request, offset, length)
@@ -165,13 +165,13 @@ async def _put(
 
 
 async def _receive(upload: Upload, path: str, request: Request, offset: int, length: int) -> None:
-    """Write the body of a request into a file from byte `offset` on, as it comes.
+    """Write the body of a request into a file from byte `offset` on, as it arrives.
 
     Raises CheckpointError if another connection sends it by now, UsageError unless `length` bytes come, DiskFullError if
-    there is no room; what came until then is in the file.
+    there is no room; what arrived until then is in the file.
     """
     sender, part = upload.senders[path], upload.part(path)
-    came, waiting = 0, bytearray()
+    arrived, waiting = 0, bytearray()
     try:
         async with aiofiles.open(part, "r+b" if offset else "wb") as file:
             await file.seek(offset)
@@ -185,8 +185,8 @@ async def _receive(upload: Upload, path: str, request: Request, offset: int, len
             try:
                 async for piece in request.stream():
                     waiting += piece
-                    came += len(piece)
-                    if came > length:
+                    arrived += len(piece)
+                    if arrived > length:
                         raise UsageError(f"{path}: more than the {length} bytes that Content-Range names were sent")
                     if len(waiting) >= _WRITE_BYTES:
                         await write()
@@ -196,8 +196,8 @@ async def _receive(upload: Upload, path: str, request: Request, offset: int, len
                 raise UsageError("the connection ended early") from error
     except OSError as error:
         raise storage_error(error, "the file cannot be written", path=str(part)) from error
-    if came < length:
-        raise UsageError(f"{path}: {came} bytes came, {length} were to")
+    if arrived < length:
+        raise UsageError(f"{path}: got {arrived} bytes, expected {length}")
 
 
 def _place_of(content_range: str | None, file: str, num_bytes: int) -> tuple[int, int]:
@@ -213,12 +213,12 @@ def _place_of(content_range: str | None, file: str, num_bytes: int) -> tuple[int
     return int(found[1]), int(found[2]) - int(found[1]) + 1
 
 
-# -- beside checkpoints -------------------------------------------------------------------------------------------------
+# -- journals ----------------------------------------------------------------------------------------------------------
 
 
 @router.get("/runs/{run}/journals/{run_id}")
 def _journal(run: str, run_id: str, library: Shared) -> JournalSize:
-    """How much of a journal is there."""
+    """How much of a journal arrived."""
     return JournalSize(bytes=_appended(library, run, run_id, 0, b""))
 
 
@@ -227,15 +227,15 @@ async def _append(
     run: str, run_id: str, request: Request, library: Shared, offset: Annotated[int, Query(ge=0, lt=10**18)]
 ) -> JournalSize:
     """Append lines to a journal. See [Note: journals that are sent]."""
-    lines = await _small_body(request, MOST_LINES_BYTES)
+    lines = await _small_body(request, MAX_LINES_BYTES)
     *whole, rest = lines.split(b"\n")
     if rest or not whole or not all(line.startswith(b"{") and line.endswith(b"}") for line in whole):
-        raise UsageError("expected lines of a journal, a JSON object each, with a newline behind every one")
+        raise UsageError("expected lines of a journal, a JSON object each, and a newline after every one")
     return JournalSize(bytes=await run_in_threadpool(_appended, library, run, run_id, offset, lines))
 
 
 def _appended(library: Library, run: str, run_id: str, offset: int, lines: bytes) -> int:
-    """Let a journal have `lines` from byte `offset` on; return its size.
+    """Write `lines` into a journal from byte `offset` on; return its size.
 
     Raises CheckpointError if the journal has other lines there, or ends before, CheckpointExistsError for a name with the
     checkpoints of another training run.
@@ -250,15 +250,15 @@ def _appended(library: Library, run: str, run_id: str, offset: int, lines: bytes
             size = journal.begin_bytes
             with path.open("rb") as file:
                 file.seek(offset)
-                there = file.read(min(len(lines), max(0, size - offset)))
-            if offset > size or not lines.startswith(there):
+                known = file.read(min(len(lines), max(0, size - offset)))
+            if offset > size or not lines.startswith(known):
                 raise CheckpointError(
                     f"the journal has {size} bytes, and other lines from byte {offset} on than were sent"
                 )
-            journal.append(lines[len(there) :])
+            journal.append(lines[len(known) :])
             if not size:
                 library.runs.forget()  # a run may have begun
-            return size + len(lines) - len(there)
+            return size + len(lines) - len(known)
 
 
 async def _small_body(request: Request, most_bytes: int) -> bytes:

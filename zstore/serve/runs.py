@@ -68,9 +68,9 @@ class Settings:
     port: int = DEFAULT_PORT
     """0: any free one."""
     token: str | None = field(default=None, repr=False)
-    """Whoever shows it may read and upload. None: nobody uploads."""
+    """Allows reading and uploads. None: there are no uploads."""
     read_token: str | None = field(default=None, repr=False)
-    """Whoever shows it may read."""
+    """Allows reading."""
     files: Files = field(default_factory=Files, repr=False)
     """Makes uploads durable."""
     storage_options: Mapping[str, Any] = field(default_factory=dict)
@@ -85,8 +85,8 @@ class Settings:
                 )
         if self.is_open and not self.is_loopback:
             raise UsageError(
-                f"whoever reaches {self.host} could read all runs: set a token (ZSTORE_TOKEN, or ZSTORE_READ_TOKEN for one "
-                "that only reads), or leave --host out"
+                f"everyone who reaches {self.host} could read all runs: set a token (ZSTORE_TOKEN, or ZSTORE_READ_TOKEN for "
+                "one that only reads), or leave --host out"
             )
 
     @property
@@ -105,7 +105,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A folder of checkpoints, and the files beside them."""
+    """A folder of checkpoints, and its other files."""
 
     name: str
     folder: Folder
@@ -128,11 +128,11 @@ class RunTable:
             return self._found
 
     def forget(self) -> None:
-        """Have the next call look again."""
+        """Make the next call look again."""
         self._looked_s = None
 
     def get(self, name: str) -> Run:
-        """Return the run of that name. Raises CheckpointNotFoundError that names some that are there."""
+        """Return the run of that name. Raises CheckpointNotFoundError that names existing ones."""
         if name not in self.all():
             self.forget()
         if (found := self.all().get(name)) is not None:

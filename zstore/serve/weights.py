@@ -112,7 +112,7 @@ class _Source:
         return f'"{hashlib.sha256(text.encode() + data).hexdigest()[:32]}"'
 
     def companions(self) -> dict[str, Folder]:
-        """Return config and tokenizer files by name, with the folder: in a checkpoint, or beside it."""
+        """Return config and tokenizer files by name, with the folder: the checkpoint's or its parent."""
         return {name: folder for folder in (self.info.folder.parent, self.info.folder) for name in companions(folder)}
 
     def companion(self, name: str) -> Representation:

@@ -1,7 +1,7 @@
 """Which files a DeepSpeed checkpoint consists of, and which checkpoint a path means.
 
 [Note: the folders]
-`<root>/latest` holds the tag, `<root>/<tag>/` the files: model states, one file at stages 0 to 2 and one for each rank at
+`<root>/latest` has the tag, `<root>/<tag>/` the files: model states, one file at stages 0 to 2 and one for each rank at
 stage 3; optimizer states, one file for each rank, none at stage 0 (except with bf16); `offloaded_tensors/rank<NN>/`, tensors
 from NVMe; `zero/<parameter>/fp32.pt` and its like, if the folder is a universal one (then the root has
 `latest_universal`). A trainer's `checkpoint-<N>/` is such a root.
@@ -31,7 +31,7 @@ _KINDS = (_MODEL, _OPTIMIZER, *_PARALLEL.values())
 MODEL_STATES = "mp_rank_00_model_states.pt"
 """The file of all model states, at stages 1 and 2."""
 _MAX_HINT_BYTES = 4096
-_MOST_LISTED = 10
+_MAX_LISTED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def find(location: Path, tag: str | None) -> CheckpointFiles | None:
     """Return the checkpoint that `location` and `tag` mean: a tag's folder, or the root above; None for none of DeepSpeed.
 
     Without a tag it is that of `latest`, or `latest_universal`, or the highest step's. Raises CheckpointNotFoundError
-    that names the tags that are there, CheckpointMismatchError for parallel layouts that are not read, CorruptionError.
+    that names the existing tags, CheckpointMismatchError for parallel layouts that are not read, CorruptionError.
     """
     if _is_checkpoint(location):
         return _files(location) if tag in (None, location.name) else None
@@ -63,9 +63,9 @@ def find(location: Path, tag: str | None) -> CheckpointFiles | None:
     wanted = tag or _hinted(location) or tags[-1]
     if wanted not in tags:
         named = "" if tag is not None else ", which `latest` names"
-        there = ", ".join(map(repr, tags[-_MOST_LISTED:]))
+        existing = ", ".join(map(repr, tags[-_MAX_LISTED:]))
         raise CheckpointNotFoundError(
-            f"{location} has no checkpoint with the tag {wanted!r}{named}; it has the DeepSpeed tags {there}"
+            f"{location} has no checkpoint with the tag {wanted!r}{named}; it has the DeepSpeed tags {existing}"
         )
     return _files(location / wanted)
 
@@ -102,7 +102,7 @@ def _files(path: Path) -> CheckpointFiles:
         if found := [name for name in names if kind.match(name)]:
             raise refusal(path, what, f"{found[0]} and {len(found) - 1} more files of that kind")
     universal = {name: path / "zero" / name for name in _names(path / "zero")}
-    if universal and MODEL_STATES in names:  # stage 3 has a file beside it, of the same content except the weights
+    if universal and MODEL_STATES in names:  # stage 3 has one more file, of the same content except the weights
         names = [name for name in names if name == MODEL_STATES or not _MODEL.match(name)]
     ranks: dict[int, dict[str, Path]] = {}
     for folder in (path / "offloaded_tensors").glob("rank*"):
@@ -134,7 +134,7 @@ def _by_rank(path: Path, names: list[str], kind: re.Pattern[str]) -> dict[int, P
 def refusal(where: str | Path, what: str, why: str) -> CheckpointMismatchError:
     """Return the error for a parallel layout, in which no file alone describes a tensor."""
     return CheckpointMismatchError(
-        f"{where} is a {what} checkpoint of DeepSpeed ({why}), which is not read: the ranks hold parts of tensors, and how "
+        f"{where} is a {what} checkpoint of DeepSpeed ({why}), which is not read: the ranks have parts of tensors, and how "
         "they fit together is known to the program that trained. Export its weights with that program, as Hugging Face "
         "safetensors, and start from those"
     )
@@ -146,7 +146,7 @@ def check_ranks(folder: CheckpointFiles, files: dict[int, Path], world_size: int
     if missing:
         raise CorruptionError(
             f"{folder.path}: {what} of {len(missing)} of {world_size} ranks are missing (ranks "
-            f"{listed(missing, _MOST_LISTED)}): not every rank saved, or their files are on other machines; copy them here"
+            f"{listed(missing, _MAX_LISTED)}): not every rank saved, or their files are on other machines; copy them here"
         )
     if len(files) > world_size:
         raise CorruptionError(

@@ -92,7 +92,7 @@ class Progress:
         steps, batch, known = self._model.count("global_steps"), self._batch(), self._states.parameters
         skipped = min(_whole(self._model.get("skipped_steps")) or 0, steps)
         samples = _whole(self._model.get("global_samples"))
-        # Ours counts the updates of any optimizer; DeepSpeed's of one that counts itself.
+        # zstore counts the updates of any optimizer; DeepSpeed only those of optimizers that count them.
         applied = {"step": float(steps - skipped)}
         scalars = {name: applied | (known[name].scalars if name in known else {}) for name in parameters}
         return {
@@ -155,7 +155,7 @@ class Progress:
             "hysteresis_left": int(number("cur_hysteresis", 2 if hysteresis is None else hysteresis)),
             "iteration": int(number("cur_iter", steps)),
             "last_overflow": int(number("last_overflow_iter", -1)),
-            # Of another scale than a dynamic one there are none.
+            # Only a dynamic scale has them.
             "rules": rules if known and found.get("dynamic") is True else None,
         }
 

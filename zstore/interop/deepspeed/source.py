@@ -2,7 +2,7 @@
 
 [Note: which value a parameter has]
 `model/<name>` is the master if the optimizer has one, otherwise the parameter of the model states: of frozen ones, and
-if there is no optimizer. Tied parameters are there once, under the name that is first in the model.
+if there is no optimizer. Tied parameters are stored once, under the name that is first in the model.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class DeepSpeedSource(ForeignSource):
 
 
 def _model_states(folder: CheckpointFiles) -> Fields:
-    """Return rank 0's model states. Raises CheckpointMismatchError if they tell of a layout that file names do not."""
+    """Return rank 0's model states. Raises CheckpointMismatchError for a layout that the file names do not show."""
     if 0 not in folder.model:
         raise CorruptionError(
             f"{folder.path} has no model states of rank 0, *_model_states.pt: it is incomplete; copy it again, also from "
@@ -143,7 +143,7 @@ def _model_states(folder: CheckpointFiles) -> Fields:
         if degree := max((value for value in found if type(value) is int and value > 1), default=0):
             raise refusal(folder.path, what, f"of degree {degree}")
     if any(model.get(key) for key in ("ds_autoep_layers", "autoep_layers", "num_experts")):
-        raise refusal(folder.path, "expert parallel", "its model states tell of experts")
+        raise refusal(folder.path, "expert parallel", "its model states have experts")
     return model
 
 

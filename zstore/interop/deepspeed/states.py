@@ -2,9 +2,9 @@
 
 [Note: nameless tensors]
 At stage 0 the optimizer's tensors have no names. In each parameter group they are in the order in which the program
-listed the parameters, which is taken to be the model's. With 16-bit weights each master must give the weight that it is
+listed the parameters, which is assumed to be the model's. With 16-bit weights each master must give the weight that it is
 matched with; in fp32, if groups have parameters of one shape, nothing could tell them apart. State that cannot be matched is
-left out, and said: the weights are read in any case.
+left out with a note: the weights are read in any case.
 
 Source of the layouts: deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py,
 runtime/fp16/fused_optimizer.py and unfused_optimizer.py, and checkpoint/ds_to_universal.py of 0.19. See [Note: flat tensors].
@@ -179,7 +179,7 @@ class StateReader:
         self._add(shapes, starts, flat, states, self._states.groups[number])
 
     def _paddings(self, number: int, count: int) -> list[int]:
-        """Return the elements behind each parameter of a group that align the next one."""
+        """Return the elements after each parameter of a group that align the next one."""
         found = self._ranks[0].get("param_alignment_paddings")
         if not isinstance(found, list) or number >= len(found):
             return [0] * count
@@ -219,7 +219,7 @@ class StateReader:
         self._add(shapes, starts, flat, states, group)
 
     def _part(self, value: TorchTensor, numel: int, rank: int, file: str, where: str) -> Part:
-        """Return a rank's flat tensor, from `file` beside the archive if it was on NVMe."""
+        """Return a rank's flat tensor, from `file` next to the archive if it was on NVMe."""
         if value.numel == numel:
             return flat_of(value, where)
         if value.numel:
@@ -268,7 +268,7 @@ class StateReader:
                 continue
             tensor = flat_of(value, str(file))
             if tensor.numel != math.prod(shape):
-                raise CorruptionError(f"{file} holds {tensor.numel} elements, parameter {name!r} has shape {shape}")
+                raise CorruptionError(f"{file} has {tensor.numel} elements, parameter {name!r} has shape {shape}")
             found[file.stem] = Elements([tensor])
         if MASTER not in found:
             raise CorruptionError(f"{base} has no {MASTER}.pt: the universal folder is incomplete")
@@ -306,7 +306,7 @@ def _state_of_group(optimizer: Fields, number: int) -> Mapping[Any, Any]:
 
 
 class _UnmatchedError(Exception):
-    """The optimizer's tensors do not tell which parameters they are of."""
+    """The optimizer's tensors cannot be matched with parameters."""
 
 
 def _whole_states(model: Fields, files: Files) -> States:
@@ -385,7 +385,7 @@ class _Matching:
         return shapes
 
     def _take(self, after: str | None, shapes: set[tuple[int, ...]], master: Any, start: int = 0) -> str:
-        """Return the first parameter behind `after` of these shapes whose values are those of `master`, cast."""
+        """Return the first parameter after `after` of these shapes whose values are those of `master`, cast."""
         names = list(self._weights)
         for name in names[0 if after is None else names.index(after) + 1 :]:
             weight = self._weights[name]

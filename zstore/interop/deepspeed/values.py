@@ -2,7 +2,7 @@
 
 [Note: flat tensors]
 At stages 1 and 2 a parameter group is one long vector, cut into as many parts as there are ranks: a tensor is a range of
-it, and may be in several parts. At stage 3 each tensor is cut by itself, its last part padded, and each rank's parts of a
+it, and may be in several parts. At stage 3 each tensor is cut separately, its last part padded, and each rank's parts of a
 group of tensors follow each other.
 """
 
@@ -25,11 +25,11 @@ from ..torchfile import Inert, TorchTensor, brief, load_torch_file
 
 _MAX_DEPTH = 60
 _MAX_DIMS = 64
-_MOST_STEPS, _MOST_TEXT = 1_000_000, 16 * 1024 * 1024
-_MOST_NAMED = 100
-"""Of entries that are left out; there may be a million."""
-_MOST_BITS = 1000
-"""Of a whole number that a float can hold."""
+_MAX_STEPS, _MAX_TEXT = 1_000_000, 16 * 1024 * 1024
+_MAX_NAMED = 100
+"""Names of entries that are left out; there may be a million."""
+_MAX_BITS = 1000
+"""Bits of a whole number that fits a float."""
 
 
 class Fields:
@@ -114,7 +114,7 @@ def number_of(value: Any, files: Files) -> float | None:
         return float(value.whole(files).reshape(-1)[0])
     if isinstance(value, Inert):
         value = numpy_value(value)
-    if isinstance(value, bool) or (isinstance(value, int) and value.bit_length() > _MOST_BITS):
+    if isinstance(value, bool) or (isinstance(value, int) and value.bit_length() > _MAX_BITS):
         return None
     return float(value) if isinstance(value, int | float) else None
 
@@ -173,15 +173,15 @@ class Plain:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._steps_left, self._text_left = _MOST_STEPS, _MOST_TEXT
+        self._steps_left, self._text_left = _MAX_STEPS, _MAX_TEXT
         self.tensors: dict[str, Any] = {}
-        """Tensors and numpy arrays by place; their places hold `{"$tensor": "client/<where>"}`."""
+        """Tensors and numpy arrays by place, where `{"$tensor": "client/<where>"}` replaces them."""
         self.left_out: list[str] = []
 
     def of(self, value: Any, where: str, depth: int = 0) -> Any:
         """Return the JSON form of `value`; None in place of values that are left out."""
         self._steps_left -= 1
-        if self._steps_left < 0:  # one object may be there a million times
+        if self._steps_left < 0:  # one object may be contained a million times
             raise CorruptionError(f"{self._where}: the pickle has too many parts for a checkpoint")
         if isinstance(value, str):
             self._text_left -= len(value)
@@ -220,8 +220,8 @@ class Plain:
         return {"$tensor": name}
 
     def _leave(self, where: str, what: str) -> None:
-        if len(self.left_out) <= _MOST_NAMED:
-            self.left_out.append(f"{where} ({what})" if len(self.left_out) < _MOST_NAMED else "and more")
+        if len(self.left_out) <= _MAX_NAMED:
+            self.left_out.append(f"{where} ({what})" if len(self.left_out) < _MAX_NAMED else "and more")
 
 
 # -- trained parameters --------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class MemoryPart:
 
 
 Part = TorchTensor | MemoryPart
-"""A flat tensor that holds a part of others."""
+"""A flat tensor with a part of others."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Elements:
     start: int = 0
     """Of a range of the concatenation of all parts its first element; of a tensor that is cut, the first one in each part."""
     cut: int | None = None
-    """How many elements of each part a tensor has that is cut by itself, padding included."""
+    """Elements of a separately cut tensor in each part, padding included."""
 
     @property
     def dtype(self) -> str:

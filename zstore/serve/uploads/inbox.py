@@ -1,9 +1,9 @@
 """All uploads of a service: which may begin, and their commits.
 
-[Note: whose name it is]
-A run's name belongs to the training run that has checkpoints there; of two that begin at a name without any, to the first,
-as long as its client was heard of within a quarter of an hour. Of one training run, a later upload of a tag replaces an
-earlier one that is not committed: a run has one save of a tag at a time, so the client of the earlier one was killed.
+[Note: who owns a name]
+A run's name belongs to the training run that has checkpoints there; if there are none, to the first that begins an upload,
+as long as its client sent a request within a quarter of an hour. A later upload of a tag by the same training run replaces
+an earlier one that is not committed: a run has one save of a tag at a time, so the earlier client was killed.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _silent_s(upload: Upload) -> float:
 
 
 def _committed(folder: Path, record: Record) -> Record | None:
-    """Return the record of the checkpoint in `folder` that is the one of `record`; None if there is none."""
+    """Return the record of the committed checkpoint that `record` describes; None if there is none."""
     with contextlib.suppress(ZstoreError, OSError):
         info = find_tag(folder, record.tag)
         if info is not None and _unplaced(info.record) == _unplaced(record):
@@ -168,7 +168,7 @@ def _unplaced(record: Record) -> Record:
 def _check_free(upload: Upload) -> TagInfo | None:
     """Return the checkpoint that it replaces, None if there is none.
 
-    Raises CheckpointExistsError if tag or name belong to another training run. See [Note: whose name it is].
+    Raises CheckpointExistsError if tag or name belong to another training run. See [Note: who owns a name].
     """
     record, offer = upload.record, upload.offer
     if not upload.folder.is_dir():

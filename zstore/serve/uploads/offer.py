@@ -5,8 +5,8 @@ See [Note: an upload] in `upload`.
 [Note: known contents]
 The record has its own digest and those of the metadata and of each manifest; the metadata says which shard files there are and
 how large they are, the manifests the checksums of their chunks. The metadata files of the groups and arrays are copies out of
-the root's, and are made here. A file that a program left at the top, such as `config.json`, is known by the SHA-256 that the
-client gave. So nothing that is stored has a name or a size that the client made up.
+the root's, which the service writes. A program's file at the top, such as `config.json`, is known by the SHA-256 in the offer.
+So nothing is stored under a name or with a size that the client made up.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Message(BaseModel):
 
 
 class ExtraFile(_Message):
-    """A file at the top of a checkpoint that a program left there, such as `config.json`."""
+    """A program's file at the top of a checkpoint, such as `config.json`."""
 
     bytes: int
     sha256: str
@@ -80,7 +80,7 @@ class UploadOffer(_Message):
     """Bytes of the root's `zarr.json`, and of each rank's manifest by its path."""
     extras: dict[str, ExtraFile] = {}
     overwrite: bool = False
-    """Replace a committed checkpoint of the same tag, whatever run saved it."""
+    """Replace a committed checkpoint of the same tag, of any run."""
     replaces_own: bool = False
     """Replace one of the same run."""
     keep: Keep | None = None
@@ -106,7 +106,7 @@ class UploadState(_Message):
     tag: str
     run_id: str
     state: Literal["begun", "planned", "committed"]
-    """begun: metadata and manifests are to be sent, then a plan asked for."""
+    """begun: the client must send metadata and manifests, then ask for a plan."""
     files: list[UploadFile]
     """Begun: metadata and manifests. Planned: those that are not whole yet, of the rank that was asked for, else of all."""
 
@@ -152,7 +152,7 @@ class JournalSize(_Message):
 
 @dataclass(frozen=True, kw_only=True)
 class KnownContent:
-    """A file whose SHA-256 is known before it comes."""
+    """A file whose SHA-256 is known before it arrives."""
 
     num_bytes: int
     sha256: str
@@ -180,11 +180,11 @@ class UploadPlan:
     of_rank: Mapping[int, tuple[str, ...]]
     """The shard files that each rank wrote."""
     copies: Mapping[str, dict[str, Any]] = field(repr=False)
-    """The metadata of groups and arrays, by folder: made here."""
+    """The metadata of groups and arrays, by folder, which the service writes."""
 
     @property
     def copies_bytes(self) -> int:
-        """Bytes on a drive of the files that are made here, and of the folders for them."""
+        """Bytes on a drive of the files that the service writes, and of their folders."""
         return sum(
             2 * BLOCK_BYTES + round_up(len(dump_metadata(document)), BLOCK_BYTES) for document in self.copies.values()
         )
@@ -210,7 +210,7 @@ def documents_of(record: Record, sizes: Mapping[str, int]) -> dict[str, KnownCon
 def check_extras(extras: Mapping[str, KnownContent]) -> None:
     """Raise UsageError for files at the top of the folder that no checkpoint may have."""
     if len(extras) > MAX_EXTRA_FILES:
-        raise UsageError(f"{len(extras)} files lie beside the arrays: this service takes up to {MAX_EXTRA_FILES}")
+        raise UsageError(f"{len(extras)} other files than arrays: this service takes up to {MAX_EXTRA_FILES}")
     for name, content in extras.items():
         if not _PLAIN_NAME.fullmatch(name) or name.startswith(".") or name.casefold() in _RESERVED:
             raise UsageError(
@@ -232,7 +232,7 @@ def make_plan(record: Record, folder: Path, extras: Mapping[str, KnownContent]) 
     groups = {entry.partition("/")[0] for entry in documents}
     for name in extras:
         if name in groups:
-            raise UsageError(f"{name!r:.100} is a group of arrays, and a file beside them as well: rename the file")
+            raise UsageError(f"{name!r:.100} is a group of arrays and a file as well: rename the file")
     shards: dict[str, ShardContent] = {}
     of_rank: dict[int, tuple[str, ...]] = {}
     for rank in range(record.world_size):
@@ -262,11 +262,11 @@ def _read_shards(record: Record, rank: int, path: Path, arrays: Mapping[str, Sto
             raise CorruptionError(
                 f"{file} has {len(entry.crcs)} checksums for the {layout.num_present} chunks of {entry.array!r:.200}"
             )
-        least = largest = layout.file_bytes
+        smallest = largest = layout.file_bytes
         if array.codec is not None:
             each = most_stored_bytes(layout.payload_bytes) + CRC_BYTES
-            least, largest = layout.data_offset, packed_file_bytes(layout.data_offset + layout.num_present * each)
-        if not least <= entry.file_bytes <= largest:
+            smallest, largest = layout.data_offset, packed_file_bytes(layout.data_offset + layout.num_present * each)
+        if not smallest <= entry.file_bytes <= largest:
             raise CorruptionError(
                 f"{file}: shard {rank} of {entry.array!r:.200} has {entry.file_bytes} bytes, but by its metadata {largest}"
             )

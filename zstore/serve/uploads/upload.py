@@ -1,11 +1,11 @@
-"""One upload on disk: its expected files, those that came so far, and their places.
+"""One upload on disk: its expected files, those that arrived so far, and their places.
 
 [Note: an upload]
-    <run>/.uploads/<id>/upload.json     the client's offer, the record with it; touched while it is under way
-    <run>/.uploads/<id>/parts/<digest>  a file that is not whole yet, as far as it came; named by the SHA-256 of its path
-    <run>/.uploads/<id>/checkpoint/...  files that are whole: each was made durable and checked before it got its name there
+    <run>/.uploads/<id>/upload.json     the client's offer, the record with it; touched by each request
+    <run>/.uploads/<id>/parts/<digest>  a file that is not whole yet; named by the SHA-256 of its path
+    <run>/.uploads/<id>/checkpoint/...  whole files: each was made durable and checked before it got its name
 
-All that is known of an upload is there, so a restarted service resumes it. No reader takes anything below
+This is all of an upload's state, so a restarted service resumes it. No reader takes anything below
 `.uploads` for a checkpoint, since tags' folders have no leading dot, and there is no record before the commit: that moves
 `checkpoint/` to the place of the temporary folder of a save of this machine, and from there on is that save's commit
 (`zstore.checkpoint.commit`).
@@ -63,7 +63,7 @@ _NUM_SEARCHED = 4
 
 
 class Upload:
-    """An upload that comes together in the run's folder `folder`. Usable from any thread; calls block on the drive."""
+    """An upload into the run's folder `folder`. Usable from any thread; calls block on the drive."""
 
     def __init__(self, upload_id: str, offer: UploadOffer, folder: Path, files: Files) -> None:
         self.id = upload_id
@@ -76,7 +76,7 @@ class Upload:
         self.lock = threading.RLock()
         """Held for work on all files."""
         self.senders: dict[str, object] = {}
-        """By a file's path whose bytes are taken: a later connection takes an earlier one's place."""
+        """By file: the connection that sends it. A later connection replaces an earlier one."""
         self._files = files
         self._documents = documents_of(self.record, offer.documents)
         self._extras = {
@@ -85,12 +85,12 @@ class Upload:
         check_extras(self._extras)
         self._plan: UploadPlan | None = None
         self._candidates: dict[str, Path] = {}
-        """Files of committed checkpoints that are those to come, seemingly."""
+        """Files of committed checkpoints that seem equal to expected ones."""
 
     # -- on disk ----------------------------------------------------------------------------------------------------
 
     def store(self) -> None:
-        """Store the offer; the upload is there from now on."""
+        """Store the offer; the upload exists from now on."""
         for folder in (self.checkpoint, self.path / "parts"):
             self._files.make_folder(folder)
         part = self.path / f"{OFFER_FILE}.part"
@@ -124,19 +124,19 @@ class Upload:
                 self._files.unlink(lock)
 
     def remove(self) -> None:
-        """Remove all files that came. Connections that still send end with an error."""
+        """Remove all its files. Connections that still send end with an error."""
         self.senders.clear()
         self._files.remove_tree(self.path)
         with contextlib.suppress(OSError):
             os.rmdir(self.path.parent)
 
     def touch(self) -> None:
-        """Note that its client is there."""
+        """Note a request of its client."""
         self.active_at = time.time()
         with contextlib.suppress(OSError):
             os.utime(self.path / OFFER_FILE)
 
-    # -- files to come, and files that came ---------------------------------------------------------------------------
+    # -- files ----------------------------------------------------------------------------------------------------------
 
     def plan(self) -> UploadPlan:
         """Return all its files. Raises UsageError as long as metadata and manifests are missing, DiskFullError if there is no
@@ -157,12 +157,12 @@ class Upload:
             needed = sum(content.num_bytes - self.received(file) + 4096 for file, content in self._to_come().items())
             needed += 0 if self._plan is None else self._plan.copies_bytes
         # The run's folder is made with the first of its uploads.
-        there = self.folder if self.folder.is_dir() else self.folder.parent
+        existing = self.folder if self.folder.is_dir() else self.folder.parent
         advice = "make room on the drive of the service's runs, or save elsewhere"
-        self._files.require_room(there, needed, f"the upload needs {needed} bytes", advice)
+        self._files.require_room(existing, needed, f"the upload needs {needed} bytes", advice)
 
     def _find_candidates(self, plan: UploadPlan) -> dict[str, Path]:
-        """Return files of committed checkpoints that have the layout, the size and the checksums of files that are to come."""
+        """Return files of committed checkpoints with the layout, the size and the checksums of expected files."""
         shards = plan.shards.items()
         left = {file: one for file, one in shards if one.array.codec is None and not self.is_whole(file)}
         found: dict[str, Path] = {}
@@ -197,7 +197,7 @@ class Upload:
         return content
 
     def is_whole(self, file: str) -> bool:
-        """Return whether a file is there and was checked."""
+        """Return whether a file arrived and was checked."""
         return os.path.lexists(self.checkpoint / file)
 
     def part(self, file: str) -> Path:
@@ -205,7 +205,7 @@ class Upload:
         return self.path / "parts" / hashlib.sha256(file.encode()).hexdigest()
 
     def received(self, file: str) -> int:
-        """Return how many bytes of a file are there."""
+        """Return how many bytes of a file arrived."""
         if self.is_whole(file):
             return self.content_of(file).num_bytes
         try:
@@ -226,8 +226,8 @@ class Upload:
             return [each for each in found if not self.is_whole(each.path)]
 
     def file_state(self, file: str) -> UploadFile:
-        """Return how much of a file is there. One of which all bytes came before the service, or the connection, ended is
-        checked now."""
+        """Return how much of a file arrived. A file is checked now if all bytes arrived before the service, or the connection,
+        ended."""
         size = self.content_of(file).num_bytes
         if (
             not self.is_whole(file)
@@ -275,13 +275,13 @@ class Upload:
                 self._files.unlink(target)
                 raise CorruptionError(f"{source} was replaced meanwhile")
         except (OSError, ZstoreError):
-            with self.lock:  # then it is to be sent
+            with self.lock:  # the client must send it
                 self._candidates.pop(file, None)
             return False
         return True
 
     def take(self, file: str) -> None:
-        """Make a file that came whole durable, check it, and give it its name.
+        """Make a file whose bytes all arrived durable, check it, and give it its name.
 
         Raises CorruptionError, and drops it, if it is wrong.
         """
@@ -309,7 +309,7 @@ class Upload:
         self.plan()
         if missing := self.missing():
             names = ", ".join(each.path for each in missing[:3])
-            raise CheckpointMismatchError(f"{len(missing)} files are not there yet: {names}: send them, then commit")
+            raise CheckpointMismatchError(f"{len(missing)} files are missing: {names}: send them, then commit")
 
     def linked_bytes(self) -> int:
         """Return the bytes of shard files that are links."""
