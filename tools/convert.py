@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 import typer
@@ -57,6 +57,8 @@ def convert_command(
 
     Returns the exit code. Raises CheckpointExistsError if `out` exists; a partial result never has its name.
     """
+    if to not in get_args(OutputKind):  # typer checks only those of the command line
+        raise UsageError(f"--to {to}: expected one of {', '.join(get_args(OutputKind))}")
     if dtype is not None and (dtype not in DTYPES or to == "zstore"):
         raise UsageError(
             f"--dtype {dtype} with --to {to}: expected one of {', '.join(DTYPES)}, and --to torch or safetensors; a whole "
