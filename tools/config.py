@@ -108,7 +108,8 @@ def _print(
     console.print(f"{file}: {len(facts)} keys{': ' if tally else ''}{tally}", soft_wrap=True)
     table = make_table(("key", "value", "status", "what it does here"))
     for fact in facts:
-        text = fact.text if fact.status != "acts" else _first_sentence(fact.text)
+        sentence, full_stop, _ = fact.text.partition(". ")
+        text = sentence + full_stop.strip() if fact.status == "acts" else fact.text
         table.add_row(cell(fact.key), cell(fact.value), fact.status, cell(text))
     if facts:
         console.print(table)
@@ -119,8 +120,3 @@ def _print(
         console.print(f"  {key} = {'unset' if value is None else value}", soft_wrap=True)
     for key in open_keys:
         console.print(f"  {key}: the training script gives it", soft_wrap=True)
-
-
-def _first_sentence(text: str) -> str:
-    sentence, full_stop, _ = text.partition(". ")
-    return sentence + full_stop.strip()

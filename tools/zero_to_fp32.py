@@ -77,9 +77,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     writes, and the first one's folder stays. Raises CheckpointExistsError if the folder exists, with other content.
     """
     if not safe_serialization:
-        _log.warning(
-            "convert_zero_checkpoint_to_fp32_state_dict: writing safetensors into %s; nothing is pickled", output_dir
-        )
+        _log.warning("zero_to_fp32: writing safetensors into %s; nothing is pickled", output_dir)
     size = _ONE_FILE_BYTES if max_shard_size is None else parse_size(max_shard_size)
     world, target = World.current(), user_path(output_dir)
     own = target if world.world_size == 1 else target.with_name(f"{target.name}.rank-{world.rank}")
