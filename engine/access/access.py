@@ -28,7 +28,7 @@ from zstore.format import Grid, make_grid, model_array, optimizer_array, stored_
 from zstore.io.memory import as_torch, plain_memory
 from zstore.ranks.world import World, agree_any
 
-from ..params.record import ParameterRecord, Residency
+from ..params.record import OTHER_MODES, ParameterRecord, Residency
 from .guard import ParameterGuard
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ class Access:
                 self._require_here(call)
             if self._update.is_in_backward:
                 raise UsageError(
-                    f'{call} between backward() and step(): with "step_overlap": "backward" the '
-                    "state is being changed then; call step() first"
+                    f'{call} between backward() and step(): with "step_overlap": "backward" the state is being changed then; '
+                    f"call step() first, or {OTHER_MODES}"
                 )
             self._update.wait()
             self._update.require_whole()

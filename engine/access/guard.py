@@ -93,8 +93,7 @@ class ParameterGuard:
         self._tables: list[dict[str, Any]] = []
         self._entries: list[Any] = []
         self._note_structure()
-        # With updates in the backward, they are already running when the step begins.
-        self._sampled_in_turn = cycle(() if training.update.runs_in_backward else self._with_separate_master(records))
+        self._sampled_in_turn = cycle(self._with_separate_master(records))
         self._sample: tuple[ParameterRecord, torch.Tensor] | None = None
         """The first values of a parameter, sampled by a step."""
         self._wrappers = [_ApplyWrapper(module, self._check_conversion) for module in model.modules()]

@@ -65,9 +65,10 @@ class LossBackward:
         return _replaced(output, views) if views else output
 
     def require_no_block(self, call: str) -> None:
-        """Raise UsageError within a block of `zstore.gather` if a backward that starts now updates parameters."""
+        """Raise UsageError within a block of `zstore.gather` if a backward that starts now updates, or would undo a write."""
         if self._training.update.runs_in_backward and self._training.accumulation.is_boundary:
             self._access.require_no_block(f'{call}, which with "step_overlap": "backward" updates,')
+            self._access.guard.check_sample()
 
     # -- backward ---------------------------------------------------------------------------------------------------
 

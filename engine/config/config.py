@@ -39,6 +39,8 @@ class Config:
     notices: tuple[Notice, ...] = ()
     """Each key that was set and does not act, once, with the reason."""
     resolved: bool = False
+    world_size: int = 1
+    """Ranks of the run, once resolved."""
     frozen: bool = False
     """For an engine without an optimizer: there is no state to offload, and no step."""
     whole_tensors: bool = False
@@ -70,7 +72,8 @@ class Config:
             notices = [notice for notice in notices if not notice.key.startswith(_OF_TRAINING)]
             defaults = {key: value for key, value in defaults.items() if not key.startswith(_OF_TRAINING)}
             notices += _of_defaults(defaults)
-            return replace(self, settings=settings, notices=tuple(notices), resolved=True, frozen=True)
+            resolved = replace(self, settings=settings, resolved=True, world_size=context.world_size)
+            return replace(resolved, notices=tuple(notices), frozen=True)
         for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
@@ -90,16 +93,17 @@ class Config:
             self,
             settings=settings,
             resolved=True,
+            world_size=context.world_size,
             whole_tensors=rule.whole_tensors or bool(context.optimizer_name),
             keeps_whole=rule.keeps_whole,
         )
-        return replace(resolved, notices=(*notices, *resolved._otherwise(context.world_size)))
+        return replace(resolved, notices=(*notices, *resolved._otherwise()))
 
-    def _otherwise(self, world_size: int) -> Iterator[Notice]:
+    def _otherwise(self) -> Iterator[Notice]:
         """Yield the step mode that is used, and the policy on gradients that are not finite, if they are not the requested
         ones."""
         asked, used = self.zstore.step_overlap, self.step_overlap
-        gathers = self.stage == 3 and (world_size > 1 or self.offload_param.device != "none")
+        gathers = self.stage == 3 and (self.world_size > 1 or self.offload_param.device != "none")
         text = ""
         if asked in ("backward", "forward") and self.whole_tensors:
             text = (
@@ -109,11 +113,11 @@ class Config:
         elif asked in ("backward", "forward") and used == "forward" and not gathers:
             text = (
                 'is treated as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) '
-                "can be updated behind step()"
+                "can be updated in the background after step()"
             )
         elif asked == "backward" and used == "forward":
             text = 'is treated as "forward": clipping, and what is not finite, need all gradients before any update'
-        elif asked == "backward" and self.stage < 2 and world_size > 1:
+        elif asked == "backward" and used == "none":
             text = 'is treated as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
         if text:
             yield Notice(Status.BUILT, text, ("zstore.step_overlap",))
@@ -216,12 +220,15 @@ class Config:
 
     @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
-        """When updates run. Within the backward the norm is not known yet; "auto" runs updates behind the forward if state
-        or parameters are offloaded, since an update then moves bytes while the computation can go on."""
+        """When updates run. Within the backward the norm is not known yet, and gradients that are reduced once a step are not
+        final. "auto" runs updates in the backward, or the background, if state or parameters are offloaded: they then move
+        bytes while the computation can go on."""
         chosen = "none" if self.frozen or self.whole_tensors else self.zstore.step_overlap
         if chosen == "auto":
             offloads = any(each.device != "none" for each in (self.offload_optimizer, self.offload_param))
-            chosen = "forward" if offloads else "none"
+            chosen = "backward" if offloads else "none"
+        if chosen == "backward" and self.stage < 2 and self.world_size > 1:
+            return "none"
         if chosen == "backward" and (self.gradient_clipping > 0 or self.non_finite_gradients != "error"):
             chosen = "forward"
         return chosen

@@ -1,24 +1,21 @@
 """One optimizer step over the state: the change of each parameter, and the pass that carries it out.
 
 [Note: the update]
-Goals: the state passes once, in tiles that stay in cache; nothing of the size of the model is allocated; the bits are
-the same on every tier, in every step mode and with any number of threads (see `side_by_side`). Phases, for each
-parameter that had a gradient on any rank, in order:
+The state passes once, in tiles that stay in cache; nothing of the size of the model is allocated; the bits are the same on
+every tier, in every step mode and with any number of threads (see `side_by_side`). Phases, for each parameter that had a
+gradient on any rank, in order:
 1. the store brings a tile of master and slots (read ahead, from disk), unpadded, ending at a multiple of 16 elements;
 2. the gradient's rows, in memory or in the same pass from disk, are cast to fp32 and multiplied once with one fp32
    scalar (1 / loss scale, and the clip);
 3. the kernel changes master and slots in place, those that are stored in another form by their codec (`SlotCodec`);
-   the store takes them back (written behind);
-4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills.
-In fp32 without offload the master is the parameter's memory, and phase 4 has nothing to do; if its slots are in
-another memory than the parameter, it is copied to them in phase 1 and back in phase 4.
+4. the master is cast into the parameter's own rows: memory of the parameter, or an array that the pass fills. In fp32 it
+   may be that memory; if its slots are in another memory, it is copied to them in phase 1 and back in phase 4.
 
-Parameters whose arrays are in one memory and stored as the kernel takes them need no pass, unless others do in an update
-behind the loop, which keeps the order: phases 2 to 4 run over their memory, found once (`OptimizerState.in_place`), many
-small parameters in one call of each of torch's kernels for lists of tensors, large ones in tiles. What a step does with
-which parameters is planned once (`UpdatePlan`, `_Batch`): a step brings gradients, and settings.
-
-In host memory one kernel takes phases 2 to 4 of Adam's tiles in one pass, if it is there ([Note: the host kernel]).
+Parameters whose arrays are in one memory and stored as the kernel takes them need no pass, unless others do in the
+background, which keeps the order: phases 2 to 4 run over their memory (`OptimizerState.in_place`), many small parameters in
+one call of each of torch's kernels for lists of tensors, large ones in tiles. What a step does with which parameters is
+planned once (`UpdatePlan`, `_Batch`). In host memory one kernel takes phases 2 to 4 of Adam's tiles in one pass, if it is
+there ([Note: the host kernel]).
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ from zstore.store import ModeName, Store, Stream, Tile
 
 from ..params.record import ParameterRecord
 from ..runtime.device import (
-    Copy,
     Event,
     GradientTiles,
     H2DQueue,
@@ -57,6 +53,8 @@ Rows = Callable[[Sequence[ParameterRecord]], Iterable[torch.Tensor | None]]
 """Gives this rank's rows of averaged gradients, each 1-D; None if they are on disk (`OptimizerState.spilled`)."""
 Admit = Callable[[ParameterRecord, bool], bool]
 """Asked, with the record and whether to wait for it, before its state is touched: whether that may be."""
+Done = Callable[[ParameterRecord], None]
+"""Called when a record's new state, and its new rows, are the present ones."""
 
 
 class _Change:
@@ -79,7 +77,7 @@ class _Change:
         casts = record.stored_array is None and not state.is_master(record)
         self._own = record.owned() if casts else None
         """The parameter's own rows, if the master is to be cast into them."""
-        self._after = changes.last_read(record)
+        self._after = changes.last_read([record])
         self._staged: GradientTiles | None = None
         """The parameter's own rows, which are (in) the master, on their way to the rest of its state in host memory."""
         self._has_buffers = record.stored_array is not None and state.any_on_disk([[record.stored_array]])
@@ -100,17 +98,17 @@ class _Change:
             here = self._state.transfers.streams.is_host(rows.rows)
             gradient = rows.rows[first:stop] if here else rows.on_host(first, stop)
             sends = own is not None and not self._state.transfers.streams.is_host(own)
-            tensors = StepTensors([master], [slots], [gradient], [own])
-            _in_one_pass(host, self._step, self._factor, tensors, self._h2d, [after] if sends else None, num_threads=1)
+            tensors, queue = StepTensors([master], [slots], [gradient], [own]), self._h2d if sends else None
+            _in_one_pass(host, self._step, self._factor, tensors, queue, after, num_threads=1)
         else:
             gradient = rows.tile(first, stop, master)
             if self._factor != 1.0:
                 gradient.mul_(self._factor)
             self._slots.update(self._step, master, gradient, slots, tile.first)
             if own is not None:
-                self._h2d.put(own, master, after)
+                self._h2d.put([own], [master], after)
         if master is not held:
-            self._h2d.put(held, master, self._after)
+            self._h2d.put([held], [master], self._after)
         if self._has_buffers:
             self._h2d.drain()
 
@@ -124,7 +122,7 @@ class _Change:
             if self._staged is None:
                 self._staged = GradientTiles(transfers, self.record.owned())
             return self._staged.on_host(tile.first, tile.stop)
-        copy = cast(Copy, transfers.bring(held, slots[0]))
+        copy = transfers.bring_all([held], [slots[0]])
         copy.follow()
         self._h2d.add(copy)
         return copy.values
@@ -135,7 +133,7 @@ def _host_of(
 ) -> HostKernel | None:
     """Return the kernel that takes phases 2 to 4 of a parameter in one pass, if there is one; see [Note: the host kernel]."""
     is_host = state.transfers.streams.is_host
-    if state.host is None or (own is None and master.numel() < _LEAST_FP32 and gradient.dtype == torch.float32):
+    if state.host is None or (own is None and master.numel() < _MIN_FP32 and gradient.dtype == torch.float32):
         return None
     if not isinstance(step, FusedAdamStep) or not state.codec.is_plain or not is_host(master):
         return None
@@ -148,31 +146,30 @@ def _in_one_pass(
     step: ParameterStep,
     factor: float,
     tensors: StepTensors,
-    h2d: H2DQueue,
-    after: Sequence[Event] | None,
+    h2d: H2DQueue | None,
+    after: Event,
     *,
     num_threads: int,
 ) -> None:
-    """Carry out phases 2 to 4 of tensors in host memory; or if the weights are on the device, which reads them until `after`,
-    by way of host memory."""
+    """Carry out phases 2 to 4 of tensors in host memory. If the weights are on the device, which reads them until `after`, they
+    go there together by `h2d`."""
     one_pass = cast(FusedAdamStep, step).one_pass
-    if after is None:
+    if h2d is None:
         one_pass(host, tensors, factor, num_threads)
         return
-    owns = cast(Sequence[torch.Tensor], tensors.weights)
-    staged = list(map(h2d.stage, owns))
+    weights = cast(Sequence[torch.Tensor], tensors.weights)
+    staged = h2d.stage(weights)
     one_pass(host, tensors._replace(weights=staged), factor, num_threads)
-    for own, weight, event in zip(owns, staged, after, strict=True):
-        h2d.send(own, weight, event)
+    h2d.send(weights, staged, after)
 
 
-_CORES_OF_TWO_CONSUMERS = 4
-_MOST_HERE, _MOST_THERE = 64 * 1024, 16 * 1024 * 1024
+_MIN_CORES_OF_TWO_CONSUMERS = 4
+_MAX_ON_HOST, _MAX_ON_DEVICE = 64 * 1024, 16 * 1024 * 1024
 """Most elements of small parameters that are changed together: in cache on the host, and in few kernels on a device."""
-_LEAST_FP32 = 16 * 1024
+_MIN_FP32 = 16 * 1024
 """Least elements of a parameter without casts that a host kernel takes: of smaller ones torch's kernel takes lists as fast."""
-_MOST_AT_ONCE, _MOST_BEHIND = 256 * 1024 * 1024, 4 * 1024 * 1024
-"""Most elements of parameters whose gradients are taken together in the step, and behind the loop."""
+_MAX_IN_STEP, _MAX_IN_BACKGROUND = 256 * 1024 * 1024, 4 * 1024 * 1024
+"""Most elements of parameters whose gradients are taken together in the step, and in the background."""
 
 
 class _Portion:
@@ -204,12 +201,12 @@ class _Portion:
         self, changes: Changes, step: ParameterStep, rows: Sequence[torch.Tensor], h2d: H2DQueue, num_threads: int
     ) -> None:
         """Carry the phases out with gradients among `rows`; a host kernel has `num_threads`."""
-        factor, after = changes.settings.factor_of(self.records[0]), changes.last_read
+        factor, after = changes.settings.factor_of(self.records[0]), changes.last_read(self.records)
         gradients = [rows[number] if part is None else rows[number][part] for number, part in self._parts]
         if self._host is not None:
             tensors = StepTensors(self._masters, self._slots, gradients, self._own)
-            events = list(map(after, self.records)) if self._sends else None
-            _in_one_pass(self._host, step, factor, tensors, h2d, events, num_threads=num_threads)
+            queue = h2d if self._sends else None
+            _in_one_pass(self._host, step, factor, tensors, queue, after, num_threads=num_threads)
             return
         if gradients[0].dtype != torch.float32:
             given, room = gradients, changes.room.take("gradients", gradients[0], torch.float32, self.numel)
@@ -220,8 +217,7 @@ class _Portion:
         step.tiles(self._masters, gradients, self._slots)
         own = cast(list[torch.Tensor], self._own)
         if self._sends:
-            for one, master, record in zip(own, self._masters, self.records, strict=True):
-                h2d.put(one, master, after(record))
+            h2d.put(own, self._masters, after)
         elif self._own[0] is not None:
             torch._foreach_copy_(own, self._masters)
 
@@ -235,29 +231,32 @@ class _Batch:
         places: Sequence[tuple[ParameterRecord, InPlace]],
         rows: Sequence[torch.Tensor],
         *,
-        behind: bool,
+        in_background: bool,
     ) -> None:
         state, transfers, is_host = changes.state, changes.state.transfers, changes.state.transfers.streams.is_host
         self.names = [name for _, place in places for name in place.names]
         self.masters = [place.master for _, place in places]
-        self.crossing = [n for n, each in enumerate(zip(rows, self.masters, strict=True)) if transfers.link(*each)]
-        """Numbers of gradients that are not in the memory of their master."""
+        links = [transfers.link(*each) for each in zip(rows, self.masters, strict=True)]
+        self.crossing = [[n for n, one in enumerate(links) if one == link] for link in set(links) if link]
+        """Numbers of gradients that are not in the memory of their master, those of each direction together."""
         self._memory = [(record, record.full, record.shard) for record, place in places if place.casts]
         on_host = [master.numel() for master in self.masters if is_host(master)]
-        alone = behind or state.host is not None  # which has threads of its own
+        alone = in_background or state.host is not None  # which has threads of its own
         alone = alone or not all(isinstance(state.kernel_of(record)[0], FusedAdam) for record, _ in places)
         self.threads = 1 if alone else threads_for(on_host)
-        self.num_threads = num_threads(state.host_ranks, beside_compute=behind and transfers.streams.device_is_host)
+        self.num_threads = num_threads(
+            state.host_ranks, beside_compute=in_background and transfers.streams.device_is_host
+        )
         """Those of a host kernel."""
         self.portions: list[_Portion] = []
         last: dict[Any, _Portion] = {}
         for number, (record, place) in enumerate(places):  # small ones go together, large ones in tiles
             master, own = place.master, record.owned() if place.casts else place.rest
             step, factor, here = changes.step_of(record), changes.settings.factor_of(record), is_host(master)
-            most, tile = (_MOST_HERE, tile_numel(self.threads)) if here else (_MOST_THERE, _MOST_THERE)
+            most, tile = (_MAX_ON_HOST, tile_numel(self.threads)) if here else (_MAX_ON_DEVICE, _MAX_ON_DEVICE)
             host, sends = _host_of(state, step, master, rows[number], own), own is not None and is_host(own) != here
             if host is not None:  # which cuts tiles itself, but what is sent to a device is on its way beside the rest
-                most = tile = _MOST_BEHIND if sends else _MOST_AT_ONCE
+                most = tile = _MAX_IN_BACKGROUND if sends else _MAX_IN_STEP
             key = step, factor, rows[number].dtype, here, host is None, sends, None if own is None else own.dtype
             for first in range(0, master.numel(), tile):
                 stop = min(first + tile, master.numel())
@@ -301,7 +300,7 @@ def _admitted(records: Sequence[ParameterRecord], admit: Admit | None, most: int
 def num_consumers() -> int:
     """Return how many threads update what comes from disks: on two cores, which the I/O needs too, a second one makes a step
     slower (docs/design/0005-step.md)."""
-    return 2 if num_cores() >= _CORES_OF_TWO_CONSUMERS else 1
+    return 2 if num_cores() >= _MIN_CORES_OF_TWO_CONSUMERS else 1
 
 
 class _Passing:
@@ -327,31 +326,32 @@ class _Passing:
 class UpdatePlan:
     """How `records` are updated, by the arrangement of the store: those with rows here in place, or else in a pass."""
 
-    def __init__(self, state: OptimizerState, records: Sequence[ParameterRecord], *, behind: bool) -> None:
+    def __init__(self, state: OptimizerState, records: Sequence[ParameterRecord], *, in_background: bool) -> None:
         mine = [record for record in records if record.owned_numel]
         self.places = {record: place for record in mine if (place := state.in_place(record)) is not None}
-        if behind and len(self.places) < len(mine):
+        if in_background and len(self.places) < len(mine):
             self.places = {}
-        self.most = _MOST_BEHIND if behind else _MOST_AT_ONCE
+        self.most = _MAX_IN_BACKGROUND if in_background else _MAX_IN_STEP
         self.batches = list(_admitted(list(self.places), None, self.most))
         """Those in place, as they are changed together."""
         passing = _Passing(state, [record for record in mine if record not in self.places])
-        several = not behind and passing.from_disk and passing.takes_threads
+        several = not in_background and passing.from_disk and passing.takes_threads
         count, before, total = num_consumers() if several else 1, 0, sum(r.owned_numel for r in passing.records)
         parts: list[list[ParameterRecord]] = [[] for _ in range(count)]
         for record in passing.records:  # neighbours, which may share files, are together
             parts[before * count // total].append(record)
             before += record.owned_numel
         self.parts = [_Passing(state, part) for part in parts if part]
-        self.behind = behind
-        """Whether the loop goes on meanwhile."""
+        self.in_background = in_background
+        """Whether the loop goes on during the update."""
         self.begun: list[Stream] = []
         """Passes of the parts that were begun ahead of the update, until it takes them over."""
 
     @staticmethod
-    def of(state: OptimizerState, records: Sequence[ParameterRecord], *, behind: bool) -> UpdatePlan:
+    def of(state: OptimizerState, records: Sequence[ParameterRecord], *, in_background: bool) -> UpdatePlan:
         """Return the plan, made once as long as the store is not rearranged."""
-        return state.planned((UpdatePlan, behind, *records), lambda: UpdatePlan(state, records, behind=behind))
+        make = partial(UpdatePlan, state, records, in_background=in_background)
+        return state.planned((UpdatePlan, in_background, *records), make)
 
     def read_ahead(self, store: Store) -> None:
         """Begin to read the first of the parameters from disk. Do nothing if that fails: then the update will too, with an
@@ -370,42 +370,31 @@ class Changes:
         records: Sequence[ParameterRecord],
         settings: StepSettings,
         rows: Rows,
-        last_read: Callable[[ParameterRecord], Event] = lambda record: None,
+        last_read: Callable[[Sequence[ParameterRecord]], Event] = lambda records: None,
         *,
-        behind: bool = False,
+        in_background: bool = False,
     ) -> None:
         self.state, self.records, self.settings, self.rows = state, records, settings, rows
-        self._plan = plan = UpdatePlan.of(state, records, behind=behind)
+        self._plan = plan = UpdatePlan.of(state, records, in_background=in_background)
         self._begun, plan.begun = plan.begun, []
         self.last_read = last_read
-        """Returns when the device has read a parameter's own rows for the last time; None: what it was asked for so far."""
+        """Returns when the device has read the own rows of parameters for the last time; None: what it was asked for so far."""
         self.room = Scratch()
         self._steps: dict[ParameterRecord, ParameterStep] = {}
         self._shared: dict[tuple[Any, ...], ParameterStep] = {}
 
-    def run(self, *, admit: Admit | None = None, done: Callable[[ParameterRecord], None] | None = None) -> None:
-        """Carry the changes out, in order. See [Note: the update].
-
-        `admit(record, wait)` is asked before a record's state is touched; `done(record)` is called when its new state,
-        and its new rows, are the present ones.
-        """
+    def run(self, *, admit: Admit | None = None, done: Done | None = None) -> None:
+        """Carry the changes out, in order. See [Note: the update]."""
         plan = self._plan
         for some in plan.batches if admit is None else _admitted(list(plan.places), admit, plan.most):
             self._change_in_place(some)
             if done is not None:
                 for record in some:
                     done(record)
-        work, context = partial(self._pass, admit=admit, done=done), self.state.transfers.streams.stream_context()
-        side_by_side(lambda each: work(*each), zip_longest(plan.parts, self._begun), len(plan.parts), context)
+        parts, context = zip_longest(plan.parts, self._begun), self.state.transfers.streams.stream_context()
+        side_by_side(lambda each: self._pass(*each, admit, done), parts, len(plan.parts), context)
 
-    def _pass(
-        self,
-        part: _Passing,
-        begun: Stream | None,
-        *,
-        admit: Admit | None,
-        done: Callable[[ParameterRecord], None] | None,
-    ) -> None:
+    def _pass(self, part: _Passing, begun: Stream | None, admit: Admit | None, done: Done | None) -> None:
         """Change parameters in a pass over their arrays; `begun` ahead, if any is."""
         mine = part.records
         h2d = H2DQueue(self.state.transfers)
@@ -423,13 +412,13 @@ class Changes:
             tiles = self.state.store.tiles(part.groups, "update", modes=part.modes, admit=admitted, on_end=on_end)
         with labelled("update"), one_thread(part.from_disk), closing(tiles):
             # Other threads would have tiles of a disk after the next one was asked for, when they are written already.
-            alone = self._plan.behind or part.from_disk or not self.state.transfers.streams.device_is_host
+            alone = self._plan.in_background or part.from_disk or not self.state.transfers.streams.device_is_host
             threads = 1 if alone or not part.takes_threads else threads_for([record.owned_numel for record in mine])
             side_by_side(lambda each: each[0].apply(each[1]), self._changes(tiles, mine, h2d), threads)
         h2d.drain()
 
     def _change_in_place(self, records: Sequence[ParameterRecord]) -> None:
-        """Change parameters whose arrays are in one memory; one thread does so behind the loop."""
+        """Change parameters whose arrays are in one memory; one thread does so in the background."""
         state, transfers, plan, rows = self.state, self.state.transfers, self._plan, []
         for record, found in zip(records, self.rows(records), strict=True):
             if found is None:
@@ -437,13 +426,17 @@ class Changes:
             rows.append(found)
         kinds = [(each.dtype, each.is_cpu, each.is_contiguous() and not each.is_neg()) for each in rows]
         batch = state.planned(
-            (_Batch, plan.behind, torch.get_num_threads(), *kinds, *records),
-            lambda: _Batch(self, [(record, plan.places[record]) for record in records], rows, behind=plan.behind),
+            (_Batch, plan.in_background, torch.get_num_threads(), *kinds, *records),
+            lambda: _Batch(
+                self, [(record, plan.places[record]) for record in records], rows, in_background=plan.in_background
+            ),
             lambda found: found.fits(self),
         )
-        coming = {number: transfers.bring(rows[number], batch.masters[number]) for number in batch.crossing}
-        for number, each in coming.items():
-            rows[number] = transfers.finish(cast(Copy, each))
+        for numbers in batch.crossing:
+            copy = transfers.bring_all([rows[n] for n in numbers], [batch.masters[n] for n in numbers])
+            transfers.finish(copy)
+            for number, values in zip(numbers, copy.targets, strict=True):
+                rows[number] = values
         h2d, work = H2DQueue(transfers), []
         h2d.most *= batch.threads
         for portion in batch.portions:

@@ -2,21 +2,22 @@
 
 [Note: an update in the backward]
 The update goes over the parameters in the order in which their gradients are expected, and takes each when its gradient
-is final. One that is not expected, or is late, is updated when the backward is over.
+is final. It begins nothing more when the backward is over: `step()` updates the others, or begins to in the background.
 
 A read of a parameter after its update had begun would get other bits than in the other modes. So it is an error:
 a node of the graph that saved the parameter finds another version counter, and a module that is called again,
 for recomputation in the backward or a forward before `step()`, is watched.
 
-A gradient is freed as its update takes it. If the update falls behind, the backward waits for it: no more than a few
-units' gradients are held. The changes are final: those of an abandoned update stay.
+A gradient is freed as its update takes it. Those of offloaded state wait in host memory if the budget holds them, and the
+backward waits for nothing; of others no more than a few units' are held, and a backward that is ahead waits for the update.
+The changes are final: those of an abandoned update stay.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,7 +33,7 @@ from zstore.format import Bytes, Grid
 from zstore.io import IoResources, Priority, ShardSummary
 from zstore.store import PinnedShard, Store
 
-from ..params.record import ParameterRecord
+from ..params.record import OTHER_MODES, ParameterRecord
 from ..runtime.device import Event
 from ..zero.hooks import ModuleHook
 from .state import OptimizerState
@@ -63,9 +64,11 @@ class UpdateTicket:
     num_unseen: int = 0
     """How many fetches whose headers are looked at late may have led to the gradient."""
     waiting_bytes: int = 0
-    """Bytes of the final gradient that the update did not take yet."""
+    """Bytes of the final gradient that the update frees and did not take yet."""
     last_read: Event = None
     """When the device has read the parameter for the last time, as its gradient was final."""
+    turn: int = 0
+    """How many units' gradients were handed over before it."""
     pins: list[LatePin] = field(default_factory=list)
     """Those that wait for the new state."""
 
@@ -89,16 +92,19 @@ class Tickets:
         """Whether a backward may bring further gradients."""
         self._awaited: UpdateTicket | None = None
         """The ticket whose gradient the thread waits for."""
-        self._waiting_bytes, self._most_bytes = 0, math.inf
+        self._waiting_bytes, self._max_waiting_bytes = 0, math.inf
         """Bytes of final gradients that wait for the update, and how many may; any number if none takes them."""
+        self._num_put = 0
+        """Units whose gradients were handed over."""
 
-    def begin(self, records: Iterable[ParameterRecord], most_bytes: float, *, in_backward: bool) -> None:
-        """Begin an update of `records`: behind `step()`, or in a backward, of which it lets so many bytes of gradients wait."""
+    def begin(self, records: Iterable[ParameterRecord], max_waiting_bytes: float, *, in_backward: bool) -> None:
+        """Begin an update of `records`: in the background, or in a backward, of which so many bytes of gradients may wait."""
         state = TicketState.EXPECTED if in_backward else TicketState.RUNNING
         with self._changed:
             self.of.clear()
             self.of.update((one, UpdateTicket(one, state)) for one in records if in_backward or one.owned_numel)
-            self._is_open, self._waiting_bytes, self._most_bytes = in_backward, 0, most_bytes
+            self._is_open, self._waiting_bytes, self._max_waiting_bytes = in_backward, 0, max_waiting_bytes
+            self._num_put = 0
 
     def forget(self) -> None:
         """Forget an update that has ended, and its error."""
@@ -108,36 +114,34 @@ class Tickets:
 
     # -- the backward's thread --------------------------------------------------------------------------------------
 
-    def put(self, record: ParameterRecord, num_unseen: int, last_read: Event, nbytes: int) -> None:
-        """Hand a final gradient of `nbytes` over, and wait for room."""
+    def put(self, waiting_bytes: Mapping[ParameterRecord, int], num_unseen: int, last_read: Event) -> None:
+        """Hand over the final gradients of a unit, with the bytes of each that its update frees, and wait for room."""
         with self._changed:
-            ticket = self.of.get(record)
-            if ticket is None:
-                ticket = self.of[record] = UpdateTicket(record, TicketState.EXPECTED)
-            ticket.state, ticket.num_unseen, ticket.last_read = TicketState.FINAL, num_unseen, last_read
-            ticket.waiting_bytes = nbytes
-            self._waiting_bytes += nbytes
+            self._num_put += 1
+            for record, nbytes in waiting_bytes.items():
+                ticket = self.of.setdefault(record, UpdateTicket(record, TicketState.EXPECTED))
+                ticket.state, ticket.num_unseen, ticket.turn = TicketState.FINAL, num_unseen, self._num_put
+                ticket.last_read, ticket.waiting_bytes = last_read, nbytes
+                self._waiting_bytes += nbytes
             self._changed.notify_all()
             self._changed.wait_for(self._has_room)
 
     def _has_room(self) -> bool:
         # An update that waits for the backward must not be waited for, nor one that frees nothing.
         starved = self._awaited is not None and self._awaited.state is TicketState.EXPECTED
-        return starved or self._waiting_bytes <= self._most_bytes
+        return starved or self._waiting_bytes <= self._max_waiting_bytes
 
-    def close(self, *, drop: bool) -> None:
-        """Note that a backward brings no further gradients; with `drop` none that waits is used."""
+    def close(self) -> None:
+        """Note that a backward is over: the thread begins with no further record."""
         with self._changed:
-            for ticket in self.of.values() if drop else ():
-                if ticket.state is TicketState.FINAL:
-                    ticket.state = TicketState.EXPECTED
             self._is_open = False
             self._changed.notify_all()
 
     # -- the update's thread ----------------------------------------------------------------------------------------
 
-    def find(self, record: ParameterRecord, *, wait: bool) -> UpdateTicket:
-        """Return a ticket, with `wait` when its gradient is final or the backward is over."""
+    def find(self, record: ParameterRecord, *, wait: bool) -> UpdateTicket | None:
+        """Return the ticket of a record whose update may begin, with `wait` once its gradient is final; None: it is not, or
+        the backward is over."""
         with self._changed:
             ticket = self.of[record]
             if wait:
@@ -145,13 +149,19 @@ class Tickets:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: ticket.state is not TicketState.EXPECTED or not self._is_open)
                 self._awaited = None
-        return ticket
+            may_begin = self._is_open and ticket.state is TicketState.FINAL
+            return ticket if may_begin or ticket.is_begun else None  # asked again by a pass that had no buffer for it
 
-    def note_taken(self, record: ParameterRecord) -> None:
-        """Note that a gradient waits no longer."""
+    def last_read(self, records: Iterable[ParameterRecord]) -> Event:
+        """Return when the device has read all of `records` for the last time."""
+        return max((self.of[record] for record in records), key=lambda ticket: ticket.turn).last_read
+
+    def note_taken(self, records: Iterable[ParameterRecord]) -> None:
+        """Note that gradients wait no longer."""
         with self._changed:
-            self._waiting_bytes -= self.of[record].waiting_bytes
-            self.of[record].waiting_bytes = 0
+            for record in records:
+                self._waiting_bytes -= self.of[record].waiting_bytes
+                self.of[record].waiting_bytes = 0
             self._changed.notify_all()
 
     def done(self, record: ParameterRecord) -> None:
@@ -169,7 +179,7 @@ class Tickets:
         """Note that the update has ended; with `forget` nobody needs its tickets any more."""
         with self._changed:
             # At once with the error: from here on nothing is pinned.
-            self.error, self._most_bytes = error, math.inf
+            self.error, self._max_waiting_bytes = error, math.inf
             begun = [ticket for ticket in self.of.values() if ticket.is_begun]
             for ticket in begun:
                 ticket.state = TicketState.DONE
@@ -217,9 +227,13 @@ class ReadGuard:
     """Raises when a module is called whose parameters an update in the backward may have changed."""
 
     def __init__(
-        self, model: nn.Module, records: Iterable[ParameterRecord], tickets: Mapping[ParameterRecord, UpdateTicket]
+        self,
+        model: nn.Module,
+        records: Iterable[ParameterRecord],
+        tickets: Callable[[], Mapping[ParameterRecord, UpdateTicket]],
     ) -> None:
         self._tickets = tickets
+        """Returns those of an update in the backward that `step()` has not ended."""
         self.recomputes = False
         """Whether a module ran without gradients in the model's last forward: reentrant checkpointing, which brings
         gradients in parts."""
@@ -237,12 +251,13 @@ class ReadGuard:
 
     def _before(self, name: str, own: list[ParameterRecord], module: nn.Module, args: Any) -> None:
         self.recomputes |= not torch.is_grad_enabled()
-        tickets = self._tickets
-        if any(record in tickets and tickets[record].state is not TicketState.EXPECTED for record in own):
+        tickets = self._tickets()
+        final = (tickets[one].state is not TicketState.EXPECTED for one in own if one in tickets) if tickets else ()
+        if any(final):
             raise UsageError(
                 f"module {name!r} is called after the backward updated parameters of it, and before step(): with "
-                '"step_overlap": "backward" a forward between backward() and step(), and a '
-                'recomputation after the parameter\'s last gradient, would see updated values; set it to "forward" or "none"'
+                '"step_overlap": "backward" a forward between backward() and step(), and a recomputation after the '
+                f"parameter's last gradient, would see updated values; {OTHER_MODES}"
             )
 
     def remove(self) -> None:

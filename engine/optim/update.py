@@ -2,43 +2,29 @@
 
 [Note: step modes]
 none      `step()` takes the norm and updates everything before it returns.
-backward  An update begins with the last backward of a step and changes each parameter once its gradient is final;
-          `step()` waits for the others. It cannot be undone, so it requires a run without clipping and loss scaling,
-          and a gradient that is not finite leaves a state that must be loaded again.
 forward   `step()` takes the norm and fixes the step's settings: skipped or not, learning rates, step counts. Resident
-          parameters, which a plain read reaches, are updated in it; all others behind it, in order, while the loop
+          parameters, which a plain read reaches, are updated in it; all others in the background, in order, while the loop
           goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for the
           remaining ones, and so does every call that reads the state. A save takes each array as its update is done.
-All give the same bits, by the same `Changes`; they differ in when these begin. An error is raised, with the number of its
-step, in every call that waits for the update, and the state is torn from then on. Possible failures and their consequences
-are in docs/design/0005-step.md.
+backward  An update begins with the last backward of a step and changes each parameter once its gradient is final, as far
+          as it comes by the end of that backward; `step()` goes on with the others as in `forward`. It cannot be undone,
+          so it requires a run without clipping and loss scaling, and a gradient that is not finite leaves a state that
+          must be loaded again.
+All give the same bits, by the same `Changes`, begun at other times. An error is raised, with the number of its step, in every
+call that waits for the update, and the state is torn from then on. docs/design/0005-step.md lists failures and consequences.
 
 [Note: which state is whole]
-An update or a load that fails partway leaves the state inconsistent, and neither trained nor saved until a load
-replaces it.
-
-| that fails | the state |
-|---|---|
-| a block of `changing`: an update in `step()`, a write of a caller, a load | torn |
-| an update behind `step()` | torn, on the other ranks as soon as they agree on its end |
-| `step()` before its update, or a backward | unchanged since the previous step |
-| the same with an update in the backward under way | torn: if it changed anything on any rank, and in `step()` always |
-
-[Note: who waits for an update]
-
-| call | waits for | an error of the update is |
-|---|---|---|
-| `wait` | an update behind `step()`, on all ranks; none in a backward | raised on every rank |
-| `drain`, then `agree` | the same: on this rank, then with the others | raised by `agree` on every rank |
-| `Tickets.wait_for` | the updates of some parameters that are read next | raised |
-| `forget` | the end of any update; one in a backward is abandoned | forgotten: the state is replaced |
+The state is torn, neither trained nor saved until a load replaces it, after an error in a block of `changing` (an update in
+`step()`, a caller's write, a load) and after one of an update in the background: on the other ranks as soon as they agree on
+its end. A backward that fails, or a `step()` before its update, leaves the state of the step before, unless an update in the
+backward runs: torn, if that changed anything on any rank, and in `step()` always.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -51,7 +37,7 @@ from zstore.io import Ticket, Workers
 from zstore.io.closing import interrupts_wait
 from zstore.ranks.world import World
 
-from ..params.record import ParameterRecord, Residency
+from ..params.record import OTHER_MODES, ParameterRecord, Residency
 from ..runtime.device import StreamContext
 from ..zero.fetch import Fetcher
 from ..zero.gradients import Gradients
@@ -63,8 +49,8 @@ from .tickets import TORN, ReadGuard, Tickets, TicketState
 
 _log = logging.getLogger("zstore")
 
-LEAST_WAITING_BYTES = 32 * 1024 * 1024
-"""Bytes of gradients that may wait for their update in the backward whatever the size of a unit."""
+MIN_WAITING_BYTES = 32 * 1024 * 1024
+"""Bytes of gradients, of those that are not held, that may wait for their update in the backward whatever a unit's size."""
 _UNITS_WAITING = 2
 """Gradients of this many largest units may be pending, if that is more."""
 
@@ -75,9 +61,20 @@ class StepMode(Enum):
     NONE = "none"
     """In `step()`."""
     BACKWARD = "backward"
-    """In the backward, as gradients arrive."""
+    """In the backward, as gradients arrive, and the rest in the background after `step()`."""
     FORWARD = "forward"
     """In the background after `step()`, before the next forward needs it."""
+
+
+class UpdatePhase(Enum):
+    """What the update's thread does."""
+
+    IDLE = "idle"
+    """Nothing."""
+    IN_BACKWARD = "in backward"
+    """It updates parameters whose gradients are final; `step()` ends that."""
+    IN_BACKGROUND = "in background"
+    """It finishes the last step, or has; who knows how that ended is in `Update.agree`."""
 
 
 class Update:
@@ -101,9 +98,11 @@ class Update:
         self._gradients = gradients
         self.stepper = stepper
         """Takes the steps of an optimizer that needs whole tensors; None: steps are taken in tiles."""
+        self.phase = UpdatePhase.IDLE
+        self._is_agreed = True
+        """Whether the ranks have exchanged the outcome of the last update in the background: in the next backward at last."""
         self._settings: StepSettings | None = None
-        """Settings of a started update whose outcome the ranks have not yet exchanged; they do in the next backward, or in step
-        mode `backward` in `step()`."""
+        """Those of the last update in a backward."""
         self.tickets = Tickets(state)
         self._partial = False
         """Whether a block of `changing`, or an abandoned update, has left a part of the state changed."""
@@ -114,10 +113,8 @@ class Update:
         """Plan of the update whose state is being prefetched."""
         if fetcher is not None:
             fetcher.ready = self.tickets.wait_for
-        if mode is StepMode.BACKWARD and not gradients.rules.each_backward:
-            # Gradients that are reduced once a step (stages 0 and 1 with more ranks) become final only at its end.
-            self.mode = StepMode.NONE
-        self._guard = ReadGuard(model, state.scalars, self.tickets.of) if self.runs_in_backward else None
+        tickets = lambda: self.tickets.of if self.is_in_backward else {}  # noqa: E731
+        self._guard = ReadGuard(model, state.scalars, tickets) if self.runs_in_backward else None
 
     @property
     def runs_in_backward(self) -> bool:
@@ -126,8 +123,8 @@ class Update:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether an update in the backward is under way, which `step()` ends."""
-        return self._settings is not None and self.runs_in_backward
+        """Whether an update has begun in a backward that `step()` has not ended."""
+        return self.phase is UpdatePhase.IN_BACKWARD
 
     # -- whether the state is whole -----------------------------------------------------------------------------------
 
@@ -151,27 +148,30 @@ class Update:
 
     # -- in step() ----------------------------------------------------------------------------------------------------
 
-    def split(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
-        """Return the records with a gradient that are updated in `step()`, and those that are updated behind it."""
-        if self.is_in_backward:  # the thread has updated some of them
-            return [], []
+    def split_by_mode(self) -> tuple[list[ParameterRecord], list[ParameterRecord]]:
+        """Return the records with a gradient that are updated in `step()`, and those in the background: the same on all
+        ranks, without regard to what a backward has updated."""
         records = self._gradients.having(self.state.scalars)
 
         def divide() -> tuple[list[ParameterRecord], list[ParameterRecord]]:
             # Packed arrays first: adjacent ones are transferred in one request.
             tier = self.state.store.tier
             records.sort(key=lambda one: not any(tier(name).is_packed(name) for name in self.state.all_arrays(one)))
-            here = {one for one in records if self.mode is not StepMode.FORWARD or one.residency is Residency.RESIDENT}
-            return [one for one in records if one in here], [one for one in records if one not in here]
+            now = {one for one in records if self.mode is StepMode.NONE or one.residency is Residency.RESIDENT}
+            return [one for one in records if one in now], [one for one in records if one not in now]
 
         return self.state.planned((Update, *records), divide)
 
+    def _not_begun(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
+        """Return those of `records` that no backward has updated."""
+        return [one for one in records if (ticket := self.tickets.of.get(one)) is None or not ticket.is_begun]
+
     def read_ahead(self) -> None:
-        """Begin to read from disk the first of the records that are updated next."""
+        """Begin to read from disk the first of the records that are updated next, unless a backward has updated some."""
         # Holds pool buffers: nothing may block on the pool until the update runs.
-        here, behind = self.split() if self.stepper is None else ([], [])
-        if here or behind:
-            self._ahead = UpdatePlan.of(self.state, here or behind, behind=not here)
+        now, later = self.split_by_mode() if self.stepper is None and not self.is_in_backward else ([], [])
+        if now or later:
+            self._ahead = UpdatePlan.of(self.state, now or later, in_background=not now)
             self._ahead.read_ahead(self.state.store)
 
     def drop_ahead(self) -> None:
@@ -181,32 +181,46 @@ class Update:
         self._ahead = None
 
     def run(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
-        """Update `records` synchronously, or finish an update started in the backward.
+        """Update `records` synchronously, but those that the backward has updated, once its update has ended.
 
         Raises UsageError if the settings differ from those that the update in the backward began with.
         """
-        if self._settings is not None and self.runs_in_backward:
-            self._finish(self._settings, settings)
-            return
-        changes = Changes(self.state, records, settings, self._gradients.take)
+        if self.is_in_backward:
+            self.join()
+            if self.tickets.error is not None:
+                raise self.tickets.error
+            for number, name, before, after in self._settings.differences(settings) if self._settings else ():
+                raise UsageError(
+                    f"parameter group {number}: {name} was {before!r} at the backward and is {after!r} at step(), but with "
+                    '"step_overlap": "backward" the update runs in the backward: set it before engine.backward(), or '
+                    + OTHER_MODES
+                )
+        begun, rest = [one.record for one in self.tickets.of.values() if one.is_begun], self._not_begun(records)
+        # The caller may have read parameters since their last read in the backward.
+        changes = Changes(self.state, rest, settings, self._gradients.take)
         if self.stepper is None:
             changes.run()
         else:
             self.stepper.run(changes)
-        changes.note_scalars(records)
+        changes.note_scalars([*begun, *rest])
 
-    def start_behind(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
-        """Start updating `records` in the background, if any; takes ownership of their gradients now."""
+    def start_async(self, records: Sequence[ParameterRecord], settings: StepSettings) -> None:
+        """Start updating `records` in the background, but those that the backward has updated; takes ownership of their
+        gradients now. `records` are the same on all ranks, which agree on the outcome later unless there are none."""
+        rest = self._not_begun(records)
+        self.tickets.forget()
+        self.phase = UpdatePhase.IDLE
         if not records:
             return
-        held = dict(zip(records, self._gradients.take(records), strict=True))
-        changes = Changes(self.state, records, settings, partial(map, held.pop), behind=True)
-        changes.note_scalars(records)
-        self._start(changes)
+        held = dict(zip(rest, self._gradients.take(rest), strict=True))
+        changes = Changes(self.state, rest, settings, partial(map, held.pop), in_background=True)
+        changes.note_scalars(rest)
+        self._start(changes, UpdatePhase.IN_BACKGROUND)
+        self._is_agreed = False
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def _start(self, changes: Changes, most_bytes: float = math.inf) -> None:
+    def _start(self, changes: Changes, phase: UpdatePhase, max_waiting_bytes: float = math.inf) -> None:
         self.join()
         if self.tickets.error is not None:
             raise self.tickets.error
@@ -215,12 +229,14 @@ class Update:
             self._workers = Workers(1, "zstore-update")
             # Idle threads of OpenMP spin, on cores that this one needs, unless a thread team of its own oversubscribes them.
             self._workers.submit(lambda: torch.ones(torch.get_num_threads() << 15).mul_(1.0))
-        self.tickets.begin(changes.records, most_bytes, in_backward=self.runs_in_backward)
-        self._settings = changes.settings
-        self._running = self._workers.submit(partial(self._run, changes, self.state.transfers.streams.stream_context()))
+        in_backward = phase is UpdatePhase.IN_BACKWARD
+        work = partial(self._run, changes, self.state.transfers.streams.stream_context(), in_backward=in_backward)
+        self.tickets.begin(changes.records, max_waiting_bytes, in_backward=in_backward)
+        self.phase = phase
+        self._running = self._workers.submit(work)
 
-    def _run(self, changes: Changes, context: StreamContext) -> None:
-        in_backward, error = self.runs_in_backward, None
+    def _run(self, changes: Changes, context: StreamContext, *, in_backward: bool) -> None:
+        error = None
         try:
             with context():
                 changes.run(admit=self._admit if in_backward else None, done=self.tickets.done)
@@ -235,7 +251,7 @@ class Update:
             self._running.wait_for_end()
             self._running = None
 
-    # -- waits: see [Note: who waits for an update] -------------------------------------------------------------------
+    # -- waits --------------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Wait for any running update, except one in a backward; raise its error on every rank (all ranks)."""
@@ -243,19 +259,21 @@ class Update:
         self.agree()
 
     def drain(self) -> None:
-        """Wait for an update behind `step()` on this rank; the caller calls `agree` next; on a single rank this does it."""
-        if self._settings is not None and not self.runs_in_backward:
+        """Wait for an update in the background on this rank; the caller calls `agree` next; on a single rank this does it."""
+        if self.phase is UpdatePhase.IN_BACKGROUND:
             self.join()
             if self.world.world_size == 1:
                 self.agree()
 
     def agree(self) -> None:
-        """Raise the error that ended the update behind `step()` on any rank on every rank (all ranks)."""
-        if self._settings is None or self.runs_in_backward:
+        """Raise the error that ended the update in the background on any rank on every rank (all ranks)."""
+        if self._is_agreed:
             return
-        self._settings = None
+        self._is_agreed, error = True, None  # one in a backward began after one that did not fail here
+        if self.phase is UpdatePhase.IN_BACKGROUND:
+            self.phase, error = UpdatePhase.IDLE, self.tickets.error
         try:
-            self.world.raise_together(self.tickets.error)
+            self.world.raise_together(error)
         except BaseException:
             self._partial = True
             raise
@@ -265,14 +283,14 @@ class Update:
         self.abandon()
         self.join()
         self.tickets.forget()
-        self._settings = None
+        self.phase, self._is_agreed = UpdatePhase.IDLE, True
 
     def close(self) -> None:
         """End the thread, and remove the hooks from the modules."""
         # Before all else: an update that waits for a backward would never end.
         self.abandon()
         self.join()
-        if self.tickets.error is not None and self._settings is not None:
+        if self.tickets.error is not None and not self._is_agreed:
             _log.warning("the last update failed and its error was never raised: %s", self.tickets.error)
         self.forget()
         if self._workers is not None:
@@ -284,77 +302,63 @@ class Update:
     # -- in the backward: see [Note: an update in the backward] -------------------------------------------------------
 
     def start_in_backward(self, settings: StepSettings) -> None:
-        """Start an update in step mode `backward`, which takes each record when its gradient is final (before the backward)."""
-        self.require_whole()
+        """Start an update in step mode `backward`, which takes each record when its gradient is final (before the backward).
+
+        If the update before failed on this rank, none is started: all ranks raise that at the end of the backward.
+        """
         if self.is_in_backward:
             raise UsageError(
-                'a second backward before step(), but with "step_overlap": "backward" the first one has '
-                'updated the parameters: call step() after each backward, or set "step_overlap" to "forward" or "none"'
+                'a second backward before step(), but with "step_overlap": "backward" the first one has updated parameters: '
+                f"call step() after each backward, or {OTHER_MODES}"
             )
-        most_bytes = max(LEAST_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
+        if self.tickets.error is not None and not self._is_agreed:
+            return
+        self.require_whole()
+        max_bytes = max(MIN_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
         with interrupts_wait():
             self._gradients.step.on_final = self._note_final
             self._gradients.step.comes_in_parts = self._guard is not None and self._guard.recomputes
-            last_read = lambda record: self.tickets.of[record].last_read  # noqa: E731
-            changes = Changes(self.state, self._gradients.expected, settings, self._take, last_read, behind=True)
-            self._start(changes, most_bytes)
+            take, last_read = self._take, self.tickets.last_read
+            changes = Changes(self.state, self._gradients.expected, settings, take, last_read, in_background=True)
+            self._settings = settings
+            self._start(changes, UpdatePhase.IN_BACKWARD, max_bytes)
 
     def _note_final(self, records: Sequence[ParameterRecord]) -> None:
-        """Hand over final gradients, blocking while too many are pending (autograd thread)."""
+        """Hand over final gradients, waiting while too many that are not held are pending (autograd thread)."""
         for record in records:
             torch.autograd.graph.increment_version(record.parameter)
             record.version += 1
         last_read = self.state.transfers.streams.record()  # from here on a read is an error
         num_unseen = 0 if self._fetcher is None else len(self._fetcher.unseen)
-        for record in records:
-            values = self._gradients.of[record].values  # None: on disk
-            self.tickets.put(record, num_unseen, last_read, 0 if values is None else values.nbytes)
+        values = {record: self._gradients.of[record].values for record in records}  # None: on disk
+        held = self._gradients.rules.to_host
+        waiting = {one: 0 if rows is None or one in held else rows.nbytes for one, rows in values.items()}
+        self.tickets.put(waiting, num_unseen, last_read)
 
-    def end_backward(self, *, drop: bool = False) -> None:
-        """Tell a backward update that no more gradients come; with `drop`, discard those it has not started on."""
+    def end_backward(self) -> None:
+        """Let an update in the backward begin with nothing more."""
         if self.is_in_backward:
-            self.tickets.close(drop=drop)
+            self.tickets.close()
             self._gradients.step.on_final = None
 
     def _admit(self, record: ParameterRecord, wait: bool) -> bool:
-        """Return whether a gradient is final and may be used, with `wait` at the end of the backward (the thread)."""
+        """Return whether a gradient is final and may be used, with `wait` once it is or the backward is over (the thread)."""
         ticket = self.tickets.find(record, wait=wait)
-        if ticket.state is not TicketState.FINAL:
-            return ticket.is_begun  # asked again by a pass that had no buffer for it
+        if ticket is None or ticket.is_begun:
+            return ticket is not None
         if self._fetcher is not None:  # raises if the gradient was computed from values that could not be read
             self._fetcher.check_before(ticket.num_unseen)
         squares = self._gradients.of[record].squares(self._gradients.of.values())
         if squares is not None and not math.isfinite(squares):  # `step()` finds that in the norm, on every rank
-            self.tickets.note_taken(record)
+            self.tickets.note_taken([record])
             return False
         ticket.state = TicketState.RUNNING
         return True
 
     def _take(self, records: Sequence[ParameterRecord]) -> list[torch.Tensor | None]:
         rows = self._gradients.take(records)
-        for record in records:
-            self.tickets.note_taken(record)
+        self.tickets.note_taken(records)
         return rows
-
-    def _finish(self, then: StepSettings, now: StepSettings) -> None:
-        """Wait until the backward update has consumed every final gradient (called from `step()`)."""
-        self.join()
-        if self.tickets.error is not None:
-            raise self.tickets.error
-        used = [ticket for ticket in self.tickets.of.values() if ticket.state is not TicketState.EXPECTED]
-        left = [ticket.record for ticket in used if not ticket.is_begun]
-        # The caller may have read parameters since, so the recorded last-read events no longer hold.
-        changes = Changes(self.state, left, then, self._gradients.take)
-        changes.run()
-        changes.note_scalars([ticket.record for ticket in used])
-        self.tickets.forget()
-        for number, name, before, after in then.differences(now):
-            raise UsageError(
-                f"parameter group {number}: {name} was {before!r} at the backward and is {after!r} at step(), "
-                'but with "step_overlap": "backward" the update runs in the backward: set it before '
-                'engine.backward(), or set "step_overlap" to "forward" or "none"'
-            )
-        self._settings = None
 
     def abandon(self, *, in_step: bool = False) -> bool:
         """Abandon the update of a backward or, `in_step`, of a step that failed, after the changes that have begun; return
@@ -362,11 +366,11 @@ class Update:
         if not self.is_in_backward:
             return False
         before, self._partial = self._partial, True  # also if this is interrupted
-        self.end_backward(drop=True)
+        self.end_backward()
         self.join()
         # Another rank may have changed what this one had not by the end of the backward.
         begun = any(ticket.is_begun for ticket in self.tickets.of.values()) or self._gradients.has_sent or in_step
         self.tickets.forget()
-        self._settings = None
+        self.phase = UpdatePhase.IDLE
         self._partial = before or begun
         return begun

@@ -36,6 +36,8 @@ from zstore.io.memory import dtype_name
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a precision in a config -> torch data type."""
+OTHER_MODES = 'set "step_overlap" to "forward" or "none" in the config\'s section "zstore"'
+"""Advice of errors that step mode `backward` alone has, which "auto" may have chosen."""
 
 
 EndRead = Callable[[Any], None]

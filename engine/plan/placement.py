@@ -9,6 +9,7 @@ The device stores arrays that are not offloaded, and `1 - ratio` of the optimize
   (forward, backward) and a write (update), of gradients and optimizer state a read and a write, of a frozen parameter two
   reads. Padding on disk decides among equals, which are spread over the model. A step visits all of them in a circle, so an
   LRU cache would never hit; a fixed part in memory always does.
+- In step mode `backward` gradients wait in host memory if the budget holds all else too; else each is used as it arrives.
 - Taking the densest first, and skipping those that do not fit, makes traffic monotone in the budget: an array that only the
   larger budget has room for is worth more than all that the smaller one may still take, which are smaller and no denser.
 
@@ -21,6 +22,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
@@ -49,6 +51,12 @@ def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Seq
     `needs` are all parameters by name, in order; `units` are the names of the parameters of each unit, in the order of
     execution. Raises BudgetError if the budget is less than what has to be in host memory.
     """
+    if settings.holds_gradients is None:
+        with suppress(BudgetError):
+            plan = make_plan(needs, replace(settings, holds_gradients=True), units)
+            if settings.budget_bytes is None or plan.budget_full_bytes <= settings.budget_bytes:
+                return plan
+        return make_plan(needs, replace(settings, holds_gradients=False), units)
     on_device = _share_on_device(needs, settings)
     least, kept = cache(partial(_least_memory, settings)), cache(partial(_kept, settings))
     places = {name: least(need, name in on_device) for name, need in needs.items()}

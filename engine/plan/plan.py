@@ -122,9 +122,9 @@ class PlacementSettings:
     """Returns `buffer_bytes` for another budget; None: the same."""
     update_buffer_bytes: int | None = None
     """Part of `buffer_bytes` for the update; None: all."""
-    holds_gradients: bool = True
+    holds_gradients: bool | None = True
     """Gradients are stored until the update, for a global norm, or because they accumulate. False: each is used as it
-    arrives."""
+    arrives. None: that, unless the budget holds all state with them."""
     accumulation_steps: int = 1
     """Forwards of one step on this rank: each reads parameters on disk again."""
     gathers: int = 2
@@ -327,8 +327,7 @@ def placement_settings(config: Config, *, budget_bytes: int | None, device_is_ho
         buffer_bytes=buffer_bytes(config, budget_bytes),
         buffers_of=partial(buffer_bytes, config),
         update_buffer_bytes=store_options(config, budget_bytes).pool_bytes,
-        # Within the backward each gradient is used as it arrives.
-        holds_gradients=config.step_overlap != "backward" or steps > 1,
+        holds_gradients=True if config.step_overlap != "backward" or steps > 1 else None,
         accumulation_steps=1 if config.frozen else steps,
         gathers=1 if config.frozen else 2,
         device_is_host=device_is_host,

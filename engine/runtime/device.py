@@ -241,14 +241,13 @@ class Transfers:
         event = self.streams.copy(targets, sources, self.streams.record() if after is None else after)
         return Copy(self.streams, event, targets, sources)
 
-    def bring(self, values: torch.Tensor, other: torch.Tensor) -> Copy | None:
-        """Start to copy `values`, 1-D, into new memory where `other` is; None if they are there."""
-        link = self.link(values, other)
-        if link is None:
-            return None
-        if link == "device_to_host":
-            return self.begin(self.empty_host(values.numel(), values.dtype), values)
-        return self.begin(other.new_empty(values.numel(), dtype=values.dtype), values)
+    def bring_all(self, values: list[torch.Tensor], others: list[torch.Tensor]) -> Copy:
+        """Start to copy `values`, 1-D and all in one direction, each into new memory where one of `others` is."""
+        if self.streams.is_host(others[0]):
+            targets = [self.empty_host(one.numel(), one.dtype) for one in values]
+        else:
+            targets = [other.new_empty(one.numel(), dtype=one.dtype) for one, other in zip(values, others, strict=True)]
+        return self.begin_all(targets, values)
 
     def finish(self, copy: Copy) -> torch.Tensor:
         """Wait for a copy, count the wait, and return the values."""
@@ -324,31 +323,32 @@ class H2DQueue:
         self.most = _MAX_PENDING_TILES
         """Maximum number of pending tiles."""
 
-    def put(self, rows: torch.Tensor, master: torch.Tensor, after: Event = None) -> None:
-        """Cast `master` into `rows`, which have the values after `drain`. Before it a master on the device must not change; one
-        in host memory may on return. Rows on the device are written after the work submitted so far, or `after` an event if
-        no later work reads them."""
-        link = self._transfers.link(master, rows)
+    def put(self, rows: list[torch.Tensor], masters: list[torch.Tensor], after: Event = None) -> None:
+        """Cast `masters` into `rows`, all of one type and in one memory, which have the values after `drain`. Before it masters
+        on the device must not change; those in host memory may on return. Rows on the device are written after the work
+        submitted so far, or `after` an event if no later work reads them."""
+        link = self._transfers.link(masters[0], rows[0])
         if link is None:
-            rows.copy_(master)
-            return
-        if link == "device_to_host":
-            self.add(self._transfers.begin(rows, master.to(rows.dtype)))
-            return
-        self.send(rows, self.stage(rows).copy_(master), after)
+            torch._foreach_copy_(rows, masters)
+        elif link == "device_to_host":
+            self.add(self._transfers.begin_all(rows, [master.to(rows[0].dtype) for master in masters]))
+        else:
+            staged = self.stage(rows)
+            torch._foreach_copy_(staged, masters)
+            self.send(rows, staged, after)
 
-    def stage(self, rows: torch.Tensor) -> torch.Tensor:
+    def stage(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return host memory for new values of `rows`, to `send` them: `rows` themselves if they are in host memory."""
-        if self._transfers.streams.is_host(rows):
-            return rows
+        if self._transfers.streams.is_host(rows[0]):
+            return list(rows)
         # In turn: every step uses the same memory.
-        place = f"rows {next(self._places) % (self.most + 1)}"
-        return self._transfers.empty_host(rows.numel(), rows.dtype, place)
+        place, sizes = f"rows {next(self._places) % (self.most + 1)}", [one.numel() for one in rows]
+        return list(self._transfers.empty_host(sum(sizes), rows[0].dtype, place).split_with_sizes(sizes))
 
-    def send(self, rows: torch.Tensor, staged: torch.Tensor, after: Event = None) -> None:
+    def send(self, rows: Sequence[torch.Tensor], staged: list[torch.Tensor], after: Event = None) -> None:
         """Copy the `staged` values into `rows`; see `put`."""
-        if staged is not rows:
-            self.add(self._transfers.begin(rows, staged, after=after))
+        if staged[0] is not rows[0]:
+            self.add(self._transfers.begin_all(list(rows), staged, after=after))
 
     def add(self, copy: Copy) -> None:
         """Add a copy that `drain` waits for."""

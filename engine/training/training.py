@@ -20,7 +20,7 @@ from ..optim.lr_schedules import LRSchedule
 from ..optim.optimizer import LossScaler, ZeroOptimizer
 from ..optim.state import OptimizerState
 from ..optim.update import Update
-from ..params.record import ParameterRecord, Residency
+from ..params.record import OTHER_MODES, ParameterRecord, Residency
 from ..params.sharding import Sharding
 from ..plan.plan import Plan
 from ..runtime.device import labelled
@@ -73,7 +73,7 @@ class Training:
         self.accumulation = Accumulation(batch=self.config.batch, world_size=self.world.world_size)
         # Read once here, not on every step.
         self.clip_norm = self.config.gradient_clipping
-        self._raw_norm: float | None = None
+        self._scaled_norm: float | None = None
         """Norm of the gradients including the loss scale and the loop's own scaling; None until computed."""
         self._clip_factor: float | None = None
         """Factor of the gradients in this step if the loop clipped them, excluding the loss scale."""
@@ -200,7 +200,7 @@ class Training:
         if self.update.is_in_backward:
             raise UsageError(
                 'zero_grad() between backward() and step(): with "step_overlap": "backward" the backward has updated '
-                'parameters already, which is final. Look at the loss first, or set "step_overlap" to "forward" or "none"'
+                f"parameters already, which is final. Look at the loss first, or {OTHER_MODES}"
             )
         with self.world.calling("step", meeting="zero_grad()"):
             self.update.abandon()
@@ -219,21 +219,21 @@ class Training:
         self.accumulation.restart()
 
     def _forget_gradients(self) -> None:
-        self._raw_norm = self._clip_factor = None
+        self._scaled_norm = self._clip_factor = None
         self.gradients.drop()
 
     def name_boundary(self, is_boundary: bool | None) -> None:
         """Let the caller say whether the micro-batch under way is the last of its step, from now on; None: count again."""
         if self.update.is_in_backward and not is_boundary:
             raise UsageError(
-                "the micro-batch under way can no longer be marked as not the last of its step: with "
-                '"step_overlap": "backward" its backward has updated parameters; call step() first'
+                "this micro-batch can no longer be marked as not the last of its step: with "
+                f'"step_overlap": "backward" its backward has updated parameters; call step() first, or {OTHER_MODES}'
             )
         self.accumulation.named = is_boundary
 
     # -- step -------------------------------------------------------------------------------------------------------
 
-    def measure(self, *, begin: bool = False) -> float:
+    def scaled_grad_norm(self, *, begin: bool = False) -> float:
         """Return the norm of the accumulated gradients, with the loss scale, once a step: no backward may follow before
         `step` (all ranks). With `begin`, start prefetching state for the coming update."""
         self.update.require_whole()
@@ -245,17 +245,17 @@ class Training:
             if begin:
                 self.update.read_ahead()
             self.gradients.sums = sums_over_ranks(self.gradients, self.world, sharding=self.sharding)
-        if self._raw_norm is None:
+        if self._scaled_norm is None:
             scales = self.gradients.shown.scales
             norm = norm_of((one.name, shards, scales.get(one, 1.0)) for one, shards in self.gradients.sums.items())
             stepper = self.update.stepper
-            self._raw_norm = norm if stepper is None else stepper.agreed_norm(norm)
-        return self._raw_norm
+            self._scaled_norm = norm if stepper is None else stepper.agreed_norm(norm)
+        return self._scaled_norm
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients of this step, and of later ones, to `max_norm`, 0: no clipping; return the unscaled norm of this
         step's gradients before clipping (all ranks)."""
-        norm, self.clip_norm = self.measure() / self.scaler.scale, max_norm
+        norm, self.clip_norm = self.scaled_grad_norm() / self.scaler.scale, max_norm
         factor, former = scale_factor(norm, max_norm, 1.0), self._clip_factor
         acts = math.isfinite(norm) or self.scaler.non_finite == "apply"
         if acts and (former is None or not factor >= former):
@@ -266,7 +266,7 @@ class Training:
     def gradient_norm(self, record: ParameterRecord) -> float:
         self._require_sharded_gradients("the norm of a gradient")
         with self.world.calling("gradients"):
-            self.measure()
+            self.scaled_grad_norm()
         shards = (self.gradients.sums or {}).get(record, ())
         clip = 1.0 if self._clip_factor is None else self._clip_factor
         factor = self.gradients.shown.scales.get(record, 1.0) * clip / self.scaler.scale
@@ -277,12 +277,12 @@ class Training:
         if self.update.runs_in_backward:
             raise UsageError(
                 f"the gradient of parameter {record.name!r} was multiplied by a number between backward() and step(), but with "
-                '"step_overlap": "backward" the parameter is updated already: choose "forward" or "none"'
+                f'"step_overlap": "backward" the parameter is updated already: {OTHER_MODES}'
             )
         with self.world.calling("gradients"):
-            self.measure()
+            self.scaled_grad_norm()
         self.gradients.shown.scales[record] = self.gradients.shown.scales.get(record, 1.0) * factor
-        self._raw_norm = None
+        self._scaled_norm = None
 
     def _require_sharded_gradients(self, what: str) -> None:
         if self.update.stepper is not None and self.update.stepper.owns_gradients:
@@ -302,17 +302,17 @@ class Training:
             self.hooks.units.values_change(by_step=True)  # those of a forward without a backward are stale now
         try:
             self.gradients.shown.adopt()
-            norm = self.measure(begin=True)  # drains, agrees on who has a gradient, sums squares
+            norm = self.scaled_grad_norm(begin=True)  # drains, agrees on who has a gradient, sums squares
             self.norm = norm / self.scaler.scale
             accepted = self.scaler.accepts(norm, self.counters.global_steps + 1, self._what_changed)
             if accepted:
                 settings = self._settings(self._factor(self.norm))
-                now, later = self.update.split()
+                now, later = self.update.split_by_mode()
                 with self.update.changing():
                     with self.world.agreeing("The step was applied in part: load a checkpoint before continuing."):
                         self.update.run(now, settings)
                     self.gather_resident(self.trained)
-                    self.update.start_behind(later, settings)
+                    self.update.start_async(later, settings)
             else:
                 with self.world.agreeing():  # still exchanges pending requests (stop signals), as every update does
                     pass
@@ -326,7 +326,8 @@ class Training:
     def _what_changed(self) -> str:
         if not self.update.is_in_backward:
             return "no parameter and no optimizer state was changed"
-        return 'with "step_overlap": "backward" parameters changed before this was detected: load a checkpoint'
+        changed = 'with "step_overlap": "backward" parameters changed before this was detected: load a checkpoint'
+        return f"{changed}, and to find such gradients before any change {OTHER_MODES}"
 
     def _factor(self, norm: float) -> float:
         """Return the factor of gradients in this step, for all gradients that the loop did not scale itself."""

@@ -1,16 +1,10 @@
 """The gradient of one parameter in a step, and which gradients arrived in a backward.
 
 [Note: the life of a gradient]
-In each step a gradient goes through these states in this order. Its values are the sum over the backwards so far.
-
-| state | begins | values |
-|---|---|---|
-| EMPTY | with the step | none, or memory of the step before |
-| HELD | when its first values are sent | complete while no segment is under way; later backwards add to them |
-| FINAL | when it is complete in the step's last backward, or that ends | those of the step: an update may take them |
-
-Whether any rank had it (`is_agreed`) is independent of this order: it is known when a backward ends, before or after the
-gradient is final. Rows that the host budget cannot hold go to disk each time they are complete, and are added up there.
+In each step a gradient goes through the states of `GradientState`, in that order. Its values are the sum over the backwards so
+far, complete while no segment is on its way. Whether any rank had it (`is_agreed`) is independent of the order: it is known
+when a backward ends, before or after the gradient is final. Rows that the host budget cannot hold go to disk each time they
+are complete, and are added up there.
 """
 
 from __future__ import annotations
@@ -28,14 +22,14 @@ from zstore.errors import UsageError
 from zstore.io.memory import plain_memory
 from zstore.ranks.world import World
 
-from ..params.record import ParameterRecord
+from ..params.record import OTHER_MODES, ParameterRecord
 from ..params.sharding import Unit, add_in, is_narrower
 from ..runtime.device import Copy, Transfers
 from .collectives import GradientRules
 from .norm import SumOfSquares, begin_squares
 from .spill import GradientSpill
 
-_MOST_DOWN_BYTES = 256 * 1024 * 1024
+_MAX_DOWN_BYTES = 256 * 1024 * 1024
 """Upper bound on device memory held by pending device-to-host copies (or the two largest copies). A copy has half of it,
 but for a tensor that is larger."""
 
@@ -99,7 +93,7 @@ class GradientStep:
         self._dtypes = dtypes
         self._under_way: deque[tuple[Copy, list[_Part], int]] = deque()
         """Copies to host memory, with their payload and its size on the device."""
-        self._most_bytes = _MOST_DOWN_BYTES
+        self._max_bytes = _MAX_DOWN_BYTES
         self._leaving: list[_Part] = []
         """Payload of the next copy, not submitted yet."""
         self._leaving_bytes = 0
@@ -131,7 +125,7 @@ class GradientStep:
             return
         self._leaving.append((gradient, rows, part, dtype))
         self._leaving_bytes += part.nbytes
-        if self._leaving_bytes >= _MOST_DOWN_BYTES // 2:
+        if self._leaving_bytes >= _MAX_DOWN_BYTES // 2:
             self.send()
 
     def send(self) -> None:
@@ -157,8 +151,8 @@ class GradientStep:
             straight = dtype is None and rows.dtype == part.dtype
             targets.append(rows if straight else self.transfers.empty_host(part.numel(), part.dtype))
         self._under_way.append((self.transfers.begin_all(targets, parts), leaving, nbytes))
-        self._most_bytes = max(self._most_bytes, 2 * nbytes)
-        while (left := self._under_way) and (left[0][0].done() or sum(each[2] for each in left) > self._most_bytes):
+        self._max_bytes = max(self._max_bytes, 2 * nbytes)
+        while (left := self._under_way) and (left[0][0].done() or sum(each[2] for each in left) > self._max_bytes):
             self._arrive()
 
     def _arrive(self) -> None:
@@ -210,7 +204,7 @@ class Gradient:
         """Whether any rank had it in a backward completed in this step (only this rank's view while sums are local)."""
         self.is_taken = step.rules.each_backward
         """Whether we accumulate it ourselves instead of autograd."""
-        self.came = 0
+        self.num_arrivals = 0
         """How often it, or a part of it, came in this backward."""
         self.expected = 1
         """Number of arrivals in the previous backward; at least 1 if any rank had it."""
@@ -276,8 +270,7 @@ class Gradient:
         if held is not None and not is_narrower(held.dtype, dtype):
             return held
         if record in rules.to_host:
-            # Gradients consumed on arrival share one buffer: few are alive at a time.
-            what = "" if rules.squares_at_once else record.name
+            what = record.name if self._spill is None else ""  # few of those for the disk are alive at a time
             values = self._step.transfers.empty_host(record.owned_numel, dtype, what)
             self.values = values if held is None or not add else values.copy_(held)
         elif held is not None and add:
@@ -299,7 +292,7 @@ class Gradient:
         if self.state is GradientState.FINAL and step.on_final is not None:
             raise UsageError(
                 f"parameter {record.name!r} got a part of its gradient after its update in this backward had begun: its "
-                'module is used more often than in the step before; set "step_overlap" to "forward" or "none"'
+                f"module is used more often than in the step before; {OTHER_MODES}"
             )
         is_known = step.order_is_agreed or not step.comes_in_parts  # else this may be only a first part
         if step.last and is_known and step.phase is BackwardPhase.RUNNING:  # it may turn out that no rank has it
@@ -382,7 +375,7 @@ class Arrivals:
         """Units that were handed out."""
         self.leaving: int | None = None
         """The unit of the last gradient that was taken without a reduction."""
-        self._came: list[Gradient] = []
+        self._arrived: list[Gradient] = []
         """Gradients in arrival order, recorded until the unit order is fixed."""
 
     @property
@@ -393,20 +386,20 @@ class Arrivals:
     def start(self) -> None:
         """Prepare for a backward."""
         self.sent, self.leaving = 0, None
-        self._came.clear()
+        self._arrived.clear()
         for number, unit in enumerate(self._units):
             self.num_due[number] = sum(gradient.expected > 0 for gradient in unit)
             for gradient in unit:
-                gradient.came = 0
+                gradient.num_arrivals = 0
 
     def note(self, gradient: Gradient) -> bool:
         """Note that a gradient, or a part of it, came; return whether it came as often as expected."""
-        gradient.came += 1
-        if gradient.came == gradient.expected:
+        gradient.num_arrivals += 1
+        if gradient.num_arrivals == gradient.expected:
             self.num_due[self.unit_of[gradient]] -= 1
-        if gradient.came == 1 and not self._step.order_is_agreed:
-            self._came.append(gradient)
-        return gradient.came >= gradient.expected
+        if gradient.num_arrivals == 1 and not self._step.order_is_agreed:
+            self._arrived.append(gradient)
+        return gradient.num_arrivals >= gradient.expected
 
     def ready(self, *, rest: bool = False) -> Iterator[list[Gradient]]:
         """Hand out the expected gradients of each unit that has them all, up to the first that has not; or of the `rest`."""
@@ -416,7 +409,7 @@ class Arrivals:
 
     def agree_on_order(self, world: World) -> None:
         """Take the order in which rank 0's units were complete in this backward (all ranks)."""
-        complete = dict.fromkeys(self.unit_of[gradient] for gradient in reversed(self._came))
+        complete = dict.fromkeys(self.unit_of[gradient] for gradient in reversed(self._arrived))
         numbers: list[int] = world.broadcast_object(list(reversed(complete)))
         self._order = list(dict.fromkeys((*numbers, *self._order)))
         self._step.order_is_agreed = True

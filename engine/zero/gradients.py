@@ -6,18 +6,16 @@ The engine holds them; a training loop's view of them in `.grad` is in [Note: gr
 A stage is data: `GradientRules.each_backward`. Without it (stages 0 and 1, and most runs on one rank) whole gradients
 accumulate and are reduced once a step. If they accumulate in the parameter's type autograd does it: the held gradient goes
 back to `.grad` for the next backward. If the type is another one (see [Note: types of gradients]), each gradient is added
-to the held one as soon as it came as often as in the backward before, so that few at a time exist in the parameters' type.
+to the held one as soon as it is complete, so that few at a time exist in the parameters' type.
 
-With it (stages 2 and 3) a unit's gradients are reduced as soon as the last of them has come, in one order of units that is
-the same on every rank, on a process group of their own, asynchronously: a rank whose unit is late holds up no other
-collective. A unit waits for the parameters that had a gradient on any rank in the backward before. Unexpected or late
-gradients are agreed on and reduced at the end of the backward. The order is the reverse of the modules' at
-first, then the one that rank 0 saw in the first backward. Each reduced row is added to the row held so far, in the
-type of [Note: types of gradients]. Without other ranks, a gradient is its own rows, and there is nothing to wait for.
+With it (stages 2 and 3) a unit's gradients are reduced asynchronously as soon as the last of them has come, in one order of
+units on every rank, on a separate process group: a rank whose unit is late holds up no other collective. A unit waits for
+the parameters that had a gradient on any rank in the backward before; others are agreed on and reduced at the end. The order
+is the reverse of the modules' at first, then the one that rank 0 saw in the first backward. Each reduced row is added to the
+row held so far, in the type of [Note: types of gradients]. Without other ranks, a gradient is its own rows.
 
-A gradient is complete when it came as often as in the backward before: recomputation of a shared module may bring it in
-several parts. In the last backward of a step it is final then, which an update in the backward waits for. Before
-any backward nothing is known, and gradients are final at the end.
+A gradient is complete when it came as often as in the backward before (recomputation of a shared module may bring it in
+parts), and final if that is the last backward of its step. Before any backward gradients are final at the end.
 """
 
 from __future__ import annotations
@@ -150,7 +148,7 @@ class Gradients:
         step.drain()
         step.phase = BackwardPhase.CLOSING
         gradients = list(self.of.values())
-        flags = [flag for one in gradients for flag in (one.came > 0, one.record.parameter.grad is not None)]
+        flags = [flag for one in gradients for flag in (one.num_arrivals > 0, one.record.parameter.grad is not None)]
         if reductions is not None:
             sent: set[Gradient] = set()
             for unit in self._arrivals.ready(rest=True):
@@ -166,12 +164,13 @@ class Gradients:
         step.drain()
         for gradient, came, is_here in zip(gradients, flags[::2], flags[1::2], strict=True):
             if gradient.is_taken:
-                gradient.expected = max(gradient.came, 1) if came else 0
+                gradient.expected = max(gradient.num_arrivals, 1) if came else 0
             # A hook may have taken it, or code in the backward have set it.
             gradient.is_agreed |= (came or is_here) and gradient.state is not GradientState.EMPTY
         if self.rules.each_backward and not step.order_is_agreed:
             self._arrivals.agree_on_order(self._world)
-        forget_gradients(self._others)
+        for other in self._others:
+            other.grad = None
         step.phase = step.after_backward
         if step.last and self.rules.each_backward:
             # This backward brought nothing to the rows of the others.
@@ -288,10 +287,10 @@ class Gradients:
         self.sums = None
         self.shown.scales.clear()
         self.shown.clipped.clear()
-        forget_gradients([record.parameter for record in self.of])
         if self._reductions is not None:
             self._reductions.drop()
-        for gradient in self.of.values():
+        for record, gradient in self.of.items():
+            record.parameter.grad = None
             gradient.drop()
         if step.spill is not None:
             step.spill.drop()
@@ -421,9 +420,3 @@ def sums_over_ranks(
         world.all_gather(everyone, mine, kind="control")
         found = everyone.view(world.world_size, -1).t().tolist()
     return dict(zip(here, found, strict=True))
-
-
-def forget_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Leave the parameters without gradients."""
-    for parameter in parameters:
-        parameter.grad = None

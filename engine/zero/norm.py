@@ -28,15 +28,10 @@ ROW_NUMEL = 4096
 _TILE_ROWS = 128
 
 
-def sum_of_squares(values: torch.Tensor) -> float:
-    """Return the sum of squares of a shard's elements, 1-D of any floating type. See [Note: the order of sums]."""
-    return sums_of_squares([values])[0]
-
-
 def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
-    """Return the sum of squares of each shard's elements; see `sum_of_squares`."""
+    """Return the sum of squares of each shard's elements, 1-D of any floating type. See [Note: the order of sums]."""
     there = [values for values in shards if not values.is_cpu]
-    elsewhere = iter(map(_square, torch.stack(device_norms(there)).tolist() if there else ()))
+    elsewhere = iter([norm * norm for norm in torch.stack(device_norms(there)).tolist()] if there else ())
     sums = iter(_sums_on_host([values for values in shards if values.is_cpu]))
     return [next(sums) if values.is_cpu else next(elsewhere) for values in shards]
 
@@ -59,13 +54,14 @@ class SumOfSquares:
         """Return the sum; the host waits for it if it is not there yet, and in one look for those of `others`."""
         with self._lock:
             if isinstance(self._norm, Copy):
-                self._sum, self._norm = _square(self._transfers.finish(self._norm)[self._place].item()), None
+                norm = self._transfers.finish(self._norm)[self._place].item()
+                self._sum, self._norm = norm * norm, None
             elif self._norm is not None:
                 waiting = {one: one._norm for one in (self, *others) if isinstance(one._norm, torch.Tensor)}
                 for one, norm in zip(waiting, torch.stack([*waiting.values()]).tolist(), strict=True):
-                    one._sum, one._norm = _square(norm), None
+                    one._sum, one._norm = norm * norm, None
             elif self._values is not None:
-                self._sum, self._values = sum_of_squares(self._values), None
+                (self._sum,), self._values = sums_of_squares([self._values]), None
         return self._sum
 
 
@@ -145,10 +141,6 @@ def device_norms(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         aligned = [v if v.data_ptr() % 16 == 0 else v.clone() for v in map(shards.__getitem__, places)]
         found |= zip(places, torch._foreach_norm(aligned, 2, torch.float32), strict=True)
     return [found[place] for place in range(len(shards))]
-
-
-def _square(norm: float) -> float:
-    return norm * norm
 
 
 def norm_of(sums: Iterable[tuple[str, Sequence[float], float]]) -> float:

@@ -21,7 +21,7 @@ from ..params.record import ParameterRecord
 from ..params.sharding import is_narrower
 from ..plan.plan import spill_pool_bytes
 from ..runtime.device import Transfers, one_thread
-from .norm import SumOfSquares, sum_of_squares
+from .norm import SumOfSquares, sums_of_squares
 
 _MOST_UNDER_WAY_BYTES = 64 * 1024 * 1024
 
@@ -70,7 +70,7 @@ class GradientSpill:
                 values = rows.to(dtype) if held is None else held.to(dtype).add_(rows)
                 self._write(self._arrays[record], values)
                 begun = None if adds else squares
-                self._squares[record] = begun or sum_of_squares(values)
+                self._squares[record] = begun or sums_of_squares([values])[0]
 
         self._under_way.append((self._workers.submit(write), nbytes))
 

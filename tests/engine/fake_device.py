@@ -140,9 +140,9 @@ class FakeDevice:
         if getattr(storage, "fake_host", False):
             return True
         address = storage.data_ptr()
-        return any(
-            first <= address < first + nbytes for first, nbytes in [*self._pinned.items(), *self._shards.items()]
-        )
+        # Copies: memory may be freed while this goes over it.
+        known = (*self._pinned.copy().items(), *self._shards.copy().items())
+        return any(first <= address < first + nbytes for first, nbytes in known)
 
     def empty_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory, with NaN in it: nobody may count on what was there."""

@@ -25,12 +25,6 @@ def make_model() -> Net:
     return make_net(vocab=67, width=WIDTH)
 
 
-def end(engine: Engine, loss: torch.Tensor) -> None:
-    """Take the backward and the step."""
-    engine.backward(loss)
-    engine.step()
-
-
 def data(number: int) -> tuple[Any, ...]:
     return batch(number, 0, 0, vocab=67)
 

@@ -106,6 +106,7 @@ def _config(zero: dict[str, Any], folder: Path | str, **more: Any) -> dict[str, 
         "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}},
         "zero_optimization": placed(zero, folder),
+        "zstore": {"step_overlap": "forward"},
         **more,
     }
 
@@ -431,8 +432,11 @@ def test_a_change_of_sharded_weights_is_refused(place: str, tmp_path: Path) -> N
         engine.step()
 
 
+@pytest.mark.parametrize("overlap", ["none", "backward"])
 @pytest.mark.parametrize("zero", APART)
-def test_writes_through_data_are_told_at_the_step(zero: dict[str, Any], tmp_path: Path) -> None:
+def test_writes_through_data_are_told_at_the_step(zero: dict[str, Any], overlap: str, tmp_path: Path) -> None:
+    own = {"step_overlap": overlap}
+
     def step(engine: Engine) -> None:
         engine.backward(engine(_batch(0, 0)).square().mean())
         engine.step()
@@ -447,8 +451,8 @@ def test_writes_through_data_are_told_at_the_step(zero: dict[str, Any], tmp_path
         for parameter, values in zip(model.parameters(), kept, strict=True):
             parameter.data.copy_(values)
 
-    _assert_equal(_ours(_engine(zero, tmp_path), change=swapped), _plain(change=swapped))
-    with _engine(zero, tmp_path) as engine:
+    _assert_equal(_ours(_engine(zero, tmp_path, zstore=own), change=swapped), _plain(change=swapped))
+    with _engine(zero, tmp_path, zstore=own) as engine:
         step(engine)
         engine.set_full_parameter("0.weight", torch.zeros(64, 4))
         step(engine)

@@ -11,7 +11,7 @@ import torch
 from zstore.engine.checkpoint.record import derive_rng_state, load_rng_state, rng_state
 from zstore.engine.config.resolve import BatchSizes
 from zstore.engine.training.loader import TrainingLoader
-from zstore.engine.zero.norm import norm_of, sum_of_squares
+from zstore.engine.zero.norm import norm_of, sums_of_squares
 from zstore.errors import UsageError
 
 
@@ -120,9 +120,9 @@ def test_the_sum_of_squares_is_right_and_does_not_depend_on_threads(dtype: torch
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = sum_of_squares(values)
+        one = sums_of_squares([values])[0]
         torch.set_num_threads(2)
-        assert sum_of_squares(values) == one
+        assert sums_of_squares([values])[0] == one
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(values, before)
@@ -136,5 +136,7 @@ def test_the_sum_of_squares_is_right_and_does_not_depend_on_threads(dtype: torch
 
 def test_the_norm_shows_what_is_not_finite() -> None:
     assert norm_of([("b", [9.0], 1.0), ("a", [3.0, 1.0], 2.0)]) == 5.0
-    assert math.isnan(norm_of([("a", [sum_of_squares(torch.tensor([1.0, math.nan]))], 1.0)]))
-    assert math.isinf(norm_of([("a", [sum_of_squares(torch.tensor([1.0, -math.inf], dtype=torch.float16))], 1.0)]))
+    assert math.isnan(norm_of([("a", [sums_of_squares([torch.tensor([1.0, math.nan])])[0]], 1.0)]))
+    assert math.isinf(
+        norm_of([("a", [sums_of_squares([torch.tensor([1.0, -math.inf], dtype=torch.float16)])[0]], 1.0)])
+    )

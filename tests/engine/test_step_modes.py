@@ -1,7 +1,8 @@
-"""The step modes `backward` and `forward`: the bits of `none`, whatever a loop does, and errors where that cannot be."""
+"""The step modes `backward` and `forward`: the bits of `none`, whatever a loop does, or an error on every rank."""
 
 import _thread
 import errno
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,20 +12,48 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 import zstore
-from tests.engine.bits import Case, Model, compare
+from tests import warm
+from tests.engine.bits import SPILLS, Case, Model, compare, engine_digests
 from tests.engine.runs import start, state_of
-from tests.engine.step_modes import WIDTH, Branches, config, data, expected, held, make_model, opening, plain, step
+from tests.engine.step_modes import (
+    WIDTH,
+    Branches,
+    config,
+    data,
+    expected,
+    held,
+    make_model,
+    opening,
+    plain,
+    say,
+    step,
+)
 from zstore.checkpoint.reader import tags
 from zstore.engine import Engine
-from zstore.errors import CheckpointError, StorageError, UsageError
+from zstore.engine.optim import update
+from zstore.engine.optim.tickets import TicketState
+from zstore.engine.optim.update import Update, UpdatePhase
+from zstore.errors import CheckpointError, NonFiniteError, RankError, StorageError, UsageError
 from zstore.io.files import OpenFile
 from zstore.testing.faults import Fault, FaultyFiles
+from zstore.testing.ranks import run_ranks
 
 
-def test_what_changes_after_step_is_of_the_next_step(nvme: Path) -> None:
-    with held("forward", nvme) as (engine, files):
+@pytest.fixture(params=["forward", "backward"])
+def behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A step mode whose update is in the background: of `backward` what the backward has not updated, which is all."""
+    if request.param == "backward":
+        monkeypatch.setattr(Update, "_admit", lambda *asked: False)
+    mode: str = request.param
+    return mode
+
+
+def test_what_changes_after_step_is_of_the_next_step(behind: str, nvme: Path) -> None:
+    with held(behind, nvme) as (engine, files):
         files.close_gate()
         step(engine)
         files.arrived(1)
@@ -49,8 +78,8 @@ WAYS: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-def test_any_forward_applies_the_update(nvme: Path) -> None:
-    with start(plain(), make_model()) as other, held("forward", nvme) as (engine, files):
+def test_any_forward_applies_the_update(behind: str, nvme: Path) -> None:
+    with start(plain(), make_model()) as other, held(behind, nvme) as (engine, files):
         step(other)
         residence = engine.training_state.hooks.units
         for way in WAYS.values():
@@ -85,23 +114,17 @@ def _gathered(engine: Engine) -> torch.Tensor:
         return engine.module.blocks[0].up.weight.clone()
 
 
-def _exported(engine: Engine, folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(engine.save_16bit_model(folder)[0])
-
-
 READERS: dict[str, Callable[[Engine, Path], Any]] = {
     "parameter": lambda engine, _: engine.get_full_parameter("blocks.0.up.weight"),
     "slot": lambda engine, _: engine.get_optimizer_state("blocks.0.up.weight", "exp_avg"),
     "gather": lambda engine, _: _gathered(engine),
-    "weights": lambda engine, folder: _exported(engine, folder)["blocks.1.up.weight"],
+    "weights": lambda engine, folder: load_file(engine.save_16bit_model(folder)[0])["blocks.1.up.weight"],
     "state dict": lambda engine, _: engine.module_state_dict()["blocks.0.up.weight"],
 }
 
 
-def test_readers_see_the_finished_step(nvme: Path, tmp_path: Path) -> None:
-    with start(plain(), make_model()) as other, held("forward", nvme) as (engine, files):
+def test_readers_see_the_finished_step(behind: str, nvme: Path, tmp_path: Path) -> None:
+    with start(plain(), make_model()) as other, held(behind, nvme) as (engine, files):
         step(other)
         updater = engine.training_state.update
         updater.join = opening(files, updater.join)  # type: ignore[method-assign]
@@ -152,9 +175,9 @@ def _pins(engine: Engine) -> int:
     return disk + sum(store._homes["host"]._pins.values()) + sum(store._homes["device"]._pins.values())
 
 
-def test_a_save_takes_what_the_update_finishes(nvme: Path, tmp_path: Path) -> None:
+def test_a_save_takes_what_the_update_finishes(behind: str, nvme: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
-    with held("forward", nvme) as (engine, files):
+    with held(behind, nvme) as (engine, files):
         files.close_gate()
         step(engine)
         ticket = engine.save_checkpoint(folder, "behind", wait=False)
@@ -185,10 +208,10 @@ class HeldFaults(FaultyFiles):
         return super()._pwritev(file, data, offset)
 
 
-def test_a_failed_update_fails_the_save_and_a_load_mends(nvme: Path, tmp_path: Path) -> None:
+def test_a_failed_update_fails_the_save_and_a_load_mends(behind: str, nvme: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
     files = HeldFaults()
-    with start(config("forward", nvme), make_model(), _files=files) as engine:
+    with start(config(behind, nvme), make_model(), _files=files) as engine:
         step(engine)
         engine.save_checkpoint(folder, "good")
         files.gate.clear()
@@ -215,9 +238,9 @@ def test_a_failed_update_fails_the_save_and_a_load_mends(nvme: Path, tmp_path: P
         assert state_of(engine) == expected(2)
 
 
-def test_a_save_given_up_leaves_no_pin(nvme: Path, tmp_path: Path) -> None:
+def test_a_save_given_up_leaves_no_pin(behind: str, nvme: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
-    with held("forward", nvme) as (engine, files):
+    with held(behind, nvme) as (engine, files):
         files.close_gate()
         step(engine)
         ticket = engine.save_checkpoint(folder, wait=False)
@@ -227,3 +250,240 @@ def test_a_save_given_up_leaves_no_pin(nvme: Path, tmp_path: Path) -> None:
             engine.wait_for_checkpoint()
         engine.training_state.update.wait()
         assert _pins(engine) == 0
+
+
+def _non_finite(rank: int, folder: str) -> str:
+    with start(config("backward", folder), make_model()) as engine:
+        step(engine)
+        step(engine)
+        engine.save_checkpoint(f"{folder}/ckpt", "2")
+        before = engine_digests(engine)
+        # Only rank 0's rows of one parameter are bad, late in the backward.
+        engine.module.embed.weight.register_hook(lambda g: g * torch.inf if rank == 0 else g)
+        with pytest.raises(NonFiniteError) as caught:
+            step(engine)
+        for call in (lambda: step(engine), lambda: engine.save_checkpoint(f"{folder}/torn")):
+            with pytest.raises((UsageError, RankError), match="the state is inconsistent"):
+                call()
+        engine.load_checkpoint(f"{folder}/ckpt")
+        assert engine_digests(engine) == before
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_gradients_that_are_not_finite_tear_the_state_on_every_rank(world_size: int, nvme: Path) -> None:
+    for message in run_ranks(_non_finite, world_size, str(nvme)):
+        assert 'with "step_overlap": "backward" parameters changed before this was detected: load' in message
+
+
+def _fails(rank: int, folder: str) -> tuple[bool, bool]:
+    torn = []
+    with start(config("backward", folder), make_model()) as engine:
+        step(engine)
+        before = engine_digests(engine)
+        for where in ("head", "embed"):  # the first and the last of the backward
+
+            def fail(gradient: torch.Tensor, where: str = where) -> None:
+                update = engine.training_state.update
+                if where == "embed" and engine.world_size == 1:  # with more ranks, what was sent counts
+                    with update.tickets._changed:
+                        assert update.tickets._changed.wait_for(
+                            lambda: any(ticket.is_begun for ticket in update.tickets.of.values()), timeout=200
+                        )
+                raise ValueError("in the middle")
+
+            loss = engine(*data(1))
+            logits = engine.module.norm if where == "head" else engine.module.blocks[0]
+            handle = logits.register_forward_hook(lambda module, args, out, fail=fail: out.register_hook(fail) and None)
+            loss = engine(*data(1))
+            with pytest.raises(ValueError, match="in the middle") as caught:
+                engine.backward(loss)
+            handle.remove()
+            torn.append(engine.training_state.update.torn)
+            assert torn[-1] == ("parameters were already updated: load a checkpoint" in say(caught.value))
+            if not torn[-1]:
+                assert engine_digests(engine) == before
+    return torn[0], torn[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_backward_that_fails_counts_as_torn_once_something_was_updated(world_size: int, nvme: Path) -> None:
+    assert run_ranks(_fails, world_size, str(nvme)) == [(False, True)] * world_size
+
+
+def test_what_a_loop_must_not_do_within_the_step(nvme: Path, tmp_path: Path) -> None:
+    def engine_of(mode: str = "backward") -> Engine:
+        engine = start(config(mode, nvme), make_model())
+        step(engine)
+        return engine
+
+    with engine_of() as engine:
+        loss = engine(*data(1))
+        engine.backward(loss)
+        with pytest.raises(UsageError, match="a second backward before step"):
+            engine.backward(loss * 2)
+        for call in (engine, engine.module, lambda ids: engine.module.blocks[0](torch.ones(1, WIDTH).bfloat16())):
+            with pytest.raises(
+                UsageError, match=r"is called after the backward updated parameters of it, and before step"
+            ):
+                call(*data(1))
+        with pytest.raises(UsageError, match="between backward"):
+            engine.get_full_parameter("start")
+        with pytest.raises(UsageError, match="the state is being changed then"):
+            engine.save_checkpoint(str(tmp_path))
+        engine.step()
+        assert state_of(engine) == expected(2)
+    with engine_of() as engine:
+        engine.save_checkpoint(str(tmp_path))
+        engine.backward(engine(*data(1)))
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(UsageError, match=r"group 0: lr was .* at the backward and is 0.5 at step\(\)"):
+            engine.step()
+        with pytest.raises(UsageError, match="the state is inconsistent"):
+            step(engine)
+        engine.load_checkpoint(str(tmp_path))
+        step(engine)
+        assert state_of(engine) == expected(2)
+        engine.backward(engine(*data(2)))
+        with pytest.raises(
+            UsageError, match=r"a part of a checkpoint between backward\(\) and step\(\): .* call step\(\)"
+        ):
+            engine.load_checkpoint(str(tmp_path), load_module_only=True)
+        engine.load_checkpoint(str(tmp_path))  # between backward and step
+        assert state_of(engine) == expected(1)
+    unused = config("backward", nvme)
+    unused["zero_optimization"]["ignore_unused_parameters"] = False
+    with start(unused, make_model()) as engine:
+        engine.backward(engine(*data(0)))
+        with pytest.raises(UsageError, match=r"'unused.weight'.*parameters changed before this was detected"):
+            engine.step()
+        with pytest.raises(UsageError, match="the state is inconsistent"):
+            step(engine)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_what_reads_a_parameter_after_its_update_is_an_error(offloaded: bool, nvme: Path) -> None:
+    given = config("backward", nvme) if offloaded else plain(zstore={"step_overlap": "backward"})
+    x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
+    for change in ({"reads": 2}, {"order": [2, 0, 1, 2, 3], "reentrant": True}):
+        torch.manual_seed(0)
+        model = Branches()
+        with start(given, model) as engine:
+            for _ in range(2):
+                engine.backward(engine(x.clone()))
+                engine.step()
+            vars(model).update(change)
+            loss = engine(x.clone())
+            with pytest.raises(
+                (RuntimeError, UsageError), match=r"modified by an inplace|is called after the backward"
+            ) as caught:
+                engine.backward(loss)
+            # The update may not have begun with anything yet.
+            assert engine.training_state.update.torn == ("parameters were already updated: load" in say(caught.value))
+
+
+def test_gradients_are_freed_as_they_are_used(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
+    monkeypatch.setattr(update, "MIN_WAITING_BYTES", 0)
+    torch.manual_seed(0)
+    model = Branches()
+    model.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(16)])
+    model.order = list(range(16))
+    tight = {"zstore": {"step_overlap": "backward", "host_budget_bytes": SPILLS}}  # not all state has room beside them
+    with start(config("backward", nvme, **tight), model) as engine:
+        gradients, plan = engine.training_state.gradients, engine.training_state.plan
+        assert (plan.settings.holds_gradients, plan.held["gradients"].total) == (False, 0)
+        most: list[int] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: most.append(gradients.held_bytes()))
+        for _ in range(2):
+            most.clear()
+            engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)))
+            engine.step()
+        assert 0 < max(most) <= 4 * gradients.largest_unit_bytes
+        assert gradients.held_bytes() == 0
+
+
+def test_the_backward_waits_for_no_update_where_memory_holds_the_gradients(
+    monkeypatch: pytest.MonkeyPatch, nvme: Path
+) -> None:
+    monkeypatch.setattr(update, "MIN_WAITING_BYTES", 0)
+    monkeypatch.setattr(update, "_UNITS_WAITING", 0)
+    with held("backward", nvme) as (engine, files):
+        training = engine.training_state
+        assert training.plan.held["gradients"].host == 2 * sum(record.owned_numel for record in training.trained)
+        files.close_gate()
+        engine.backward(engine(*data(1)))  # its update goes no further than the gate
+        files.arrived(1)
+        assert TicketState.FINAL in [ticket.state for ticket in training.update.tickets.of.values()]
+        files.open_gate()
+        engine.step()
+        assert state_of(engine) == expected(2)
+
+
+@pytest.mark.parametrize("threshold", [0, 10**6])  # parameters are gathered before use, or resident
+def test_what_is_left_is_updated_behind_in_the_order_of_the_forward(
+    threshold: int, monkeypatch: pytest.MonkeyPatch, nvme: Path
+) -> None:
+    admit, done = Update._admit, dict[str, UpdatePhase]()
+    monkeypatch.setattr(Update, "_admit", lambda self, one, wait: "blocks.1" in one.name and admit(self, one, wait))
+    with start(config("backward", nvme, threshold=threshold), make_model()) as engine:
+        updater, note = engine.training_state.update, engine.training_state.update.tickets.done
+        updater.tickets.done = lambda one: (done.update({one.name: updater.phase}), note(one))  # type: ignore[method-assign, assignment, func-returns-value]
+        step(engine)
+        updater.wait()
+        trained = [one.name for one in engine.training_state.trained if "unused" not in one.name]
+        left = [name for name, phase in done.items() if phase is UpdatePhase.IN_BACKGROUND]
+        assert left == ([name for name in trained if name in left] if threshold == 0 else [])
+        assert threshold or done.keys() == {*trained}
+        step(engine)
+        assert state_of(engine) == expected(2)
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_close_with_an_update_under_way(mode: str, nvme: Path) -> None:
+    with held(mode, nvme) as (engine, files):
+        updater = engine.training_state.update
+        updater.join = opening(files, updater.join)  # type: ignore[method-assign]
+        files.close_gate()
+        engine.backward(engine(*data(1)))
+        if mode == "forward":
+            engine.step()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("zstore-update")]
+    assert not list(nvme.rglob("*.shard"))
+
+
+def test_a_failed_update_is_told_at_the_end(nvme: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = FaultyFiles()
+    with start(config("forward", nvme), make_model(), _files=files) as engine:
+        step(engine)
+        engine.training_state.update.wait()
+        files.inject(Fault(kind="write", pattern="*optimizer*", error_number=errno.EIO))
+        step(engine)
+    assert "the last update failed and its error was never raised" in caplog.text
+
+
+LEFT_OPEN = """
+import sys
+from pathlib import Path
+from tests.engine.step_modes import config, data, make_model, step
+from tests.engine.runs import start
+engines = []
+for mode in ("forward", "backward"):
+    folder = Path(sys.argv[1]) / mode
+    folder.mkdir()
+    engines.append(start(config(mode, folder), make_model()))
+    step(engines[-1])
+    step(engines[-1])
+engines[1].backward(engines[1](*data(2)))
+print("the end")
+raise ValueError("before step()")
+"""
+
+
+def test_the_interpreter_ends_with_engines_left_open(nvme: Path) -> None:
+    done = warm.run(
+        [sys.executable, "-c", LEFT_OPEN, str(nvme)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.stdout, done.returncode) == ("the end\n", 1), done.stderr
+    assert done.stderr.strip().endswith("ValueError: before step()")
+    assert not list(nvme.rglob("*.shard"))

@@ -211,13 +211,30 @@ def test_each_key_that_is_treated_otherwise_is_reported_once(given: dict[str, An
         assert re.search(reported[notice.key], str(notice)), notice
 
 
+_CPU = {"device": "cpu"}
+_STAGE_1, _STAGE_2 = ({"stage": stage, "offload_optimizer": _CPU} for stage in (1, 2))
+_STAGE_3 = {"stage": 3, "offload_param": _CPU}
+
+
 @pytest.mark.parametrize(
-    ("offloads", "mode"), [((), "none"), (("offload_optimizer",), "forward"), (("offload_param",), "forward")]
+    ("zero", "keys", "ranks", "mode"),
+    [
+        ({"stage": 3}, {}, 1, "none"),
+        (_STAGE_3, {}, 2, "backward"),
+        (_STAGE_1, {}, 1, "backward"),
+        (_STAGE_1, {}, 2, "none"),
+        (_STAGE_2, {}, 2, "backward"),
+        (_STAGE_3, {"gradient_clipping": 1.0}, 1, "forward"),
+        (_STAGE_3, {"fp16": {"enabled": True}}, 1, "forward"),
+        (_STAGE_3, {"zstore": {"non_finite_gradients": "skip"}}, 1, "forward"),
+        (_STAGE_3, {"optimizer": {"type": "Lamb"}}, 1, "none"),
+    ],
 )
-def test_auto_runs_behind_where_anything_is_offloaded(offloads: tuple[str, ...], mode: str) -> None:
-    zero = {"stage": 3} | {key: {"device": "cpu"} for key in offloads}
-    given = {"train_batch_size": 1, "zero_optimization": zero, "zstore": {"step_overlap": "auto"}}
-    resolved = load_config(given).resolve(ResolveContext(world_size=1))
+def test_auto_updates_in_the_backward_where_anything_is_offloaded_and_no_norm_is_awaited(
+    zero: dict[str, Any], keys: dict[str, Any], ranks: int, mode: str
+) -> None:
+    given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero} | _NO_CLIP | keys
+    resolved = load_config(given).resolve(ResolveContext(world_size=ranks))
     assert (resolved.step_overlap, keys_of(resolved)) == (mode, [])
 
 
