@@ -1,8 +1,9 @@
 """`loss.backward()`: a backward that the script starts, through the output of the engine's forward.
 
-[Note: the script's backward] The outputs of a forward have hooks. The first hook that fires in a backward starts it as
-`engine.backward` does, and a callback of autograd ends it when all gradients are there. Each hook multiplies its gradient
-by the loss scale and divides it by the accumulation steps, as `engine.backward` does with the loss.
+[Note: the script's backward]
+The outputs of a forward have hooks. The first hook that fires in a backward starts it as `engine.backward` does, and a
+callback of autograd ends it when all gradients are there. Each hook multiplies its gradient by the loss scale and divides
+it by the accumulation steps, as `engine.backward` does with the loss.
 
 That has to happen once on each path. Of several tensors, the one with the newest node cannot be an input of another, and
 gets the hook. Another may be, like the logits from which the model computed its loss: the script gets a view of it, with

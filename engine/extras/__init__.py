@@ -1,6 +1,8 @@
-"""Plug-ins of the engine. `zstore.engine` imports this, so that every config knows the sections of the extras, without torch.
+"""Plug-ins of the engine. `zstore.engine` imports this, so that every config knows the sections of the extras, without
+torch.
 
-A section changes a model by `prepare`; the rules, codecs and exchanges of all extras are registered before a model is laid out.
+A section changes a model by `prepare`; the rules, codecs and exchanges of all extras are registered before a model is laid
+out.
 """
 
 from importlib import import_module

@@ -1,12 +1,11 @@
 """The section `elasticity`, and its batch by DeepSpeed's formula of elasticity 0.1 and 0.2.
 
 [Note: the elastic batch]
-A step's samples stay the same whatever the world size is, so the batch must have many divisors. Each micro-batch size and
-the least common multiple of all becomes the largest product of itself and a highly composite number within the maximum. A
-world size is valid for a batch if some micro-batch size, times a whole number of accumulation steps, times the world size
-is the batch. Of these batches the one with the most valid world sizes is taken, of equals the larger (or the smaller).
-Version 0.2 counts in nodes of several ranks, and gives a world size that is not valid a batch of its own, the largest
-multiple within the maximum.
+The samples of a step do not depend on the world size, so the batch needs many divisors. Candidates are, for each
+micro-batch size and their least common multiple, the largest product with a highly composite number within the maximum. A
+world size is valid for a batch that is a product of it, a micro-batch size and a whole number of accumulation steps. The
+candidate with the most valid world sizes is chosen, of equals the larger (or the smaller). Version 0.2 counts in nodes of
+several ranks, and for a world size that is not valid uses the largest multiple within the maximum.
 """
 
 import math
@@ -48,35 +47,35 @@ class ElasticityIncompatibleWorldSize(ElasticityError):  # noqa: N818 - DeepSpee
 
 
 class ElasticitySection(Section):
-    """A batch that many world sizes train with: a run may shrink and grow between restarts. See docs/launch.md."""
+    """A batch that many world sizes can train with, so that a run may shrink and grow between restarts. See docs/launch.md."""
 
     switch = "enabled"
     gives_batch = True
 
     enabled: Bool = built(False)
-    """Take the batch sizes and accumulation steps from this section and the world size. A world size that is not valid is an
-    error with version 0.1, and gets a batch of its own with 0.2."""
+    """Compute batch size and accumulation steps from this section and the world size. A world size that is not valid is an
+    error with version 0.1, and gets another batch with 0.2."""
     max_train_batch_size: Positive | None = built(None)
-    """Most samples of a step: the batch within it that has the most valid world sizes is taken. Needed."""
+    """Maximum samples of a step: the batch within it with the most valid world sizes is used. Required."""
     micro_batch_sizes: Sizes | None = built(None)
-    """Samples that one rank may take through one forward. Needed."""
+    """Possible samples of one forward on one rank. Required."""
     min_gpus: Positive = built(1)
-    """Fewest ranks that count as valid."""
+    """Minimum number of ranks."""
     max_gpus: Positive = built(10_000)
-    """Most ranks that count as valid."""
+    """Maximum number of ranks."""
     version: Annotated[Literal["0.1", "0.2"], OneOf(), BeforeValidator(str), Expects("0.1 or 0.2")] = built("0.2")
-    """0.2 counts in nodes of num_gpus_per_node ranks; 0.1 does not read that key."""
+    """0.2 counts in nodes of num_gpus_per_node ranks; 0.1 ignores that key."""
     num_gpus_per_node: Positive = built(1)
-    """Ranks of a node, of which valid world sizes are multiples. A max_gpus of less than a node is no limit."""
+    """Ranks of a node: valid world sizes are multiples. A max_gpus of less than a node is no limit."""
     prefer_larger_batch: Bool = built(True)
-    """Of batches with as many valid world sizes take the larger; false: the smaller."""
+    """Of batches with as many valid world sizes use the larger; false: the smaller."""
     ignore_non_elastic_batch_info: Bool = built(False)
-    """Ignore batch sizes in the config beside this section. false: they are an error."""
+    """Ignore the config's batch sizes; false: they are an error."""
 
     def batch(self, world_size: int | None = None) -> tuple[int, tuple[int, ...]]:
-        """Return the samples of a step, and the world sizes that train with them, ascending; with version 0.2 and a
-        `world_size` that is not valid, those of that. See [Note: the elastic batch]. Raises ValueError if there is
-        none: an ElasticityIncompatibleWorldSize if there is one at other world sizes."""
+        """Return the samples of a step, and the valid world sizes, ascending; with version 0.2, for a `world_size` that is
+        not valid, the samples for it. See [Note: the elastic batch]. Raises ValueError if there is no batch,
+        ElasticityIncompatibleWorldSize if there is one for other world sizes."""
         sizes, maximum = self.micro_batch_sizes, self.max_train_batch_size
         if maximum is None or sizes is None:
             raise ValueError("expected max_train_batch_size and micro_batch_sizes")
@@ -106,7 +105,7 @@ class ElasticitySection(Section):
         )
 
     def sizes_at(self, world_size: int) -> tuple[int, int, int]:
-        """As the base says: of micro-batches the largest of which every rank takes a whole number."""
+        """Return the sizes, with the largest micro-batch of which every rank takes a whole number."""
         batch, _ = self.batch(world_size)
         share = batch // world_size
         micro = max(size for size in self.micro_batch_sizes or () if share % size == 0)
@@ -133,9 +132,9 @@ def compute_elastic_config(
     ds_config: Any, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[Any, ...]:
     """Return (train batch, valid world sizes), with a world size or `return_microbatch` followed by the micro-batch (None
-    without a world size): see [Note: the elastic batch]. Only the section of `ds_config`, a dict or the path of a JSON file,
-    counts. Raises ElasticityConfigError if it is wrong or not enabled, ElasticityIncompatibleWorldSize if the world size
-    cannot train."""
+    without a world size): see [Note: the elastic batch]. Only the section of `ds_config`, a dict or the path of a JSON
+    file, counts. Raises ElasticityConfigError if it is wrong or not enabled, ElasticityIncompatibleWorldSize if the world
+    size cannot train."""
     try:
         raw = read_config(ds_config) if isinstance(ds_config, str | os.PathLike) else ds_config
         section: Any = vars(load_config({"elasticity": raw.get("elasticity")}).settings)["elasticity"]

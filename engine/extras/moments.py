@@ -1,11 +1,11 @@
-"""Optimizer moments kept in bf16 (`zstore.moments`); in fp32 for the update alone.
+"""Optimizer moments stored in bf16 (`zstore.moments`), and in fp32 only during the update.
 
 [Note: stored moments]
-Averages of gradients and of their squares are kept so, see `reduced_slots`. A tile's moments are cast to fp32, the kernel runs
-over them, and they are rounded again. Rounding is stochastic: an average moves by a thousandth of itself a step, which
-rounding to the nearest would lose every time. A table of random words gives the summand before the low bits are cut off. An
-element's place in it is a hash of the parameter's name and the step's number, plus the element's place in the whole
-parameter: so the bits are the same on every tier, at every world size, and after a resume.
+This is for averages of gradients and of their squares, see `reduced_slots`. A tile's moments are cast to fp32, updated by
+the kernel, and rounded stochastically: an average moves by a thousandth of itself a step, which rounding to the nearest
+would always lose. A random word is added before the low bits are cut off. Its index in a table is a hash of the parameter's
+name and the step's number, plus the element's index in the parameter: the bits do not depend on tier, world size or
+resumes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..optim.kernel import Kernel, ParameterStep, SlotArray, SlotCodec, Tensors
 from ..optim.rules import codecs
 
 _PIECE_NUMEL = 1 << 16
-"""Elements that are in fp32 at a time, if the processor updates them: they stay in its cache."""
+"""Elements in fp32 at a time, if the CPU updates them: they stay in its cache."""
 _NUM_WORDS = 1 << 17
-"""Random words, after which they repeat along a parameter."""
+"""Number of random words, which repeat along a parameter."""
 
 
 class MomentCodec(SlotCodec):
-    """Keeps averages of gradients and of their squares in bf16; the first element on this rank has random word number `start`.
-    See [Note: stored moments]."""
+    """Stores averages of gradients and of their squares in bf16; the first element on this rank has random word number
+    `start`. See [Note: stored moments]."""
 
     is_plain = False
 
@@ -74,16 +74,16 @@ class MomentCodec(SlotCodec):
 
 @cache
 def _noise(device: torch.device, half: int) -> torch.Tensor:
-    """Return the summand of fp32 bits by word, of one half of the random words, twice in a row."""
-    # Raw output: the same in every version of numpy, which it does not promise for its distributions.
+    """Return the summands of fp32 bits, from one half of each random word, repeated twice."""
+    # Raw output, since numpy's distributions may change with its version.
     words = np.random.Philox(key=0).random_raw(_NUM_WORDS // 2).view("<u4").astype(np.int64)
     noise = (torch.from_numpy(np.concatenate([words, words])) >> (16 * half)) & 0xFFFF
     return noise.to(device, torch.int32)
 
 
 def _moment_codec(config: Config, kernels: Sequence[Kernel], kind: str) -> SlotCodec | None:
-    """Return the codec if `zstore.moments` asks for bf16. Raises UsageError if an optimizer of a `kind` has no moment in
-    the store that could be in bf16."""
+    """Return the codec if `zstore.moments` is bf16. Raises UsageError if an optimizer of a `kind` has no moment in the
+    store for it."""
     if config.moments == "fp32":
         return None
     if any(reduced_slots(kernel.slots) for kernel in kernels):

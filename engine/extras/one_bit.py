@@ -1,31 +1,32 @@
-"""1-bit Adam, 0/1 Adam and 1-bit LAMB: optimizers that send signs. Every rank takes their steps over whole tensors, by a rule.
+"""1-bit Adam, 0/1 Adam and 1-bit LAMB: optimizers that send signs. Every rank updates whole tensors, by a rule.
 
 [Note: rules]
-A rule is one update of one parameter: it sees whole parameters on every rank, and this rank's own gradient. The phase of an
-update says what ranks exchange in it: "exact", gradients are averaged as for any optimizer; "compressed", the tensor that the
-rule gives to `compressed`; "local", nothing. DeepSpeed's classes never correct the moments for starting at zero, as
+A rule is the update of one parameter: it gets the whole parameter on every rank, and this rank's gradient. The phase of an
+update determines what ranks exchange: "exact", the mean gradient; "compressed", the tensor that the rule passes to
+`compressed`; "local", nothing. DeepSpeed's classes never correct the moments for starting at zero, as with
 `bias_correction: false`.
 
-An element whose gradients were all exactly 0 until the variance is frozen has no variance to divide by, and signs cannot say
-0: it changes by weight decay alone.
+An element whose gradients were all exactly 0 until the variance is frozen has no variance to divide by, and signs cannot
+encode 0: only weight decay changes it.
 
 [Note: the state of one rank]
-Masters and shared slots are whole on every rank and the same there, so they are in the store like any state. The state of
-one rank alone, errors of messages and own slots, is kept here, and a checkpoint has it in rows by rank, beside the client's
-state, which rank 0 writes. At another world size each rank starts from the mean of the rows, which keeps the sum that the
-ranks still owe; the server errors, which belong to chunks of that many ranks, start from zero.
+Masters and shared slots are whole and equal on all ranks, and in the store like other state. State that differs by rank,
+errors of messages and own slots, is in this object, and in checkpoints as rows by rank, which rank 0 writes with the
+client's state. At another world size each rank starts from the mean of the rows, which preserves the sum of the errors;
+server errors, which belong to chunks of that many ranks, start from zero.
 
-The phase of a parameter follows from its own number of updates: one of which no rank has a gradient takes no part in a
-step, as with any optimizer. A rank that fails ends the exchanges in which the others wait for it.
+The phase of a parameter depends on its own number of updates: without a gradient on any rank it is skipped in a step, as
+with any optimizer. A rank that fails also ends the exchanges that others wait in.
 
 [Note: two phases]
-The mean of tensors sent as signs, with error feedback (https://arxiv.org/abs/2102.02888, section 4): rank r averages chunk r.
-1. Each rank adds the loss of its last messages (the worker error), sends each chunk as signs and a scale to the rank that
+The mean of tensors sent as signs, with error feedback (https://arxiv.org/abs/2102.02888, section 4):
+rank r averages chunk r.
+1. Each rank adds the worker error (the loss of its last messages), sends each chunk as signs and a scale to the rank that
    averages it, and keeps the new loss.
-2. That rank adds the messages up in the order of the ranks, divides, adds the loss of its own last message (the server
-   error), and sends the mean as signs and a scale to all, keeping the loss.
-All ranks decode the same bytes, so that they have the same bits. The scale, the mean of the absolute values, loses least: the
-loss is shorter than the message, so that errors that are fed back do not grow (https://arxiv.org/abs/1901.09847, lemma 8).
+2. That rank sums the messages in the order of ranks, divides, adds the server error (the loss of its last mean), sends the
+   mean as signs and a scale to all, and keeps the loss.
+All ranks decode the same bytes, and so get the same bits. The scale is the mean of absolute values, for which the loss is
+smaller than the message, so that errors do not grow (https://arxiv.org/abs/1901.09847, lemma 8).
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ from ..plan.plan import Slots, TensorSlot
 
 Phase = Literal["exact", "compressed", "local"]
 Group = Mapping[str, Any]
-"""The settings of a parameter's group."""
+"""Settings of a parameter group."""
 Compressed = Callable[[torch.Tensor], torch.Tensor]
-"""Returns the mean over ranks of a tensor [numel] sent as signs and scales with error feedback: the same bits on every rank."""
+"""Returns the mean over ranks of a tensor [numel], sent as signs and scales with error feedback, with equal bits on all
+ranks."""
 
 _PER_BYTE = 8
 _SCALE_BYTES = 4
@@ -74,7 +76,7 @@ class TensorState:
     """By the names of the rule's `slots` and `own_slots`; zero at first."""
 
     def follow(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the momentum, once it has the gradient."""
+        """Update the momentum with the gradient, and return it."""
         beta1 = self.group["betas"][0]
         return self.slots["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
 
@@ -93,15 +95,15 @@ class TensorState:
         return self.slots["exp_avg_sq"].sqrt().div_(root).add_(self.group["eps"])
 
     def descend(self) -> None:
-        """Take one step of AdamW with the moments as they are."""
+        """Take one step of AdamW with the current moments."""
         rate = float(self.group["lr"])
         self.master.mul_(1 - rate * self.group["weight_decay"])
         self.master.addcdiv_(self.slots["exp_avg"], self.divisor(), value=-rate / self.unbias())
 
 
 class AdamRule(Kernel):
-    """1-bit Adam (Tang et al. 2021, https://arxiv.org/abs/2102.02888, algorithm 1): AdamW for `freeze_step` updates, and then
-    with a frozen variance, so that the ranks send the momentum alone:
+    """1-bit Adam (Tang et al. 2021, https://arxiv.org/abs/2102.02888, algorithm 1): AdamW for `freeze_step` updates, and
+    then with a frozen variance, so that the ranks send the momentum alone:
 
         momentum = compressed(beta1 * momentum + (1 - beta1) * gradient)
         weights -= lr * (momentum / (1 - beta1^t) / (sqrt(variance / (1 - beta2^f)) + eps) + weight_decay * weights)
@@ -111,15 +113,15 @@ class AdamRule(Kernel):
 
     slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     own_slots: ClassVar[tuple[str, ...]] = ()
-    """Slots that differ from rank to rank, and so are not in the store."""
+    """Slots that differ by rank, and so are not in the store."""
     numbers: ClassVar[tuple[str, ...]] = ("step", "variance_updates")
-    """Scalars that it keeps, from 0; `step` counts the updates."""
+    """Scalars of the state, initially 0; `step` counts the updates."""
 
     def initial(self) -> Scalars:
         return dict.fromkeys(self.numbers, 0.0)
 
     def start(self, group: Group, scalars: Scalars) -> ParameterStep:
-        """The step was taken, and counted, by `update`."""
+        """Return the scalars: `update` takes and counts the step."""
         return ParameterStep(scalars)
 
     def phase(self, group: Group, step: int) -> Phase:
@@ -127,10 +129,10 @@ class AdamRule(Kernel):
         return "exact" if step <= group["freeze_step"] else "compressed"
 
     def update(self, state: TensorState, gradient: torch.Tensor, compressed: Compressed) -> None:
-        """Take one update: `gradient` [numel], fp32, may be changed; it is the mean over ranks in the phase "exact", else this
-        rank's own. `compressed` is called once in the phase "compressed" and not in others."""
+        """Take one update. `gradient` [numel], fp32, may be changed; it is the mean over ranks in the phase "exact", else
+        this rank's. `compressed` is called once in the phase "compressed", else not."""
         scalars = state.scalars
-        # The state of an Adam has the step count alone: its variance is of every update.
+        # The state of Adam has only the step count: each update was one of the variance.
         scalars["variance_updates"] = scalars["variance_updates"] or scalars["step"]
         scalars["step"] += 1
         if self.phase(state.group, int(scalars["step"])) == "exact":
@@ -140,7 +142,7 @@ class AdamRule(Kernel):
             self.inexact(state, gradient, compressed)
 
     def exact(self, state: TensorState, gradient: torch.Tensor) -> None:
-        """Take an update with the mean gradient: until the first of another kind, the engine's AdamW, its bits."""
+        """Take an update with the mean gradient: the engine's AdamW, with its bits, until the first compressed one."""
         group, step, variance = state.group, state.scalars["step"], state.slots["exp_avg_sq"]
         if state.scalars["variance_updates"] == step:
             kernel = FusedAdam(decoupled=True, corrects=group["bias_correction"]).start(group, {"step": step - 1})
@@ -151,17 +153,17 @@ class AdamRule(Kernel):
         state.descend()
 
     def inexact(self, state: TensorState, gradient: torch.Tensor, compressed: Compressed) -> None:
-        """Take an update with the rank's own gradient."""
+        """Take an update with this rank's gradient."""
         state.set_momentum(compressed(state.follow(gradient)))
         state.descend()
 
     def restore(self, state: TensorState) -> None:
-        """Set the master of a loaded state from the rank's own slots, if it differs from rank to rank."""
+        """Set the master of a loaded state from the rank's own slots, if it differs by rank."""
 
 
 class ZeroOneRule(AdamRule):
-    """0/1 Adam (Lu et al. 2022, https://arxiv.org/abs/2202.06009, algorithm 1, with DeepSpeed's choice of steps): AdamW that
-    sends signs from the start, and later not in every step.
+    """0/1 Adam (Lu et al. 2022, https://arxiv.org/abs/2202.06009, algorithm 1, with DeepSpeed's choice of steps): AdamW
+    that sends signs from the start, and later not in every step.
 
     Until update `var_freeze_step`, gradients are exact at an interval that doubles after `var_update_scaler` of them; they
     alone change the variance. In others `momentum = beta1 * momentum + compressed((1 - beta1) * gradient)`. After it, each
@@ -194,7 +196,7 @@ class ZeroOneRule(AdamRule):
     def inexact(self, state: TensorState, gradient: torch.Tensor, compressed: Compressed) -> None:
         group, scalars, moment, anchor = state.group, state.scalars, state.slots["exp_avg"], state.slots["anchor"]
         if scalars["step"] <= group["var_freeze_step"]:
-            # Sent as the gain of the momentum, so that the errors have its unit when momenta are sent.
+            # Sent as the change of the momentum, so that errors have its unit when momenta are sent.
             gain = compressed(gradient.mul_(1 - group["betas"][0]))
             state.set_momentum(moment.mul_(group["betas"][0]).add_(gain))
             state.descend()
@@ -208,7 +210,7 @@ class ZeroOneRule(AdamRule):
         if self.phase(group, int(scalars["step"])) == "local":
             self.restore(state)
             return
-        # With rates of 0 nothing was accumulated, but momenta are the ranks' own all the same.
+        # With rates of 0 nothing was accumulated, but momenta still differ by rank.
         state.set_momentum(compressed(accumulator / rates if rates > 0 else moment / start) * start)
         anchor.mul_(1 - rates * group["weight_decay"]).addcdiv_(moment, state.divisor(), value=-rates / start)
         state.master.copy_(anchor)
@@ -223,16 +225,17 @@ class ZeroOneRule(AdamRule):
 
 class LambRule(AdamRule):
     """1-bit LAMB (Li et al. 2021, https://arxiv.org/abs/2104.06069, algorithm 1, with DeepSpeed's limits): LAMB for
-    `freeze_step` updates, then the momentum of 1-bit Adam, and a factor of the tensor's step that follows from the warm-up's:
+    `freeze_step` updates, then the momentum of 1-bit Adam, and a factor of the tensor's step that follows from the
+    warm-up's:
 
         fresh = beta2 * fresh + (1 - beta2) * ((momentum - beta1 * last) / (1 - beta1))^2, with `last` the momentum before
         ratio = max over elements of (sqrt(variance) + eps) / (sqrt(fresh) + eps)
         weights -= lr * frozen * ratio * (momentum / (sqrt(variance) + eps) + weight_decay * weights)
 
     `frozen` is the average of the warm-up's factors, with decay `coeff_beta` and from 0; updates with a norm of 0 do not
-    count. `fresh` starts as the variance at the freeze. `ratio` goes from `factor_min` to `factor_max`, and changes by at most
-    its `factor_threshold`-th part in an update; with weight decay it is mixed with 1 by the part of the decay in the update.
-    Bias correction is LAMB's; the ratio's variances are corrected too, each by its own number of updates.
+    count. `fresh` starts as the variance at the freeze. `ratio` goes from `factor_min` to `factor_max`, and changes by at
+    most its `factor_threshold`-th part in an update; with weight decay it is mixed with 1 by the part of the decay in the
+    update. Bias correction is LAMB's; the ratio's variances are corrected too, each by its own number of updates.
     """
 
     slots = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
@@ -270,7 +273,7 @@ class LambRule(AdamRule):
         change, former = group["factor_threshold"], scalars["last_factor"]
         ratio = min(max(ratio, group["factor_min"]), group["factor_max"])
         scalars["last_factor"] = ratio = min(max(ratio, former * (1 - change)), former * (1 + change))
-        # A tensor whose norms were 0 in the whole warm-up took its steps with factor 1.
+        # A tensor whose norms were 0 throughout the warm-up was updated with factor 1.
         state.master.sub_(update, alpha=rate * ratio * (scalars["lamb_coeff_freeze"] or 1.0))
 
 
@@ -278,13 +281,13 @@ class LambRule(AdamRule):
 
 
 def chunk_numel(numel: int, world_size: int) -> int:
-    """Return how many elements of a tensor each rank averages, padding included: whole bytes of signs."""
+    """Return the number of elements of a tensor that each rank averages, with padding to whole bytes of signs."""
     return round_up(-(-numel // world_size), _PER_BYTE)
 
 
 def encode(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Return `rows` [k, n] (fp32, n a multiple of 8) as bytes [k, n / 8 + 4]: signs, the lowest bit first and zero positive,
-    then the scale, for which `counts` elements of each row count: behind them there are zeros."""
+    """Return `rows` [k, n] (fp32, n a multiple of 8) as bytes [k, n / 8 + 4]: signs, the lowest bit first and zero
+    positive, then the scale, for which `counts` elements of each row count: behind them there are zeros."""
     bits = (rows >= 0).view(rows.shape[0], -1, _PER_BYTE).to(torch.uint8)
     shifts = torch.arange(_PER_BYTE, dtype=torch.uint8, device=rows.device)
     signs = (bits << shifts).sum(dim=2, dtype=torch.uint8)
@@ -301,17 +304,17 @@ def decode(encoded: torch.Tensor) -> torch.Tensor:
 
 
 def compressed_mean(world: World, errors: Mapping[str, torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-    """Return the mean of `values` [numel], fp32, over the ranks as it is after both phases: the same bits on every rank (all
-    ranks). The `errors`, fp32, are changed: worker_error [numel] and server_error [chunk_numel]. See [Note: two phases]."""
+    """Return the mean of `values` [numel], fp32, over the ranks after both phases, with equal bits on all ranks (all
+    ranks). Updates `errors`, fp32: worker_error [numel] and server_error [chunk_numel]. See [Note: two phases]."""
     if world.world_size == 1:
         return values
     worker, server = errors["worker_error"], errors["server_error"]
     ranks, numel, chunk = world.world_size, values.numel(), server.numel()
     counts = [min(max(numel - rank * chunk, 0), chunk) for rank in range(ranks)]
-    meant = torch.zeros(ranks, chunk, device=values.device)
-    torch.add(values, worker, out=meant.view(-1)[:numel])
-    sent = encode(meant, counts)
-    torch.sub(meant.view(-1)[:numel], decode(sent).view(-1)[:numel], out=worker)
+    exact = torch.zeros(ranks, chunk, device=values.device)
+    torch.add(values, worker, out=exact.view(-1)[:numel])
+    sent = encode(exact, counts)
+    torch.sub(exact.view(-1)[:numel], decode(sent).view(-1)[:numel], out=worker)
     received = torch.empty_like(sent)
     world.all_to_all(received, sent, kind="all_to_all").wait()
     mean, count = torch.zeros_like(server), counts[world.rank]
@@ -325,14 +328,14 @@ def compressed_mean(world: World, errors: Mapping[str, torch.Tensor], values: to
 
 
 def error_numels(numel: int, world_size: int) -> dict[str, int]:
-    """Return the elements of the errors that a rank keeps of a tensor: none if nothing is sent."""
+    """Return the number of elements of a rank's errors for a tensor, by name; empty if nothing is sent."""
     if world_size == 1 or not numel:
         return {}
     return {"worker_error": numel, "server_error": chunk_numel(numel, world_size)}
 
 
 class OneBitStep(Stepper):
-    """Takes the updates of a run with an optimizer that sends signs (all ranks). See [Note: the state of one rank]."""
+    """Updates of a run with an optimizer that sends signs (all ranks). See [Note: the state of one rank]."""
 
     keeps_state = owns_gradients = True
 
@@ -342,7 +345,7 @@ class OneBitStep(Stepper):
         self._world = world
         self.name = type(client).__name__
         self.own: dict[ParameterRecord, dict[str, torch.Tensor]] = {}
-        """This rank's own state of each parameter, 1-D."""
+        """State of each parameter that differs by rank, 1-D."""
         for record in (record for record in state.scalars if record.numel):
             sizes = dict.fromkeys(self._rule_of(record)[0].own_slots, record.numel)
             sizes |= error_numels(record.numel, world.world_size)
@@ -363,7 +366,7 @@ class OneBitStep(Stepper):
         return exact
 
     def agreed_norm(self, norm: float) -> float:
-        """Return the root of the mean square of the ranks' norms: their gradients may be their own."""
+        """Return the root of the mean square of the ranks' norms, since their gradients may differ."""
         mine = torch.tensor([norm], dtype=torch.float64, device=self._world.device)
         everyone = mine.new_empty(self._world.world_size)
         self._world.all_gather(everyone, mine, kind="control")
@@ -383,15 +386,15 @@ class OneBitStep(Stepper):
             with torch.no_grad():
                 self._state.change_whole([self._state.arrays_of(record) for record in mine], step)
         except Exception as error:
-            self._world.watch.escaped(error)  # the others wait in an exchange
+            self._world.watch.escaped(error)  # other ranks wait in an exchange
             raise
 
     def _tensor(self, record: ParameterRecord, groups: Sequence[Mapping[str, Any]]) -> tuple[AdamRule, TensorState]:
-        """Return a parameter's rule, and its state as the rule takes it."""
+        """Return a parameter's rule, and the state that the rule updates."""
         rule, group = self._rule_of(record)
         memory = self._state.store.memory
         slots = {name: as_torch(memory(optimizer_array(name, record.name))) for name in rule.slots} | self.own[record]
-        scalars = {**rule.initial(), **self._state.scalars[record]}  # that of an AdamW has the step count alone
+        scalars = {**rule.initial(), **self._state.scalars[record]}  # AdamW's has only the step count
         return rule, TensorState(groups[group], scalars, self._state.whole_master(record), slots)
 
     def _keep(self, record: ParameterRecord, state: TensorState) -> None:
@@ -402,7 +405,7 @@ class OneBitStep(Stepper):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the ranks' own state in rows, by parameter name: on rank 0 all of it, elsewhere nothing (all ranks)."""
+        """Return the state that differs by rank, in rows, by parameter name, on rank 0; {} for each elsewhere (all ranks)."""
         found: dict[str, Any] = {}
         for record, own in self.own.items():
             kept = found[record.name] = {}
@@ -426,18 +429,18 @@ class OneBitStep(Stepper):
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """The parameter groups of 1-bit Adam, which a config names."""
+    """Parameter groups of 1-bit Adam, made from a config."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing: the engine takes the steps."""
 
 
 class ZeroOneAdam(OneBitAdam):
-    """Those of 0/1 Adam."""
+    """Parameter groups of 0/1 Adam."""
 
 
 class OneBitLamb(OneBitAdam):
-    """Those of 1-bit LAMB."""
+    """Parameter groups of 1-bit LAMB."""
 
 
 RULES: dict[Kind, AdamRule] = {OneBitAdam: AdamRule(), ZeroOneAdam: ZeroOneRule(), OneBitLamb: LambRule()}

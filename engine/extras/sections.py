@@ -1,5 +1,5 @@
-"""Sections of the extras in a config: arguments of the optimizers whose step needs a whole tensor, of those that send signs,
-and the pattern of sparse attention. Loads no torch."""
+"""Sections of the extras in a config: arguments of the optimizers whose step needs a whole tensor, of those that send
+signs, and the pattern of sparse attention. Loads no torch."""
 
 from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
@@ -192,13 +192,13 @@ _OF_ALL = ("mode", "block", "attention", "different_layout_per_head")
 
 
 class Pattern(Section):
-    """Attention in blocks: each token attends to a part of the sequence. Acts on the models of `zstore train` and on those of
-    transformers, and by `zstore.attention.attend` in any other; see docs/models.md. An argument of another mode is an
+    """Attention in blocks: each token attends to a part of the sequence. Acts on the models of `zstore train` and on those
+    of transformers, and by `zstore.attention.attend` in any other; see docs/models.md. An argument of another mode is an
     error."""
 
     mode: Annotated[Literal["dense", "fixed", "variable", "bigbird", "bslongformer"], OneOf()] = built("fixed")
-    """Which blocks attend to which: "dense" all to all, "fixed" local windows and the last blocks of each, "variable" windows
-    of given sizes, random blocks and global ones, "bigbird" a sliding window, random blocks and the first ones,
+    """Which blocks attend to which: "dense" all to all, "fixed" local windows and the last blocks of each, "variable"
+    windows of given sizes, random blocks and global ones, "bigbird" a sliding window, random blocks and the first ones,
     "bslongformer" a sliding window and global blocks."""
     block: Positive = built(16)
     """Tokens of a block."""

@@ -1,7 +1,7 @@
-"""Layouts of patterns, their masks, attention under them, and what gives it to a model.
+"""Layouts of patterns, their masks, attention under them, and its use in models.
 
-A sequence is cut into blocks of `block` tokens, the last of which may be short. A layout says for each pair of blocks
-whether queries of the one attend to keys of the other. Sources: fixed, Child et al., "Generating Long Sequences with Sparse
+A sequence is cut into blocks of `block` tokens, the last of which may be short. A layout has for each pair of blocks
+whether queries of one attend to keys of the other. Sources: fixed, Child et al., "Generating Long Sequences with Sparse
 Transformers" (arXiv 1904.10509); bigbird, Zaheer et al. (arXiv 2007.14062); bslongformer, Beltagy et al. (arXiv 2004.05150)
 at the granularity of blocks.
 """
@@ -24,11 +24,11 @@ from ..config.config import load_config
 from .sections import Pattern
 
 _UNSUPPORTED = ("softcap", "position_bias", "s_aux")
-"""Arguments of transformers' attention beside a mask."""
+"""Arguments of transformers' attention that are refused."""
 
 
 def pattern_of(mode: str, **arguments: Any) -> Pattern:
-    """Return the pattern of a mode, with the arguments of the config's section. Raises ConfigError for others."""
+    """Return the pattern of a mode, with arguments as in the config's section. Raises ConfigError for others."""
     given = {name: value for name, value in arguments.items() if value is not None}
     settings: Any = load_config({"sparse_attention": {"mode": mode, **given}}, name="sparse attention").settings
     pattern: Pattern = settings.sparse_attention
@@ -40,8 +40,8 @@ def pattern_of(mode: str, **arguments: Any) -> Pattern:
 
 @functools.lru_cache(maxsize=32)
 def layout_of(pattern: Pattern, num_heads: int, num_blocks: int) -> torch.Tensor:
-    """Return which blocks of keys each block of queries attends to: bool [heads, queries, keys]; the first extent is 1 if all
-    heads are alike. Every block attends to itself. The caller must not change it."""
+    """Return which blocks of keys each block of queries attends to: bool [heads, queries, keys], with 1 head if all are
+    equal. Every block attends to itself. The caller must not change it."""
     heads = range(num_heads if pattern.different_layout_per_head else 1)
     found = torch.stack([_layout_of_head(pattern, head, num_blocks) for head in heads])
     found |= torch.eye(num_blocks, dtype=torch.bool)
@@ -81,7 +81,7 @@ def _layout_of_head(pattern: Pattern, head: int, num_blocks: int) -> torch.Tenso
 
 
 def _fixed(pattern: Pattern, head: int, num_blocks: int) -> torch.Tensor:
-    """Local windows, and in each window the global blocks, which all later (or all) blocks attend to."""
+    """Return local windows, and in each window the global blocks, to which all later (or all) blocks attend."""
     local, each = pattern.argument("num_local_blocks"), pattern.argument("num_global_blocks")
     window = torch.arange(num_blocks) // local
     chosen: torch.Tensor = window[:, None] == window
@@ -130,16 +130,16 @@ def attend(  # noqa: PLR0913 - those of scaled_dot_product_attention, and the pa
     is_causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return attention [batch, heads, queries, head_dim] of `query` to `key` and `value` [batch, heads, keys, head_dim], for
-    the pairs of tokens that the pattern allows.
+    """Return attention [batch, heads, queries, head_dim] of `query` to `key` and `value` [batch, heads, keys, head_dim],
+    for the pairs of tokens that the pattern allows.
 
-    `mask`, bool, of a shape that broadcasts to [batch, heads, queries, keys], excludes more pairs: False is not attended to.
-    `is_causal` excludes later tokens, as a unidirectional pattern does by itself. Heads of `key` and `value` may be fewer
-    by a whole factor. Fewer queries than keys, as with a cache of keys: the queries are the last tokens. `scale` and
-    `dropout_p` are those of `scaled_dot_product_attention`.
+    `mask`, bool, of a shape that broadcasts to [batch, heads, queries, keys], excludes more pairs: those with False.
+    `is_causal` excludes later tokens, as unidirectional patterns always do. `key` and `value` may have fewer heads by a
+    whole factor. Fewer queries than keys, as with a cache of keys, are the last tokens. `scale` and `dropout_p` are as in
+    `scaled_dot_product_attention`.
 
-    On CUDA it is flex_attention, which leaves out blocks that nothing attends to; on other devices, and with a mask, dropout
-    or fewer queries, dense attention under the pattern's mask. Raises UsageError for shapes that do not belong together.
+    On CUDA this is flex_attention, which skips empty blocks; on other devices, and with a mask, dropout or fewer queries,
+    dense attention under the pattern's mask. Raises UsageError for shapes that do not fit together.
     """
     heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
     if key.shape != value.shape[:3] + key.shape[3:] or heads % key.shape[1] or queries > keys:
@@ -171,11 +171,10 @@ def _compiled_flex() -> Any:
 
 
 def apply(model: nn.Module, pattern: Pattern) -> int:
-    """Let attention in `model` be under `pattern`; return how many modules or transformers models took it.
+    """Use `pattern` for the attention in `model`; return the number of modules or transformers models that use it.
 
-    Takes part: a module that has `use_attention(attend)`, as those of zstore's own models, and a transformers model whose
-    attention is one of those that transformers can exchange. In the latter attention to another sequence stays dense.
-    Raises UsageError if nothing takes part.
+    These are modules with `use_attention(attend)`, as in zstore's models, and transformers models whose attention
+    transformers can exchange; their attention to another sequence stays dense. Raises UsageError if there are none.
     """
     count = 0
     inner: set[nn.Module] = set()
@@ -233,7 +232,7 @@ def _transformers_attention(pattern: Pattern) -> Callable[..., tuple[torch.Tenso
         if mask is not None and mask.dtype != torch.bool:
             mask = mask > torch.finfo(mask.dtype).min / 2
         options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
-        if not causal and query.shape[2] != key.shape[2]:  # to another sequence
+        if not causal and query.shape[2] != key.shape[2]:  # attention to another sequence
             options |= {"attn_mask": mask, "enable_gqa": query.shape[1] != key.shape[1]}
             mixed = F.scaled_dot_product_attention(query, key, value, **options)
         else:

@@ -1,18 +1,17 @@
-"""Optimizers whose update needs a whole tensor (its norm, the sums over its rows and columns, or the matrix), with rows of it
-on each rank: ranks take turns as owners, and the class's own step runs over one whole tensor at a time.
+"""Optimizers whose update needs a whole tensor (its norm, the sums over its rows and columns, or the matrix), whose rows
+are on several ranks: ranks take turns as owners, and the class's own step runs over one whole tensor at a time.
 
 [Note: owners]
-Tensors are taken in rounds of as many as there are ranks, the largest first, and rank i of a round owns its i-th tensor for
-that time. Each round:
+A round has as many tensors as there are ranks, the largest first, and rank i owns the i-th one. Each round:
 1. every rank reads its rows of master, slots and gradient of all tensors of the round, from any tier, the gradient
    in fp32 and multiplied once (see [Note: the update]);
 2. one exchange gives each owner its whole tensor, and the class's own step runs over it, on the device that computes;
 3. one exchange returns master and slots, and every rank writes its rows and casts the parameter's own.
-So the bits are those of the class over the whole tensor, whatever tier, stage or number of ranks; and memory is bounded by
-four copies of one tensor: read, received, whole, and on its way back. If every rank has all rows nothing is exchanged, and
-each takes every tensor.
+So the bits are those of the class over the whole tensor on every tier, stage and number of ranks; and memory is bounded by
+four copies of one tensor: read, received, whole, and to send back. If every rank has all rows nothing is exchanged, and
+each updates every tensor.
 
-A rank that fails goes on through the exchanges, since the others wait in them, and raises at the end.
+A rank that fails continues with the exchanges, since others wait in them, and raises at the end.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from ..runtime.device import GradientTiles
 
 
 def _arrays_of(kind: type[torch.optim.Optimizer], shape: Sequence[int]) -> list[SlotArray]:
-    """Return a class's arrays for a tensor of `shape`."""
+    """Return the arrays of a class for a tensor of `shape`."""
     shapes: dict[str, tuple[int, ...] | None] = {"variance": None}
     if kind is Lamb:
         shapes = {"exp_avg": None, "exp_avg_sq": None}
@@ -55,7 +54,7 @@ def _arrays_of(kind: type[torch.optim.Optimizer], shape: Sequence[int]) -> list[
 
 
 class TensorKernel(Kernel):
-    """The update of whole tensors by a class's own step: an instance of it steps one proxy parameter after the other."""
+    """The update of whole tensors by the class's own step: an instance of it updates one proxy parameter after the other."""
 
     def __init__(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> None:
         self._kind: Any = kind
@@ -65,7 +64,7 @@ class TensorKernel(Kernel):
         self._optimizer: torch.optim.Optimizer = self._kind(
             [self._proxy], **{name: group[name] for name in self._settings}
         )
-        self._count = "updates" if kind is torch.optim.Muon else "step"  # Muon keeps no step count
+        self._count = "updates" if kind is torch.optim.Muon else "step"  # Muon has no step count
         self.slots = tuple(dict.fromkeys(slot.name for shape in ((1, 1), (1,)) for slot in _arrays_of(kind, shape)))
         """Names of all arrays that a parameter may have."""
 
@@ -125,7 +124,7 @@ class _Part:
     shape: tuple[int, ...]
     """Shape of the whole array."""
     grid: Grid
-    """How it is cut over the ranks that exchange."""
+    """Its partition over the ranks that exchange."""
     offset: int
     """Offset of its rows."""
 
@@ -150,11 +149,11 @@ class _Tensor:
             whole = shape if slot is None or slot.shape is None else slot.shape
             self.parts.append(_Part(record=record, slot=slot, shape=whole, grid=grid, offset=self.numel))
             self.kept_numel = self.numel
-            self.numel += round_up(grid.shard_numel, ALIGN_NUMEL)  # as aligned as memory of its own
+            self.numel += round_up(grid.shard_numel, ALIGN_NUMEL)  # as aligned as separate memory
 
 
 class TensorStep(Stepper):
-    """Takes the updates of a run with an optimizer that needs whole tensors (all ranks). See [Note: owners]."""
+    """Updates of a run with an optimizer that needs whole tensors (all ranks). See [Note: owners]."""
 
     def __init__(self, state: OptimizerState, world: World) -> None:
         self._state = state
@@ -206,7 +205,7 @@ class TensorStep(Stepper):
 
     @contextmanager
     def _keeping_error(self) -> Iterator[None]:
-        """Keep the first error for the end: the other ranks wait in the exchanges to come."""
+        """Keep the first error for the end: other ranks wait in the next exchanges."""
         try:
             with torch.no_grad():
                 yield
@@ -220,7 +219,7 @@ class TensorStep(Stepper):
         return row[part.offset : part.offset + part.grid.shard_valid_numel(self._rank)]
 
     def _kept(self, tensors: Sequence[_Tensor], rows: torch.Tensor) -> list[tuple[_Part, torch.Tensor]]:
-        """Return masters and slots of which this rank has any rows, with these among `rows`."""
+        """Return the masters and slots of which this rank has rows, with these parts of `rows`."""
         parts = [
             (part, self._rows(part, row)) for row, one in zip(rows, tensors, strict=False) for part in one.parts[:-1]
         ]
@@ -252,7 +251,7 @@ class TensorStep(Stepper):
             slots = {part.slot.name: values for part, values in pairs if part.slot is not None}
             scalars = self._state.scalars[tensor.record]
             kernel.update(changes.settings.groups[group], scalars, wholes[0], wholes[-1], slots)
-        if self._parties == 1:  # they are in place already
+        if self._parties == 1:  # updated in place
             return
         for part, whole in zip(tensor.parts[:-1], wholes[:-1], strict=True):
             flat, step = whole.view(-1), part.grid.shard_numel
@@ -266,7 +265,7 @@ class TensorStep(Stepper):
         state, kept = self._state, self._kept(tensors, back)
         arrays = []
         for part, _ in kept:
-            # The parameter's own rows beside its master.
+            # The parameter's own rows, with its master.
             rest = part.record.stored_array if part.slot is None and part.record.stored_array != part.array else None
             arrays.append([part.array] if rest is None else [part.array, rest])
         with state.passing(arrays, "fill") as tiles:
@@ -290,17 +289,15 @@ class TensorStep(Stepper):
 _MUON = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 _NO_HIDDEN = ("embed", "lm_head")
-"""Parts of the names of parameters that are not of hidden layers, as DeepSpeed has them."""
+"""Parts of the names of parameters outside hidden layers, as in DeepSpeed."""
 
 
 class MuonWithAdam(torch.optim.Optimizer):
-    """`torch.optim.Muon` for the groups with `use_muon`, whose parameters are matrices, and `torch.optim.AdamW` for the
-    others.
+    """`torch.optim.Muon` for the groups with `use_muon`, whose parameters are matrices, and `torch.optim.AdamW` for others.
 
-    Groups have the arguments of their class; what they leave out is DeepSpeed's: lr 0.02 and momentum 0.95 of Muon, lr 0.0003,
-    betas (0.9, 0.95) and eps 1e-10 of Adam, no weight decay. `split_for_muon` makes groups of a model.
-
-    Raises UsageError for a group without `use_muon`.
+    Groups have the arguments of their class, with DeepSpeed's defaults: lr 0.02 and momentum 0.95 of Muon, lr 0.0003, betas
+    (0.9, 0.95) and eps 1e-10 of Adam, no weight decay. `split_for_muon` makes groups of a model. Raises UsageError for a
+    group without `use_muon`.
     """
 
     def __init__(self, params: Iterable[Mapping[str, Any]]) -> None:
@@ -325,7 +322,7 @@ class MuonWithAdam(torch.optim.Optimizer):
         loss = called(closure)
         for group in self.param_groups:
             one: Any = (torch.optim.Muon if group["use_muon"] else torch.optim.AdamW)([{"params": group["params"]}])
-            # They work on this object's groups and state, whatever a load put in their place.
+            # They work on this object's current groups and state, which a load may have replaced.
             one.param_groups, one.state = [group], self.state
             one.step()
         return loss
@@ -336,8 +333,8 @@ def split_for_muon(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the parameters for Muon and those for Adam, of all that are trained or of `parameters`.
 
-    Muon is for the matrices of hidden layers: 2-D, not the weight of an `nn.Embedding`, and without "embed" or "lm_head" in
-    their name. An attribute `use_muon` of a parameter says otherwise. Raises UsageError where that is true of what is no
+    Muon is for matrices of hidden layers: not of an `nn.Embedding`, and without "embed" or "lm_head" in their name. An
+    attribute `use_muon` of a parameter decides otherwise. Raises UsageError if it is true for a parameter that is no
     matrix.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -359,8 +356,8 @@ def split_for_muon(
 
 
 def _muon_from_config(_: Kind, groups: Groups, arguments: Mapping[str, Any], model: nn.Module) -> MuonWithAdam:
-    """Return an optimizer of each group as two, one for Muon and one for Adam, if it has parameters for both; a group without
-    any that is trained stays one, an empty one of Adam's."""
+    """Return an optimizer with each group split in two, for Muon and for Adam, if it has parameters for both; a group
+    without trained parameters becomes an empty one for Adam."""
     rates = {name: arguments[name] or arguments["lr"] for name in ("muon_lr", "adam_lr")}
     muon = {name: arguments[name] for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "weight_decay")}
     adam = {name: arguments[name] for name in ("betas", "eps", "weight_decay")}

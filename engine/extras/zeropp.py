@@ -1,39 +1,34 @@
-"""ZeRO++: parameters and gradients as small integers on their way between ranks (qwZ and qgZ), in blocks with one scale each,
-and a replica of the parameters, sharded within groups of ranks (hpZ, `zero_hpz_partition_size`).
+"""ZeRO++: parameters and gradients sent as small integers (qwZ and qgZ), in blocks with one scale each, and a replica of
+the parameters, sharded within groups of ranks (hpZ, `zero_hpz_partition_size`).
 
 [Note: blocks]
 A block is 256 consecutive elements of one rank's rows of one parameter, the last one shorter. Its scale is its largest
-magnitude over 127 (8 bits) or 7 (4 bits), in fp32; each element is the nearest multiple of it, ties to even. So a value is
-off by half a scale at most, and in a block with a value that is not finite none is finite. Two elements of 4 bits make a
-byte: element i of a block's first half, and above it element i of its second half.
+magnitude over 127 (8 bits) or 7 (4 bits), in fp32; each element is the nearest multiple of it, ties to even. So the error
+is at most half a scale, and a value that is not finite makes its whole block so. A byte has two elements of 4 bits: element
+i of a block's first half, and above it element i of its second half.
 
-Several parameters' rows side by side are all scales, then all elements: `bits` / 8 bytes an element and 4 bytes a block.
-Blocks never span two parameters, and a parameter is cut between blocks, so the bytes of one do not depend on the others
-in the exchange.
+The rows of several parameters are sent as all scales, then all elements: `bits` / 8 bytes an element and 4 bytes a block.
+Parameters are only cut between blocks, and blocks do not span two, so the bytes of one do not depend on the others.
 
 [Note: quantized gathers]
-Each rank quantizes its rows of the matrices that a unit gathers, all ranks get the bytes of all, and each dequantizes them,
-its own too: so every rank computes with the same bits. The stored rows stay as they are.
+Each rank quantizes its rows of the matrices of a unit, all ranks get all bytes, and dequantize them, their own too: so all
+compute with the same bits. The stored rows do not change.
 
 [Note: quantized reductions]
-A bucket's matrix [world, cols] is quantized row by row and sent in an all-to-all of rows. Each rank dequantizes the received
-rows and adds them up in the order of ranks, in fp32: the mean is rounded once, to the type of plain reductions, so bits
-repeat from run to run.
+A bucket's matrix [world, cols] is quantized row by row and sent in an all-to-all of rows. Each rank dequantizes the
+received rows and sums them in the order of ranks, in fp32; the mean is rounded once, to the type of plain reductions.
 
-Of several groups of ranks (machines, or groups of `zero_hpz_partition_size`) there are two such hops: each member of a group
-gets the rows of the ranks with its place in all groups, their mean over the group is quantized anew, and sent between the
-groups. With g ranks in each of n groups a rank sends (g - 1) n rows within its group and n - 1 between groups, not
-g n - g: a g-th of the bytes leave it.
+With several groups of ranks (machines, or groups of `zero_hpz_partition_size`) there are two such hops: each member of a
+group gets the rows of the ranks with its place in all groups; their mean over the group is quantized again, and sent
+between the groups. With g ranks in each of n groups a rank sends (g - 1) n rows within its group and n - 1 between groups,
+instead of g n - g: a g-th of the bytes leave it.
 
 [Note: the secondary shards]
-State, and the parameters' own rows, are sharded over all ranks. When a parameter was gathered from all, each rank keeps
-the shard of its place in its group: the ranks of a group together have all values. Until those change, the parameter
-is gathered from these, within the group: by the backward, and by the micro-batches that follow. A step makes the secondary
-shards of trained parameters old, and the next gather is over all ranks again; those of frozen parameters stay. They hold
-gathered bits, so a gather from them has the same bits.
-
-They are in the device's memory, wherever the parameters are stored. Whether there are any is the same on all ranks: they
-come with a gather, and go when all ranks change values.
+After a gather over all ranks each rank keeps the part of the parameter for its place in its group, so that the group has
+all values. Until they change, later gathers, by the backward and by further micro-batches, are within the group, with the
+same bits. A step invalidates the secondary shards of trained parameters; those of frozen ones stay. They are in device
+memory on every tier, and exist on all ranks or none: a gather makes them, and a change of values, both of all ranks,
+invalidates them.
 """
 
 from __future__ import annotations
@@ -53,15 +48,15 @@ from ..params.sharding import Sharding
 from ..zero.collectives import Bucket, Exchanges, Replica, Rows, register, unpack
 
 BLOCK_NUMEL = 256
-"""Elements with one scale: 4 bytes of it add 1.6 % to 8 bits, 3 % to 4."""
+"""Elements with one scale, whose 4 bytes add 1.6 % to 8 bits, 3 % to 4."""
 
 _WEIGHT_BITS = 8
-"""Bits of an element of a parameter on its way to be gathered."""
+"""Bits of an element of a parameter in a gather."""
 _SCALE_BYTES = 4
 _TILE_NUMEL = {"cpu": 256 * 1024}
 _DEVICE_TILE_NUMEL = 16 * 1024 * 1024
-"""Elements quantized or dequantized at a time: their fp32 values stay in the processor's caches, and are small beside a
-device's memory."""
+"""Elements quantized or dequantized at a time: fp32 values that stay in the CPU's caches, or are a small part of a device's
+memory."""
 
 
 def encoded_bytes(numel: int, bits: int) -> int:
@@ -71,7 +66,7 @@ def encoded_bytes(numel: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class BlockCode:
-    """How rows of several parameters, of `lengths` elements each (multiples of 16), are laid out in `bits` (8 or 4) bits an
+    """Layout of rows of several parameters, of `lengths` elements each (multiples of 16), in `bits` (8 or 4) bits an
     element."""
 
     lengths: tuple[int, ...]
@@ -89,9 +84,9 @@ class BlockCode:
         for columns, blocks, size in self._tiles(values):
             tile = values[:, columns].view(values.shape[0], -1, size).float()
             largest = tile.abs().amax(dim=-1)
-            # The largest integer, as a tensor: by a number CUDA multiplies with the inverse, which rounds to other bits.
+            # A tensor as divisor: with a number CUDA multiplies by the inverse, which rounds to other bits.
             scale = largest.div_(largest.new_full((), (1 << (self.bits - 1)) - 1))
-            # A block of zeros has the smallest normal number for a scale.
+            # The scale of a block of zeros is the smallest normal number.
             scale.clamp_(min=torch.finfo(torch.float32).tiny)
             scales[:, blocks] = scale
             whole = torch.div(tile, scale[..., None]).round_().to(torch.int8)
@@ -102,8 +97,8 @@ class BlockCode:
         return encoded
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
-        """Fill `out` [rows, sum of lengths] with the values of an `encode` result, or `add` them to it; returns `out`. A
-        value is the product in fp32, rounded to the type of `out`."""
+        """Fill `out` [rows, sum of lengths] with the values of an `encode` result, or `add` them; return `out`. A value is
+        the product in fp32, rounded to the type of `out`."""
         scales, elements = self._parts(encoded)
         for columns, blocks, size in self._tiles(out):
             whole = elements[:, self._bytes(columns)].view(out.shape[0], -1, size * self.bits // 8)
@@ -125,7 +120,7 @@ class BlockCode:
         return slice(columns.start * self.bits // 8, columns.stop * self.bits // 8)
 
     def _tiles(self, values: torch.Tensor) -> Iterator[tuple[slice, slice, int]]:
-        """Yield columns of `values`, their blocks, and how many columns a block has there."""
+        """Yield columns of `values`, their blocks, and the number of columns of a block."""
         tile_numel = _TILE_NUMEL.get(values.device.type, _DEVICE_TILE_NUMEL)
         most = max(tile_numel // max(values.shape[0], 1) // BLOCK_NUMEL, 1) * BLOCK_NUMEL
         first = block = 0
@@ -139,7 +134,7 @@ class BlockCode:
 
 
 def _whole_and_rest(length: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most `most` elements of whole blocks, and then the shorter block, if there is one."""
+    """Yield ranges of at most `most` elements of whole blocks, then the shorter block, if any."""
     whole = length // BLOCK_NUMEL * BLOCK_NUMEL
     for first in range(0, whole, most):
         yield first, min(first + most, whole)
@@ -149,7 +144,7 @@ def _whole_and_rest(length: int, most: int) -> Iterator[tuple[int, int]]:
 
 @dataclass
 class QuantizedGather:
-    """A gather under way. The memory of its parameters must be there when it is finished."""
+    """A running gather. `finish` needs the allocated memory of its parameters."""
 
     work: Work
     bucket: Bucket
@@ -173,12 +168,12 @@ class QuantizedGather:
 
 
 class _Quantized:
-    """Matrices of floating types are sent as integers."""
+    """Sends matrices of floating types as integers."""
 
     align_numel = BLOCK_NUMEL
 
     def takes(self, record: ParameterRecord) -> bool:
-        # Biases and norms are sent in their own type.
+        # Biases and norms keep their type.
         return record.dtype.is_floating_point and record.grid.row_numel > 1
 
 
@@ -195,8 +190,8 @@ class QuantizedGathers(_Quantized):
 
 
 class QuantizedReducer(_Quantized):
-    """Starts reductions of gradients sent as integers (all ranks make one). `group_size` ranks make a group; all of
-    them is one hop, on the process group of `world`. See [Note: quantized reductions]."""
+    """Starts reductions of gradients sent as integers (all ranks). A group has `group_size` ranks; with all ranks there is
+    one hop, on the process group of `world`. See [Note: quantized reductions]."""
 
     def __init__(self, world: World, bits: int, *, group_size: int) -> None:
         self.bits = bits
@@ -204,17 +199,17 @@ class QuantizedReducer(_Quantized):
         self.hops = make_groups(world, group_size) if group_size < world.world_size else [world.second()]
 
     def start(self, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> QuantizedReduction:
-        """Begin to reduce `matrix` [world, cols] (all ranks, in one order)."""
+        """Start the reduction of `matrix` [world, cols] (all ranks, in one order)."""
         return QuantizedReduction(self, bucket, matrix, kind)
 
     def release(self) -> None:
-        """Destroy the process groups, once nothing is under way."""
+        """Destroy the process groups; no reduction may be running."""
         for world in self.hops:
             world.release()
 
 
 class QuantizedReduction:
-    """A bucket's reduce-scatter under way, hop by hop."""
+    """A running reduce-scatter of a bucket, hop by hop."""
 
     def __init__(self, reducer: QuantizedReducer, bucket: Bucket, matrix: torch.Tensor, kind: Kind) -> None:
         self.bucket = bucket
@@ -229,30 +224,30 @@ class QuantizedReduction:
         self._send(matrix)
 
     def _send(self, matrix: torch.Tensor) -> None:
-        """Begin a hop of `matrix` [members x rows, cols]."""
+        """Start a hop of `matrix` [members x rows, cols]."""
         world = self._reducer.hops[self._hop]
         sent = self._code.encode(matrix)
         self._sent = sent.view(world.world_size, -1)
-        self._got = torch.empty_like(self._sent)
-        self._work: Work = world.all_to_all(self._got, self._sent, kind=self._kind)
+        self._received = torch.empty_like(self._sent)
+        self._work: Work = world.all_to_all(self._received, self._sent, kind=self._kind)
 
     def _mean(self) -> torch.Tensor:
-        """Return the mean over the members of the hop that is done, fp32 [rows, cols]."""
-        parts = self._got.view(self._got.shape[0], -1, self._code.row_bytes)  # [members, rows, row_bytes]
+        """Return the mean over the members of the completed hop, fp32 [rows, cols]."""
+        parts = self._received.view(self._received.shape[0], -1, self._code.row_bytes)  # [members, rows, row_bytes]
         total = torch.zeros(parts.shape[1], self.bucket.cols, dtype=torch.float32, device=parts.device)
         for part in parts:
             self._code.decode(part, total, add=True)
         return total.mul_(1.0 / parts.shape[0])
 
     def done(self) -> bool:
-        """Return whether the reduction is done, so that `finish` would not block; if a hop is done, the next one begins."""
+        """Return whether `finish` would not block; start the next hop if one is complete."""
         while self._work.is_completed():
             if not self._advance():
                 return True
         return False
 
     def _advance(self) -> bool:
-        """Begin the next hop; return False if there is none. To be called once the one under way is complete."""
+        """Start the next hop when the running one is complete; return False if there is none."""
         if self._hop + 1 == len(self._reducer.hops):
             return False
         self._work.wait()
@@ -270,13 +265,13 @@ class QuantizedReduction:
 
 
 class SecondaryShards(Replica):
-    """The secondary shards of this rank, one of several groups of `size` ranks. See [Note: the secondary shards]."""
+    """The secondary shards of this rank, in a group of `size` ranks. See [Note: the secondary shards]."""
 
     def __init__(self, world: World, size: int) -> None:
         self._within, self._between = make_groups(world, size)
         self._rows: dict[ParameterRecord, torch.Tensor] = {}
         self._current: set[ParameterRecord] = set()
-        """Parameters whose rows have the present values."""
+        """Parameters whose rows have the current values."""
 
     @property
     def world(self) -> World:
@@ -304,7 +299,7 @@ class SecondaryShards(Replica):
                 self._current.add(record)
 
     def expire(self) -> None:
-        # Their rows are out of date, and the memory stays for new ones.
+        # The memory stays for new rows.
         self._current = {record for record in self._current if record.group is None}
 
     def free(self) -> None:
@@ -327,7 +322,7 @@ def _exchanges(found: Exchanges, config: Config, sharding: Sharding, world: Worl
     if config.zero.zero_quantized_weights:
         found = replace(found, gathers=QuantizedGathers())
     if config.zero.zero_quantized_gradients and sharding.gradients and world.world_size > 1 and not config.frozen:
-        # Reduced in two hops: in groups first.
+        # In two hops, first within groups.
         near = config.secondary_size or world.local_world_size or world.world_size
         group_size = near if 1 < near < world.world_size and world.world_size % near == 0 else world.world_size
         reducer = QuantizedReducer(world, config.zstore.quantized_gradient_bits, group_size=group_size)
