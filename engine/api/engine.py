@@ -128,7 +128,7 @@ class Engine(nn.Module):
             self.checkpoints.finish,
             self.access.close,
             # First of all: other ranks may wait for this one, and the calls after this may wait for them.
-            training.world.watch.tell_uncaught,
+            training.world.watch.report_uncaught,
         ):
             ends.callback(end)
         self._finalizer: weakref.finalize[..., Any] = closing_with(self, ends.close)

@@ -18,9 +18,9 @@ from torch.distributed import distributed_c10d as c10d
 from tests.waiting import until
 from zstore.errors import DiskFullError, RankError, UsageError
 from zstore.io.closing import wait_until
-from zstore.ranks import board, incident
+from zstore.ranks import board, reports
 from zstore.ranks.board import Connections
-from zstore.ranks.incident import ABSENT_S, SAME_S, Outcome, RankReport, explain, judge
+from zstore.ranks.reports import ABSENT_S, SAME_S, Outcome, RankReport, explain, judge
 from zstore.ranks.world import World, make_groups
 from zstore.testing.ranks import run_ranks
 
@@ -172,7 +172,7 @@ def test_two_calls_do_not_meet() -> None:
 
 
 def _dying(rank: int) -> None:
-    incident.ABSENT_S = 1.0
+    reports.ABSENT_S = 1.0
     with _watched() as world:
         if rank == 1:
             os._exit(1)
@@ -233,7 +233,7 @@ def test_outcomes_of_reports(reports: dict[int, RankReport], waited_s: float, ou
     ],
 )
 def test_the_error_names_the_rank_that_failed_and_why(reports: dict[int, RankReport], said: str) -> None:
-    error = explain(reports, 2, 0, "step, unit 'blocks.1', collective all_gather", "no answer")
+    error = explain(reports, 2, 0, "step, unit 'blocks.1', collective all_gather")
     assert "rank 0 stops with it, in step, unit 'blocks.1', collective all_gather" in str(error)
     with pytest.raises(type(error), match=said):
         raise error
@@ -253,7 +253,7 @@ def test_only_connections_between_ranks_are_cut() -> None:
         assert mine in connections.listed()
         assert mine not in Connections(server.getsockname()[1]).listed()
         connections.learn([connections.listed(), [[*mine[2:], *mine[:2]]]], 0)
-        assert len(connections) == 1
+        assert len(connections._known) == 1
         connections.cut()
         assert theirs.recv(1) == b""
         other.sendall(b"x")

@@ -126,11 +126,8 @@ class Connections:
         mine = {(str(a), int(p), str(b), int(q)) for a, p, b, q in everyone[rank]}
         self._known = {ends for ends in mine if ends[2:] + ends[:2] in theirs}
 
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def there(self) -> set[Ends]:
-        """Return those to other ranks that are open: when a process ends, its connections do."""
+    def open_now(self) -> set[Ends]:
+        """Return those to other ranks that are still open: they end with a process."""
         return {ends for _, ends in _open_connections() if ends in self._known}
 
     def cut(self, *, store: bool = False) -> None:

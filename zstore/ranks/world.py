@@ -1,12 +1,9 @@
 """The ranks of a run and the few collectives that everything else uses.
 
 [Note: one error for all]
-`World.raise_together` is how a failure on one rank ends a call on every rank. Every rank calls it with its own error or
-None; if all are None it returns. Otherwise a rank that failed raises its own error, so that handlers see its type,
-and every other rank raises RankError with the failed ranks' tracebacks. It is a collective: all ranks call it, in the
-same order.
-
-An error that escapes elsewhere on one rank, or a rank that dies, is the business of `watch`: a world that is watched
+Every rank calls `World.raise_together` with its own error or None; if all are None it returns. Otherwise a rank that failed
+raises its own error, so that handlers see its type, and every other rank RankError with the failed ranks' tracebacks. It is a
+collective. An error that escapes elsewhere on one rank, or a rank that dies, is found by `watch`: a world that is watched
 raises RankError if its collectives fail.
 
 [Note: groups]
@@ -38,7 +35,7 @@ import torch.distributed as torch_dist
 from ..errors import RankError, UsageError
 from ..io.memory import plain_memory
 from ..io.queue import LinkCounters
-from .watch import Watch
+from .watch import Watch, WatchState
 
 # By their former names, now deprecated, in torch 2.9.
 _all_gather_single: Any = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
@@ -227,7 +224,7 @@ class World:
     def raise_together(self, error: BaseException | None, call: str = "") -> None:
         """Raise on every rank if any rank passed an error, and UsageError if they pass different calls. See [Note: one error
         for all]."""
-        if error is not None and (self.world_size == 1 or self.watch.has_raised):
+        if error is not None and (self.world_size == 1 or self.watch.state is WatchState.RAISED):
             raise error
         failure = None if error is None else [str(self.watch.activity), "".join(traceback.format_exception(error))]
         messages = {} if error is not None else {topic: say() for topic, say in self.messages.items()}
