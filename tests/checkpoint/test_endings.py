@@ -45,6 +45,19 @@ atexit.register(at_exit.set)  # called first
 {ending}
 """
 
+_STORE = """
+import multiprocessing, numpy as np, sys, zstore
+def leave():
+    global snapshot, store
+    store = zstore.open_store()
+    store.put("a", np.zeros(10)).wait()
+    snapshot = store.snapshot()
+    store.update("a", np.ones(10))
+    store.checkpoint(sys.argv[1] + "/step-00000001")
+child = multiprocessing.get_context("fork").Process(target=leave)
+{ending}
+"""
+
 
 class Ending(NamedTuple):
     ending: str = ""
@@ -83,6 +96,12 @@ ENDINGS = {
         says="step-00000001 failed: OSError: [Errno 28] no room",
     ),
     "the save fails, and sys.exit": Ending("sys.exit(3)", held="raise OSError(5, 'broken')", code=120, complete=False),
+    **{
+        f"a store's checkpoint waits for a snapshot{place}": Ending(
+            ending, code=120, complete=False, says="closed while a change waited for a snapshot", program=_STORE
+        )
+        for place, ending in (("", "leave()"), (" of a child", "child.start()\nchild.join()\nsys.exit(child.exitcode)"))
+    },
     "a forked child ends": Ending(
         "child = os.fork()\nif child == 0:\n    sys.exit(5)\nassert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5"
     ),

@@ -22,7 +22,7 @@ from zstore.errors import CorruptionError, RankError, StorageError, UsageError
 from zstore.format.arrays import WHOLE_BYTES, grid_in_checkpoint, make_grid
 from zstore.io.files import Files, OpenFile
 from zstore.store import TierName
-from zstore.testing.faults import Fault, FaultyFiles, unlinkable_files
+from zstore.testing.faults import Fault, FaultyFiles
 
 Array = npt.NDArray[Any]
 FROZEN, TRAINED = "model/frozen", "model/trained"
@@ -134,7 +134,8 @@ def test_a_file_that_is_not_what_was_written_is_written_anew(in_memory: World, f
 
 
 def test_where_links_are_not_to_be_had_it_is_written(folder: Path) -> None:
-    with open_world(make_arrays(), files=[unlinkable_files(95)]) as world:
+    files = FaultyFiles(faults=(Fault(kind="link", times=None, error_number=95),))
+    with open_world(make_arrays(), files=[files]) as world:
         second = save(world, folder, 2, save(world, folder, 1))
         assert check(world, folder, 2) == []
         assert second.num_linked == 0

@@ -273,6 +273,15 @@ def test_a_change_comes_after_those_that_somebody_waits_for() -> None:
     order.close()
 
 
+def test_a_call_that_close_overtakes_says_that_the_store_is_closed(tmp_path: Path) -> None:
+    for call in (Store.flush, lambda store: store.load(tmp_path)):
+        store = zstore.open_store(tmp_path)
+        store.flush().wait()
+        store._check_open = store.close  # type: ignore[method-assign]
+        with pytest.raises(UsageError, match="the store is closed"):
+            call(store)
+
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -4,7 +4,9 @@ import itertools
 import logging
 import os
 import random
+import re
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from tests.waiting import until
 from zstore.engine.runtime.device import Streams
 from zstore.errors import BudgetError, UsageError
 from zstore.format import Bytes
-from zstore.io import PinnedSlabs
+from zstore.io import PinnedSlabs, Workers, run_in_thread
 from zstore.io.memory import HUGE_PAGE_BYTES, PAGE_BYTES, Budget, Buffer, Pool, make_slab
 from zstore.store import Store, StoreOptions
 from zstore.testing.ranks import run_ranks
@@ -45,16 +47,9 @@ def test_a_slab_is_zeroed_aligned_and_writable(nbytes: int) -> None:
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no transparent huge pages here")
 def test_a_slab_asks_for_huge_pages() -> None:
     slab = make_slab(4 * MIB)
-    flags: list[str] = []
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            low, high = (int(x, 16) for x in first.split("-"))
-            inside = low <= slab.ctypes.data < high
-        elif inside and first == "VmFlags:":
-            flags = rest
-    assert "hg" in flags
+    mappings = re.findall(r"(?ms)^(\w+)-(\w+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text())
+    (flags,) = (flags for low, high, flags in mappings if int(low, 16) <= slab.ctypes.data < int(high, 16))
+    assert "hg" in flags.split()
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -139,48 +134,32 @@ def test_slab_and_oversized_request_stay_within_the_limit_together() -> None:
         pass
 
 
-class Asker(threading.Thread):
-    """A thread that asks for one buffer, notes when it got it, and keeps it until told."""
-
-    def __init__(self, pool: Pool, nbytes: int, order: list[int], number: int) -> None:
-        super().__init__(daemon=True)
-        self.pool, self.nbytes, self.order, self.number = pool, nbytes, order, number
-        self.got, self.give_back = threading.Event(), threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        with self.pool.acquire(self.nbytes):
-            self.order.append(self.number)
-            self.got.set()
-            self.give_back.wait(200)
-
-
-def wait_for_waiting(pool: Pool, count: int) -> None:
-    """Return once `count` requests wait."""
-    until(lambda: len(pool._waiting) >= count)
-
-
 def test_requests_are_served_in_the_order_they_came() -> None:
     pool = Pool(4 * PAGE_BYTES)
-    order: list[int] = []
+    order, give_back = list[int](), [threading.Event() for _ in range(3)]
+
+    def ask(number: int, pages: int) -> None:
+        with pool.acquire(pages * PAGE_BYTES):
+            order.append(number)
+            give_back[number].wait(200)
+
     held = pool.acquire(3 * PAGE_BYTES)
     # A large request first: the small ones behind it would fit, but must not overtake it.
     askers = []
     for number, pages in enumerate([4, 1, 1]):
-        askers.append(Asker(pool, pages * PAGE_BYTES, order, number))
-        wait_for_waiting(pool, number + 1)
+        askers.append(run_in_thread(partial(ask, number, pages), "asker"))
+        until(lambda: len(pool._waiting) > number)  # noqa: B023
     assert pool.try_acquire(PAGE_BYTES) is None
     held.release()
-    assert askers[0].got.wait(200)
+    until(lambda: order)
     assert order == [0]
-    askers[0].give_back.set()
-    for asker in askers[1:]:
-        assert asker.got.wait(200)
+    give_back[0].set()
+    until(lambda: len(order) == 3)
     assert order == [0, 1, 2]
     assert len(pool._waiting) == 0
-    for asker in askers:
-        asker.give_back.set()
-        asker.join(200)
+    for number, asker in enumerate(askers):
+        give_back[number].set()
+        asker.wait(200)
     assert pool.held_bytes == 0
 
 
@@ -220,12 +199,8 @@ def test_threads_that_contend_all_get_their_turn_and_nobody_shares() -> None:
                 if not (buffer.bytes == seed).all():
                     failures.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(200)
-    assert not any(thread.is_alive() for thread in threads)
+    with Workers(6, "contending") as workers:
+        workers.run([partial(work, seed) for seed in range(6)])
     assert failures == []
     assert pool.held_bytes == 0
     assert pool.peak_bytes <= 8 * PAGE_BYTES + 9 * PAGE_BYTES

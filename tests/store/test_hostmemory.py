@@ -32,16 +32,11 @@ def system(root: Path, *, groups: str, mounts: str) -> None:
     put(root / "proc/sys/kernel/random/boot_id", "a-boot\n")
 
 
-def first(folder: Path, limit: int, used: int, cached: int = 0) -> None:
-    put(folder / "memory.limit_in_bytes", f"{limit}\n")
-    put(folder / "memory.usage_in_bytes", f"{used}\n")
-    put(folder / "memory.stat", f"cache 1\ntotal_inactive_file {cached}\ntotal_active_file 0\n")
-
-
-def second(folder: Path, limit: int | str, used: int, cached: int = 0) -> None:
-    put(folder / "memory.max", f"{limit}\n")
-    put(folder / "memory.current", f"{used}\n")
-    put(folder / "memory.stat", f"anon 1\ninactive_file 0\nactive_file {cached}\n")
+def group(folder: Path, limit: int | str, used: int, cached: int = 0, *, version: int = 1) -> None:
+    names = ("limit_in_bytes", "usage_in_bytes", "total_") if version == 1 else ("max", "current", "")
+    put(folder / f"memory.{names[0]}", f"{limit}\n")
+    put(folder / f"memory.{names[1]}", f"{used}\n")
+    put(folder / "memory.stat", f"cache 1\n{names[2]}inactive_file {cached}\n{names[2]}active_file 0\n")
 
 
 FIRST = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n"
@@ -59,13 +54,13 @@ def test_without_groups_the_machine_counts(tmp_path: Path) -> None:
 def test_the_least_limit_counts_and_the_page_cache_does_not(version: int, tmp_path: Path) -> None:
     if version == 1:
         system(tmp_path, groups="4:cpu,memory:/jobs/mine\n0::/\n", mounts=FIRST)
-        top, make, without = tmp_path / "sys/fs/cgroup/memory", first, NO_LIMIT
+        top, without = tmp_path / "sys/fs/cgroup/memory", str(NO_LIMIT)
     else:
         system(tmp_path, groups="0::/jobs/mine\n", mounts=SECOND)
-        top, make, without = tmp_path / "sys/fs/cgroup", second, "max"  # type: ignore[assignment]
-    make(top, without, 20 * GB)  # type: ignore[arg-type]
-    make(top / "jobs", 16 * GB, 15 * GB, 4 * GB)
-    make(top / "jobs/mine", 12 * GB, 3 * GB, GB)
+        top, without = tmp_path / "sys/fs/cgroup", "max"
+    group(top, without, 20 * GB, version=version)
+    group(top / "jobs", 16 * GB, 15 * GB, 4 * GB, version=version)
+    group(top / "jobs/mine", 12 * GB, 3 * GB, GB, version=version)
     found = read_host_memory(tmp_path)
     assert (found.limit_bytes, found.usable_bytes) == (12 * GB, 12 * GB)
     assert found.available_bytes == 5 * GB  # of the outer group, which others use too
@@ -76,7 +71,7 @@ def test_the_least_limit_counts_and_the_page_cache_does_not(version: int, tmp_pa
 def test_in_a_container_the_place_shows_the_processs_own_group(name: str, tmp_path: Path) -> None:
     mounts = "35 31 0:32 /docker/0123 /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
     system(tmp_path, groups=f"4:memory:{name}\n", mounts=mounts)
-    first(tmp_path / "sys/fs/cgroup/memory", 8 * GB, GB)
+    group(tmp_path / "sys/fs/cgroup/memory", 8 * GB, GB)
     found = read_host_memory(tmp_path)
     assert (found.limit_bytes, found.available_bytes) == (8 * GB, 7 * GB)
 
@@ -84,7 +79,7 @@ def test_in_a_container_the_place_shows_the_processs_own_group(name: str, tmp_pa
 def test_a_machine_with_both_versions(tmp_path: Path) -> None:
     unified = "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
     system(tmp_path, groups="4:memory:/a b\n0::/\n", mounts=FIRST.replace("/memory", r"/of\040memory", 1) + unified)
-    first(tmp_path / "sys/fs/cgroup/of memory/a b", 8 * GB, 9 * GB)
+    group(tmp_path / "sys/fs/cgroup/of memory/a b", 8 * GB, 9 * GB)
     found = read_host_memory(tmp_path)
     assert (found.limit_bytes, found.available_bytes) == (8 * GB, 0)
 

@@ -42,7 +42,7 @@ def test_one_pass_reads_updates_and_fills(store: Store, tier: str) -> None:
     for tile in store.tiles(
         [["model/w", "gradient/w", "parameter/w"]], modes={"gradient/w": "read", "parameter/w": "fill"}
     ):
-        w, g, p = (as_array(v, d) for v, d in zip(tile.views, ("float32", "bfloat16", "bfloat16"), strict=True))
+        w, g, p = map(as_array, tile.views)
         w.view(np.uint8)[:] = ~w.view(np.uint8)
         p[:] = g
         g[:] = 0
@@ -115,7 +115,7 @@ def test_a_pass_with_a_pool_of_its_own_does_not_wait_for_the_other(store: Store)
         total = sum(tile.views[0].size for tile in store.tiles([["model/w"]], "read", pool=pool, ahead=True))
     assert total == values.size
     assert store.statistics().pool_bytes == store.resources.pool.nbytes + pool.nbytes
-    assert store.statistics().queue.operations["prefetch"] > 0
+    assert store.statistics().queue.of(Priority.PREFETCH).operations > 0
 
 
 def test_pools_count_against_the_budget(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_memory_is_changed_in_place(store: Store, tier: str) -> None:
         assert len(memory) == store.local("model/w").valid_numel
         with pytest.raises(UsageError, match="being changed"):
             store.snapshot()
-        as_array(memory, "float32")[:] = values
+        as_array(memory)[:] = values
     assert same_bits(store.read("model/w").wait(), values)
     assert store.tier("model/w").version("model/w") != version
     store.snapshot().release()
@@ -318,7 +318,7 @@ def test_no_request_of_a_pass_is_under_256_kib_where_there_is_more(count: int, t
     files = CountedFiles()
     with Store(StoreOptions(run_path=tmp_path), files=files) as store:
         values = make(store, count)
-        operations = store.statistics().queue.operations
+        operations = store.statistics().queue.of(*Priority).operations
         for pinned in (False, True, False):
             snapshot = store.snapshot() if pinned else None
             files.requests.clear()
@@ -328,7 +328,7 @@ def test_no_request_of_a_pass_is_under_256_kib_where_there_is_more(count: int, t
             assert min(nbytes for _, nbytes in files.requests) >= min(LEAST_BYTES, total // 3)
             if snapshot is not None:
                 snapshot.release()
-        num_operations = sum(store.statistics().queue.operations.values()) - sum(operations.values())
+        num_operations = store.statistics().queue.of(*Priority).operations - operations
         assert num_operations <= max(3 * 2 * total // (1024 * 1024), 12)  # a thread is woken for a megabyte or more
         for name, array in values.items():
             assert same_bits(store.read(name).wait(), other_than(array))

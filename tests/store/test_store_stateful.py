@@ -126,8 +126,8 @@ class StoreMachine(RuleBasedStateMachine):
         changing = [name for g in which for name in NAMES[g]]
         self.make_way(changing)
         for tile in self.store.tiles([NAMES[g] for g in which]):
-            for name, view in zip(NAMES[which[tile.group]], tile.views, strict=True):
-                turn_in_place(as_array(view, self.store.spec(name).dtype))
+            for view in tile.views:
+                turn_in_place(as_array(view))
         for name in changing:
             turn_in_place(self.model[name])
 
@@ -137,7 +137,7 @@ class StoreMachine(RuleBasedStateMachine):
         values = {name: self.values(name, self.model[name].size, seed) for name in NAMES[which]}
         for tile in self.store.tiles([NAMES[which]], "fill"):
             for name, view in zip(NAMES[which], tile.views, strict=True):
-                as_array(view, self.store.spec(name).dtype)[:] = values[name][tile.first : tile.stop]
+                as_array(view)[:] = values[name][tile.first : tile.stop]
         for name, array in values.items():
             self.model[name][:] = array
 
@@ -154,8 +154,7 @@ class StoreMachine(RuleBasedStateMachine):
     def read_in_a_pass(self, which: int) -> None:
         for tile in self.store.tiles([NAMES[which]], "read"):
             for name, view in zip(NAMES[which], tile.views, strict=True):
-                found = as_array(view, self.store.spec(name).dtype)
-                assert same_bits(found, self.model[name][tile.first : tile.stop])
+                assert same_bits(as_array(view), self.model[name][tile.first : tile.stop])
 
     @rule(name=names)
     def remove_and_create(self, name: str) -> None:

@@ -48,24 +48,6 @@ FLOAT8 = {
 }
 """Data types that Zarr has no name for, and safetensors' names. Arrays of them are "uint8", with the type in the attributes."""
 
-_NUMPY: dict[str, npt.DTypeLike] = {
-    "bool": np.bool_,
-    "uint8": np.uint8,
-    "int8": np.int8,
-    "int16": np.int16,
-    "uint16": np.uint16,
-    "int32": np.int32,
-    "uint32": np.uint32,
-    "int64": np.int64,
-    "uint64": np.uint64,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float32": np.float32,
-    "float64": np.float64,
-    "complex64": np.complex64,
-    **{name: getattr(ml_dtypes, name) for name in FLOAT8},
-}
-
 SAFETENSORS_DTYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -83,7 +65,7 @@ SAFETENSORS_DTYPES = {
     "complex64": "C64",
     **FLOAT8,
 }
-"""Zarr's name of a data type -> safetensors'."""
+"""Zarr's and numpy's name of each data type that is stored -> safetensors'."""
 
 SUFFIX = ".safetensors"
 STEM = "model"
@@ -101,7 +83,7 @@ FLOATING = ("float16", "bfloat16", "float32", "float64")
 ALIGN_NUMEL = 16
 MIN_CHUNK_NUMEL = 64 * 1024 // 4
 MAX_CHUNK_NUMEL = 1024 * 1024 // 4
-MOST_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
+MAX_CUT_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
 """Most elements of a chunk that ends with rows that somebody else cut."""
 CHUNKS_PER_SHARD = 16
 CHUNKS_PER_ARRAY = 144
@@ -122,9 +104,9 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
 
     Raises ValueError for a name that the format does not store.
     """
-    if name not in _NUMPY:
-        raise ValueError(f"data type {name!r} cannot be stored; expected one of {', '.join(_NUMPY)}")
-    return np.dtype(_NUMPY[name]).newbyteorder("<")
+    if name not in SAFETENSORS_DTYPES:
+        raise ValueError(f"data type {name!r} cannot be stored; expected one of {', '.join(SAFETENSORS_DTYPES)}")
+    return np.dtype(getattr(ml_dtypes, name, name)).newbyteorder("<")
 
 
 class Shaped:
@@ -374,7 +356,7 @@ def grid_of_rows(stored_shape: tuple[int, ...], shard_rows: int) -> Grid | None:
     fitting = [
         d
         for d in (*small, *(shard_rows // d for d in small))
-        if (d * row_numel % ALIGN_NUMEL == 0 and MIN_CHUNK_NUMEL <= d * row_numel <= MOST_CHUNK_NUMEL)
+        if (d * row_numel % ALIGN_NUMEL == 0 and MIN_CHUNK_NUMEL <= d * row_numel <= MAX_CUT_CHUNK_NUMEL)
         or (d == shard_rows and d * row_numel <= MAX_CHUNK_NUMEL)
     ]
     if not fitting:

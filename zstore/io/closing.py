@@ -1,23 +1,23 @@
-"""How things end: at the end of a `with` block, at the end of the interpreter, and a wait for others.
+"""How objects, threads and the program end: at the end of a `with` block, and of the interpreter.
 
 [Note: endings]
 Once the main thread has ended, Python waits for the threads that are no daemons, then calls the functions registered with
 atexit, then stops all other threads. From 3.12 on no thread can be started in any of these phases. So work that is completed
-then uses threads from before, or the thread that it is in:
+then uses threads from before, or the calling thread:
 
 - work that must be completed (a save, an upload) runs by `run_to_the_end`, in a thread that is no daemon, and is
-  known to `Completions`: after Ctrl-C Python no longer waits for such threads;
-- threads that help are made by `start_threads`, which makes fewer if no more can be started; callers do without;
-- open objects are closed by `closing_with`, with all threads still there;
-- threads that were stopped are not waited for: `join_threads`;
-- work that was not completed, unreported, makes the exit code non-zero: `Completions`.
+  known to `Completions`: after Ctrl-C Python no longer waits for such threads. A failure that was not reported makes the exit
+  code non-zero;
+- threads that help are made by `start_threads`, which makes fewer if no more can be started; callers do without. Once they were
+  stopped, `join_threads` does not wait for them;
+- open objects are closed by `closing_with`, while all threads still run.
 
 Only public interfaces of Python are used. docs/saving.md has a table of all endings.
 
 [Note: forks]
-A child process that is forked, as a DataLoader's worker, has the memory of its parent and none of its threads, and locks that
-another thread held stay locked. So open objects learn of it by `tell_of_fork`: those that write belong to the parent, raise
-in the child, and are never closed there; threads that help are done without; what only reads is opened again.
+A forked child process, as a DataLoader's worker, has the memory of its parent and none of its threads, and locks that
+another thread had stay locked. `tell_of_fork` lets open objects know: those that write belong to the parent, raise
+in the child, and are never closed there; threads that help are done without; files that are only read are opened again.
 """
 
 from __future__ import annotations
@@ -197,6 +197,7 @@ class Completions:
         self._under_way: dict[object, tuple[str, Callable[[], object]]] = {}
         self._failed: dict[object, str] = {}
         self._lock = threading.Lock()
+        self._is_awaited = False
         self._child: int | None = None
         """The process whose end by multiprocessing is seen."""
         _in_forked_child(self._forget)
@@ -239,8 +240,13 @@ class Completions:
         self._child = os.getpid()
         Finalize(None, self._complete_child, exitpriority=-100)  # last
 
+    def end_waits(self) -> bool:
+        """Return whether the end of the program waits for work."""
+        return self._is_awaited or program_ended()
+
     def _wait(self) -> str:
         """Wait for all that is under way; return the failures."""
+        self._is_awaited = True
         with self._lock:
             under_way = list(self._under_way.items())
         for key, (_, wait) in under_way:
@@ -268,7 +274,7 @@ class Completions:
                 os._exit(_EXIT_CODE)
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._is_awaited = threading.Lock(), False
         self._under_way.clear()
         self._failed.clear()
 

@@ -3,9 +3,7 @@
 [Note: control groups]
 `/proc/self/cgroup` names the group that the process is in, `/proc/self/mountinfo` the mounts that show groups and the
 group that each shows: in a container often the process's own, under another name. The limits of a group hold for
-all groups below it. Groups of version 1 tell limit and use in `memory.limit_in_bytes` and `memory.usage_in_bytes`, those of
-version 2 in `memory.max` and `memory.current`; both count the page cache, which the kernel takes back when memory is asked
-for.
+all groups below it. Its use includes the page cache, which the kernel takes back when memory is asked for.
 """
 
 from __future__ import annotations
@@ -119,10 +117,10 @@ class Workers(Closing):
 
     def submit(self, task: Callable[[], T]) -> Ticket[T]:
         """Queue one task; may be called from a task. Raises RuntimeError once the threads ended."""
-        if self._closed:
-            raise RuntimeError("a task after the shutdown of its threads")
         ticket, carry_out = promise(task)
         with self._changed:
+            if self._closed:
+                raise RuntimeError("a task after the shutdown of its threads")
             self._tasks.append(carry_out)
             self._changed.notify()
         while not self._threads and self._tasks:
@@ -260,40 +258,23 @@ def most_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT_BYTES
 
 
-@dataclass(frozen=True)
-class _Mount:
-    """A mounted hierarchy of control groups."""
-
-    shown: PurePosixPath
-    """The group of the folder itself."""
-    folder: Path
-    kind: str
-    """File system: "cgroup" (version 1) or "cgroup2"."""
-    options: frozenset[str]
-
-
 def _groups(root: Path) -> Iterator[GroupMemory]:
     """Yield the groups with a limit, from the process's own upwards."""
     own = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
-    for mount in _mounts(root):
-        second = mount.kind == "cgroup2"
-        if not second and "memory" not in mount.options:
-            continue
-        for number, controllers, name in own:
-            if (second and number == "0" and not controllers) or (not second and "memory" in controllers.split(",")):
-                for folder in _upwards(mount, PurePosixPath(name)):
-                    if (group := _group(folder, mount.kind)) is not None:
-                        yield group
-
-
-def _mounts(root: Path) -> Iterator[_Mount]:
     for line in _read(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
-        fields, kind = before.split(), after.split()
-        if kind and kind[0] in ("cgroup", "cgroup2") and len(fields) > 4:
-            shown, folder = (_unescaped(field) for field in fields[3:5])
-            options = frozenset(kind[-1].split(","))
-            yield _Mount(PurePosixPath(shown), root / folder.lstrip("/"), kind[0], options)
+        fields, words = before.split(), after.split()
+        if len(fields) <= 4 or not words or (kind := words[0]) not in _FILES:
+            continue
+        second = kind == "cgroup2"
+        if not second and "memory" not in words[-1].split(","):
+            continue
+        shown, folder = PurePosixPath(_unescaped(fields[3])), root / _unescaped(fields[4]).lstrip("/")
+        for number, controllers, name in own:
+            if (number == "0" and not controllers) if second else "memory" in controllers.split(","):
+                for path in _upwards(shown, folder, PurePosixPath(name)):
+                    if (group := _group(path, kind)) is not None:
+                        yield group
 
 
 def _unescaped(text: str) -> str:
@@ -301,13 +282,13 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found.group(1), 8)), text)
 
 
-def _upwards(mount: _Mount, name: PurePosixPath) -> Iterator[Path]:
-    """Yield the folder of group `name` and those above it, as far as the mount shows them."""
-    inside = name.relative_to(mount.shown) if name.is_relative_to(mount.shown) else PurePosixPath()
+def _upwards(shown: PurePosixPath, mount: Path, name: PurePosixPath) -> Iterator[Path]:
+    """Yield the folder of group `name` and those above it, as far as the mount of group `shown` has them."""
+    inside = name.relative_to(shown) if name.is_relative_to(shown) else PurePosixPath()
     if ".." in inside.parts:
         inside = PurePosixPath()
     for part in (inside, *inside.parents):
-        yield mount.folder / part
+        yield mount / part
 
 
 _FILES = {

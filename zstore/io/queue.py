@@ -2,14 +2,8 @@
 
 [Note: links]
 A link is a name: a collective, a direction between two tiers, reading ahead. Code that moves bytes counts them there, in
-any thread:
-
-    with links.moving("host_to_device", nbytes):            # the caller waits for the whole of it
-        target.copy_(source)
-
-    links.begin("prefetch", nbytes)                         # begun here, waited for elsewhere
-    with links.waiting("prefetch", "not there in time"):
-        ticket.wait()
+any thread: `with links.moving("host_to_device", nbytes)` around a transfer that the caller waits for, else
+`links.begin("prefetch", nbytes)`, and later `with links.waiting("prefetch", "not there in time")`.
 """
 
 from __future__ import annotations
@@ -186,17 +180,17 @@ def in_order(tickets: Iterator[Ticket[T]], depth: int) -> Generator[T, None, Non
 
 @dataclass(frozen=True, kw_only=True)
 class QueueStatistics:
-    """The work of the I/O threads since they started, by priority name."""
+    """The work of the I/O threads since they started."""
 
-    operations: dict[str, int]
-    bytes: dict[str, int]
-    busy_s: dict[str, float]
     blocked_s: float
     """Time that producers waited for room in the queue."""
-    waiting: int
-    """Operations in the queue now."""
     subjects: Mapping[str, LinkStatistics]
-    """The same by priority name and subject, as "read optimizer"; only those that occurred."""
+    """By priority name and subject, as "read optimizer"; only those that occurred."""
+
+    def of(self, *priorities: Priority) -> LinkStatistics:
+        """Return the sums over all subjects."""
+        names = [priority.name.lower() for priority in priorities]
+        return total_of_links(link for subject, link in self.subjects.items() if subject.split(" ")[0] in names)
 
 
 class IoQueue:
@@ -284,20 +278,7 @@ class IoQueue:
 
     def statistics(self) -> QueueStatistics:
         """Return the counters since the start."""
-        subjects = self._links.statistics()
-        names = [priority.name.lower() for priority in Priority]
-        sums = {
-            name: total_of_links(link for key, link in subjects.items() if key.split(" ")[0] == name) for name in names
-        }
-        with self._lock:
-            return QueueStatistics(
-                operations={name: link.operations for name, link in sums.items()},
-                bytes={name: link.bytes for name, link in sums.items()},
-                busy_s={name: link.busy_s for name, link in sums.items()},
-                blocked_s=self._blocked_s,
-                waiting=len(self._heap),
-                subjects=subjects,
-            )
+        return QueueStatistics(blocked_s=self._blocked_s, subjects=self._links.statistics())
 
     def close(self) -> None:
         """Carry out queued operations, then end the threads."""

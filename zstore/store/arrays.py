@@ -5,7 +5,6 @@ Values are tensors of torch, arrays of numpy and numbers; torch is imported only
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 import threading
@@ -178,9 +177,8 @@ class ArrayOrder:
         self._workers = Workers(_NUM_OPERATIONS, "zstore-store")
         self._here = threading.local()
         """`names`: of the arrays of the operation that this thread carries out, and that waits for no other of theirs."""
-        self._pending: dict[str, tuple[int, Ticket[Any]]] = {}
-        """The last operation on each array that has not ended, and its number: a ticket keeps its result."""
-        self._numbers = itertools.count()
+        self._pending: dict[str, tuple[object, Ticket[Any]]] = {}
+        """The last operation on each array that has not ended, with its key: a ticket keeps its result."""
         self._failed: dict[str, BaseException] = {}
         """The error of the last change of an array, as its ticket may have been dropped."""
         self._lock = threading.RLock()
@@ -224,16 +222,16 @@ class ArrayOrder:
                 finally:
                     self._here.names = None
 
-            number, ticket = next(self._numbers), self._workers.submit(run)
-            self._pending.update(dict.fromkeys(names, (number, ticket)))
-        # By its number: a callback and its ticket would keep each other alive.
-        ticket.when_done(partial(self._end, names, number))
+            key, ticket = object(), self._workers.submit(run)
+            self._pending.update(dict.fromkeys(names, (key, ticket)))
+        # By its key: a callback and its ticket would keep each other alive.
+        ticket.when_done(partial(self._end, names, key))
         return ticket
 
-    def _end(self, names: Sequence[str], number: int) -> None:
+    def _end(self, names: Sequence[str], key: object) -> None:
         with self._lock:
             for name in names:
-                if name in self._pending and self._pending[name][0] == number:
+                if name in self._pending and self._pending[name][0] is key:
                     del self._pending[name]
 
     @property

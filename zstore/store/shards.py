@@ -211,16 +211,14 @@ class Shards:
 
     def _array(self, name: str) -> StoreArray:
         self._check_open()
-        try:
-            return self._arrays[name]
-        except KeyError:
-            some = f", for example {list(self._arrays)[:3]}" if self._arrays else ""
-            raise KeyError(f"the store has no array {name!r}; it has {len(self._arrays)}{some}") from None
+        if name not in self._arrays:
+            raise _unknown(name, self._arrays)
+        return self._arrays[name]
 
     def local(self, name: str) -> LocalShard:
-        """Return which shard of which array this rank holds under `name`."""
+        """Return which shard of which array this rank has under `name`. Raises KeyError for an unknown one."""
         if name not in self._shards:
-            raise UsageError(f"there is no array {name!r} in this store")
+            raise _unknown(name, self._shards)
         return self._shards[name]
 
     def tier(self, name: str) -> Tier:
@@ -467,8 +465,8 @@ class Shards:
         for name, tier in self._tiers.copy().items():
             held[tier.name] += local.nbytes if (local := self._shards.get(name)) else 0
         return StoreStatistics(
-            disk_read_bytes=queue.bytes["read"] + queue.bytes["prefetch"],
-            disk_write_bytes=queue.bytes["write_back"],
+            disk_read_bytes=queue.of(Priority.READ, Priority.PREFETCH).bytes,
+            disk_write_bytes=queue.of(Priority.WRITE_BACK).bytes,
             device_bytes=held["device"],
             host_bytes=held["host"],
             disk_bytes=held["disk"],
@@ -479,6 +477,11 @@ class Shards:
             pinned_bytes=0 if self._slabs is None else self._slabs.pinned_bytes,
             fallbacks=self.fallbacks,
         )
+
+
+def _unknown(name: str, present: Mapping[str, object]) -> KeyError:
+    some = f", for example {list(present)[:3]}" if present else ""
+    return KeyError(f"the store has no array {name!r}; it has {len(present)}{some}")
 
 
 def _require_in_shard(array: StoreArray, first: int, stop: int) -> None:

@@ -1,11 +1,10 @@
 """The store: named tensors that are put, read, changed in passes, and saved, in tiers of memory and disk.
 
 [Note: two ways to an array]
-User code works with whole values: `put`, `get` and so on run in the background and return a ticket to await or wait for.
-So there is one set of methods for programs with and without asyncio, usable from several tasks and threads, and no
-call blocks an event loop. The engine has this rank's shards, in passes in its own threads: `Shards`, the base.
-Operations on one array are carried out in the order of the calls, those on several concurrently, by threads of this
-store; a pass waits for those of its arrays.
+User code works with whole values: `put`, `get` and so on run in the background and return a ticket to await or wait for, so
+one set of methods serves programs with and without asyncio, tasks and threads, and no call blocks an event loop. The engine
+has this rank's shards, in passes in its own threads: `Shards`, the base. Operations on one array run in the order of the calls,
+those on several concurrently; a pass waits for those of its arrays.
 
 [Note: who waits for whom]
 A checkpoint captures the values at the time of the call: its pins are queued among the operations on each array. An
@@ -35,10 +34,10 @@ from ..checkpoint.retention import Keep
 from ..checkpoint.save import save_checkpoint
 from ..errors import UsageError
 from ..format.arrays import ArraySpec, numpy_dtype
-from ..io.closing import OF_THE_PARENT, closing_with, tell_of_fork
+from ..io.closing import OF_THE_PARENT, Completions, closing_with, run_to_the_end, tell_of_fork
 from ..io.files import Files, UserPath, user_location, user_path
-from ..io.machine import AsyncClosing, Workers, run_in_thread
-from ..io.queue import Ticket, wait_all
+from ..io.machine import AsyncClosing, Workers
+from ..io.queue import Ticket, promise, wait_all
 from .arrays import StoreArray, Value, copy_view, flat_target, flatten, is_tensor, shaped, spec_of
 from .options import StoreOptions
 from .shards import Shards
@@ -47,6 +46,8 @@ from .tiers.base import copy_into
 from .values import Mode, Unreported, Values
 
 T = TypeVar("T")
+_PIN_CHECK_S = 1.0
+_completions = Completions()
 _CLOSED = "the store is closed; only data saved with `checkpoint` survives"
 
 
@@ -89,7 +90,8 @@ class Store(Shards, AsyncClosing):
 
     @cached_property
     def _workers(self) -> Workers:
-        """For what waits for operations on arrays; made when first needed: an engine has none."""
+        """For tasks that wait for operations on arrays; made when first needed: an engine has none."""
+        self._check_open()
         return self._parts.enter_context(Workers(2, "zstore-passes"))
 
     # -- values -----------------------------------------------------------------------------------------------------
@@ -223,7 +225,7 @@ class Store(Shards, AsyncClosing):
             arrays = [self._whole(name) for name in (self._arrays if names is None else names)]
         if prefetch < 0:
             raise UsageError(f"prefetch={prefetch}: expected a number of arrays")
-        return Values(arrays, self.get, self.update, self, self._workers, prefetch, mode)
+        return Values(arrays, self.get, self.update, self, self._in_background, prefetch, mode)
 
     # -- inventory --------------------------------------------------------------------------------------------------
 
@@ -259,7 +261,16 @@ class Store(Shards, AsyncClosing):
         with self._lock:
             self._check_open()
             settle = partial(self._settle, self.order.names(), self._loads.all())
-        return self._workers.submit(settle)  # without the lock: if there are no threads, it is carried out here
+        return self._in_background(settle)
+
+    def _in_background(self, task: Callable[[], T]) -> Ticket[T]:
+        """Queue a task that waits for operations on arrays. Raises UsageError once the store is closed."""
+        try:
+            with self._lock:
+                workers = self._workers
+            return workers.submit(task)  # without the lock: if there are no threads, the task runs in this call
+        except RuntimeError:
+            raise UsageError(self._closed or _CLOSED) from None
 
     def _settle(self, names: Sequence[str], loads: Sequence[Ticket[Any]]) -> None:
         self.order.wait(names)
@@ -307,11 +318,38 @@ class Store(Shards, AsyncClosing):
             self._check_open()
             specs = {name: self._whole(name).spec for name in (self._arrays if names is None else names)}
             pinning = self.order.submit_on([*specs], partial(self.snapshot, [*specs]))
-            save = partial(self._save, pinning, partial(request, specs=specs))
-            return self._saves.add(run_in_thread(save, "zstore-checkpoint"))
+            save = partial(self._save, pinning, partial(request, specs=specs), [*specs], self._saves.all())
 
-    def _save(self, pinning: Ticket[Snapshot], request: Callable[..., SaveRequest]) -> SaveSummary:
-        """Save the snapshot that was asked for; release it in any case."""
+            def reported() -> SaveSummary:
+                try:
+                    summary = save()
+                except BaseException as error:
+                    _completions.end(key, error)
+                    raise
+                _completions.end(key, None)
+                return summary
+
+            ticket, carry_out = promise(reported)
+            key = _completions.begin(f"the save of {place}", ticket.wait_for_end)
+            run_to_the_end(carry_out, "zstore-checkpoint")
+            return self._saves.add(Ticket(ticket.future, partial(_completions.mark_observed, key)))
+
+    def _save(
+        self,
+        pinning: Ticket[Snapshot],
+        request: Callable[..., SaveRequest],
+        names: Sequence[str],
+        earlier: Sequence[Ticket[Any]],
+    ) -> SaveSummary:
+        """Save the snapshot that `pinning` takes of arrays; release it in any case.
+
+        Once the store is being closed and `earlier` saves ended, a change before the snapshot can wait only for one of the
+        caller's, which may never be released: the change fails.
+        """
+        while not pinning.wait_for_end(_PIN_CHECK_S):
+            if (self._closed or _completions.end_waits()) and all(save.done() for save in earlier):
+                for tier in _memory_tiers(self._homes):
+                    tier.fail_waiting(names)
         snapshot = pinning.wait()
         try:
             made = request(
@@ -345,7 +383,7 @@ class Store(Shards, AsyncClosing):
         """
         self._check_open()
         opened = partial(self._open_source, user_location(path), tag)
-        return self._loads.add(self._workers.submit(partial(self._load, opened, names, tier)))
+        return self._loads.add(self._in_background(partial(self._load, opened, names, tier)))
 
     def _load(
         self, opened: Callable[[], ArraySource], names: Iterable[str] | None, tier: TierName | None
@@ -414,6 +452,10 @@ def _unpinned(operation: Callable[[], None], saves: Sequence[Ticket[Any]]) -> No
 
 def _end(tiers: Mapping[TierName, Tier], parts: contextlib.ExitStack) -> None:
     """Give everything back; changes that wait for a pin fail first, as it may never be released."""
-    for tier in [each for each in tiers.values() if isinstance(each, MemoryTier)]:
+    for tier in _memory_tiers(tiers):
         tier.stop_waiting()
     parts.close()
+
+
+def _memory_tiers(tiers: Mapping[TierName, Tier]) -> list[MemoryTier]:
+    return [each for each in tiers.values() if isinstance(each, MemoryTier)]

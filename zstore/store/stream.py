@@ -1,21 +1,20 @@
-"""A pass over shards: chunks come from their tiers ahead of use, and go back behind it, in bounded memory.
+"""A pass over shards: chunks are loaded ahead of use and stored in the background, in bounded memory.
 
 [Note: the pipeline]
 Phases of a span, for all arrays of a group together:
 1. one buffer for the whole span is taken from the pool, together or not at all;
-2. the loads are queued; spans behind it are loaded while earlier ones are used;
+2. the loads are queued; later spans are loaded while earlier ones are used;
 3. the consumer gets one `Tile` a chunk and changes its views in place;
 4. the saves are queued; the last of them gives the buffer back.
-A stream waits for the pool only while it holds no loaded span, so it cannot wait for itself, and it never takes the
-last quarter of the pool ahead of use. New versions become the present ones at the end, when every save is done; a pass
-with `on_end` makes each group's the present one as soon as that group's own saves are done.
+A stream waits for the pool only while it has no loaded span, so it cannot wait for itself, and it never takes the
+last quarter of the pool ahead of use. New versions become the present ones at the end, when every save is done; with `on_end`
+each group's does as soon as that group's saves are done.
 
 The first spans may be loaded before it is known whether the pass takes place (`Stream.read_ahead`): this begins no
 pass. They are used if it does and no shard has another version by then; else their memory is freed.
 
-If all arrays of a group are in memory there is nothing to load, and a tile spans many chunks: fewer steps in
-Python. With a disk a tile is one chunk, for on disk there is a checksum between two. A pass over memory alone does
-without the pipeline, whose bookkeeping costs more than the work on a small array.
+A tile is one chunk on disk, for there is a checksum between two, and many in memory: fewer steps in Python. A pass over memory
+alone needs no pipeline, whose bookkeeping costs more than the work on a small array.
 """
 
 from __future__ import annotations

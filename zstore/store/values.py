@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Sequence
 from typing import Any, Literal, TypeVar
 
 from ..errors import UsageError
 from ..format.arrays import numpy_dtype, round_up
-from ..io.machine import Workers
 from ..io.memory import PAGE_BYTES, Buffer, Pool
 from ..io.queue import Ticket
 from .arrays import StoreArray, Value, shaped
@@ -25,21 +23,20 @@ class Unreported:
     """Operations under way, and those whose error was not reported yet."""
 
     def __init__(self) -> None:
-        self._tickets: dict[int, Ticket[Any]] = {}
-        self._numbers = itertools.count()
+        self._tickets: dict[object, Ticket[Any]] = {}
 
     def add(self, ticket: Ticket[T]) -> Ticket[T]:
         """Return the operation's ticket for the caller, by which it is reported."""
-        number = next(self._numbers)
+        key = object()
         for other, one in list(self._tickets.items()):
             if one.done() and one.error() is None:
                 self._tickets.pop(other, None)
 
         def observed() -> None:
-            self._tickets.pop(number, None)
+            self._tickets.pop(key, None)
             ticket.mark_observed()
 
-        given = self._tickets[number] = Ticket(ticket.future, observed)
+        given = self._tickets[key] = Ticket(ticket.future, observed)
         return given
 
     def all(self) -> list[Ticket[Any]]:
@@ -59,14 +56,14 @@ class Values:
         read: Callable[..., Ticket[Any]],
         write: Callable[[str, Value], Ticket[None]],
         shards: Shards,
-        workers: Workers,
+        submit: Callable[[Callable[[], Any]], Ticket[Any]],
         prefetch: int,
         mode: Mode,
     ) -> None:
         self._coming = list(reversed(arrays))
         self._read, self._write = read, write
         """Read an array into `out`; replace it by a value."""
-        self._shards, self._workers, self._prefetch, self._mode = shards, workers, prefetch, mode
+        self._shards, self._submit, self._prefetch, self._mode = shards, submit, prefetch, mode
         self._pool: Pool | None = None
         self._ahead: list[tuple[str, Buffer, Ticket[Any]]] = []
         self._behind = Unreported()
@@ -89,8 +86,8 @@ class Values:
 
     async def _anext(self) -> tuple[str, Any]:
         self._retire()  # at once: the loop's next requests come after it
-        if not await self._workers.submit(self._advance):
-            await self._workers.submit(self.close)
+        if not await self._submit(self._advance):
+            await self._submit(self.close)
             raise StopAsyncIteration
         return self._hand_out()
 
@@ -100,7 +97,7 @@ class Values:
             with contextlib.suppress(KeyError, UsageError):  # the array is gone
                 self._retire()
             with contextlib.suppress(RuntimeError):  # the store is closed
-                self._workers.submit(self.close)
+                self._submit(self.close)
 
     def _advance(self) -> bool:
         """Read ahead, and wait for the next array; return whether there is one."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ import pytest
 from ..errors import StorageError, UsageError
 from ..format.arrays import Array, ArraySpec, LocalShard, make_grid, numpy_dtype
 from ..format.shardfile import layout_of, slot_views
+from ..io.memory import as_numpy
 from ..io.queue import Priority
 from ..io.shards import IoResources, ShardReader, ShardSummary, open_resources
 from ..store import PinnedShard
@@ -51,15 +52,9 @@ class BoomError(Exception):
     """The error of a pass's consumer in these tests."""
 
 
-def as_array(view: Any, dtype: str) -> Array:
+def as_array(view: Any) -> Array:
     """Return a view of any tier as a numpy array; of memory on the CPU, sharing it."""
-    if isinstance(view, np.ndarray):
-        return view
-    import torch
-
-    if view.numel() == 0:
-        return np.empty(0, numpy_dtype(dtype))
-    return cast(Array, view.cpu().view(torch.uint8).numpy().view(numpy_dtype(dtype)))
+    return view if isinstance(view, np.ndarray) else as_numpy(view.cpu())
 
 
 @dataclass(kw_only=True)
@@ -92,10 +87,9 @@ class TierBench:
 
     def visit(self, name: str, mode: Mode) -> Iterator[tuple[slice, Array]]:
         """Yield (local elements, view) of each tile, and put changes back if memory is not shared."""
-        dtype = self.shards[name].spec.dtype
         for tile in self.tiles([name], mode):
             view = tile.views[0]
-            array = as_array(view, dtype)
+            array = as_array(view)
             yield slice(tile.first, tile.stop), array
             if mode is not Mode.READ and not isinstance(view, np.ndarray) and view.device.type != "cpu":
                 import torch
@@ -208,7 +202,7 @@ class TierContract:
         stop = 0
         for tile in bench.tiles([local.spec.name], Mode.READ):
             assert tile.first == stop
-            assert as_array(tile.views[0], "float32").shape == (tile.stop - tile.first,)
+            assert as_array(tile.views[0]).shape == (tile.stop - tile.first,)
             stop = tile.stop
         assert stop == local.valid_numel
 
@@ -219,7 +213,7 @@ class TierContract:
         seen = 0
         for tile in bench.tiles([local.spec.name for local in shards], Mode.READ):
             for local, view in zip(shards, tile.views, strict=True):
-                found = as_array(view, local.spec.dtype)
+                found = as_array(view)
                 assert same_bits(found, bench.values(local, 3)[tile.first : tile.stop])
             seen += tile.stop - tile.first
         assert seen == shards[0].valid_numel

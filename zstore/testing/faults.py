@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from ..errors import storage_error
@@ -73,22 +74,12 @@ class Fault:
     lost: bool = False
     """Instead of failing, report a write as done, and do nothing, like a drive that loses its cache."""
 
-
-@dataclass
-class _Armed:
-    """A fault and the operations that matched it so far."""
-
-    fault: Fault
-    seen: int = 0
-
-    def hits(self, kind: Kind, path: str) -> bool:
-        """Count the operation if it matches; tell whether it goes wrong."""
-        fault = self.fault
-        if fault.kind != kind or not fnmatch.fnmatch(path, fault.pattern):
+    def hits(self, kind: Kind, path: str, seen: Iterator[int]) -> bool:
+        """Take a number of `seen` for an operation that matches; return whether it fails."""
+        if self.kind != kind or not fnmatch.fnmatch(path, self.pattern):
             return False
-        number = self.seen - fault.first
-        self.seen += 1
-        return number >= 0 and (fault.times is None or number < fault.times)
+        number = next(seen) - self.first
+        return number >= 0 and (self.times is None or number < self.times)
 
 
 class FaultyFiles(WatchedFiles):
@@ -120,7 +111,7 @@ class FaultyFiles(WatchedFiles):
         self.free: int | None = None
         """Bytes of room on the drive; None: as many as there are."""
         self._only = only
-        self._faults = [_Armed(fault) for fault in faults]
+        self._faults = [(fault, count()) for fault in faults]
         self._watch = threading.Lock()
 
     def free_bytes(self, path: str | Path) -> int:
@@ -129,7 +120,7 @@ class FaultyFiles(WatchedFiles):
     def inject(self, fault: Fault) -> None:
         """Add a fault; its count begins now."""
         with self._watch:
-            self._faults.append(_Armed(fault))
+            self._faults.append((fault, count()))
 
     def heal(self) -> None:
         """Let all operations succeed from now on."""
@@ -147,7 +138,7 @@ class FaultyFiles(WatchedFiles):
                 return None
             self.paths.append((kind, path))
             # Every fault counts every operation that it matches, so no short cut here.
-            hits = [entry.fault for entry in self._faults if entry.hits(kind, path)]
+            hits = [fault for fault, seen in self._faults if fault.hits(kind, path, seen)]
             counted = kind != "open" and (self._only is None or kind in self._only)
             if counted:
                 self.operations.append(kind)
@@ -181,11 +172,6 @@ class DeadlyFiles(FaultyFiles):
 
     def happen(self, kind: Kind, path: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def unlinkable_files(error_number: int) -> FaultyFiles:
-    """Return files of a file system to which no hard link can be made."""
-    return FaultyFiles(faults=(Fault(kind="link", times=None, error_number=error_number),))
 
 
 class CallingFiles(Files):
@@ -254,29 +240,15 @@ class GatedFiles(WatchedFiles):
             self._open_for_all = False
 
     @contextmanager
-    def backwards(self, batch: int) -> Iterator[None]:
-        """Inside the `with` block, let operations go last come, first served, `batch` at a time.
-
-        A smaller batch goes on once nothing has come for a while, so that nobody waits for ever.
-        """
-        with self._changed:
-            self._open_for_all = False
-            done = len(self._waiting)
+    def backwards(self) -> Iterator[None]:
+        """Inside the `with` block, let the operations that arrived within 20 ms go last come, first served."""
+        self.close_gate()
         stop = threading.Event()
 
         def serve() -> None:
-            first = done
-
-            def full() -> bool:
-                return len(self._waiting) >= first + batch or stop.is_set()
-
-            while not stop.is_set():
-                with self._changed:
-                    self._changed.wait_for(full, 0.02)
-                    arrived = len(self._waiting)
-                for number in reversed(range(first, arrived)):
+            while not stop.wait(0.02):
+                for number in reversed(range(len(self._waiting))):
                     self.release(number)
-                first = arrived
 
         server = threading.Thread(target=serve, daemon=True)
         server.start()

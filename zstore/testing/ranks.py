@@ -16,7 +16,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -33,13 +32,8 @@ _Ranks = list[tuple[BaseProcess, Connection]]
 """Each rank's process, and the end of the pipe on which it sends its result."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Function:
-    """The place of a child's function: tests are not importable by name, so their file goes along."""
-
-    module: str
-    path: str | None
-    name: str
+_Function = tuple[str, str | None, str]
+"""Module, file and name of a child's function: tests are not importable by name."""
 
 
 def run_ranks(
@@ -107,7 +101,7 @@ def _started(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> 
     """Start the processes for the length of a `with` block."""
     context = loaded_context()
     module = sys.modules[fn.__module__]
-    function = _Function(module=fn.__module__, path=getattr(module, "__file__", None), name=fn.__qualname__)
+    function = fn.__module__, getattr(module, "__file__", None), fn.__qualname__
     with tempfile.TemporaryDirectory(prefix="zstore-ranks-") as folder:
         ranks: _Ranks = []
         try:
@@ -213,17 +207,18 @@ def _run(function: _Function, rank: int, world_size: int, folder: str, args: tup
 
 
 def _load(function: _Function) -> Callable[..., Any]:
+    name, path, qualified_name = function
     try:
-        module = importlib.import_module(function.module)
+        module = importlib.import_module(name)
     except ImportError:
-        spec = importlib.util.spec_from_file_location(function.module, function.path or "")
+        spec = importlib.util.spec_from_file_location(name, path or "")
         if spec is None or spec.loader is None:
             raise
         module = importlib.util.module_from_spec(spec)
-        sys.modules[function.module] = module
+        sys.modules[name] = module
         spec.loader.exec_module(module)
     found: Any = module
-    for part in function.name.split("."):
+    for part in qualified_name.split("."):
         found = getattr(found, part)
     fn: Callable[..., Any] = found
     return fn

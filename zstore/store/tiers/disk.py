@@ -4,14 +4,11 @@
 A shard's bytes are in one file of the run folder, its number in the name. While that file is neither pinned nor published,
 a pass changes it in place. Once it is pinned, a pass writes another file and makes it the present one at its end: a
 published file is never written again. A table in memory decides, never link counts. A superseded file that was
-published loses its name here (the checkpoint's link keeps the bytes); one that was not is kept for the next version.
+published loses its name in the run folder (the checkpoint's link keeps the bytes); any other is kept for the next version.
 
-A chunk that was never written has no checksum in the table and reads as zeros without touching the disk.
-
-A checkpoint's shard file that is laid out alike can be adopted: linked here, it is the present version, and was published.
-Its chunks are verified like all others, when they are read.
-
-Small shards share files, and have parts of them in place of files: see [Note: shared files].
+A chunk that was never written has no checksum in the table and reads as zeros without touching the disk. A checkpoint's file
+that is laid out alike can be adopted: its link is the present version, published, and verified when it is read. Small shards
+have parts of shared files: see [Note: shared files].
 """
 
 from __future__ import annotations

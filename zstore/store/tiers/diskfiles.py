@@ -4,15 +4,13 @@ See [Note: versions] in `disk`.
 
 [Note: shared files]
 A shard of 64 to 256 KiB would be a separate request. Those whose arrays are of one kind (the first part of the name)
-are neighbours in one file, a pack, in the order in which they were made, which is the order of passes: each has a
-region, whole slots without an index. A pass brings several groups of them in one buffer, laid out as in the file, so
-that adjacent regions are one request.
+are neighbours in one file, a pack, in the order of their creation, which is the order of passes: each has a region, whole slots
+without an index. A pass transfers several groups of them in one buffer, laid out as in the file, so that adjacent regions are
+one request. A checkpoint's file is written from the region, which cannot be linked.
 
-A version is a region. A pack has generations: files of the same regions, made as pins ask for them. While a shard's
-version is pinned a pass writes its region of another generation. A snapshot pins all, so all of them change to the same
-generation, and stay adjacent. Regions that are not adjacent, since some were pinned alone, only take more requests.
-
-A checkpoint's file cannot be a link of a region: it is written from it.
+A version is a region of a generation: a file of the same regions, made when pins need it. While a shard's version is pinned a
+pass writes its region of another generation. A snapshot pins all, so all change to the same generation and stay adjacent;
+regions that are not, since some were pinned alone, only take more requests.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,8 @@ class MemoryTier(Tier):
         self._versions: dict[str, int] = {}
         self._changing: set[str] = set()
         self._stopped = False
+        self._failing: set[str] = set()
+        """Arrays whose changes give up the wait for a pin."""
         self._unpinned = threading.Condition()
 
     def create(self, local: LocalShard, memory: torch.Tensor | None = None) -> None:
@@ -128,11 +130,12 @@ class MemoryTier(Tier):
 
     def _wait_for_unpinning(self, name: str) -> None:
         try:
-            self._unpinned.wait_for(lambda: not self._pins[name] or self._stopped)
+            self._unpinned.wait_for(lambda: not self._pins[name] or self._stopped or name in self._failing)
             if self._pins[name]:
                 raise UsageError(f"array {name!r}: the store was closed while a change waited for a snapshot of it")
         except BaseException:
             self._changing.discard(name)
+            self._failing.discard(name)
             raise
 
     def views(self, name: str, span: ChunkSpan, buffer: Bytes, mode: Mode) -> Iterator[View]:
@@ -160,6 +163,12 @@ class MemoryTier(Tier):
         """Drop one pin of the shard."""
         with self._unpinned:
             self._pins[name] -= 1
+            self._unpinned.notify_all()
+
+    def fail_waiting(self, names: Iterable[str]) -> None:
+        """Fail the changes of shards that wait for a pin now."""
+        with self._unpinned:
+            self._failing = {name for name in self._changing.intersection(names) if self._pins[name]}
             self._unpinned.notify_all()
 
     def stop_waiting(self) -> None:
