@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zstore.tools.train.command import OFFLOAD_ENVIRONMENT
+from zstore.tools.train import OFFLOAD_ENVIRONMENT
 
 _ROOT = Path(__file__).resolve().parent.parent
 _LIMIT_S = 3 * 3600.0

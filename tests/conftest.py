@@ -39,7 +39,7 @@ ranks.PRELOADED += [
     "torch.distributed.run",
     "zstore.tools.cli",
     "zstore.tools.sample",
-    "zstore.tools.train.command",
+    "zstore.tools.train",
     "tests.engine.runs",
     "tests.loaded",
 ]

@@ -35,7 +35,7 @@ from subprocess import PIPE, CalledProcessError, CompletedProcess, TimeoutExpire
 from typing import IO, Any, Self
 
 from zstore.testing.ranks import loaded_context
-from zstore.tools.as_deepspeed.installing import CACHE_AVAILABILITY
+from zstore.tools.as_deepspeed import CACHE_AVAILABILITY
 
 NEW_PROCESSES = "ZSTORE_TEST_NEW_PROCESSES"
 """Variable that is set where processes are to be started anew."""

@@ -45,7 +45,7 @@ Type this first:
   zstore doctor                   what this machine and its drive can do
   zstore plan --model gpt-base    whether a model fits here, and with which config
 """
-_MODULES = {"train": ".train.command", "run": ".run.command"}
+_MODULES = {"run": ".run.command"}
 """Modules of the commands that are not in a file of their name."""
 _WITH_TORCH = ("train", "run", "doctor")
 

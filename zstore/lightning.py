@@ -4,7 +4,7 @@ From then on `import deepspeed` gives zstore in this process, as after `import z
 imports it.
 """
 
-from zstore.tools.as_deepspeed.installing import put_in_place
+from zstore.tools.as_deepspeed import put_in_place
 
 put_in_place(alone=False)  # Lightning starts the ranks, and sets their variables
 

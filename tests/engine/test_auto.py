@@ -24,8 +24,7 @@ from zstore.engine.plan import run
 from zstore.engine.plan.run import find_native, native_types
 from zstore.ranks.world import World
 from zstore.testing.ranks import run_ranks
-from zstore.tools.train.command import train_command
-from zstore.tools.train.config import TrainOptions
+from zstore.tools.train import TrainOptions, train_command
 
 EVERYTHING = Path(__file__).parents[1] / "configs" / "zero3_nvme_everything.json"
 PLACES = [(0, "none"), (1, "cpu"), (2, "none"), (2, "nvme"), (3, "cpu"), (3, "nvme")]

@@ -220,7 +220,7 @@ def test_a_model_that_torch_compiled_trains_from_disk_unit_by_unit(nvme: Path) -
         ({"backend": "inducktor"}, "refuses these arguments: .*inducktor"),
         ({"compile_kwargs": {"mod": "default"}}, "refuses these arguments: .*'mod'"),
         ({"mode": "reduce-overhead"}, "CUDA graphs need parameters at fixed addresses"),
-        ({"options": {"triton.cudagraphs": True}}, "CUDA graphs expect"),
+        ({"options": {"triton.cudagraphs": True}}, "CUDA graphs need"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(arguments: dict[str, Any], message: str) -> None:

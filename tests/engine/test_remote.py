@@ -18,8 +18,7 @@ from zstore.errors import CheckpointError, CheckpointNotFoundError, RankError
 from zstore.journal import run_of
 from zstore.remote.service import open_folder
 from zstore.testing.ranks import run_ranks
-from zstore.tools.train.command import train_command
-from zstore.tools.train.config import TrainOptions
+from zstore.tools.train import TrainOptions, train_command
 
 URL = "objects://bucket/run"
 

@@ -36,7 +36,7 @@ from zstore.engine.adapters.deepspeed.names import KNOWN as KNOWN_MODULES
 from zstore.engine.adapters.deepspeed.utils import cleaned, raw_config
 from zstore.errors import ConfigError, UsageError
 from zstore.journal import run_of
-from zstore.tools.as_deepspeed.installing import install
+from zstore.tools.as_deepspeed import install
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -92,7 +92,7 @@ def plain_losses(steps: int) -> list[float]:
 PLAIN = """
 import runpy, sys
 import torch
-from zstore.tools.as_deepspeed.installing import put_in_place
+from zstore.tools.as_deepspeed import put_in_place
 put_in_place()
 script = runpy.run_path(sys.argv[1])
 torch.manual_seed(1234)

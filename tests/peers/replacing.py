@@ -9,7 +9,7 @@ import os
 from importlib import import_module
 from typing import Any
 
-from zstore.tools.as_deepspeed.installing import put_in_place
+from zstore.tools.as_deepspeed import put_in_place
 
 put_in_place()  # before transformers, which looks for DeepSpeed as it is imported
 TrainingArguments = import_module("transformers").TrainingArguments

@@ -10,7 +10,7 @@ import os
 from importlib import import_module
 from typing import Any
 
-from zstore.tools.as_deepspeed.installing import put_in_place
+from zstore.tools.as_deepspeed import put_in_place
 
 MARKS = {
     "accelerate": (

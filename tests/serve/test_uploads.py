@@ -38,8 +38,7 @@ from zstore.remote.target import local_files
 from zstore.remote.upload import target_in, upload_checkpoint
 from zstore.testing.faults import FaultyFiles
 from zstore.testing.ranks import run_ranks
-from zstore.tools.train.command import train_command
-from zstore.tools.train.config import TrainOptions
+from zstore.tools.train import TrainOptions, train_command
 
 Array = npt.NDArray[Any]
 RNG = np.random.default_rng(5)

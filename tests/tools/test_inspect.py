@@ -24,7 +24,7 @@ from zstore.tools.inspect import inspect_command
 from zstore.tools.ls import ls_command
 from zstore.tools.options import Common
 from zstore.tools.prune import prune_command
-from zstore.tools.train.config import resume_source
+from zstore.tools.train import resume_source
 from zstore.tools.verify import verify_command
 
 ARRAYS = {

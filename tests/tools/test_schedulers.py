@@ -21,7 +21,7 @@ from tests.tools.train_runs import config_file, rows
 from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
-from zstore.tools.train.command import launch
+from zstore.tools.train import launch
 
 PYTHON = [sys.executable, "-c"]
 

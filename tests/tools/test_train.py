@@ -23,7 +23,7 @@ from zstore.errors import (
     UsageError,
 )
 from zstore.tools.consolidate import consolidate_command
-from zstore.tools.train.command import train_command
+from zstore.tools.train import train_command
 
 FIELDS = (
     "step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s", "disk_read_bytes", "disk_write_bytes", "peak_memory_bytes",

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zstore.tools.train.config import TrainOptions
+from zstore.tools.train import TrainOptions
 
 
 def config_file(tmp_path: Path, **more: Any) -> Path:

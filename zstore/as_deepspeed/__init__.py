@@ -5,7 +5,7 @@ Import it before transformers, accelerate and others that look for DeepSpeed; af
 lists the names.
 """
 
-from zstore.tools.as_deepspeed.installing import install
+from zstore.tools.as_deepspeed import install
 
 install()
 __all__: list[str] = []

@@ -2,7 +2,7 @@
 
 import sys
 
-from zstore.tools.as_deepspeed.installing import main
+from zstore.tools.as_deepspeed import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -13,10 +13,10 @@ from zstore.engine.optim.kernel import FusedAdam, Scalars, SlotArray, TorchKerne
 from zstore.engine.optim.state import OptimizerState
 from zstore.engine.plan.plan import Places
 from zstore.errors import BudgetError, UsageError
-from zstore.format import Box, model_array, optimizer_array
+from zstore.format import model_array, optimizer_array
 from zstore.io.memory import as_torch
 
-from .stored_tensor import LocalRecord, OptimizerArray, StoredTensor, local_part, make_local_record
+from .stored_tensor import LocalRecord, StoredTensor, local_part, make_local_record
 
 MASTER = "master"
 """Name of a 16-bit parameter's fp32 master in its state."""
@@ -146,7 +146,7 @@ class LocalState:
     def _stored(self, record: LocalRecord, slot: SlotArray) -> StoredTensor:
         """Return this rank's part of an array."""
         name = model_array(record.name) if slot is _MASTER_SLOT else optimizer_array(slot.name, record.name)
-        return StoredTensor(OptimizerArray(name=name, record=record, state=self.arrays))
+        return StoredTensor(name, record, self.arrays)
 
     def load(self, record: LocalRecord, entry: Mapping[str, Any]) -> None:
         """Replace a parameter's state by `entry`, of this class or torch's; reset it if that has no state.
@@ -171,10 +171,10 @@ class LocalState:
             raise UsageError(f"state {what!r}: expected a floating tensor, got {type(value).__name__}")
         local = self._local_value(record, what, value)
         if isinstance(local, StoredTensor):
-            if local.array.state is self.arrays and local.array.name == target.array.name:
+            if local.state is self.arrays and local.array == target.array:
                 return  # loaded in place
             local = local.read()
-        target.array.write(Box.whole(target.array.shape), local)
+        target.write(local)
 
     def _local_value(self, record: LocalRecord, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a value that is whole, or laid out over the parameter's mesh."""

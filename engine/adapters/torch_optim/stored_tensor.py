@@ -131,81 +131,68 @@ def rows_of(record: LocalRecord, gradient: torch.Tensor | None) -> torch.Tensor:
 # -- its state in the store ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class OptimizerArray:
-    """An fp32 array of the store with a value for each element of a parameter's local part."""
-
-    name: str
-    record: LocalRecord
-    state: OptimizerState
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the local part."""
-        return tuple(self.record.local_shape)
-
-    def read(self) -> torch.Tensor:
-        """Return the values, in new host memory."""
-        flat = torch.empty(math.prod(self.shape))
-        if flat.numel():
-            with self.state.passing([[self.name]], "read") as tiles:
-                for tile in tiles:
-                    self.state.transfers.copy_into(flat[tile.first : tile.stop], as_torch(tile.views[0]))
-        return flat.view(self.shape)
-
-    def write(self, box: Box, values: torch.Tensor) -> None:
-        """Set the elements of `box` to `values`, of its shape and any floating type."""
-        if self.name == model_array(self.record.name):  # the parameter may differ from its master now
-            self.record.version = -1
-        whole, flat = box == Box.whole(box.shape), values.reshape(-1)
-        if not flat.numel():
-            return
-        with self.state.passing([[self.name]], "fill" if whole else "update") as tiles:
-            for tile in tiles:
-                view = as_torch(tile.views[0])
-                if whole:
-                    self.state.transfers.copy_into(view, flat[tile.first : tile.stop])
-                    continue
-                for at, in_box, numel in box.overlap(tile.first, tile.stop):
-                    target = view[at - tile.first : at - tile.first + numel]
-                    self.state.transfers.copy_into(target, flat[in_box : in_box + numel])
-
-
 class StoredTensor(torch.Tensor):
     """A tensor whose values are in the store. See [Note: a stored tensor]."""
 
-    array: OptimizerArray
+    array: str
+    """Name of an fp32 array with a value for each element of a parameter's local part."""
+    record: LocalRecord
+    """The parameter."""
+    state: OptimizerState
     box: Box
+    """The part of the array."""
 
-    def __new__(cls, array: OptimizerArray, box: Box | None = None) -> Self:
-        """Return a tensor of `box` of the array, by default the whole, without memory."""
-        box = Box.whole(array.shape) if box is None else box
+    def __new__(cls, array: str, record: LocalRecord, state: OptimizerState, box: Box | None = None) -> Self:
+        """Return a tensor of `box` of an array, by default the whole, without memory."""
+        box = Box.whole(tuple(record.local_shape)) if box is None else box
         make: Any = torch.Tensor._make_wrapper_subclass
         made: Self = make(cls, box.sizes, dtype=torch.float32, device="cpu", requires_grad=False)
-        made.array, made.box = array, box
+        made.array, made.record, made.state, made.box = array, record, state, box
         return made
 
-    def __init__(self, array: OptimizerArray, box: Box | None = None) -> None:
+    def __init__(self, array: str, record: LocalRecord, state: OptimizerState, box: Box | None = None) -> None:
         super().__init__()
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def read(self) -> torch.Tensor:
         """Return the values in a new plain tensor in host memory."""
-        read = self.array.read()
-        if self.box.sizes == self.box.shape:
-            return read
-        return read[tuple(slice(at, at + n) for at, n in zip(self.box.offsets, self.box.sizes, strict=True))].clone()
+        box = self.box
+        flat = torch.empty(math.prod(box.shape))
+        if flat.numel():
+            with self.state.passing([[self.array]], "read") as tiles:
+                for tile in tiles:
+                    self.state.transfers.copy_into(flat[tile.first : tile.stop], as_torch(tile.views[0]))
+        whole = flat.view(box.shape)
+        if box.sizes == box.shape:
+            return whole
+        return whole[tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))].clone()
 
     def write(self, values: torch.Tensor) -> None:
-        """Set the values."""
-        self.array.write(self.box, values)
+        """Set the values, from a tensor of any floating type."""
+        if self.array == model_array(self.record.name):  # the parameter may differ from its master now
+            self.record.version = -1
+        is_whole, flat = self.box.sizes == self.box.shape, values.reshape(-1)
+        if not flat.numel():
+            return
+        with self.state.passing([[self.array]], "fill" if is_whole else "update") as tiles:
+            for tile in tiles:
+                view = as_torch(tile.views[0])
+                if is_whole:
+                    self.state.transfers.copy_into(view, flat[tile.first : tile.stop])
+                    continue
+                for at, in_box, numel in self.box.overlap(tile.first, tile.stop):
+                    target = view[at - tile.first : at - tile.first + numel]
+                    self.state.transfers.copy_into(target, flat[in_box : in_box + numel])
+
+    def _part(self, box: Box) -> StoredTensor:
+        return StoredTensor(self.array, self.record, self.state, box)
 
     def _slice(self, dim: int = 0, start: int | None = None, end: int | None = None) -> StoredTensor:
         first, stop, _ = slice(start, end).indices(self.shape[dim])
         offsets, sizes = list(self.box.offsets), list(self.box.sizes)
         offsets[dim], sizes[dim] = offsets[dim] + first, max(0, stop - first)
-        return StoredTensor(self.array, Box(self.box.shape, tuple(offsets), tuple(sizes)))
+        return self._part(Box(self.box.shape, tuple(offsets), tuple(sizes)))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -214,7 +201,7 @@ class StoredTensor(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, StoredTensor):
             if func in _SAME or (func is _aten.view.default and tuple(args[1]) == tuple(first.shape)):
-                return type(first)(first.array, first.box)
+                return first._part(first.box)
             if func is _aten.is_pinned.default:
                 return False
             if func is _aten.slice.Tensor and (len(args) < 5 or args[4] == 1):
@@ -227,7 +214,7 @@ class StoredTensor(torch.Tensor):
     # -- torch.distributed.checkpoint's own protocol ------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, shown: object) -> list[WriteItem]:
-        record = self.array.record
+        record = self.record
         if not self.numel() and record.shape.numel():
             return []  # others have the tensor's elements
         place = torch.Size(record.offsets)
@@ -239,7 +226,7 @@ class StoredTensor(torch.Tensor):
         return [WriteItem(MetadataIndex(fqn, place), WriteItemType.SHARD, tensor_data=written)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(self.array.record.offsets), self.shape)]
+        return [ChunkStorageMetadata(torch.Size(self.record.offsets), self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> StoredTensor:
         return self
@@ -266,7 +253,7 @@ class StoredTensor(torch.Tensor):
         return self.read()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StoredTensor({self.array.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"StoredTensor({self.array!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _plain(value: Any) -> Any:

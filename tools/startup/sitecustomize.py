@@ -12,7 +12,7 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 def _install() -> None:
     try:
-        from zstore.tools.as_deepspeed.installing import AnswerFinder
+        from zstore.tools.as_deepspeed import AnswerFinder
     except (ImportError, SyntaxError):  # another environment's Python, which has no zstore
         return
     sys.meta_path.insert(0, AnswerFinder())

@@ -1,1 +1,0 @@
-"""`zstore train`: the training loop of the command, its processes and its config."""
