@@ -337,7 +337,7 @@ def test_a_missing_tag_is_answered_with_those_there(command: str, form: str, fol
 def test_two_tags_are_one_too_many(folder_tags: Path) -> None:
     code, _, stderr = run("inspect", f"{folder_tags}@{TAGS[0]}", "--tag", "newest")
     assert code == 2
-    assert f"names the tag {TAGS[0]!r}, and 'newest' is named beside it: name one of them" in stderr
+    assert f"names the tag {TAGS[0]!r}, and the tag 'newest' was given: name one of them" in stderr
     code, _, stderr = run("inspect", folder_tags / TAGS[0], "--tag", "newest")
     assert code == 1
     assert "name the folder above it to choose by tag" in stderr

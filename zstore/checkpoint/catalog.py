@@ -185,12 +185,7 @@ def _entries(folder: Folder) -> Entries:
 def find_tag(place: FolderLike, tag: str) -> TagInfo | None:
     """Return the committed checkpoint `tag` in a folder, even a set-aside one; None if there is none. Raises CorruptionError or
     CheckpointMismatchError if its record is not valid."""
-    return find_folder(place, tag_folder(tag))
-
-
-def find_folder(place: FolderLike, name: str) -> TagInfo | None:
-    """Return the committed checkpoint in the tag's folder `name`; see `find_tag`."""
-    folder = folder_at(place)
+    folder, name = folder_at(place), tag_folder(tag)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return _open_tag(folder, name)
     return _set_aside(folder, name)
@@ -254,10 +249,9 @@ def resolve(place: FolderLike, tag: str | None = None) -> TagInfo:
 
 def _pinned(info: TagInfo) -> TagInfo:
     """Return a checkpoint under its own name if a service found it by another, such as `latest`, which may change."""
-    own = tag_folder(info.record.tag)
-    if info.folder.is_local or info.folder.name == own:
+    if info.folder.is_local or info.folder.name == tag_folder(info.record.tag):
         return info
-    same = find_folder(info.folder.parent, own)
+    same = find_tag(info.folder.parent, info.record.tag)
     return same if same is not None and same.record.id == info.record.id else info
 
 

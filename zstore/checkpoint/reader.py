@@ -134,9 +134,9 @@ class ArraySource(Closing):
         CorruptionError that names array, file and offset of missing or damaged data; the content of `out` is then undefined.
         """
 
-    @abstractmethod
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """Return the JSON that belongs to rank `rank` of the saving run alone; empty if there is none."""
+        return {}
 
     def reading(self) -> ReadStatistics | None:
         """Return the statistics of the reads so far; None if they are not counted."""
@@ -223,18 +223,22 @@ class CheckpointReader(ArraySource):
     kind = "zstore"
 
     def __init__(self, info: TagInfo, resources: IoResources | None = None) -> None:
-        self.documents, parsed = _read_metadata(info)
-        remote = not info.folder.is_local
-        num_threads = NUM_REMOTE_REQUESTS if remote else NUM_THREADS
+        path = info.folder.location_of(METADATA_FILE)
+        try:
+            metadata = info.folder.read_small(METADATA_FILE)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CorruptionError(f"{path} is missing; restore it from another copy") from error
+        self.documents, arrays = checked_metadata(metadata, info.record, path)
+        num_threads = NUM_THREADS if info.folder.is_local else NUM_REMOTE_REQUESTS
         super().__init__(info.location, info.tag, info.record, resources, num_threads=num_threads)
-        self.is_remote = remote
+        self.is_remote = not info.folder.is_local
         self.folder: Folder = info.folder
         """The tag's folder."""
         self.asked_bytes = 0
         """Bytes of the elements requested from `read` so far."""
         self.shard_resources: IoResources = info.folder.resources(self.resources)
         """`resources` for reading the shard files, local or remote."""
-        self.arrays = parsed
+        self.arrays = arrays
         self._crcs: dict[int, dict[str, tuple[int, ...]]] = {}
         """By rank and array, the checksums of its shard."""
         self._decoding = threading.Lock()
@@ -321,7 +325,6 @@ class CheckpointReader(ArraySource):
         return super().read_array(name)
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """Return the JSON that belongs to rank `rank` of the saving run alone."""
         return self.manifest(rank).rank_state
 
     def file_of(self, name: str, shard: int) -> Path | None:
@@ -373,15 +376,6 @@ class CheckpointReader(ArraySource):
                 f"{array.grid.present_chunks(shard)} chunks of shard {shard}; restore it from another copy"
             )
         return crcs
-
-
-def _read_metadata(info: TagInfo) -> tuple[dict[str, Any], dict[str, StoredArray]]:
-    path = info.folder.location_of(METADATA_FILE)
-    try:
-        data = info.folder.read_small(METADATA_FILE)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptionError(f"{path} is missing; restore it from another copy") from error
-    return checked_metadata(data, info.record, path)
 
 
 def checked_metadata(

@@ -46,10 +46,6 @@ class ForeignSource(ArraySource):
         with self._lock:
             return self._read_bytes
 
-    def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """Return nothing."""
-        return {}
-
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
         target = self.checked_target(name, first, stop, out)
         if first == stop:

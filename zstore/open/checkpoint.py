@@ -43,7 +43,7 @@ _BLOCK_BYTES = 8 * 1024 * 1024
 
 
 class LazyArray:
-    """A named tensor of a checkpoint, which is not read yet.
+    """A named tensor of a checkpoint, read when it is indexed.
 
     `array[key]` reads the rows that the key needs and returns the elements as a numpy array, with numpy's basic indexing:
     whole numbers, slices with any step, `...` and None. `numpy()`, `np.asarray(array)` and `torch()` read all of it. bfloat16
@@ -86,7 +86,7 @@ class LazyArray:
 
     def __getitem__(self, key: Key) -> Any:
         items = _expanded(key, self.ndim)
-        # numpy says what comes of an array that takes no memory, and which error a key has.
+        # An array without memory gives the shape of the result, and numpy's errors.
         wanted = np.broadcast_to(np.zeros((), self.dtype), self.shape)[items]
         given = (item if isinstance(item, slice) else operator.index(item) for item in items if item is not None)
         index = [item if isinstance(item, slice) else slice(item, item + 1 or None) for item in given]
@@ -98,7 +98,7 @@ class LazyArray:
         return out.reshape(wanted.shape)[() if is_scalar else ...]
 
     def _fill(self, base: int, shape: tuple[int, ...], index: Sequence[slice], out: Array) -> None:
-        """Read into `out` what `index` selects of the block of `shape` that begins at flat element `base`."""
+        """Read the selection `index` of the block of `shape` that begins at flat element `base` into `out`."""
         if not shape:
             self._read(base, base + 1, out.reshape(1))
             return
@@ -131,7 +131,7 @@ class LazyArray:
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def numpy(self) -> Array:
-        """Return all of it, in its true shape."""
+        """Return the whole array, in its true shape."""
         out = empty_array(self.name, self.shape, self.dtype)
         if out.size:
             self._read(0, out.size, out.reshape(-1))
@@ -145,10 +145,8 @@ class LazyArray:
 
 
 def _expanded(key: Key, ndim: int) -> tuple[Any, ...]:
-    """Return the key with a slice for each extent that `...` stands for, or that has none.
-
-    Raises IndexError unless it is of whole numbers, slices, `...` and None.
-    """
+    """Return the key with a slice for each extent that `...` replaces or that is omitted. Raises IndexError unless it has
+    whole numbers, slices, `...` and None alone."""
     items = list(key) if isinstance(key, tuple) else [key]
     given = [item for item in items if item is not None and item is not Ellipsis]
     for item in given:
@@ -168,15 +166,15 @@ def _expanded(key: Key, ndim: int) -> tuple[Any, ...]:
 
 
 Dtype = Any
-"""A data type for weights: "fp16", "bf16", "fp32" or their long names, numpy's or torch's; None: as they are stored."""
+"""A data type for weights: "fp16", "bf16", "fp32" or their long names, numpy's or torch's; None: as stored."""
 
 
 def open_checkpoint(
     location: UserPath, tag: str | float | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint:
     """Open the checkpoint `tag` at `location`: a folder or URL of checkpoints (the newest committed one by default), or a
-    tag's own folder; `FOLDER@TAG` means both, as `http://host:8700/run@prod`. Other software's checkpoints are opened as
-    they are.
+    tag's own folder; `FOLDER@TAG` means both, as `http://host:8700/run@prod`. Other software's checkpoints are opened
+    without conversion.
 
     `storage_options` are for the file system of a URL. Raises CheckpointNotFoundError, CorruptionError if it is damaged,
     CheckpointMismatchError if it is of a kind or version that is not read.
@@ -187,7 +185,7 @@ def open_checkpoint(
 async def open_checkpoint_async(
     location: UserPath, tag: str | float | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> Checkpoint:
-    """Open a checkpoint in a coroutine as `open_checkpoint` does, and block no loop: `async with await
+    """Open a checkpoint as `open_checkpoint` does without blocking the event loop: `async with await
     zstore.open_checkpoint_async(path) as checkpoint`. Its arrays are read in the calling thread, or by `asyncio.to_thread`."""
     text, options = None if tag is None else tag_text(tag), storage_options or {}
     return await open_source_async(user_location(location), text, options, partial(Checkpoint, storage_options=options))
@@ -228,7 +226,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
 
     @property
     def source(self) -> ArraySource:
-        """The source of the arrays, in a forked child a separate one. See [Note: forks]."""
+        """The source of the arrays; a forked child opens its own. See [Note: forks]."""
         if self._source.is_forked:
             self._source = _open_again(self._source.location, self._storage_options, self._source.record.id)
         return self._source
@@ -254,7 +252,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that it is laid out for."""
+        """Number of ranks of its layout."""
         return self.source.record.world_size
 
     @property
@@ -294,7 +292,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
         dtype: Dtype = None,
         overflow: Overflow = "error",
     ) -> dict[str, Tensor]:
-        """Return the parameters, as tensors of `dtype`, and the buffers, but for those that `exclude` names, by their names in
+        """Return the parameters, as tensors of `dtype`, and the buffers, except those that match `exclude`, by their names in
         the state dict; see `zstore.load_state_dict`."""
         from ..io.memory import as_torch
 
@@ -314,7 +312,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
         return {name: tensors[weights[name].name] for name in chosen}
 
     def verify(self) -> list[VerifyFault]:
-        """Check every byte, and return each fault; an empty list means a whole checkpoint."""
+        """Check every byte, and return the faults; an empty list means an intact checkpoint."""
         self.check_open()
         if not isinstance(self.source, CheckpointReader):
             raise CheckpointMismatchError(
@@ -325,7 +323,7 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
     def zarr(self) -> Group:
         """Return the checkpoint as a group of zarr-python, read-only; bfloat16 is `ml_dtypes.bfloat16`.
 
-        Arrays have their stored shape there: of more than two extents the last and all others.
+        Arrays have their stored shape: of more than two extents, the last one and the product of the others.
         """
         if not self.source.record.id:
             raise CheckpointMismatchError(f"{self.location} is {self.source.kind}, which is not Zarr: convert it first")
@@ -348,14 +346,14 @@ class Checkpoint(Mapping[str, LazyArray], AsyncClosing):
         return self.location, self._storage_options
 
     def close(self) -> None:
-        """Release threads, buffers and files; a second call does nothing. Arrays cannot be read any more."""
+        """Release threads, buffers and files, after which arrays cannot be read; a second call does nothing."""
         self._closed = True
         if not self._source.is_forked:
             self._source.close()
 
 
 def _open_again(location: str, storage_options: Mapping[str, Any], save_id: str) -> ArraySource:
-    """Open the checkpoint of that save, in another process than before; raises CheckpointError if another has its place."""
+    """Open the checkpoint of that save in another process; raises CheckpointError if another save replaced it."""
     source = open_source(location, storage_options=storage_options)
     if source.record.id != save_id:
         source.close()

@@ -1,9 +1,9 @@
 """Opens the checkpoint that a path or URL names: one of ours, or one of other software; and a store that loads them.
 
 [Note: read ahead]
-A coroutine opens a checkpoint by the same code in a thread. The files that this will most likely read are read before, through
-aiofiles, several at once, which is what takes time on a drive of another machine. If anything is missing, damaged, too large or
-of another kind, or a save replaces some of them meanwhile, that code reads for itself, so that errors are the same.
+A coroutine opens a checkpoint with the same code in a thread. The files that it will most likely read are read before that,
+concurrently through aiofiles, since latency dominates on a network drive. If a file is missing, damaged, too large or of
+another kind, or is replaced by a save meanwhile, the code in the thread reads it again, so that errors are the same.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from ..store import Store
 
 _URL_WITH_PATH = re.compile(r".+://[^/]+/.")
-"""An `@` before the path belongs to the address."""
+"""An `@` before the path is part of the address."""
 _NUM_READS = 16
-"""Small files that are read at a time."""
+"""Small files read at a time."""
 _MAX_BYTES = {RECORD_FILE: MAX_RECORD_BYTES, METADATA_FILE: MAX_JSON_BYTES, LATEST_FILE: MAX_LATEST_BYTES}
 
 T = TypeVar("T", bound=Closing)
@@ -52,16 +52,16 @@ def open_source(
 
     `storage_options` are those of the fsspec file system of a URL. Raises CheckpointNotFoundError, CorruptionError if it
     is damaged, CheckpointMismatchError if it is of a kind or version that is not read, UsageError for a URL that nothing
-    opens. `resources` stays the caller's.
+    opens. The caller closes `resources`.
     """
     place, text = split_location(location, None if tag is None else tag_text(tag))
     folder = folder_of(place, storage_options)
     try:
         return open_checkpoint(folder, text, resources=resources)
     except CheckpointNotFoundError:
-        # Only if there is none of ours: a run that moved here goes on in the same folder.
-        if folder.is_local and (foreign := _open_foreign(place, text, resources)) is not None:
-            return foreign
+        # Only if there is none of ours: a run that moved to zstore may continue in the same folder.
+        if folder.is_local and (source := _open_foreign(place, text, resources)) is not None:
+            return source
         above, _, name = place.rpartition("@")
         if text is not None or not name or "/" in name or not _URL_WITH_PATH.match(above):
             raise
@@ -69,22 +69,22 @@ def open_source(
 
 
 def split_location(location: UserPath, tag: str | None = None) -> tuple[str, str | None]:
-    """Return path or URL, and the tag, of `FOLDER`, `FOLDER@TAG`, or `FOLDER` and a `tag` beside it (None: not named).
+    """Return path or URL, and the tag, of `FOLDER`, `FOLDER@TAG`, or `FOLDER` and a separate `tag` (None: not named).
 
-    An existing local folder is taken literally, and so is a URL, in which `open_source` sees to `@`. Raises UsageError if
-    there are two tags.
+    An `@` in the path of an existing local folder is part of its name, and `open_source` handles it in a URL. Raises UsageError
+    if there are two tags.
     """
     place = user_location(location)
     folder, _, name = place.rpartition("@")
     if is_url(place) or not name or "/" in name or not Path(folder).is_dir() or Path(place).is_dir():
         return place, tag
     if tag is not None:
-        raise UsageError(f"{place} names the tag {name!r}, and {tag!r} is named beside it: name one of them")
+        raise UsageError(f"{place} names the tag {name!r}, and the tag {tag!r} was given: name one of them")
     return folder, name
 
 
 def _open_foreign(location: str, tag: str | None, resources: IoResources | None) -> ArraySource | None:
-    """Open a checkpoint of other software; None if there is none that is known."""
+    """Open a checkpoint of other software; None if it is of no known kind."""
     folder = Path(location) if tag is None else Path(location) / tag
     if (folder / ".metadata").is_file():
         from ..interop.torch_dcp import TorchDcpSource
@@ -102,8 +102,7 @@ def _open_foreign(location: str, tag: str | None, resources: IoResources | None)
 
 
 def folder_of(location: UserPath, storage_options: Mapping[str, Any] | None = None) -> Folder:
-    """Return the folder that a path or URL names, which need not be there; `tags` and `refused` take it. Raises UsageError for
-    a URL that nothing opens."""
+    """Return the folder, which need not exist, of a path or URL. Raises UsageError for a URL that nothing opens."""
     if is_url(location):
         from ..remote.service import open_folder
 
@@ -114,7 +113,7 @@ def folder_of(location: UserPath, storage_options: Mapping[str, Any] | None = No
 async def open_source_async(
     location: str, tag: str | None, storage_options: Mapping[str, Any], use: Callable[[ArraySource], T]
 ) -> T:
-    """Open a checkpoint as `open_source` does, and return what `use` makes of it. See [Note: read ahead]."""
+    """Open a checkpoint as `open_source` does, and return `use` of it. See [Note: read ahead]."""
     place, text = await run_in_thread(partial(split_location, location, tag), "zstore-open")
     documents = {} if is_url(place) else await _read_ahead(LocalFolder(Path(place)), text)
 
@@ -132,14 +131,14 @@ async def open_source_async(
     try:
         return await ticket
     except BaseException:
-        ticket.future.add_done_callback(close_unused)  # of a task that was cancelled
+        ticket.future.add_done_callback(close_unused)  # the task was cancelled
         raise
     finally:
-        documents.clear()  # later reads are of the files
+        documents.clear()  # later reads use the files
 
 
 async def _read_ahead(folder: LocalFolder, tag: str | None) -> dict[str, bytes]:
-    """Return by path the small files that opening the checkpoint `tag` in a folder, or its own, will most likely read."""
+    """Return by path the small files that opening the checkpoint `tag` in `folder`, or its own folder, most likely reads."""
     import asyncio
 
     import aiofiles.os
@@ -149,7 +148,7 @@ async def _read_ahead(folder: LocalFolder, tag: str | None) -> dict[str, bytes]:
 
     async def read(folder: LocalFolder, file: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            async with limit:  # a call in a thread for each file, which a cancelled task does not leave open half way
+            async with limit:  # one call in a thread for each file, so that a cancelled task leaves none open
                 found[folder.location_of(file)] = await aiofiles.os.wrap(folder.read_small)(file, _MAX_BYTES[file])
 
     await asyncio.gather(*(read(folder, file) for file in _MAX_BYTES))
@@ -172,15 +171,14 @@ def open_store(
     verify: bool = True,
     device: str = "cpu",
 ) -> Store:
-    """Open a store that keeps its arrays in a folder of its own below `path`, on a fast drive, or without a path in memory.
+    """Open a store that keeps its arrays in a new folder below `path`, on a fast drive, or without a path in memory.
 
-    Arrays live as long as the store is open; `Store.checkpoint` saves them, and `Store.load` brings them back, both by links
-    if drive and layout allow. All memory that the store takes is counted against `host_budget_bytes`: transfer buffers,
-    arrays in host memory, data read ahead; None: buffers of 128 MiB, else no bound. `pin_memory` registers the buffers with
-    CUDA. `num_threads` read and write; `verify` checks the crc32c of all that is read from the drive; tier "device" is on
-    `device`.
+    Arrays live as long as the store is open; `Store.checkpoint` saves and `Store.load` restores them, both by links if drive
+    and layout allow. `host_budget_bytes` bounds all memory of the store: transfer buffers, arrays in host memory, data read
+    ahead; None: buffers of 128 MiB, and no bound. `pin_memory` registers the buffers with CUDA. `num_threads` read and write;
+    `verify` checks the crc32c of all data read from the drive; tier "device" is on `device`.
 
-    Raises UsageError for arguments that make no sense, StorageError for a folder that cannot be written.
+    Raises UsageError for invalid arguments, StorageError for a folder that cannot be written.
     """
     from ..store import Store, StoreOptions
 
