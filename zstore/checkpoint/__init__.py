@@ -6,9 +6,6 @@ reader, lookahead, verify, retention.
 The names below are for code that builds on the store.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from .build import CheckpointBuilder, CheckpointPlan, reshard_checkpoint
 from .catalog import LOOPS_FOLDER, Catalog, Refusal, TagInfo, find_tag, list_nested, list_tags, resolve, scan, tags_text
 from .commit import Committer, abort_reason, discard, new_folder, sweep, temporary_folder
@@ -46,10 +43,8 @@ from .retention import (
     retire,
     weigh,
 )
+from .save import SaveHandle, save_checkpoint
 from .verify import VerifyFault, verify_checkpoint
-
-if TYPE_CHECKING:
-    from .save import SaveHandle, save_checkpoint
 
 __all__ = [
     "ABSENT_KEY", "COMPLETE", "LATEST_KEY", "LOOPS_FOLDER", "MANIFEST_FOLDER", "MEMORY_BYTES", "METADATA_FILE",
@@ -62,11 +57,3 @@ __all__ = [
     "shard_file", "shared_bytes", "step_tag", "stored_files", "sweep", "tag_folder", "tag_text", "tags", "tags_text",
     "temporary_folder", "verify_checkpoint", "weigh",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    """Import what saves when it is first used: it needs the store."""
-    if name not in ("SaveHandle", "save_checkpoint"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(".save", __name__), name)
-    return value

@@ -31,7 +31,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -253,14 +252,15 @@ _MAX_ENTRIES = 10_000
 _BLOB = re.compile(r"(\.\./)+blobs/[0-9a-f]+")
 """Links of the hub's cache."""
 
-_Open = Callable[[], BinaryIO]
+_Place = Path | tuple[Folder, str]
+"""A local file, or a file's name in a folder of checkpoints."""
 
 
 @dataclass
 class Companions:
     """Files that belong to a checkpoint's weights, by path inside the target."""
 
-    files: dict[str, _Open] = field(default_factory=dict)
+    files: dict[str, _Place] = field(default_factory=dict)
     copied: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     """Files that are not copied, with the reason if it is not obvious."""
@@ -289,7 +289,7 @@ class Companions:
         """Add the files of a local folder with names of `COMPANIONS`."""
         for entry in _entries(folder):
             if is_companion(entry.name):
-                self.files[entry.name] = partial(_opened, entry)
+                self.files[entry.name] = entry
             elif entry.name in _FOLDERS and entry.is_dir():
                 self._add_all(entry.name, _walk(entry))
 
@@ -310,7 +310,7 @@ class Companions:
             elif is_companion(name) or not (
                 name.startswith(".") or _is_weights(name) or _bytes_of([entry]) > _MAX_BYTES
             ):
-                self.files[name] = partial(_opened, entry)
+                self.files[name] = entry
             else:
                 self.skipped.append(name)
 
@@ -321,7 +321,7 @@ class Companions:
             if not inside and _is_weights(name):  # the arrays again; those of a module are in its folder
                 self.skipped.append(name)
             else:
-                self.files[inside + name] = partial(_read, folder, name)
+                self.files[inside + name] = folder, name
         for name in filter(chosen, sorted(entries.folders)) if chosen is not is_companion else ():
             if folder.is_local and (folder.path / name).is_symlink():
                 self.skipped.append(f"{inside}{name}/ (a link)")
@@ -329,19 +329,19 @@ class Companions:
                 self.add_folder(folder.child(name), lambda _: True, f"{inside}{name}/")
 
     def _add_all(self, name: str, inside: dict[str, Path]) -> None:
-        self.files |= {f"{name}/{path}": partial(_opened, file) for path, file in inside.items()}
+        self.files |= {f"{name}/{path}": file for path, file in inside.items()}
 
     def copy(self, target: Path, files: Files, reserved: Collection[str] = ()) -> Companions:
         """Copy the files into `target`, durably, and return this; files that exist, have a name of `reserved` or cannot be
         read are skipped. Raises StorageError if one cannot be written."""
         folders: set[Path] = set()
-        for name, opened in self.files.items():
+        for name, source in self.files.items():
             place = target / name
             if name.partition("/")[0] in reserved:
                 self.skipped.append(f"{name} (a checkpoint has its own of that name)")
             elif not place.exists():
                 try:
-                    content = opened()
+                    content = _opened(source)
                 except (OSError, CorruptionError) as error:
                     self.skipped.append(f"{name} ({_reason(error)})")
                     continue
@@ -351,7 +351,7 @@ class Companions:
                         shutil.copyfileobj(content, out, 1024 * 1024)
                 files.sync_file(place)
                 folders |= {place.parent} - {target}
-                self.copied.append(_shown(name, opened))
+                self.copied.append(_shown(name, source))
         for folder in sorted(folders):
             files.sync_folder(folder)
         return self
@@ -421,19 +421,18 @@ def _modules(folder: Path) -> set[str]:
         return set()
 
 
-def _opened(path: Path) -> BinaryIO:
-    """Open a file, or the one that a link leads to."""
-    file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would block
+def _opened(source: _Place) -> BinaryIO:
+    """Open a file; a local one may be a link."""
+    if isinstance(source, tuple):
+        folder, name = source
+        if folder.is_local and (folder.path / name).is_symlink():
+            raise CorruptionError("a link, which may lead out of the checkpoint")
+        return io.BytesIO(folder.read_small(name))
+    file = os.open(source, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would block
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise CorruptionError("not a file")
     return os.fdopen(file, "rb")
-
-
-def _read(folder: Folder, name: str) -> BinaryIO:
-    if folder.is_local and (folder.path / name).is_symlink():
-        raise CorruptionError("a link, which may lead out of the checkpoint")
-    return io.BytesIO(folder.read_small(name))
 
 
 def _reason(error: OSError | CorruptionError) -> str:
@@ -442,9 +441,8 @@ def _reason(error: OSError | CorruptionError) -> str:
     return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
 
-def _shown(name: str, opened: _Open) -> str:
-    """Return the name of a file, and the target of a link that the hub's cache does not have."""
-    path = opened.args[0] if isinstance(opened, partial) and isinstance(opened.args[0], Path) else None
-    if path is None or not path.is_symlink() or _BLOB.fullmatch(os.readlink(path)):
+def _shown(name: str, source: _Place) -> str:
+    """Return the name of a file, with the target if it is a link, but not one of the hub's cache."""
+    if isinstance(source, tuple) or not source.is_symlink() or _BLOB.fullmatch(os.readlink(source)):
         return name
-    return f"{name} (a link to {os.readlink(path)})"
+    return f"{name} (a link to {os.readlink(source)})"
