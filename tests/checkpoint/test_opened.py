@@ -222,7 +222,7 @@ def test_a_slow_opening_holds_up_no_loop_and_a_cancelled_one_leaves_nothing_open
         if not cancel:
             async with await task as found:
                 assert (found.tag, found["model/w"][3]) == ("three", 3)
-        await asyncio.to_thread(until, lambda: "zstore-open" not in [each.name for each in threading.enumerate()])
+        await asyncio.to_thread(until, lambda: left_open()[1] == before[1])
 
     gate, before = Gate(monkeypatch, owner, name), left_open()
     asyncio.run(main())
