@@ -2,7 +2,7 @@
 
 ZstoreError
     ConfigError             (ValueError)          the configuration is wrong: fix it and start again
-    UsageError              (RuntimeError)        a call came at the wrong time or with the wrong arguments
+    UsageError              (RuntimeError)        a call at the wrong time or with the wrong arguments
     BudgetError             (MemoryError)         the host budget has no room for a request
     NonFiniteError          (ArithmeticError)     a loss or gradient is NaN or infinite; no state was changed
     StorageError            (OSError)             a transfer failed; carries path, offset, size, errno, rank
@@ -36,7 +36,7 @@ class ConfigError(ZstoreError, ValueError):
 
 
 class UsageError(ZstoreError, RuntimeError):
-    """A call came at the wrong time or with the wrong arguments."""
+    """A call at the wrong time or with the wrong arguments."""
 
 
 class BudgetError(ZstoreError, MemoryError):

@@ -790,7 +790,7 @@ class Engine(nn.Module):
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if value is not None:
-            self.world.watch.escaped(value)
+            self.world.watch.report_error(value)
             if not isinstance(value, SystemExit):
                 self.journal.stops(value)
         try:

@@ -314,7 +314,7 @@ class Checkpoints:
         try:
             self._complete()
         except Exception:
-            self._training.world.watch.require_others()  # else the error of an abandoned save hides the lost rank
+            self._training.world.watch.raise_if_rank_lost()  # else the error of an abandoned save hides the lost rank
             raise
 
     def _complete(self) -> None:

@@ -386,7 +386,7 @@ class OneBitStep(Stepper):
             with torch.no_grad():
                 self._state.change_whole([self._state.arrays_of(record) for record in mine], step)
         except Exception as error:
-            self._world.watch.escaped(error)  # other ranks wait in an exchange
+            self._world.watch.report_error(error)  # other ranks wait in an exchange
             raise
 
     def _tensor(self, record: ParameterRecord, groups: Sequence[Mapping[str, Any]]) -> tuple[AdamRule, TensorState]:

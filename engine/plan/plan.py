@@ -364,7 +364,7 @@ def store_options(config: Config, budget_bytes: int | None) -> StoreOptions:
         num_threads=aio.thread_count,
         queue_depth=aio.queue_depth,
         block_bytes=min(aio.block_size, buffer_bytes),
-        most_pool_bytes=section.buffer_count * buffer_bytes,
+        max_pool_bytes=section.buffer_count * buffer_bytes,
         verify=config.zstore.verify_reads,
         pin_state=config.pin_memory,
     )

@@ -205,7 +205,7 @@ class SyncedFiles(Files):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most_dirty_bytes = -1  # each file by itself
+        self.max_dirty_bytes = -1  # each file by itself
         self.synced: set[str] = set()
         self.synced_at: dict[str, set[str]] = {}
 

@@ -72,7 +72,7 @@ class FlushedFiles(FailingFiles):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most_dirty_bytes = 2**60
+        self.max_dirty_bytes = 2**60
 
     def rearm(self, fail_at: int | None, error_number: int = 0, *, lasting: bool = False) -> None:
         super().rearm(fail_at, error_number, lasting=lasting)

@@ -405,7 +405,7 @@ def test_a_writer_serves_many_saves_and_names_that_need_encoding(tmp_path: Path)
 @alone
 def test_one_flush_makes_a_small_save_durable_before_it_has_its_name(tmp_path: Path) -> None:
     files = FaultyFiles()
-    files.most_dirty_bytes = 2**60
+    files.max_dirty_bytes = 2**60
     if (flush := Flush.of(files, tmp_path)) is None:
         pytest.skip("no file system of Linux's that one flush is known to make durable")
     flush.close()

@@ -90,7 +90,7 @@ def test_small_shards_rest_in_memory_even_where_the_disk_was_asked_for(store: St
 def test_the_pool_is_half_of_a_small_budget_an_eighth_of_a_larger_one(tmp_path: Path, budget: int, pool: int) -> None:
     with Store(StoreOptions(run_path=tmp_path, host_budget_bytes=budget)) as store:
         assert store.statistics().pool_bytes == pool
-    assert StoreOptions(host_budget_bytes=budget, most_pool_bytes=96 * MIB).pool_bytes == min(budget // 2, 96 * MIB)
+    assert StoreOptions(host_budget_bytes=budget, max_pool_bytes=96 * MIB).pool_bytes == min(budget // 2, 96 * MIB)
 
 
 def test_state_and_buffers_stay_within_the_budget_together(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_an_array_that_would_rest_otherwise_is_not_renamed(store: Store) -> None
 def test_threads_work_on_different_arrays_at_once(tmp_path: Path, packs: bool) -> None:
     interval = sys.getswitchinterval()
     errors: list[BaseException] = []
-    with Store(StoreOptions(run_path=tmp_path, most_pool_bytes=8 * 2**20)) as store:
+    with Store(StoreOptions(run_path=tmp_path, max_pool_bytes=8 * 2**20)) as store:
         if packs:
             store.share_files()
 

@@ -21,7 +21,7 @@ from ..format.arrays import ArraySpec, Grid, empty_array, numpy_dtype, plan_read
 from ..format.codecs import Codec
 from ..format.shardfile import layout_of
 from ..io.archives import PackedReader
-from ..io.closing import OF_THE_PARENT, Closing, tell_of_fork
+from ..io.closing import OF_THE_PARENT, Closing, notify_of_fork
 from ..io.shards import IoResources, ShardReader, open_resources
 from .catalog import Refusal, TagInfo, list_tags, read_record, resolve, scan
 from .folder import Folder, FolderLike, folder_at
@@ -110,7 +110,7 @@ class ArraySource(Closing):
         """Threads and buffers; released by `close` unless the caller passed them."""
         self.is_forked = False
         """Whether this is a forked child of the process that opened it, in which nothing is read."""
-        tell_of_fork(self)
+        notify_of_fork(self)
 
     def _forked(self) -> None:
         """Mark it as the parent's in a forked child: its buffers may be in use and its locks taken forever."""

@@ -84,7 +84,7 @@ ALIGN_NUMEL = 16
 MIN_CHUNK_NUMEL = 64 * 1024 // 4
 MAX_CHUNK_NUMEL = 1024 * 1024 // 4
 MAX_CUT_CHUNK_NUMEL = 4 * MAX_CHUNK_NUMEL
-"""Most elements of a chunk that ends with rows that somebody else cut."""
+"""Most elements of a chunk of rows that another library cut."""
 CHUNKS_PER_SHARD = 16
 CHUNKS_PER_ARRAY = 144
 MAX_CHUNKS_PER_SHARD = 2**20

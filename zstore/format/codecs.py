@@ -27,7 +27,7 @@ from .arrays import Bytes, round_up
 from .shardfile import BLOCK_BYTES, CRC_BYTES, ShardLayout, checksum_error, encode_entries
 
 _ZSTD_MAGIC = 0xFD2FB528
-_MOST_LEVEL = 22
+_MAX_LEVEL = 22
 
 
 class CodecError(ValueError):
@@ -75,8 +75,8 @@ def parse_codec(document: object) -> Codec:
     """Return the codec of which `document` is the metadata. Raises CodecError for one that is not read."""
     settings = document.get("configuration") if isinstance(document, dict) else None
     level = settings.get("level") if isinstance(settings, dict) else None
-    if type(level) is not int or not 0 <= level <= _MOST_LEVEL or document != Codec(level=level).document():
-        raise CodecError(f"expected the codec `zstd` with a level from 0 to {_MOST_LEVEL} and without checksum")
+    if type(level) is not int or not 0 <= level <= _MAX_LEVEL or document != Codec(level=level).document():
+        raise CodecError(f"expected the codec `zstd` with a level from 0 to {_MAX_LEVEL} and without checksum")
     return Codec(level=level)
 
 

@@ -41,7 +41,7 @@ MISSING = 2**64 - 1
 _ALIGN_BYTES = 512
 _MIN_PLACED_BYTES = 16 * 1024
 """Smaller payloads are cheaper to copy than to name."""
-MOST_SLOTS = 500
+MAX_SLOTS = 500
 """Of a run with payloads in place: systems take 1,024 places in a transfer."""
 
 Rest = Callable[[int], Bytes | None]
@@ -325,6 +325,6 @@ class Slots:
 def runs(layout: ShardLayout, first: int, stop: int, step: int, rest: Rest | None, *, index: bool) -> Iterator[Slots]:
     """Yield chunks `[first, stop)` as runs of at most `step`, each made on demand: there may be millions. With `index`,
     chunk 0 comes with the index before it."""
-    step = step if rest is None else min(step, MOST_SLOTS)
+    step = step if rest is None else min(step, MAX_SLOTS)
     for low in range(first, stop, step):
         yield Slots(layout, low, min(low + step, stop), layout.data_offset if index and low == 0 else 0, rest)

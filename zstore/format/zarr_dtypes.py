@@ -2,7 +2,7 @@
 
 Entry points import it (see `pyproject.toml` and `docs/design/0002-format.md`), so that plain `zarr.open_group` reads
 our 16-bit arrays wherever zstore is installed; to open a single array by its own path, import this module first.
-tensorstore knows the type by itself, under the same name and with the same fill values.
+tensorstore has the type built in, under the same name and with the same fill values.
 """
 
 from __future__ import annotations

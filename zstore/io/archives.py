@@ -21,7 +21,7 @@ from .memory import Buffer
 from .queue import Priority, Ticket, in_order, wait_all
 from .shards import Fill, IoResources, ShardRange, ShardReader, ShardSummary, fill_chunk
 
-_MOST_IN_FLIGHT = 8
+_MAX_IN_FLIGHT = 8
 
 
 def write_packed(
@@ -32,7 +32,7 @@ def write_packed(
     `fill` is called in this thread, for one chunk at a time, in order. Otherwise as `write_shard`.
     """
     layout = layout_of(grid, shard, spec.dtype)
-    in_flight = max(1, min(_MOST_IN_FLIGHT, res.pool.nbytes // (2 * layout.payload_bytes)))
+    in_flight = max(1, min(_MAX_IN_FLIGHT, res.pool.nbytes // (2 * layout.payload_bytes)))
 
     def encode(buffer: Buffer) -> tuple[bytes, int]:
         with buffer:

@@ -16,7 +16,7 @@ Only public interfaces of Python are used. docs/saving.md has a table of all end
 
 [Note: forks]
 A forked child process, as a DataLoader's worker, has the memory of its parent and none of its threads, and locks that
-another thread had stay locked. `tell_of_fork` lets open objects know: those that write belong to the parent, raise
+another thread had stay locked. `notify_of_fork` lets open objects know: those that write belong to the parent, raise
 in the child, and are never closed there; threads that help are done without; files that are only read are opened again.
 """
 
@@ -41,7 +41,7 @@ from ..errors import CheckpointError
 
 T = TypeVar("T")
 
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.001, 0.1
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.001, 0.1
 """Pauses of `wait_until` between two looks, which double."""
 
 
@@ -78,7 +78,7 @@ def join_threads(threads: Sequence[threading.Thread]) -> None:
 
 
 def run_to_the_end(task: Callable[[], None], name: str) -> None:
-    """Run `task` in a thread of its own for which the interpreter waits at its end; when no thread can be started any more,
+    """Run `task` in a separate thread for which the interpreter waits at its end; when no thread can be started any more,
     run it here."""
     if not _started(threading.Thread(target=task, name=name, daemon=False)):
         task()
@@ -105,7 +105,7 @@ _all_completions: list[Completions] = []
 
 
 def settle(complete: Callable[[], None], failed: str = "") -> None:
-    """Complete what runs behind; an error is a warning, after `failed`."""
+    """Complete background work; an error is a warning, after `failed`."""
     try:
         complete()
     except Exception as error:
@@ -124,7 +124,7 @@ def closing_with(owner: object, close: Callable[..., object], *args: object) -> 
         _open.pop(number, None)
     _open[next(_numbers)] = finalizer
     _at_exit(_close_all)
-    for completions in _all_completions:  # which come first: work under way may need open objects
+    for completions in _all_completions:  # which run first: background work may need open objects
         completions.expect()
     return finalizer
 
@@ -161,7 +161,7 @@ OF_THE_PARENT = (
 """The end of a message about an object that cannot be used in a forked child."""
 
 
-def tell_of_fork(owner: _Forkable) -> None:
+def notify_of_fork(owner: _Forkable) -> None:
     """Let `owner._forked()` be called in each child process that is forked while there is an owner. See [Note: forks]."""
     _forkable.add(owner)
 
@@ -188,13 +188,13 @@ def program_ended() -> bool:
 
 
 class Completions:
-    """Work behind the program: its end waits for all of it, and names on stderr failures that were not reported.
+    """Background work of the program, whose end waits for all of it, and names on stderr failures that were not reported.
 
     Then the exit code is 120, Python's own for failures while it ends. A child process that was forked has none of it.
     """
 
     def __init__(self) -> None:
-        self._under_way: dict[object, tuple[str, Callable[[], object]]] = {}
+        self._running: dict[object, tuple[str, Callable[[], object]]] = {}
         self._failed: dict[object, str] = {}
         self._lock = threading.Lock()
         self._is_awaited = False
@@ -204,23 +204,23 @@ class Completions:
         _all_completions.append(self)
 
     def expect(self) -> None:
-        """Let the end of the interpreter wait for work under way, before it calls functions registered until now."""
-        if self._under_way:
+        """Let the end of the interpreter wait for background work, before it calls functions registered until now."""
+        if self._running:
             _at_exit(self._complete)
 
     def begin(self, title: str, wait: Callable[[], object]) -> object:
-        """Note that `title` is under way, and that `wait` returns when it ended, well or badly; return its key."""
+        """Note that `title` is running, and that `wait` returns when it ended, well or badly; return its key."""
         key = object()
         _at_exit(self._complete)
         self._join_multiprocessing()
         with self._lock:
-            self._under_way[key] = title, wait
+            self._running[key] = title, wait
         return key
 
     def end(self, key: object, error: BaseException | None) -> None:
         """Note that it ended; `error` is one that has to be reported. Its frames are not kept."""
         with self._lock:
-            title, _ = self._under_way.pop(key, ("", None))
+            title, _ = self._running.pop(key, ("", None))
             if error is not None:
                 self._failed[key] = f"{title} failed: {type(error).__name__}: {error}"
 
@@ -245,11 +245,11 @@ class Completions:
         return self._is_awaited or program_ended()
 
     def _wait(self) -> str:
-        """Wait for all that is under way; return the failures."""
+        """Wait for all that is running; return the failures."""
         self._is_awaited = True
         with self._lock:
-            under_way = list(self._under_way.items())
-        for key, (_, wait) in under_way:
+            running = list(self._running.items())
+        for key, (_, wait) in running:
             try:
                 wait()
             except KeyboardInterrupt:
@@ -275,7 +275,7 @@ class Completions:
 
     def _forget(self) -> None:
         self._lock, self._is_awaited = threading.Lock(), False
-        self._under_way.clear()
+        self._running.clear()
         self._failed.clear()
 
 
@@ -316,13 +316,13 @@ def wait_until(
     Raises CheckpointError with the text of `failure()` after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    pause_s = _LEAST_PAUSE_S
+    pause_s = _MIN_PAUSE_S
     while not (found := ready()):
         check()
         if time.monotonic() > deadline:
             raise CheckpointError(failure())
         pause(pause_s)
-        pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
     return found
 
 
@@ -336,16 +336,16 @@ def interrupts_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
-    came = False
+    interrupted = False
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        nonlocal interrupted
+        interrupted = True
 
     signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came:
+        if interrupted:
             signal.raise_signal(signal.SIGINT)

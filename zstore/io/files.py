@@ -46,7 +46,7 @@ Kind = Literal[
     "open", "read", "write", "allocate", "fsync", "link", "rename", "unlink", "make_folder", "remove_tree", "sync_folder",
     "syncfs", "write_small",
 ]  # fmt: skip
-"""Names of the operations; `write_small` is one of its own, with an open, writes and an fsync inside."""
+"""Names of the operations; `write_small` is a single one, with an open, writes and an fsync inside."""
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 LARGE_BYTES = 1024 * 1024
@@ -112,7 +112,7 @@ class Files:
         """Whether transfers go past the page cache if the file system allows it."""
         self.takes_parts = True
         """Whether `ScatteredMemory` are written without a copy; false once a drive required memory in larger units."""
-        self.most_dirty_bytes = _MAX_DIRTY_BYTES
+        self.max_dirty_bytes = _MAX_DIRTY_BYTES
         """Other programs' most bytes in the page cache if a whole file system is to be flushed."""
         self._refusing: set[int] = set()
         self.fallbacks: list[str] = []
@@ -410,8 +410,8 @@ class Flush:
     @classmethod
     def of(cls, files: Files, folder: str | Path) -> Flush | None:
         """Return a flush for `folder`; None if its files are better made durable one by one."""
-        with contextlib.suppress(OSError):  # no /proc, or a folder that is gone: a write there will fail
-            if _sync_call() and _is_local(os.stat(folder).st_dev) and _num_dirty_bytes() <= files.most_dirty_bytes:
+        with contextlib.suppress(OSError):  # no /proc, or a folder that was removed: a write to it will fail
+            if _sync_call() and _is_local(os.stat(folder).st_dev) and _num_dirty_bytes() <= files.max_dirty_bytes:
                 return cls(files, folder)
         return None
 

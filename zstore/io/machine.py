@@ -25,7 +25,7 @@ from operator import length_hint
 from pathlib import Path, PurePosixPath
 from typing import Any, Self, TypeVar
 
-from .closing import Closing, join_threads, run_to_the_end, start_threads, tell_of_fork
+from .closing import Closing, join_threads, notify_of_fork, run_to_the_end, start_threads
 from .queue import Ticket, promise
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Workers(Closing):
         self._changed = threading.Condition()
         self._closed = False
         self._threads = start_threads(num_threads, self._serve, name)
-        tell_of_fork(self)
+        notify_of_fork(self)
 
     def _forked(self) -> None:
         """Go on without threads in a forked child: callers carry out their tasks. See [Note: forks]."""
@@ -147,7 +147,7 @@ class Workers(Closing):
 
 
 def run_in_thread(task: Callable[[], T], name: str) -> Ticket[T]:
-    """Carry out `task` in a thread of its own, called `name`; the interpreter waits for its end."""
+    """Carry out `task` in a new thread, called `name`; the interpreter waits for its end."""
     ticket, carry_out = promise(task)
     run_to_the_end(carry_out, name)
     return ticket
@@ -167,7 +167,7 @@ class LastingExecutor(ThreadPoolExecutor):
     """An event loop's executor that also works at the end of the interpreter, which shuts the loop's own down."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        super().__init__(num_threads)  # starts no thread of its own: nothing is submitted to it
+        super().__init__(num_threads)  # starts no thread: nothing is submitted to it
         self._workers = Workers(num_threads, name)
 
     def submit(self, task: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:

@@ -109,8 +109,8 @@ class Slabs:
 
 
 class Rooms:
-    """Memory that `make` made, used again once the array that was taken, and tensors made of it, are gone. Any thread may
-    take some."""
+    """Memory that `make` made, used again once the array that was taken, and all views and tensors of it, were freed.
+    For any thread."""
 
     def __init__(self, make: Callable[[int], Bytes]) -> None:
         self._make = make
@@ -153,10 +153,10 @@ class Buffer:
 
 
 class Pool:
-    """Lends page-aligned parts of one slab of `nbytes`; requests are served in the order they came.
+    """Lends page-aligned parts of one slab of `nbytes`; requests are served in order.
 
     An update makes one request for all buffers, so it gets all or none, and a caller that holds nothing never waits
-    for itself. A request larger than the slab gets memory of its own, one such request at a time, if `budget`,
+    for itself. A request larger than the slab gets separate memory, one such request at a time, if `budget`,
     which counts the slab, has that much left. `make` makes the slab; by default `make_slab`.
     """
 
@@ -358,7 +358,7 @@ class PinnedSlabs:
             self._failed = True
 
     def close(self) -> None:
-        """Unregister all slabs. No copy to or from them may be under way."""
+        """Unregister all slabs. No copy to or from them may be running."""
         with self._lock:
             for address in list(self._registered):
                 self._release(address)

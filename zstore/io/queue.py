@@ -22,7 +22,7 @@ from enum import IntEnum
 from typing import Generic, TypeVar
 
 from ..errors import UsageError
-from .closing import OF_THE_PARENT, join_threads, start_threads, tell_of_fork
+from .closing import OF_THE_PARENT, join_threads, notify_of_fork, start_threads
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -32,17 +32,17 @@ class Priority(IntEnum):
     """The order of operations that wait for a thread."""
 
     READ = 0
-    """Something waits for it now."""
+    """A caller waits for it now."""
     PREFETCH = 1
-    """Something will wait for it soon."""
+    """A caller will wait for it soon."""
     WRITE_BACK = 2
     """Changed state on its way to its tier."""
     CHECKPOINT = 3
-    """Copies made behind training."""
+    """Copies made during training."""
 
 
 class Ticket(Generic[T]):
-    """An operation under way: `await ticket` or `ticket.wait()` gives its result or raises its error.
+    """A running or queued operation: `await ticket` or `ticket.wait()` gives its result or raises its error.
 
     Giving up the wait, by a timeout or a cancelled task, does not stop the operation: the caller must not touch its
     memory until the ticket is done.
@@ -165,16 +165,16 @@ def when_all_done(tickets: Sequence[Ticket[T]], callback: Callable[[], None]) ->
 
 def in_order(tickets: Iterator[Ticket[T]], depth: int) -> Generator[T, None, None]:
     """Yield the results of `tickets`, which are asked for ahead, up to `depth`; nothing is left in flight at the end."""
-    under_way: deque[Ticket[T]] = deque()
+    pending: deque[Ticket[T]] = deque()
     try:
         for ticket in tickets:
-            under_way.append(ticket)
-            if len(under_way) == depth:
-                yield under_way.popleft().wait()
-        while under_way:
-            yield under_way.popleft().wait()
+            pending.append(ticket)
+            if len(pending) == depth:
+                yield pending.popleft().wait()
+        while pending:
+            yield pending.popleft().wait()
     finally:
-        for ticket in under_way:
+        for ticket in pending:
             ticket.error()
 
 
@@ -213,7 +213,7 @@ class IoQueue:
         self._links = LinkCounters()
         self._blocked_s = 0.0
         self._threads = start_threads(num_threads, self._serve, "zstore-io")
-        tell_of_fork(self)
+        notify_of_fork(self)
 
     def _forked(self) -> None:
         """Go on without threads in a forked child: callers carry out their operations. See [Note: forks]."""
@@ -298,7 +298,7 @@ class LinkStatistics:
 
     operations: int = 0
     bytes: int = 0
-    """Bytes of operations begun, including those under way."""
+    """Bytes of operations begun, including unfinished ones."""
     busy_s: float = 0.0
     """Time from the beginning of each operation until it was seen to be done, summed: concurrent operations each count."""
     stall_s: dict[str, float] = field(default_factory=dict)

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _VALUE_BYTES = 4 * 1024 * 1024
 """Most bytes of one value: a store of torch.distributed refuses 8 MiB."""
 _CONNECT = timedelta(seconds=20)
-"""Most time until a connection to the ranks' store is there."""
+"""Limit for connecting to the ranks' store."""
 
 
 class Board:
-    """Values by key in a store of torch.distributed. Methods may be called from any thread; if the store is gone, with the
-    process that held it, they raise RuntimeError."""
+    """Values by key in a store of torch.distributed. Methods may be called from any thread; if the store is lost, with the
+    process that hosted it, they raise RuntimeError."""
 
     def __init__(self, store: Store) -> None:
         self._store: Any = store
@@ -41,12 +41,12 @@ class Board:
 
     @staticmethod
     def connect(name: str) -> Board:
-        """Return the ranks' board `name`, on a connection of its own to the store by which they found each other."""
+        """Return the ranks' board `name`, on a separate connection to the store by which they found each other."""
         import torch.distributed as torch_dist
 
         shared: Any = torch_dist.distributed_c10d._get_default_store()
         usual = shared.timeout
-        shared.set_timeout(_CONNECT)  # a store that went with rank 0 is asked again and again until then
+        shared.set_timeout(_CONNECT)  # a store that ended with rank 0 is asked repeatedly until then
         try:
             own = shared.clone()
         finally:
@@ -131,7 +131,7 @@ class Connections:
         return {ends for _, ends in _open_connections() if ends in self._known}
 
     def cut(self, *, store: bool = False) -> None:
-        """Shut those to other ranks, or to the store, down, whoever waits on them."""
+        """Shut those to other ranks, or to the store, down: all waits on them fail."""
         for connection, ends in _open_connections():
             if ends[3] == self.store_port if store else ends in self._known:
                 with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ class Connections:
     def give_up_store(self, silent_s: float) -> None:
         """End those to the store once the machine at the other end has not answered for so long.
 
-        Otherwise who asks a machine that was lost, or cut off, waits a quarter of an hour, and for ever if all was sent before.
+        Otherwise a request to a machine that was lost waits a quarter of an hour, or for ever if all was sent before.
         """
         pause_s = max(1, round(silent_s / 9))
         for connection, ends in _open_connections():
@@ -152,7 +152,7 @@ class Connections:
 
 
 def _open_connections() -> Iterator[tuple[socket.socket, Ends]]:
-    """Yield each TCP connection as a socket of its own, closed after its turn, and its ends."""
+    """Yield a new socket for each TCP connection, closed after its turn, and its ends."""
     if not _DESCRIPTORS.is_dir():
         return
     for name in os.listdir(_DESCRIPTORS):
@@ -166,5 +166,5 @@ def _open_connections() -> Iterator[tuple[socket.socket, Ends]]:
 
 
 def _ends(connection: socket.socket) -> Ends:
-    (here, port), (there, other) = connection.getsockname()[:2], connection.getpeername()[:2]
-    return here.removeprefix(_MAPPED), port, there.removeprefix(_MAPPED), other
+    (address, port), (other_address, other_port) = connection.getsockname()[:2], connection.getpeername()[:2]
+    return address.removeprefix(_MAPPED), port, other_address.removeprefix(_MAPPED), other_port

@@ -2,7 +2,7 @@
 
 [Note: the watch]
 Each rank has a thread, its watch, which looks at a board of messages twice a second.
-- **A rank reports** an error that escapes from a call (`escaped`) or a collective that failed (`lost`); its watch reports a
+- **A rank reports** an error that escapes from a call (`report_error`) or a failed collective (`lost`); its watch reports a
   neighbour without heartbeats. That is an alarm on the board: every watch then posts a report, whatever its main thread does.
 - **Every watch decides**, all alike, since `judge` needs nothing but the reports. If the run is broken it cuts the
   connections: a rank that waits in a collective gets its error at once, and raises RankError with the reports.
@@ -14,7 +14,7 @@ machine that was asleep reports no loss. A slow rank is not a failure; one that 
 process group's own timeout. Only the watch's thread uses `_incident`, and `Presence` but for `of`; what it shares with the
 rank's threads is read without a lock, and changed under `_changed`.
 
-[Note: meeting]
+[Note: calls of all ranks]
 If two ranks enter different collectives, these fail with the backend's own error, and with gloo by an abort. Scripts
 written for replicated models save on the main process only, so ranks synchronise on the board before the first collective of a
 save or a load. A waiting rank looks at the next rank: one that closed its engine, or that has entered a collective which this
@@ -139,7 +139,7 @@ class Watch:
 
     # -- called by the rank -------------------------------------------------------------------------------------------
 
-    def require_sound(self) -> None:
+    def raise_if_broken(self) -> None:
         """Raise RankError, once, if the run is broken, and from then on UsageError."""
         if self.failed is None:
             return
@@ -151,12 +151,12 @@ class Watch:
             f"this run's process group is down because {first}. Restart the processes and load the last checkpoint"
         )
 
-    def require_others(self) -> None:
+    def raise_if_rank_lost(self) -> None:
         """Raise RankError if a rank was lost, any number of times."""
         if self.failed is not None:
             raise RankError(str(self.failed), {})
 
-    def escaped(self, error: BaseException, *, final: bool = False) -> None:
+    def report_error(self, error: BaseException, *, final: bool = False) -> None:
         """Report an error that ends a call on this rank, and return once the outcome is clear.
 
         Errors that all ranks agreed on since the call began are not reported again. `final`: no handler takes it.
@@ -198,7 +198,7 @@ class Watch:
         if not threading.main_thread().is_alive() and self.state in _THREAD_DECIDES:
             uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
             if uncaught is not None:
-                self.escaped(uncaught, final=True)
+                self.report_error(uncaught, final=True)
 
     def _report(self, report: RankReport) -> None:
         with self._changed:
@@ -209,9 +209,9 @@ class Watch:
         if unanswered is not None:
             self._break_without_board()
 
-    # -- meeting --------------------------------------------------------------------------------------------------
+    # -- calls of all ranks --------------------------------------------------------------------------------------------------
 
-    def meet(self, call: str) -> None:
+    def synchronise(self, call: str) -> None:
         """Return once all ranks are in `call` (all ranks). Raises UsageError if another rank will never make this call."""
         self._num_meetings += 1
         key = f"meeting/{self._num_meetings}"
@@ -230,7 +230,7 @@ class Watch:
         connections = self.connections.open_now()
         while (found := self.board.read(key)) is None:
             if time.monotonic() > next_look:
-                self.require_sound()
+                self.raise_if_broken()
                 place = self._place_elsewhere()
                 if place is not None and self.board.read(key) is None:
                     self._refuse(call, place)
@@ -259,7 +259,7 @@ class Watch:
             f"{call} was called on rank {self._rank} while {place}: every rank must call it, so move it out of "
             "conditions such as `if accelerator.is_main_process` or `if rank == 0`"
         )
-        self.escaped(error, final=True)  # the other ranks will not raise the same error
+        self.report_error(error, final=True)  # the other ranks will not raise the same error
         raise error
 
     # -- the thread -----------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class Watch:
         self._break(self._reports)
 
     def _clear_alarm(self, alarm: RankReport | None) -> None:
-        """End a sound incident; an alarm that came after its reports is the next one's."""
+        """End a sound incident; a later alarm is the next one's."""
         with self._changed:
             self._others_details = "\n".join(
                 f"--- rank {rank}, in {report.at} ---\n{report.details.rstrip()}"

@@ -47,12 +47,12 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 
 def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return values, 1-D, on the device, for which the host does not wait."""
-    here = torch.tensor(values, dtype=dtype)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+    data = torch.tensor(values, dtype=dtype)
+    return data.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else data
 
 
 class Work:
-    """A collective under way, which counts how long it took and how long somebody waited for it; None had nothing to do.
+    """A running collective, which counts how long it took and how long callers waited for it; None has nothing to do.
 
     On CUDA a wait holds up the stream and not this thread, so the time counted there is the host's alone.
     """
@@ -105,8 +105,8 @@ class World:
     watch: Watch = field(default_factory=Watch)
     """Fails all ranks if one fails, once it was begun; worlds of one run share it."""
     messages: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """By topic, what this rank says to all with each `raise_together` without an error of its own: JSON data, for a few bytes
-    there; None: nothing."""
+    """By topic, what this rank sends to all with each `raise_together` to which it passes no error: a few bytes of JSON
+    data; None: nothing."""
     received: dict[str, list[Any]] = field(default_factory=dict)
     """By topic the messages of all ranks that had one, as they travelled last: the same on all ranks after the same call."""
     near_ranks: int | None = None
@@ -147,17 +147,17 @@ class World:
             raise ValueError("a second process group of some ranks: make_groups() makes another one of each group")
         with self._within("new_group"):
             group = torch_dist.new_group()
-        self.know_connections()
+        self.learn_connections()
         return replace(self, group=group, messages={}, received={})
 
     def release(self) -> None:
-        """Destroy the process group that `second` made, once no collective on it is under way; a second call does nothing.
+        """Destroy the process group that `second` made, once no collective on it is running; a second call does nothing.
 
         Its threads end here. Left to the interpreter's end, one that still holds a tensor would abort the process.
         """
         group, self.group = self.group, None
         if group is not None and self.watch.failed is None:
-            with suppress(ValueError):  # the process group of all ranks, and this one with it, is gone already
+            with suppress(ValueError):  # the process group of all ranks, and this one with it, was destroyed
                 torch_dist.destroy_process_group(group)
 
     @property
@@ -177,8 +177,8 @@ class World:
             aborts = self.backend == "nccl"
             self.watch.begin(self.all_gather_object, self.rank, self.world_size, aborts=aborts, silent_s=silent_s)
 
-    def know_connections(self) -> None:
-        """Note the connections to the other ranks anew, if they are watched: a process group was made (all ranks)."""
+    def learn_connections(self) -> None:
+        """Note again the connections to the other ranks, if they are watched: a process group was made (all ranks)."""
         if self.watch.begun:
             self.watch.connections.learn(self.all_gather_object(self.watch.connections.listed()), self.rank)
 
@@ -192,15 +192,15 @@ class World:
         if watch.activity.phase or not watch.begun:
             yield
             return
-        watch.require_sound()
+        watch.raise_if_broken()
         watch.agreed = False
         watch.activity.phase, watch.activity.unit = phase, ""
         try:
             if meeting is not None:
-                watch.meet(meeting)
+                watch.synchronise(meeting)
             yield
         except BaseException as error:
-            watch.escaped(error)
+            watch.report_error(error)
             raise
         finally:
             watch.activity.phase = ""
@@ -227,7 +227,7 @@ class World:
         if error is not None and (self.world_size == 1 or self.watch.state is WatchState.RAISED):
             raise error
         failure = None if error is None else [str(self.watch.activity), "".join(traceback.format_exception(error))]
-        messages = {} if error is not None else {topic: say() for topic, say in self.messages.items()}
+        messages = {} if error is not None else {topic: make() for topic, make in self.messages.items()}
         sent = {topic: message for topic, message in messages.items() if message is not None}
         rows = self.all_gather_object([failure, call, sent])
         for topic in {topic for *_, sent in rows for topic in sent}:
@@ -256,7 +256,7 @@ class World:
         """Enter a collective, or wait for one that was entered; if it fails, raise the watch's account of it."""
         watch, activity = self.watch, self.watch.activity
         if enters:
-            watch.require_sound()
+            watch.raise_if_broken()
         activity.entered += enters
         activity.collective = collective
         try:
@@ -400,7 +400,7 @@ def make_groups(world: World, size: int) -> tuple[World, World]:
     groups = [range(first, first + size) for first in range(0, world.world_size, size)]
     within = _one_of(groups, world, near_ranks=size - 1)
     between = _one_of([range(first, world.world_size, size) for first in range(size)], world, near_ranks=0)
-    world.know_connections()
+    world.learn_connections()
     return within, between
 
 

@@ -33,7 +33,7 @@ Value = Any
 
 @dataclass(frozen=True)
 class StoreArray(LocalShard):
-    """An array of a store: the facts that are known at once, whatever is still under way for it."""
+    """An array of a store: the facts that are known at once, even while operations on it are pending."""
 
     is_torch: bool = False
     """Whether it was put as a tensor of torch."""
@@ -167,15 +167,15 @@ def copy_view(target: View, source: View) -> None:
 
 
 _NUM_OPERATIONS = 4
-"""Operations on arrays under way at a time."""
+"""Operations that run at a time."""
 
 
 class ArrayOrder:
-    """Carries out operations on arrays in separate threads: those on one array one after the other, as they came."""
+    """Carries out operations on arrays in separate threads: those on one array one after the other, in order."""
 
     def __init__(self) -> None:
         self._workers = Workers(_NUM_OPERATIONS, "zstore-store")
-        self._here = threading.local()
+        self._current = threading.local()
         """`names`: of the arrays of the operation that this thread carries out, and that waits for no other of theirs."""
         self._pending: dict[str, tuple[object, Ticket[Any]]] = {}
         """The last operation on each array that has not ended, with its key: a ticket keeps its result."""
@@ -216,11 +216,11 @@ class ArrayOrder:
                 for ticket in before:
                     ticket.error()
                 before.clear()
-                self._here.names = names
+                self._current.names = names
                 try:
                     return operation()
                 finally:
-                    self._here.names = None
+                    self._current.names = None
 
             key, ticket = object(), self._workers.submit(run)
             self._pending.update(dict.fromkeys(names, (key, ticket)))
@@ -235,19 +235,19 @@ class ArrayOrder:
                     del self._pending[name]
 
     @property
-    def is_here(self) -> bool:
+    def in_operation(self) -> bool:
         """Whether this thread carries out an operation."""
-        return getattr(self._here, "names", None) is not None
+        return getattr(self._current, "names", None) is not None
 
     def names(self) -> list[str]:
-        """Return the arrays with an operation under way, or one that failed and was not reported."""
+        """Return the arrays with a pending operation, or one that failed and was not reported."""
         with self._lock:
             return list({*self._pending, *self._failed})
 
     def wait(self, names: Iterable[str]) -> None:
         """Wait for all operations on `names`, but for those on the arrays of the operation that this thread carries out; errors
         stay with their tickets."""
-        own = getattr(self._here, "names", None) or ()
+        own = getattr(self._current, "names", None) or ()
         with self._lock:
             others = [name for name in names if name not in own]
             # They stay pending: operations that are queued meanwhile wait for them too.

@@ -52,7 +52,7 @@ class StoreOptions:
     """An array on disk has its room from the start; else its first values take it, in fewer requests to the drive."""
     host_budget_bytes: int | None = None
     """Bytes of host memory for buffers and host-tier state of this rank; None: buffers of 128 MiB, state unlimited."""
-    most_pool_bytes: int = DEFAULT_POOL_BYTES
+    max_pool_bytes: int = DEFAULT_POOL_BYTES
     """Bytes of transfer buffers; at most half of the budget, and by default an eighth, but at least 64 MiB."""
     num_threads: int = 8
     """I/O threads."""
@@ -78,8 +78,8 @@ class StoreOptions:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of transfer buffers, as `most_pool_bytes` says."""
-        most, budget_bytes = self.most_pool_bytes, self.host_budget_bytes
+        """Bytes of transfer buffers, as `max_pool_bytes` says."""
+        most, budget_bytes = self.max_pool_bytes, self.host_budget_bytes
         if budget_bytes is None:
             return most
         if most == DEFAULT_POOL_BYTES:  # state in memory gains more from what they leave

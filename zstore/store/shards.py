@@ -1,6 +1,6 @@
 """This rank's shards of named global tensors, on the device, in host memory or on disk: the base of `Store`.
 
-All methods act in the caller's thread, once the operations under way on their arrays are done.
+All methods act in the caller's thread, once the pending operations on their arrays are done.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Shards:
         self._lock = threading.RLock()
         """Guards the table of arrays: held shortly, so that no coroutine waits for it."""
         self._arrays = ArraysByName()
-        """What was put or created last under each name: a `put` may be under way."""
+        """What was put or created last under each name: a `put` may be pending."""
         self._shards: dict[str, LocalShard] = {}
         self._tiers: dict[str, Tier] = {}
-        """By array; as `_shards` of what is there, and not of what is under way."""
+        """By array; like `_shards` without pending operations."""
         self.arrangement = 0
         """Grows whenever an array is created, renamed, moved or removed: memory that `memory` gave may be another's then."""
         self._planned: dict[Any, Sequence[Batch]] = {}
@@ -190,7 +190,7 @@ class Shards:
         del self._shards[name], self._tiers[name]
 
     def _at_rest(self, name: str) -> Tier:
-        """Return the tier of an array once nothing is under way for it, for a call that moves or changes it."""
+        """Return the tier of an array once no operation on it is pending, for a call that moves or changes it."""
         self.local(name)
         self._rearrange()
         self.order.wait([name])
@@ -390,7 +390,7 @@ class Shards:
         return target
 
     def _disk_of(self, name: str) -> DiskTier | None:
-        """Return the disk tier, if the shard has a file of its own there."""
+        """Return the disk tier, if the shard has a separate file on it."""
         tier = self._tiers[name]
         return tier if isinstance(tier, DiskTier) and not tier.is_packed(name) else None
 
@@ -420,14 +420,14 @@ class Shards:
 
     def _check_open(self) -> None:
         """Raise UsageError if the store is closed, but to operations that were queued before."""
-        if self._closed and not self.order.is_here:
+        if self._closed and not self.order.in_operation:
             raise UsageError(self._closed)
 
     # -- versions ---------------------------------------------------------------------------------------------------
 
     def snapshot(self, names: Sequence[str] | None = None) -> Snapshot:
-        """Pin the present version of `names` (all arrays by default) without moving a byte, once everything under way for them
-        is done. Raises, once, the error of a write that failed and that no later write of its array made good."""
+        """Pin the present version of `names` (all arrays by default) without moving a byte, once all pending operations on them
+        are done. Raises, once, the error of a write that failed and that no later write of its array made good."""
         self._check_open()
         chosen = list(self._shards) if names is None else list(names)
         self.order.wait(chosen)

@@ -34,7 +34,7 @@ from ..checkpoint.retention import Keep
 from ..checkpoint.save import save_checkpoint
 from ..errors import UsageError
 from ..format.arrays import ArraySpec, numpy_dtype
-from ..io.closing import OF_THE_PARENT, Completions, closing_with, run_to_the_end, tell_of_fork
+from ..io.closing import OF_THE_PARENT, Completions, closing_with, notify_of_fork, run_to_the_end
 from ..io.files import Files, UserPath, user_location, user_path
 from ..io.machine import AsyncClosing, Workers
 from ..io.queue import Ticket, promise, wait_all
@@ -56,8 +56,6 @@ class Store(Shards, AsyncClosing):
 
     A background operation returns a `Ticket`: `await ticket` or `ticket.wait()` gives its result or raises its error. A
     change whose ticket is dropped is not lost: `flush` waits for it and raises its error.
-
-    Over 300 lines: it is the public surface, and half of it is docstrings.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class Store(Shards, AsyncClosing):
         self._known: Mapping[str, KnownFile] = {}
         """Shard files of earlier checkpoints, by array."""
         self._end = closing_with(self, _end, self._homes, self._parts)
-        tell_of_fork(self)
+        notify_of_fork(self)
 
     def _forked(self) -> None:
         """Disable the store in a forked child: threads and folder belong to the parent."""
@@ -119,7 +117,7 @@ class Store(Shards, AsyncClosing):
             return self._replace(array.spec.name, array, partial(self._make, array, fill, tier, self._saves.all()))
 
     def _replace(self, name: str, array: StoreArray | None, operation: Callable[[], None]) -> Ticket[None]:
-        """Queue a replacement of an array, or with None its removal; if it fails, the former is back, unless that is gone."""
+        """Queue a replacement of an array, or with None its removal; if it fails, the former is restored, if it exists."""
         former = self._arrays.get(name)
         self._arrays.set(name, array)
 
@@ -240,7 +238,7 @@ class Store(Shards, AsyncClosing):
             return self._array(name).spec
 
     def tier_of(self, name: str) -> Ticket[TierName]:
-        """Return an array's tier once operations under way for it are done: "disk", "host" or "device"."""
+        """Return an array's tier once pending operations on it are done: "disk", "host" or "device"."""
         with self._lock:
             self._array(name)
             return self.order.submit(name, lambda: self.tier(name).name, changes=False)
@@ -424,7 +422,7 @@ class Store(Shards, AsyncClosing):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish the work under way, checkpoints too, then release memory, files and the folder; a second call does nothing.
+        """Finish pending work, checkpoints too, then release memory, files and the folder; a second call does nothing.
 
         Raises afterwards the error of a change or a checkpoint that was not reported.
         """

@@ -32,8 +32,8 @@ from ..io.queue import Priority, Ticket, when_all_done
 from .tiers import DiskTier, MemoryTier, Mode, Tier, Tile
 from .tiers.base import Batch, Piece, SpanPlan, View, plan_batches
 
-_MOST_LOADED_SPANS = 64
-_MOST_LOADS_AHEAD = 32
+_MAX_LOADED_SPANS = 64
+_MAX_LOADS_AHEAD = 32
 """Before a pass: the queue has room for them, so the caller does not wait."""
 
 Admit = Callable[[int, bool], bool]
@@ -129,8 +129,8 @@ class _Loaded:
                     self._on_disk[piece.name] = tier.views(piece.name, piece.span, piece.of(self._memory), mode)
                 tier.load(moved, self._memory, self._pass.priority, self.loads)
         except BaseException:
-            for under_way in self.loads:
-                under_way.error()
+            for begun in self.loads:
+                begun.error()
             raise
 
     def tiles(self) -> Iterator[Tile]:
@@ -210,7 +210,7 @@ class Stream:
         self._begun: dict[str, Tier] = {}
         """Arrays whose pass was begun and not ended."""
         self._saves: deque[Ticket[None]] = deque()
-        """Of the group under way."""
+        """Of the present group."""
         self._ending: deque[tuple[int, deque[Ticket[None]]]] = deque()
         """Groups whose last span is being saved, and their saves."""
         self._ahead: dict[str, int] = {}
@@ -222,7 +222,7 @@ class Stream:
         Raises UsageError while another pass changes one of their shards in place.
         """
         try:
-            while self._plans and sum(len(loaded.loads) for loaded in self._loaded) < _MOST_LOADS_AHEAD:
+            while self._plans and sum(len(loaded.loads) for loaded in self._loaded) < _MAX_LOADS_AHEAD:
                 for name in self._names(self._plans[0]):
                     if name not in self._ahead and self._pass.mode_of(name) is not Mode.FILL:
                         self._tiers[name].begin(name, Mode.READ)
@@ -308,7 +308,7 @@ class Stream:
             self._finish(current, ok)
 
     def _load_ahead(self) -> None:
-        while self._plans and len(self._loaded) < _MOST_LOADED_SPANS:
+        while self._plans and len(self._loaded) < _MAX_LOADED_SPANS:
             batch = self._plans[0]
             if batch[0].starts_group:
                 admitted = {plan.group: self._admit(plan.group) for plan in batch}

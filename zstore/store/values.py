@@ -20,7 +20,7 @@ Mode = Literal["update", "read"]
 
 
 class Unreported:
-    """Operations under way, and those whose error was not reported yet."""
+    """Unfinished operations, and those whose error was not reported yet."""
 
     def __init__(self) -> None:
         self._tickets: dict[object, Ticket[Any]] = {}
@@ -60,7 +60,7 @@ class Values:
         prefetch: int,
         mode: Mode,
     ) -> None:
-        self._coming = list(reversed(arrays))
+        self._next_arrays = list(reversed(arrays))
         self._read, self._write = read, write
         """Read an array into `out`; replace it by a value."""
         self._shards, self._submit, self._prefetch, self._mode = shards, submit, prefetch, mode
@@ -71,7 +71,7 @@ class Values:
         """The loop's array at hand."""
         self._closed = False
         self._lock = threading.Lock()
-        """Held by who advances: a task that was cancelled may have left its advance under way."""
+        """Guards advancing: a task that was cancelled may have left its advance running."""
 
     def __iter__(self) -> Generator[tuple[str, Any], None, None]:
         try:
@@ -94,7 +94,7 @@ class Values:
     def _leave(self) -> None:
         """End the pass of a loop that was left; `flush` raises the error of a change."""
         if not self._closed:
-            with contextlib.suppress(KeyError, UsageError):  # the array is gone
+            with contextlib.suppress(KeyError, UsageError):  # the array was removed
                 self._retire()
             with contextlib.suppress(RuntimeError):  # the store is closed
                 self._submit(self.close)
@@ -108,14 +108,14 @@ class Values:
             return bool(self._ahead)
 
     def _read_ahead(self) -> None:
-        while self._coming and len(self._ahead) <= self._prefetch:
-            array = self._coming[-1]
+        while self._next_arrays and len(self._ahead) <= self._prefetch:
+            array = self._next_arrays[-1]
             spec, nbytes = array.spec, max(1, array.spec.nbytes)
             pool = self._pool = self._pool or self._make_pool()
             buffer = pool.try_acquire(nbytes) if self._ahead else pool.acquire(nbytes)
             if buffer is None:
                 return
-            self._coming.pop()
+            self._next_arrays.pop()
             data = buffer.bytes[: spec.nbytes].view(numpy_dtype(spec.dtype))
             ticket = self._read(spec.name, out=shaped(data, spec.shape, array.is_torch))
             self._ahead.append((spec.name, buffer, ticket))
@@ -137,20 +137,20 @@ class Values:
 
     def _make_pool(self) -> Pool:
         """Return memory for the arrays at hand, read ahead, and being stored, within the budget."""
-        sizes = sorted((round_up(max(1, array.spec.nbytes), PAGE_BYTES) for array in self._coming), reverse=True)
+        sizes = sorted((round_up(max(1, array.spec.nbytes), PAGE_BYTES) for array in self._next_arrays), reverse=True)
         wanted, free = sum(sizes[: self._prefetch + 2]), self._shards.budget.free_bytes
         return self._shards.make_pool(
             wanted if free is None else max(sizes[0], min(wanted, free // PAGE_BYTES * PAGE_BYTES))
         )
 
     def close(self) -> None:
-        """End the pass: store the value at hand, and wait for operations under way; a second call does nothing.
+        """End the pass: store the value at hand, and wait for pending operations; a second call does nothing.
 
         Raises the error of a change that failed; so does `flush`, as a loop that was left does not see this one.
         """
         self._closed = True
         with self._lock:
-            self._coming.clear()
+            self._next_arrays.clear()
             self._retire()
             for _, buffer, ticket in self._ahead:
                 ticket.wait_for_end()

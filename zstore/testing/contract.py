@@ -1,4 +1,4 @@
-"""The promises of every tier, as a pytest class: subclass it in a test module, give it the tier, and add tests of its own.
+"""The promises of every tier, as a pytest class: subclass it in a test module, give it the tier, and add further tests.
 
 class TestHost(TierContract):
     pins_in_place = True

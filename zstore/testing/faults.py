@@ -26,7 +26,7 @@ class WatchedFiles(Files):
 
     def __init__(self, *, direct: bool = True) -> None:
         super().__init__(direct=direct)
-        self.most_dirty_bytes = -1  # the same operations under any other load: each file is flushed
+        self.max_dirty_bytes = -1  # the same operations under any other load: each file is flushed
 
     def step(self, kind: Kind, path: str) -> None:
         """Do the double's work."""

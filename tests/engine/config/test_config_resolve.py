@@ -257,7 +257,7 @@ def test_io_and_settings_of_our_own() -> None:
     found = store_options(config, None)
     assert (found.block_bytes, found.queue_depth, found.num_threads, found.verify) == (1 << 20, 4, 2, False)
     assert (config.zstore.host_budget_bytes, config.zstore.keep) == (10**9, Keep(last=2))
-    assert (found.most_pool_bytes, config.settings.seed) == (128 << 20, 5)
+    assert (found.max_pool_bytes, config.settings.seed) == (128 << 20, 5)
     assert resolved({"zstore": {"host_budget_bytes": "auto"}}).zstore.host_budget_bytes == "auto"
 
 

@@ -111,7 +111,7 @@ class Snapshot(Closing):
             pin.release()
 
     def close(self) -> None:
-        """Do as `release`."""
+        """Alias of `release`."""
         self.release()
 
 
@@ -220,7 +220,7 @@ def copy_out(view: View, out: Array) -> None:
 
     source = view.detach().view(torch.uint8)
     if source.device.type == "cpu":
-        target[...] = source.numpy().reshape(target.shape)  # torch's copy would take threads of its own for it
+        target[...] = source.numpy().reshape(target.shape)  # torch's copy would start threads for it
     else:
         torch.from_numpy(target).copy_(source.view(target.shape))
 

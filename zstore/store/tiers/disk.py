@@ -133,7 +133,7 @@ class DiskTier(Tier):
             layout = shard.layout
             self._drives.given_bytes[shard.folder] -= run_file_bytes(layout, packed=shard.pack is not None)
         if shard.pack is None:
-            with contextlib.suppress(StorageError):  # the shard is gone; `close` removes the rest
+            with contextlib.suppress(StorageError):  # the shard was removed; `close` removes the rest
                 self._drop_spare(shard)  # a version that was read meanwhile
         elif len(shard.in_use) == 1:  # else an earlier version is read there
             shard.pack.give_back(shard.current.base, layout.num_present * layout.slot_bytes)
@@ -268,7 +268,7 @@ class DiskTier(Tier):
             tickets.append(self._res.queue.submit(task, priority, nbytes, subject=some[0][2].kind))
 
     def replace(self, name: str, data: Array) -> None:
-        """Set all values of a shard that has a file of its own, from `data` itself: a pass without a consumer."""
+        """Set all values of a shard that has a separate file, from `data` itself: a pass without a consumer."""
         shard, ok = self._begin(name, Mode.FILL, make=self._reserves), False
         try:
             fill_file(self._res, shard, self._touch(shard), data)
@@ -277,13 +277,13 @@ class DiskTier(Tier):
             self.end(name, ok)
 
     def read(self, name: str, first: int, stop: int, out: Array) -> bool:
-        """Read local elements `[first, stop)` of a shard that has a file of its own into `out` itself. False if not all was
+        """Read local elements `[first, stop)` of a shard that has a separate file into `out` itself. False if not all was
         written, or its bytes differ from those written last: then a pass says how."""
         shard = self._begin(name, Mode.READ, make=False)
         return read_elements(self._res, shard, shard.current, first, stop, out)
 
     def _touch(self, shard: DiskShard) -> DiskFile:
-        """Return the file that the pass under way writes."""
+        """Return the file that the running pass writes."""
         if shard.target is None:
             raise UsageError(
                 f"array {shard.local.spec.name!r}: a span can only be saved in a pass that changes the shard"

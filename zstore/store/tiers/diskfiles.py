@@ -173,7 +173,7 @@ class DiskShard:
     folder: Path
     current: DiskFile
     pack: Pack | None = None
-    """The file of its versions' parts; None: each has a file of its own."""
+    """The file of its versions' parts; None: each has a separate file."""
     in_use: set[int] = field(default_factory=lambda: {0})
     """Generations of a pack in which it has a version."""
     target: DiskFile | None = None
@@ -181,7 +181,7 @@ class DiskShard:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while the file is linked."""
     touched: bool = False
-    """Something was saved in the pass under way."""
+    """The running pass has saved something."""
     broken: bool = False
 
     def offset(self, file: DiskFile, chunk: int) -> int:
