@@ -167,8 +167,8 @@ class HuggingFaceSource(ForeignSource):
                 ArraySpec(name=model_array(weight.name), shape=weight.shape, dtype=weight.dtype)
                 for weight in self._weights.weights.values()
             ]
-            stem = _stem(self._weights.read_files[-1])
-            record = record_of(folder, state={} if stem == STEM else {STEM_KEY: stem})
+            stem = re.split(r"\.|-\d+-of-\d+", self._weights.read_files[-1])[0]  # without number and variant
+            record = record_of(folder, state={STEM_KEY: stem} if stem in STEMS and stem != STEM else {})
             super().__init__(folder, record, specs, resources, Files(direct=False))
         except ValueError as error:
             raise CorruptionError(f"{folder}: {error}") from error
@@ -179,12 +179,6 @@ class HuggingFaceSource(ForeignSource):
     def _fill(self, name: str, first: int, stop: int, out: Bytes) -> None:
         target = out.view(numpy_dtype(self.array(name).spec.dtype))
         self._weights.read_into(self._weights.weights[name.partition("/")[2]], first, target)
-
-
-def _stem(name: str) -> str:
-    """Return the first part of a file's name, without its number and variant, if it is a known one."""
-    stem = re.split(r"\.|-\d+-of-\d+", name)[0]
-    return stem if stem in STEMS else STEM
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

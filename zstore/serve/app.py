@@ -2,9 +2,8 @@
 
 [Note: who may do what]
 One token reads and writes, another only reads; without any, the service listens on this machine alone and only reads. Programs
-send `Authorization: Bearer TOKEN`. A browser asks for the token itself (HTTP Basic, under any name), and sends it along with
-whatever any page makes it send: so writing takes Bearer alone, which no other site can make a browser send. Where no token is
-needed, the `Host` must be this machine, else another site whose name resolves to this address could read everything.
+send `Authorization: Bearer TOKEN`. A browser asks for the token itself (HTTP Basic, under any name), and sends it with requests
+of any page: so writing takes Bearer alone. Without a token the `Host` must be this machine: see docs/design/0008-service.md.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -358,7 +358,8 @@ def _content(library: Library, place: Place, recursive: bool) -> tuple[set[str],
     """Return folders and files with their bytes in a folder; with `recursive` all files below it by path, and no folders."""
     if not place.is_run:
         return _inside(place, recursive)
-    folders, files = set[str](), dict(_run_files(place.folder))
+    sizes = place.folder.sizes_of(filter(is_run_file, place.folder.entries().files))
+    folders, files = set[str](), {name: size for name, size in sizes.items() if size is not None}
     run = Run(name="", folder=place.folder)
     for path, info in library.checkpoints(run).all().items():
         if not recursive:
@@ -367,12 +368,6 @@ def _content(library: Library, place: Place, recursive: bool) -> tuple[set[str],
         inner = _inside(Place(folder=info.folder, path="", identity=info.record.id), True)[1]
         files |= {f"{path}/{name}": size for name, size in inner.items()}
     return folders, files
-
-
-def _run_files(folder: Folder) -> Iterator[tuple[str, int]]:
-    for name, size in folder.sizes_of(filter(is_run_file, folder.entries().files)).items():
-        if size is not None:
-            yield name, size
 
 
 def _inside(place: Place, recursive: bool) -> tuple[set[str], dict[str, int]]:

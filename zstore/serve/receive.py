@@ -14,15 +14,15 @@
 All but the claims may be repeated. An offer of the same save finds the files that arrived, even after a restart of the service.
 
 [Note: journals that are sent]
-A client sends the lines of its journal as it writes them, each time with the place in the file that they begin at. Text that is
-there already is compared and not written again, so that a request whose answer was lost may be repeated. A line that the end of
-the service cut off is removed before the next ones come.
+A client sends the lines of its journal as it writes them, with their offset in the file. Existing text is compared and not
+written again, so a request whose answer was lost may be repeated. A line that the end of the service cut off is removed first.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
 import aiofiles
@@ -41,9 +41,6 @@ from .uploads.inbox import require_own
 from .uploads.offer import Claims, Committed, JournalSize, Linked, UploadFile, UploadList, UploadOffer, UploadState
 from .uploads.upload import Upload
 
-_MAX_OFFER_BYTES = 160 * 1024 * 1024
-"""An offer's JSON has the record as text, with its quotes escaped."""
-_MAX_CLAIMS_BYTES = 4 * 1024 * 1024
 MAX_LINES_BYTES = 1024 * 1024
 """Of a request's lines of a journal."""
 _WRITE_BYTES = 1024 * 1024
@@ -67,24 +64,25 @@ def _schema(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"content": content, "required": True}}
 
 
-async def _offer_in(request: Request) -> UploadOffer:
-    # Here and not by FastAPI, which reads a body before it asks who sends it.
-    return _parsed(UploadOffer, await _small_body(request, _MAX_OFFER_BYTES))
+def _body(model: type[M], max_bytes: int) -> Callable[[Request], Awaitable[M]]:
+    """Return a dependency that parses a body once the token was checked: FastAPI itself reads the body first."""
+
+    async def parse(request: Request) -> M:
+        try:
+            return model.model_validate_json(await _small_body(request, max_bytes))
+        except ValidationError as error:
+            raise RequestValidationError(error.errors(include_input=False)) from error
+
+    return parse
 
 
-async def _claims_in(request: Request) -> Claims:
-    return _parsed(Claims, await _small_body(request, _MAX_CLAIMS_BYTES))
-
-
-def _parsed(model: type[M], data: bytes) -> M:
-    try:
-        return model.model_validate_json(data)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors(include_input=False)) from error
+_Offer = Annotated[UploadOffer, Depends(_body(UploadOffer, 160 * 1024 * 1024))]
+"""Its JSON has the record as text, with its quotes escaped."""
+_Claims = Annotated[Claims, Depends(_body(Claims, 4 * 1024 * 1024))]
 
 
 @router.post("/uploads", openapi_extra=_schema(UploadOffer))
-def _begin(offer: Annotated[UploadOffer, Depends(_offer_in)], library: Shared) -> UploadState:
+def _begin(offer: _Offer, library: Shared) -> UploadState:
     """Offer a checkpoint: the upload begins, or resumes."""
     return library.inbox.begin(offer)
 
@@ -120,7 +118,7 @@ def _plan(upload: NamedUpload) -> UploadState:
 
 
 @router.post("/uploads/{upload}/claims", openapi_extra=_schema(Claims))
-def _claim(upload: NamedUpload, claims: Annotated[Claims, Depends(_claims_in)]) -> Linked:
+def _claim(upload: NamedUpload, claims: _Claims) -> Linked:
     """Show the SHA-256 of files that the service seems to have."""
     upload.touch()
     return Linked(linked=[file for file, sha256 in claims.files.items() if upload.link(file, sha256)])

@@ -5,14 +5,12 @@
     <run>/.uploads/<id>/parts/<digest>  a file that is not whole yet; named by the SHA-256 of its path
     <run>/.uploads/<id>/checkpoint/...  whole files: each was made durable and checked before it got its name
 
-This is all of an upload's state, so a restarted service resumes it. No reader takes anything below
-`.uploads` for a checkpoint, since tags' folders have no leading dot, and there is no record before the commit: that moves
-`checkpoint/` to the place of the temporary folder of a save of this machine, and from there on is that save's commit
-(`zstore.checkpoint.commit`).
+This is all of an upload's state, so a restarted service resumes it. Readers find no checkpoint below `.uploads`: tags' folders
+have no leading dot, and there is no record before the commit. That moves `checkpoint/` to the temporary folder of a save of
+this machine, and commits as that save does (`zstore.checkpoint.commit`).
 
-A client is killed: its files stay, and the same save offered again resumes with them; otherwise they are removed after a day. A
-service is killed: the same, part files are as long as the bytes written; one that a power cut left with other bytes fails its
-check, and is asked for again.
+If client or service is killed, the files stay, and the same save offered again resumes with them; otherwise they are removed
+after a day. A part file that a power cut left with other bytes fails its check, and is requested again.
 """
 
 from __future__ import annotations
@@ -154,8 +152,10 @@ class Upload:
     def require_room(self) -> None:
         """Raise DiskFullError unless the files to come fit on the drive."""
         with self.lock:
-            needed = sum(content.num_bytes - self.received(file) + 4096 for file, content in self._to_come().items())
-            needed += 0 if self._plan is None else self._plan.copies_bytes
+            needed = 0 if self._plan is None else self._plan.copies_bytes
+            for file, content in self._contents().items():
+                if not self.is_whole(file) and file not in self._candidates:
+                    needed += content.num_bytes - self.received(file) + 4096
         # The run's folder is made with the first of its uploads.
         existing = self.folder if self.folder.is_dir() else self.folder.parent
         advice = "make room on the drive of the service's runs, or save elsewhere"
@@ -212,11 +212,6 @@ class Upload:
             return os.stat(self.part(file)).st_size
         except FileNotFoundError:
             return 0
-
-    def _to_come(self) -> dict[str, Content]:
-        """Return the files that are not whole, and are not candidates."""
-        contents = self._contents().items()
-        return {file: one for file, one in contents if not self.is_whole(file) and file not in self._candidates}
 
     def missing(self, rank: int | None = None) -> list[UploadFile]:
         """Return the files that are not whole: of one rank its shard files, of None all."""
