@@ -261,7 +261,7 @@ def test_bytes_that_are_others_are_dropped_and_asked_for_again(client: Client) -
 
 def test_what_nobody_goes_on_with_is_removed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     client.begin()
-    monkeypatch.setattr("zstore.serve.uploads.inbox.KEPT_S", -1.0)
+    monkeypatch.setattr("zstore.serve.uploads.inbox.MAX_IDLE_S", -1.0)
     assert client.ask("GET", "")[1]["uploads"] == []
     assert list(client.runs.iterdir()) == []
 

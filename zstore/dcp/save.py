@@ -153,9 +153,9 @@ class Save:
         self._committer.begin()
         sweep(self._files, self._committer.folder)
         self._flush = Flush.of(self._files, self._folder)
-        return [replace(plan, storage_data=self._share(rank, plan)) for rank, plan in enumerate(self._plans)]
+        return [replace(plan, storage_data=self._work_of(rank, plan)) for rank, plan in enumerate(self._plans)]
 
-    def _share(self, rank: int, plan: SavePlan) -> RankWork:
+    def _work_of(self, rank: int, plan: SavePlan) -> RankWork:
         mine = {item.index.fqn for item in plan.items}
         return RankWork(
             folder=str(self._folder),
@@ -248,8 +248,8 @@ def _paths(plans: Sequence[SavePlan]) -> dict[str, KeyPath]:
 class RankWriter:
     """Writes one rank's part of a save."""
 
-    def __init__(self, share: RankWork, resources: IoResources) -> None:
-        self.share, self.resources, self.folder = share, resources, Path(share.folder)
+    def __init__(self, work: RankWork, resources: IoResources) -> None:
+        self.work, self.resources, self.folder = work, resources, Path(work.folder)
         self._buffered = Files(direct=False)
 
     def check(self) -> None:
@@ -259,7 +259,7 @@ class RankWriter:
                 raise CheckpointError(f"another rank gave up the save: {reason}")
         if not self.folder.is_dir():
             raise CheckpointError(
-                f"rank {self.share.rank} does not see {self.folder}, which rank 0 made: the save was given up, or the folder "
+                f"rank {self.work.rank} does not see {self.folder}, which rank 0 made: the save was given up, or the folder "
                 "is local to a machine; give one that all ranks share"
             )
 
@@ -271,7 +271,7 @@ class RankWriter:
     def _write(self, spec: ArraySpec, grid: Grid, shard: int, fill: Fill | FillRuns) -> ShardSummary:
         path = self.folder / array_path(spec.name) / shard_file(len(spec.stored_shape), shard)
         self.resources.files.make_folder(path.parent)
-        return write_shard(replace(self.resources, sync=self.share.sync), path, spec, grid, shard, fill)
+        return write_shard(replace(self.resources, sync=self.work.sync), path, spec, grid, shard, fill)
 
     # -- pieces for others -------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class RankWriter:
 
     def assemble_shard(self, layout: ArrayLayout) -> ShardSummary:
         """Write this rank's shard of an array out of all ranks' pieces; waits for them."""
-        spec, grid, shard = layout.spec, layout.grid, self.share.rank
+        spec, grid, shard = layout.spec, layout.grid, self.work.rank
         base = shard * grid.shard_numel
         end = base + grid.shard_valid_numel(shard)
         touching = (box for box in layout.boxes if next(box.overlap(base, end), None) is not None)
@@ -318,8 +318,8 @@ class RankWriter:
         with contextlib.suppress(OSError):
             folder = self.folder / PIECES_FOLDER
             folder.mkdir(exist_ok=True)
-            reason = f"rank {self.share.rank}: {type(error).__name__}: {error}"
-            path = folder / f"failed-{self.share.rank}.json"
+            reason = f"rank {self.work.rank}: {type(error).__name__}: {error}"
+            path = folder / f"failed-{self.work.rank}.json"
             self._buffered.write_small(path, json.dumps({"reason": reason}).encode(), sync=False)
 
 

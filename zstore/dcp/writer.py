@@ -69,13 +69,13 @@ class Writer(StorageWriter):
 
     def reset(self, checkpoint_id: UserPath | None = None) -> None:
         """Begin another checkpoint, at `checkpoint_id` if it is given (all ranks)."""
-        self._give_up()
+        self._abandon()
         if checkpoint_id is not None:
             self._path = _folder_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Give up a save that did not end (all ranks)."""
-        self._give_up()
+        self._abandon()
         if not kwargs.get("use_collectives", True):
             raise UsageError("zstore.dcp.Writer writes one checkpoint of all ranks: leave out use_collectives=False")
 
@@ -96,15 +96,15 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part; done when this returns (all ranks)."""
-        share = plan.storage_data
-        if not isinstance(share, RankWork):
+        work = plan.storage_data
+        if not isinstance(work, RankWork):
             raise UsageError("zstore.dcp.Writer was given a plan that it has not prepared")
         future: Future[list[WriteResult]] = Future()
         with open_resources(num_threads=self._num_threads, files=self._files) as resources:
-            writer = RankWriter(share, resources)
+            writer = RankWriter(work, resources)
             try:
                 writer.check()
-                with Workers(self._num_threads, f"zstore-dcp-{share.rank}") as workers:
+                with Workers(self._num_threads, f"zstore-dcp-{work.rank}") as workers:
                     future.set_result(_write(writer, plan, planner, workers))
             except BaseException as error:
                 writer.give_up(error)
@@ -118,7 +118,7 @@ class Writer(StorageWriter):
         try:
             self._save.commit([each.storage_data for rank in results for each in rank])
         finally:
-            self._give_up()
+            self._abandon()
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Writer(StorageWriter):
         # A copy in another process has no part in a running save.
         return self.__dict__ | {"_save": None, "_forget": None}
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         """Remove the files of a running save, if any; a committed one stays."""
         forget, self._forget, self._save = self._forget, None, None
         if forget is not None:
@@ -154,11 +154,11 @@ def _folder_of(path: UserPath) -> Path:
 def _write(writer: RankWriter, plan: SavePlan, planner: SavePlanner, workers: Workers) -> list[WriteResult]:
     # Pieces first: other ranks wait for them. A batch takes the CPU memory of a few tensors at a time.
     def goes_last(item: WriteItem) -> bool:
-        return item.tensor_data is None or not writer.share.arrays[item.index.fqn].boxes
+        return item.tensor_data is None or not writer.work.arrays[item.index.fqn].boxes
 
     items = sorted(plan.items, key=goes_last)
     results = workers.run([partial(_write_item, writer, item, planner) for item in items], here=True)
-    owned = [each for each in writer.share.arrays.values() if each.is_owned_by(writer.share.rank)]
+    owned = [each for each in writer.work.arrays.values() if each.is_owned_by(writer.work.rank)]
     for wrote in workers.run([partial(writer.assemble_shard, layout) for layout in owned], here=True):
         results.append(WriteResult(MetadataIndex(wrote.array), 0, EntryReport(wrote=wrote)))
     return results
@@ -169,7 +169,7 @@ def _write_item(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> Wr
     written = item.tensor_data
     if item.type == WriteItemType.BYTE_IO or written is None:
         return _write_value(writer, item, planner)
-    layout = writer.share.arrays[item.index.fqn]
+    layout = writer.work.arrays[item.index.fqn]
     box = box_of(written)
     tensor: Any = planner.resolve_data(item)
     data, wrote = bytes_of(tensor), None
@@ -202,7 +202,7 @@ def _write_value(writer: RankWriter, item: WriteItem, planner: SavePlanner) -> W
             raise UsageError(f"{key!r}: expected bytes from the planner, got a {type(pickled).__name__}")
         kind, content = PICKLE, pickled.getvalue()
     data = np.frombuffer(content, np.uint8)
-    spec = ArraySpec(name=writer.share.names[key], shape=(data.size,), dtype="uint8")
+    spec = ArraySpec(name=writer.work.names[key], shape=(data.size,), dtype="uint8")
     grid, box = make_grid(spec.stored_shape, 1), Box.whole(spec.shape)
     wrote = writer.write_box(spec, grid, box, data) if data.size else None
     return WriteResult(item.index, data.size, EntryReport(key=key, kind=kind, opaque=spec, wrote=wrote))

@@ -42,7 +42,7 @@ V = TypeVar("V")
 _POOL_BYTES = 64 * 1024 * 1024
 _NUM_THREADS = 8
 _NUM_READERS, _NUM_RUNS, _NUM_JOURNALS = 8, 4096, 16
-_NUM_FILE_READS, _NUM_CASTS, _NUM_UNFIT = 16, 2, 256
+_NUM_FILE_READS, _NUM_CASTS, _NUM_OVERFLOW_ERRORS = 16, 2, 256
 _MAX_STATE_BYTES = 64 * 1024
 _MAX_STEP = 2**53
 
@@ -87,7 +87,7 @@ class Library:
         self._readers: Cache[CheckpointReader] = Cache(_NUM_READERS)
         self.layouts: Cache[Any] = Cache(_NUM_READERS)
         """Of weights; see `zstore.serve.weights`."""
-        self.unfit: Cache[str] = Cache(_NUM_UNFIT)
+        self.overflow_errors: Cache[str] = Cache(_NUM_OVERFLOW_ERRORS)
         """Why values do not fit a type, found during a download: the next one is refused with it."""
         self.file_reads = anyio.CapacityLimiter(_NUM_FILE_READS)
         self.casts = anyio.CapacityLimiter(_NUM_CASTS)

@@ -125,8 +125,8 @@ def may_read(request: Request, bearer: _Bearer, basic: _Basic) -> None:
     if settings.is_open:
         _require_this_machine(request)
         return
-    shown = bearer.credentials if bearer is not None else None if basic is None else basic.password
-    if not (_is(shown, settings.token) or _is(shown, settings.read_token)):
+    given = bearer.credentials if bearer is not None else None if basic is None else basic.password
+    if not (_matches(given, settings.token) or _matches(given, settings.read_token)):
         raise HTTPException(401, "this service needs a token that reads", {"WWW-Authenticate": 'Basic realm="zstore"'})
 
 
@@ -135,15 +135,15 @@ def may_write(request: Request, bearer: _Bearer) -> None:
     settings: Settings = request.app.state.library.settings
     if settings.token is None:
         raise HTTPException(403, "this service takes no uploads: start it with a token that writes (ZSTORE_TOKEN)")
-    shown = None if bearer is None else bearer.credentials
-    if _is(shown, settings.read_token):
+    given = None if bearer is None else bearer.credentials
+    if _matches(given, settings.read_token):
         raise HTTPException(403, "the token only reads: uploads need the one that writes")
-    if not _is(shown, settings.token):
+    if not _matches(given, settings.token):
         raise HTTPException(401, "uploads need the token that writes", {"WWW-Authenticate": "Bearer"})
 
 
-def _is(shown: str | None, token: str | None) -> bool:
-    return shown is not None and token is not None and compare_digest(shown.encode(), token.encode())
+def _matches(given: str | None, token: str | None) -> bool:
+    return given is not None and token is not None and compare_digest(given.encode(), token.encode())
 
 
 def _require_this_machine(request: Request) -> None:

@@ -22,9 +22,9 @@ from ..checkpoint.layout import LATEST_FILE, parse_own_name
 from ..errors import CheckpointNotFoundError
 from .models import CheckpointEntry, CheckpointList, Newest, RefusedFolder
 
-_FRESH_S, _SHARE = 0.5, 10.0
+_MIN_AGE_S, _AGE_FACTOR = 0.5, 10.0
 """A list is made again after this time, or so many times what making it took."""
-_REMOTE_FRESH_S = 10.0
+_REMOTE_AGE_S = 10.0
 _TICK_NS = 50_000_000
 """Two changes within this time may have the same time in a file system."""
 Signature = tuple[Any, ...]
@@ -47,13 +47,13 @@ class RunCheckpoints:
         self._folder = folder
         self._found = _Found()
         self._answer: CheckpointList | None = None
-        self._old_at_s = 0.0
+        self._expires_at_s = 0.0
         self._lock = threading.RLock()
 
     def all(self) -> dict[str, TagInfo]:
         """Return the checkpoints by path, the oldest first. Raises CheckpointNotFoundError if the folder is missing."""
         with self._lock:
-            return self._look().infos
+            return self._refresh().infos
 
     def newest(self) -> tuple[str, TagInfo] | None:
         """Return path and checkpoint of the newest; None if there is none."""
@@ -103,12 +103,12 @@ class RunCheckpoints:
         """Return the answer of `/api`. Raises CheckpointNotFoundError if the folder is missing."""
         with self._lock:
             began_s = time.monotonic()
-            if self._answer is None or began_s > self._old_at_s:
+            if self._answer is None or began_s > self._expires_at_s:
                 self._answer, ended_s = self._list(), time.monotonic()
-                self._old_at_s = ended_s + max(_FRESH_S, _SHARE * (ended_s - began_s))
+                self._expires_at_s = ended_s + max(_MIN_AGE_S, _AGE_FACTOR * (ended_s - began_s))
             return self._answer
 
-    def _look(self) -> _Found:
+    def _refresh(self) -> _Found:
         began_ns = time.time_ns()
         signature = _signature_of(self._folder)
         if signature != self._found.signature:
@@ -125,7 +125,7 @@ class RunCheckpoints:
         return self._found
 
     def _list(self) -> CheckpointList:
-        found = self._look()
+        found = self._refresh()
         for path, info in found.infos.items():
             if self._folder.is_local or path not in found.files:  # links come and go
                 found.files[path] = stored_files(info.folder)
@@ -184,7 +184,7 @@ def _known_metrics(state: Mapping[str, Any]) -> dict[str, float]:
 def _signature_of(folder: Folder) -> Signature:
     """Return the folders below a run's, and below those that loops make, each with its inode and time."""
     if not folder.is_local:
-        return (int(time.monotonic() / _REMOTE_FRESH_S),)
+        return (int(time.monotonic() / _REMOTE_AGE_S),)
     try:
         found = _subfolders(str(folder.path))
     except (FileNotFoundError, NotADirectoryError) as error:

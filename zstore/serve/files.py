@@ -103,7 +103,7 @@ async def _file(run: NamedRun, path: str, request: Request, library: Shared, rec
     if parts[-1] == "":
         return await run_in_threadpool(_listing, library, run, parts, request, recursive)
     try:
-        found = await run_in_threadpool(first, library, run, parts, open_place)
+        found = await run_in_threadpool(resolve, library, run, parts, open_place)
     except IsFolderError:
         return _with_slash(request)
     return await answer(request, request.headers, found)
@@ -152,9 +152,9 @@ def choose(method: str, headers: Mapping[str, str], etag: str | None, size: int)
     all bytes, which RFC 9110 allows; so is a range that is not written as it should be, and any in a HEAD request.
     """
     whole = Part(status=200, start=0, stop=size, size=size)
-    if "if-match" in headers and not _lists(headers["if-match"], etag, weak=False):
+    if "if-match" in headers and not _has_etag(headers["if-match"], etag, weak=False):
         return Part(status=412, start=0, stop=0, size=size)
-    if "if-none-match" in headers and _lists(headers["if-none-match"], etag, weak=True):
+    if "if-none-match" in headers and _has_etag(headers["if-none-match"], etag, weak=True):
         return Part(status=304, start=0, stop=0, size=size)
     if method != "GET" or "range" not in headers:
         return whole
@@ -181,7 +181,7 @@ def _range_of(text: str, whole: Part) -> Part:
     return Part(status=206, start=start, stop=stop, size=size)
 
 
-def _lists(header: str, etag: str | None, *, weak: bool) -> bool:
+def _has_etag(header: str, etag: str | None, *, weak: bool) -> bool:
     """Return whether a list of tags has `etag`."""
     tags = [tag.strip() for tag in header.split(",")]
     if weak:
@@ -210,7 +210,7 @@ async def _chain(begun: bytes | memoryview, blocks: Blocks) -> Blocks:
 
 
 def _listing(library: Library, run: Run, parts: tuple[str, ...], request: Request, recursive: bool) -> Response:
-    folders, files = first(library, run, parts, lambda _, place: _content(library, place, recursive))
+    folders, files = resolve(library, run, parts, lambda _, place: _list_place(library, place, recursive))
     headers = {"Cache-Control": "private, no-cache", "Vary": "Accept"}
     if "application/json" in request.headers.get("accept", ""):
         entries = [{"name": name, "size": size} for name, size in sorted(files.items())]
@@ -227,7 +227,7 @@ def _listing(library: Library, run: Run, parts: tuple[str, ...], request: Reques
 # -- places -------------------------------------------------------------------------------------------------------------
 
 
-def first(library: Library, run: Run, parts: tuple[str, ...], use: Callable[[Library, Place], T]) -> T:
+def resolve(library: Library, run: Run, parts: tuple[str, ...], use: Callable[[Library, Place], T]) -> T:
     """Return the result of `use` for the place that parts of a URL name. Raises CheckpointNotFoundError if there is none."""
     missing: Exception | None = None
     for candidate in dict.fromkeys([tuple(map(unquote, parts)), parts]):
@@ -354,10 +354,10 @@ def _open_folder(place: Place) -> int:
 # -- listings -----------------------------------------------------------------------------------------------------------
 
 
-def _content(library: Library, place: Place, recursive: bool) -> tuple[set[str], dict[str, int]]:
+def _list_place(library: Library, place: Place, recursive: bool) -> tuple[set[str], dict[str, int]]:
     """Return folders and files with their bytes in a folder; with `recursive` all files below it by path, and no folders."""
     if not place.is_run:
-        return _inside(place, recursive)
+        return _list_folder(place, recursive)
     sizes = place.folder.sizes_of(filter(is_run_file, place.folder.entries().files))
     folders, files = set[str](), {name: size for name, size in sizes.items() if size is not None}
     run = Run(name="", folder=place.folder)
@@ -365,12 +365,12 @@ def _content(library: Library, place: Place, recursive: bool) -> tuple[set[str],
         if not recursive:
             folders.add(path.partition("/")[0])
             continue
-        inner = _inside(Place(folder=info.folder, path="", identity=info.record.id), True)[1]
+        inner = _list_folder(Place(folder=info.folder, path="", identity=info.record.id), True)[1]
         files |= {f"{path}/{name}": size for name, size in inner.items()}
     return folders, files
 
 
-def _inside(place: Place, recursive: bool) -> tuple[set[str], dict[str, int]]:
+def _list_folder(place: Place, recursive: bool) -> tuple[set[str], dict[str, int]]:
     folders, files, top = set[str](), dict[str, int](), place.path.rstrip("/")
     if not place.folder.is_local:
         start = len(top) + 1 if top else 0

@@ -34,11 +34,11 @@ _MAX_SESSIONS, _MAX_SAVES, _MAX_EVENTS = 20, 200, 100
 _MAX_NAMES = 64
 """Of numbers that are not finite in a line."""
 _MIN_HEARTBEAT_S, _HEARTBEAT_STEPS = 60.0, 10
-_LATE_S = 5.0
+_MAX_START_DELAY_S = 5.0
 """How much later than a journal's first line its process may seem to have begun."""
 
 
-def _made(model: type[M], lines: Iterable[Mapping[str, Any]]) -> list[M]:
+def _validated(model: type[M], lines: Iterable[Mapping[str, Any]]) -> list[M]:
     """Return what lines say; those that are not what a journal has are left out."""
     found = []
     for line in lines:
@@ -47,7 +47,7 @@ def _made(model: type[M], lines: Iterable[Mapping[str, Any]]) -> list[M]:
     return found
 
 
-def _at(record: Mapping[str, Any]) -> float:
+def _time_of(record: Mapping[str, Any]) -> float:
     return number(record.get("at")) or 0.0
 
 
@@ -62,7 +62,7 @@ def _is_alive(session: models.Session) -> bool:
     except (OSError, ValueError, IndexError):
         return False
     # A zombie counts as ended; another process may have the number by now.
-    return status not in "ZX" and begun_at < session.started_at + _LATE_S
+    return status not in "ZX" and begun_at < session.started_at + _MAX_START_DELAY_S
 
 
 class _Sample:
@@ -96,9 +96,9 @@ class RunJournals:
         self._folder, self._most_steps = folder, most_steps
         self._epoch = 0
         self._lock = threading.Lock()
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._done: dict[str, int] = {}
         """Bytes that were read of each journal."""
         self._samples = {kind: _Sample(self._most_steps) for kind in (b"step", b"metrics")}
@@ -118,19 +118,21 @@ class RunJournals:
                 sizes = {name: self._folder.size(name) for name in journals(self._folder)}
                 if any(sizes.get(name, 0) < done for name, done in self._done.items()):  # another file has the name
                     self._epoch += 1
-                    self._forget()
+                    self._reset()
                 new = {name: self._newest_at(name, size) for name, size in sizes.items() if name not in self._done}
                 self._done |= dict.fromkeys(sorted(new, key=lambda name: new[name]), 0)
                 for name in self._done:
                     self._read_on(name, sizes.get(name, 0))
             newest = self._samples[b"step"].newest
             for self._last_step in decode_lines(newest[-1]) if newest else ():
-                self._last_at = max(self._last_at, _at(self._last_step))
+                self._last_at = max(self._last_at, _time_of(self._last_step))
             yield
 
     def _newest_at(self, name: str, size: int) -> float:
         """Return the time of a journal's last lines."""
-        return max(map(_at, decode_lines(self._folder.read_range(name, max(0, size - _TAIL_BYTES), size))), default=0.0)
+        return max(
+            map(_time_of, decode_lines(self._folder.read_range(name, max(0, size - _TAIL_BYTES), size))), default=0.0
+        )
 
     def _read_on(self, name: str, size: int) -> None:
         while (done := self._done[name]) < size:
@@ -144,11 +146,11 @@ class RunJournals:
                 if kind in self._samples:
                     self._samples[kind].add(line)
                 if kind not in self._samples or b'"not_finite":{' in line:
-                    self._take(line)
+                    self._add(line)
 
-    def _take(self, line: bytes) -> None:
+    def _add(self, line: bytes) -> None:
         for record in decode_lines(line):
-            self._last_at = max(self._last_at, _at(record))
+            self._last_at = max(self._last_at, _time_of(record))
             kind = record["kind"]
             self._epoch += kind == "start"
             if kind in ("start", "end"):
@@ -167,7 +169,7 @@ class RunJournals:
         for line in self._processes:
             end = line if line["kind"] == "end" else {}
             if not end:
-                found += _made(models.Session, [line])
+                found += _validated(models.Session, [line])
             elif found:
                 found[-1] = found[-1].model_copy(update={"ended_at": number(line.get("at"))})
         return found, end
@@ -187,7 +189,7 @@ class RunJournals:
         with self._read():
             sessions, end = self._sessions()
             session = sessions[-1] if sessions else None
-            saves, wrong = _made(models.SaveEvent, self._saves), _made(models.NotFinite, self._not_finite)
+            saves, wrong = _validated(models.SaveEvent, self._saves), _validated(models.NotFinite, self._not_finite)
             failed = saves[-1] if saves and saves[-1].state == "failed" else None
             last, problem = self._last_step, end.get("problem")
             step = number(last.get("step"))
@@ -212,15 +214,15 @@ class RunJournals:
             return models.RunDetail(
                 summary=summary,
                 sessions=self._sessions()[0][-_MAX_SESSIONS:],
-                saves=_made(models.SaveEvent, self._saves),
-                not_finite=_made(models.NotFinite, self._not_finite),
+                saves=_validated(models.SaveEvent, self._saves),
+                not_finite=_validated(models.NotFinite, self._not_finite),
             )
 
     def steps(self, after: int, points: int) -> models.Steps:
         """Return the steps after one, as at most `points` rows."""
         with self._read():
             epoch, records = self._epoch, [one for sample in self._samples.values() for one in sample.records()]
-        columns = steps(sorted(records, key=lambda one: (_at(one), number(one.get("step")) or 0.0)))
+        columns = steps(sorted(records, key=lambda one: (_time_of(one), number(one.get("step")) or 0.0)))
         chosen = [place for place, step in enumerate(columns["step"]) if (step or 0) > after]
         if len(chosen) > points:  # the last one is the newest
             chosen = [chosen[-1 - place * len(chosen) // points] for place in reversed(range(points))]
@@ -238,5 +240,5 @@ class RunJournals:
         return models.Placement(
             host_budget_bytes=None if host is None else int(host),
             device_bytes=None if device is None else int(device),
-            arrays=_made(models.PlacedArray, arrays),
+            arrays=_validated(models.PlacedArray, arrays),
         )

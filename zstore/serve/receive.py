@@ -255,7 +255,7 @@ def _appended(library: Library, run: str, run_id: str, offset: int, lines: bytes
                 )
             journal.append(lines[len(known) :])
             if not size:
-                library.runs.forget()  # a run may have begun
+                library.runs.invalidate()  # a run may have begun
             return size + len(lines) - len(known)
 
 

@@ -30,9 +30,9 @@ MIN_TOKEN = 16
 """A shorter one could be guessed."""
 UPLOADS_FOLDER = ".uploads"
 """Folder of a run's uploads that are not committed."""
-_TAKEN = frozenset({"api", "assets", "healthz"})
+_RESERVED = frozenset({"api", "assets", "healthz"})
 """First parts of the service's own URLs."""
-_FRESH_S = 2.0
+_VALID_S = 2.0
 """How long a list of runs is valid: people look often, folders change seldom."""
 
 
@@ -112,29 +112,29 @@ class Run:
 
 
 class RunTable:
-    """The runs of all roots, looked for again every few seconds. Usable from any thread; calls block on the file systems."""
+    """The runs of all roots, scanned again every few seconds. Usable from any thread; calls block on the file systems."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._found: dict[str, Run] = {}
-        self._looked_s: float | None = None
+        self._scanned_s: float | None = None
         self._lock = threading.Lock()
 
     def all(self) -> dict[str, Run]:
         """Return the runs by name, in the order of the roots."""
         with self._lock:
-            if self._looked_s is None or time.monotonic() - self._looked_s > _FRESH_S:
-                self._found, self._looked_s = self._look(), time.monotonic()
+            if self._scanned_s is None or time.monotonic() - self._scanned_s > _VALID_S:
+                self._found, self._scanned_s = self._scan(), time.monotonic()
             return self._found
 
-    def forget(self) -> None:
-        """Make the next call look again."""
-        self._looked_s = None
+    def invalidate(self) -> None:
+        """Make the next call scan again."""
+        self._scanned_s = None
 
     def get(self, name: str) -> Run:
         """Return the run of that name. Raises CheckpointNotFoundError that names existing ones."""
         if name not in self.all():
-            self.forget()
+            self.invalidate()
         if (found := self.all().get(name)) is not None:
             return found
         some = ", ".join(sorted(self.all())[:5]) or "none"
@@ -151,13 +151,13 @@ class RunTable:
         """
         run = self.all().get(name)
         if run is None:
-            self.forget()
+            self.invalidate()
             run = self.all().get(name)
         if run is not None:
             if run.folder.is_local:
                 return run.folder.path
             raise UsageError(f"the run {name!r} is at {run.folder.location}: save there, this service only reads it")
-        if not _may_name_a_run(name):
+        if not _is_valid_run_name(name):
             raise UsageError(
                 f"{name!r:.200} cannot name a run: expected up to 180 letters, digits and `-_.~=+@,`, no leading dot, and no "
                 "name that checkpoints or the service use themselves"
@@ -173,7 +173,7 @@ class RunTable:
             raise UsageError(f"{name!r} is a file or a link in the folder of runs: choose another name")
         return folder / name
 
-    def _look(self) -> dict[str, Run]:
+    def _scan(self) -> dict[str, Run]:
         found: dict[str, Run] = {}
         for root in self._settings.roots:
             for name, folder in self._runs_in(root):
@@ -198,12 +198,12 @@ class RunTable:
                 yield name, child
 
 
-def _may_name_a_run(name: str) -> bool:
+def _is_valid_run_name(name: str) -> bool:
     try:
         plain = tag_folder(name) == name
     except UsageError:
         return False
-    return plain and name not in _TAKEN and LOOPS_FOLDER.fullmatch(name) is None
+    return plain and name not in _RESERVED and LOOPS_FOLDER.fullmatch(name) is None
 
 
 def _is_run(folder: Folder) -> bool:

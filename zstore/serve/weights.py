@@ -44,7 +44,7 @@ _BLOCK_BYTES = 4 * 1024 * 1024
 router = APIRouter(tags=["weights"])
 
 
-class Wanted(BaseModel):
+class WeightsQuery(BaseModel):
     """The options for weights in a URL's query; as `zstore consolidate` has them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,21 +81,21 @@ class _Source:
     path: str
     info: TagInfo
     reader: CheckpointReader
-    wanted: Wanted
+    query: WeightsQuery
 
     @classmethod
-    def find(cls, library: Library, run: Run, checkpoint: str, wanted: Wanted) -> _Source:
+    def find(cls, library: Library, run: Run, checkpoint: str, query: WeightsQuery) -> _Source:
         path, info = library.checkpoints(run).find(checkpoint or "latest")
-        return cls(library, run, path, info, library.reader(info), wanted)
+        return cls(library, run, path, info, library.reader(info), query)
 
     @property
     def key(self) -> tuple[str, str, str]:
         """The values that are written as one type."""
-        return self.info.location, self.info.record.id, self.wanted.dtype
+        return self.info.location, self.info.record.id, self.query.dtype
 
     def files(self) -> Iterator[_File]:
         """Yield the safetensors files, the index last if there are several."""
-        dtype, most = self.wanted.dtype, parse_bytes(self.wanted.max_shard_size)
+        dtype, most = self.query.dtype, parse_bytes(self.query.max_shard_size)
         layouts: list[FileLayout] = self.library.layouts.get(
             (*self.key, most),
             lambda: plan_model(list_weights(self.reader, DTYPES[dtype]), most, self.info.record.state),
@@ -108,7 +108,7 @@ class _Source:
             yield _File(name=index_file(layouts), size=len(data), etag=self._etag(data), data=data)
 
     def _etag(self, data: bytes) -> str:
-        text = f"{_VERSION} {self.reader.record.id} {self.wanted.dtype} {self.wanted.overflow} "
+        text = f"{_VERSION} {self.reader.record.id} {self.query.dtype} {self.query.overflow} "
         return f'"{hashlib.sha256(text.encode() + data).hexdigest()[:32]}"'
 
     def companions(self) -> dict[str, Folder]:
@@ -129,13 +129,13 @@ class _Source:
 @router.get("/weights/{run}/{path:path}", response_model=WeightsFolder, responses={206: {}, 304: {}, 416: {}, 422: {}})
 @router.head("/weights/{run}/{path:path}", include_in_schema=False)
 async def _weights(
-    run: NamedRun, path: str, request: Request, library: Shared, wanted: Annotated[Wanted, Query()]
+    run: NamedRun, path: str, request: Request, library: Shared, query: Annotated[WeightsQuery, Query()]
 ) -> Response:
     """The files of a checkpoint's weights, or with a file's name at the end that file."""
     folder, _, name = path.rpartition("/")
     if not (name.endswith((SUFFIX, f"{SUFFIX}.index.json")) or is_companion(name)):
         folder, name = path.rstrip("/"), ""
-    source = await run_in_threadpool(_Source.find, library, run, folder, wanted)
+    source = await run_in_threadpool(_Source.find, library, run, folder, query)
     if not name:
         listed = await run_in_threadpool(_folder, source)
         return JSONResponse(listed.model_dump(), headers={"Cache-Control": "no-store"})
@@ -145,11 +145,11 @@ async def _weights(
     file = await run_in_threadpool(lambda: next((file for file in source.files() if file.name == name), None))
     if file is None:
         return await answer(request, headers, await run_in_threadpool(source.companion, name))
-    if wanted.overflow == "error" and (reason := library.unfit.find(source.key)) is not None:
+    if query.overflow == "error" and (reason := library.overflow_errors.find(source.key)) is not None:
         raise CheckpointMismatchError(reason)
     kind = "application/json" if name.endswith(".json") else "application/octet-stream"
-    made = Representation(size=file.size, etag=file.etag, media_type=kind, blocks=partial(_made, source, file))
-    return await answer(request, headers, made)
+    found = Representation(size=file.size, etag=file.etag, media_type=kind, blocks=partial(_file_blocks, source, file))
+    return await answer(request, headers, found)
 
 
 def _folder(source: _Source) -> WeightsFolder:
@@ -163,13 +163,13 @@ def _folder(source: _Source) -> WeightsFolder:
     return WeightsFolder(checkpoint=source.path, files=files)
 
 
-async def _made(source: _Source, file: _File, start: int, stop: int) -> Blocks:
+async def _file_blocks(source: _Source, file: _File, start: int, stop: int) -> Blocks:
     """Yield bytes of a file that is made of a checkpoint. See [Note: bytes that are made on the way]."""
     if file.layout is None:
         yield file.data[start:stop]
         return
     try:
-        overflow = source.wanted.overflow
+        overflow = source.query.overflow
         blocks = read_file(source.reader, file.layout, start, stop, overflow, block_bytes=_BLOCK_BYTES)
         while block := await anyio.to_thread.run_sync(next, blocks, None, limiter=source.library.casts):
             yield block
@@ -177,5 +177,5 @@ async def _made(source: _Source, file: _File, start: int, stop: int) -> Blocks:
         _log.warning("a download of %s from %s ended: %s", file.name, source.info.location, error)
         if isinstance(error, CheckpointMismatchError):
             reason = str(error)
-            source.library.unfit.get(source.key, lambda: reason)
+            source.library.overflow_errors.get(source.key, lambda: reason)
         raise

@@ -28,7 +28,7 @@ from ..runs import UPLOADS_FOLDER, RunTable
 from .offer import ALIVE_S, OFFER_FILE, Committed, UploadOffer, UploadState
 from .upload import Upload
 
-KEPT_S = 24 * 3600.0
+MAX_IDLE_S = 24 * 3600.0
 """An upload whose client was silent for this long is removed when the service next looks at uploads."""
 
 
@@ -39,7 +39,7 @@ class Inbox:
         self._runs, self._files = runs, files
         self._lock = threading.Lock()
         """For the table of uploads; nothing else is locked under it."""
-        self._deciding = threading.Lock()
+        self._decision_lock = threading.Lock()
         """For work on more than one upload; taken before an upload's own."""
         self._uploads: dict[str, Upload] | None = None
 
@@ -49,7 +49,7 @@ class Inbox:
             if self._uploads is None:
                 self._uploads = {upload.id: upload for upload in self._found()}
             found = list(self._uploads.values())
-        old = [one for one in found if _silent_s(one) > KEPT_S or not (one.path / OFFER_FILE).exists()]
+        old = [one for one in found if _idle_s(one) > MAX_IDLE_S or not (one.path / OFFER_FILE).exists()]
         for upload in old:
             self.remove(upload)
         return [upload for upload in found if upload not in old]
@@ -85,7 +85,7 @@ class Inbox:
 
         Raises CheckpointExistsError for a tag, or a name, that is another's, UsageError for a name that no run can have.
         """
-        with self._deciding:
+        with self._decision_lock:
             folder = self._runs.folder_for_uploads(offer.run)
             upload_id = hashlib.sha256(f"upload {offer.run}\0{offer.record}".encode()).hexdigest()[:32]
             new = Upload(upload_id, offer, folder, self._files)
@@ -94,7 +94,7 @@ class Inbox:
             _check_free(new)
             others = [one for one in self.all() if one.folder == folder and one.id != new.id]
             for one in others:
-                if one.record.run != new.record.run and _silent_s(one) < ALIVE_S:
+                if one.record.run != new.record.run and _idle_s(one) < ALIVE_S:
                     raise CheckpointExistsError(
                         f"another training run uploads its checkpoint {one.record.tag!r} to {offer.run!r}: choose another "
                         "name, or wait until it is done"
@@ -102,9 +102,9 @@ class Inbox:
             for one in others:
                 if (one.record.run, one.record.tag) == (new.record.run, new.record.tag):
                     self.remove(one)
-            return self._begun(new).state()
+            return self._store(new).state()
 
-    def _begun(self, new: Upload) -> Upload:
+    def _store(self, new: Upload) -> Upload:
         upload = next((one for one in self.all() if one.id == new.id), None)
         files = new.offer.documents, new.offer.extras
         if upload is not None and (upload.offer.documents, upload.offer.extras) != files:
@@ -127,7 +127,7 @@ class Inbox:
         Raises CheckpointMismatchError that names files which are missing, CheckpointExistsError if the tag was taken
         meanwhile.
         """
-        with self._deciding, upload.lock:
+        with self._decision_lock, upload.lock:
             messages, linked_bytes = [], 0
             if (committed := _committed(upload.folder, upload.record)) is None:
                 upload.require_whole()
@@ -141,13 +141,13 @@ class Inbox:
                 remove = lambda info: discard(self._files, info.path)  # noqa: E731
                 messages += retire(upload.folder, keep=keep, run=upload.record.run, remove=remove)
             self.remove(upload)
-            self._runs.forget()
+            self._runs.invalidate()
             return Committed(
                 tag=committed.tag, committed_ns=committed.committed_ns, linked_bytes=linked_bytes, messages=messages
             )
 
 
-def _silent_s(upload: Upload) -> float:
+def _idle_s(upload: Upload) -> float:
     return time.time() - upload.active_at
 
 
@@ -155,12 +155,12 @@ def _committed(folder: Path, record: Record) -> Record | None:
     """Return the record of the committed checkpoint that `record` describes; None if there is none."""
     with contextlib.suppress(ZstoreError, OSError):
         info = find_tag(folder, record.tag)
-        if info is not None and _unplaced(info.record) == _unplaced(record):
+        if info is not None and _without_time(info.record) == _without_time(record):
             return info.record
     return None
 
 
-def _unplaced(record: Record) -> Record:
+def _without_time(record: Record) -> Record:
     """Return a record without what its place and the time of its commit say."""
     return replace(record, committed_ns=0)
 

@@ -105,10 +105,10 @@ class Upload:
         offer = UploadOffer.model_validate_json((path / OFFER_FILE).read_bytes())
         upload = cls(path.name, offer, path.parent.parent, files)
         upload.active_at = os.stat(path / OFFER_FILE).st_mtime
-        upload._take_back()
+        upload._undo_commit()
         return upload
 
-    def _take_back(self) -> None:
+    def _undo_commit(self) -> None:
         """Undo a commit that the end of the service cut short."""
         name = tag_folder(self.record.tag)
         moved = self.folder / own_name(name, TEMPORARY, self.record.id)
