@@ -67,13 +67,13 @@ class Config:
         settings, problems, defaults = resolve_settings(self.settings, context)
         if problems:
             raise ConfigError(problem_text(self.source, problems))
+        resolved = replace(self, settings=settings, resolved=True, world_size=context.world_size, frozen=context.frozen)
         notices = list(self.notices)
         if context.frozen:
             notices = [notice for notice in notices if not notice.key.startswith(_OF_TRAINING)]
             defaults = {key: value for key, value in defaults.items() if not key.startswith(_OF_TRAINING)}
             notices += _of_defaults(defaults)
-            resolved = replace(self, settings=settings, resolved=True, world_size=context.world_size)
-            return replace(resolved, notices=tuple(notices), frozen=True)
+            return replace(resolved, notices=tuple(notices))
         for key, passed in (("optimizer", context.client_optimizer), ("scheduler", context.client_scheduler)):
             if passed and getattr(self.settings, key) is not None:
                 notices = [notice for notice in notices if not notice.key.startswith(f"{key}.")]
@@ -86,40 +86,17 @@ class Config:
             defaults |= {"gradient_clipping": 0.0} if "gradient_clipping" in defaults else {}
         notices += _of_defaults(defaults)
         if context.world_size == 1:
-            notices += _alone(settings.zero_optimization, {notice.key for notice in notices})
+            notices += _single_rank(settings.zero_optimization, {notice.key for notice in notices})
         if found := list(rule.conflicts(settings, kind)):
             raise ConfigError(problem_text(self.source, list(map(str, found))))
-        resolved = replace(
-            self,
-            settings=settings,
-            resolved=True,
-            world_size=context.world_size,
-            whole_tensors=rule.whole_tensors or bool(context.optimizer_name),
-            keeps_whole=rule.keeps_whole,
-        )
-        return replace(resolved, notices=(*notices, *resolved._otherwise()))
+        whole_tensors = rule.whole_tensors or bool(context.optimizer_name)
+        resolved = replace(resolved, settings=settings, whole_tensors=whole_tensors, keeps_whole=rule.keeps_whole)
+        return replace(resolved, notices=(*notices, *resolved._substitutions()))
 
-    def _otherwise(self) -> Iterator[Notice]:
-        """Yield the step mode that is used, and the policy on gradients that are not finite, if they are not the requested
-        ones."""
-        asked, used = self.zstore.step_overlap, self.step_overlap
-        gathers = self.stage == 3 and (self.world_size > 1 or self.offload_param.device != "none")
-        text = ""
-        if asked in ("backward", "forward") and self.whole_tensors:
-            text = (
-                'is treated as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank '
-                "may exchange at a time"
-            )
-        elif asked in ("backward", "forward") and used == "forward" and not gathers:
-            text = (
-                'is treated as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) '
-                "can be updated in the background after step()"
-            )
-        elif asked == "backward" and used == "forward":
-            text = 'is treated as "forward": clipping, and what is not finite, need all gradients before any update'
-        elif asked == "backward" and used == "none":
-            text = 'is treated as "none": at stages 0 and 1 gradients are reduced once a step, after the backward'
-        if text:
+    def _substitutions(self) -> Iterator[Notice]:
+        """Yield notices of the step mode, and of the policy on gradients that are not finite, that replace the config's."""
+        _, text = self._step_mode()
+        if text and self.zstore.step_overlap != "auto":
             yield Notice(Status.BUILT, text, ("zstore.step_overlap",))
         policy = self.non_finite_gradients
         if self.zstore.non_finite_gradients != policy and "non_finite_gradients" in self.zstore.model_fields_set:
@@ -160,7 +137,7 @@ class Config:
 
     @property
     def loss_scaling(self) -> Fp16Section | None:
-        """The loss scaling of fp16; None for other types, and if nothing is trained."""
+        """The loss scaling of fp16; None for other types, and for a frozen engine."""
         return self.settings.fp16 if self.precision == "fp16" and not self.frozen else None
 
     @property
@@ -190,22 +167,22 @@ class Config:
 
     @property
     def offload_optimizer(self) -> OffloadSection:
-        """Where the optimizer state is kept."""
+        """Where the optimizer state is stored."""
         return _ON_DEVICE if self.frozen else self.zero.offload_optimizer
 
     @property
     def fills_device(self) -> bool:
-        """Whether the memory of the device decides how much of the optimizer state is updated there."""
+        """Whether as much optimizer state is updated on the device as fits in its memory."""
         return self.offload_optimizer.device != "none" and self.zero.offload_optimizer.ratio == "auto"
 
     @property
     def offload_param(self) -> OffloadSection:
-        """Where parameters are kept between their uses: below stage 3 on the device, whatever the section says."""
+        """Where parameters are stored between their uses: below stage 3 on the device."""
         return _ON_DEVICE if self.stage < 3 else self.zero.offload_param
 
     @property
     def activations(self) -> Literal["device", "host", "disk"]:
-        """Where the tensors that a forward saves for its backward are kept."""
+        """Where the tensors that a forward saves for its backward are stored."""
         if self.frozen:
             return "device"
         on_host = self.settings.activation_checkpointing.cpu_checkpointing
@@ -213,25 +190,47 @@ class Config:
 
     @property
     def activations_paths(self) -> tuple[Path, ...]:
-        """Folders of the drives that activations go to; none if they stay in memory."""
+        """Folders of the drives for activations; empty if they stay in memory."""
         if self.activations != "disk":
             return ()
         return self.zstore.activations_path or self.offload_optimizer.nvme_paths or self.offload_param.nvme_paths
 
     @property
     def step_overlap(self) -> Literal["none", "backward", "forward"]:
-        """When updates run. Within the backward the norm is not known yet, and gradients that are reduced once a step are not
-        final. "auto" runs updates in the backward, or the background, if state or parameters are offloaded: they then move
-        bytes while the computation can go on."""
-        chosen = "none" if self.frozen or self.whole_tensors else self.zstore.step_overlap
-        if chosen == "auto":
-            offloads = any(each.device != "none" for each in (self.offload_optimizer, self.offload_param))
-            chosen = "backward" if offloads else "none"
-        if chosen == "backward" and self.stage < 2 and self.world_size > 1:
-            return "none"
-        if chosen == "backward" and (self.gradient_clipping > 0 or self.non_finite_gradients != "error"):
-            chosen = "forward"
-        return chosen
+        """When updates run. "auto" runs them in the backward, or in the background, if state or parameters are offloaded:
+        they move bytes during the computation then."""
+        return self._step_mode()[0]
+
+    def _step_mode(self) -> tuple[Literal["none", "backward", "forward"], str]:
+        """Return when updates run, and, if that differs from the config's mode, a notice with the reason."""
+        mode, offloads = self.zstore.step_overlap, (self.offload_optimizer, self.offload_param)
+        if mode == "auto":
+            mode = "backward" if any(each.device != "none" for each in offloads) else "none"
+        if self.frozen or mode == "none":
+            return "none", ""
+        if self.whole_tensors:
+            return "none", (
+                'is treated as "none": this optimizer needs whole tensors, which ranks exchange, and only one thread of a rank '
+                "may exchange at a time"
+            )
+        text = ""
+        if mode == "backward" and self.stage < 2 and self.world_size > 1:
+            return (
+                "none",
+                'is treated as "none": at stages 0 and 1 gradients are reduced once a step, after the backward',
+            )
+        text = ""
+        if mode == "backward" and (self.gradient_clipping > 0 or self.non_finite_gradients != "error"):
+            mode = "forward"
+            text = (
+                'is treated as "forward": clipping, and a check for finite values, need all gradients before any update'
+            )
+        if mode == "forward" and not (self.stage == 3 and (self.world_size > 1 or self.offload_param.device != "none")):
+            text = (
+                'is treated as "none": only what is gathered before its use (stage 3, with several ranks or offload_param) '
+                "can be updated in the background after step()"
+            )
+        return mode, text
 
     @property
     def pin_memory(self) -> bool:
@@ -253,15 +252,15 @@ _OF_TRAINING = (
 """Prefixes of the keys that have no effect on an engine without an optimizer."""
 
 
-def _alone(zero: ZeroSection, known: Container[str]) -> Iterator[Notice]:
-    """Yield the keys that have no effect on a single rank, without those `known` to have none."""
+def _single_rank(zero: ZeroSection, known: Container[str]) -> Iterator[Notice]:
+    """Yield the keys that have no effect on a single rank, except for `known` ones."""
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         if getattr(zero, name) and f"zero_optimization.{name}" not in known:
             yield Notice(Status.NO_EFFECT, "one rank sends nothing to others", (f"zero_optimization.{name}",))
 
 
 def _of_defaults(defaults: Mapping[str, Any]) -> Iterator[Notice]:
-    """Name in one line the value taken for each "auto" without an answer."""
+    """Yield a notice with the default of each "auto" without an answer."""
     if defaults:
         taken = ", ".join(f"{key} = {show(value)}" for key, value in defaults.items())
         text = (
@@ -274,8 +273,8 @@ def _of_defaults(defaults: Mapping[str, Any]) -> Iterator[Notice]:
 def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, name: str = "config") -> Config:
     """Return the config in `source`, a dict (copied, never changed) or the path of a JSON file with comments.
 
-    Messages name a file by its path, and a dict by `name`. A `Config` is returned as it is.
-    Raises ConfigError that names every problem found.
+    Messages name a file by its path, and a dict by `name`. A `Config` is returned unchanged. Raises ConfigError with every
+    problem found.
     """
     if isinstance(source, Config):
         return source
@@ -293,7 +292,7 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, 
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the object in a JSON file with comments. Raises ConfigError if there is none."""
+    """Return the object in a JSON file with comments. Raises ConfigError if it cannot be read."""
     name = os.fspath(path)
     if name.lstrip().startswith("{"):
         raise ConfigError(
@@ -311,7 +310,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--deepspeed` (a flag for the script's own use) and `--deepspeed_config PATH`, and return `parser`.
 
-    The older `--deepscale` and `--deepscale_config` are taken too, without being listed.
+    The older `--deepscale` and `--deepscale_config` are accepted too, and not listed.
     """
     group = parser.add_argument_group("DeepSpeed", "configuration in the DeepSpeed dialect")
     group.add_argument("--deepspeed", action="store_true", help="for the script's own use; changes nothing by itself")

@@ -115,9 +115,8 @@ def _batch(settings: ConfigSections, context: ResolveContext) -> BatchSizes:
     if all(size in (None, "auto") for size in written[:2]):
         # Missing ones count as "auto" if neither of the first two is a number; accumulation if all are missing.
         written = ["auto", "auto", "auto" if written[:2] == [None, None] and written[2] is None else written[2]]
-    train, micro, accumulation = (
-        answer if value == "auto" else value for value, answer in zip(written, caller, strict=True)
-    )
+    answered_sizes = zip(written, caller, strict=True)
+    train, micro, accumulation = (answer if size == "auto" else size for size, answer in answered_sizes)
     try:
         return solve_batch(train, micro, accumulation, context.world_size)
     except ValueError:
@@ -215,9 +214,8 @@ def resolve_settings(
 
 def answered(settings: ConfigSections, answers: Mapping[str, Any]) -> ConfigSections:
     """Return `settings` with the answers in place of "auto", except for batch sizes."""
-    return _replaced(
-        settings, {key: answers[key] for key in open_keys(settings) if key in answers and key not in BATCH_KEYS}
-    )
+    keys = open_keys(settings).keys() - BATCH_KEYS
+    return _replaced(settings, {key: answers[key] for key in keys & answers.keys()})
 
 
 def _fill(settings: ConfigSections, hidden_size: int | None) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
