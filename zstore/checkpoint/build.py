@@ -153,9 +153,7 @@ class CheckpointBuilder:
         sync: bool = True,
     ) -> None:
         """Write a rank's manifest, last, once its shard files are durable. Without `sync`, `finish` makes it durable.
-
-        Raises CheckpointError if the outcome is "complete" and `summaries` lacks a shard of the rank.
-        """
+        Raises CheckpointError if the outcome is "complete" and `summaries` lacks a shard of the rank."""
         if outcome == COMPLETE:
             self._check_shards(rank, summaries)
         manifest = Manifest(
@@ -234,10 +232,8 @@ class CheckpointBuilder:
         return (partial(self._files.sync_file, path) for path in written)
 
     def collect(self) -> bool:
-        """Read the manifests that arrived since the last call; return whether those of all ranks have.
-
-        Raises RankError as soon as one says that its rank failed, CheckpointError for one of another save or model.
-        """
+        """Read the manifests that arrived since the last call; return whether those of all ranks have. Raises RankError
+        as soon as one says that its rank failed, CheckpointError for one of another save or model."""
         for rank in self._arrived():
             path = self.folder / manifest_file(rank)
             data = read_json(path)

@@ -108,10 +108,8 @@ def _not_writable(folder: Path, number: int | None) -> StorageError:
 
 @contextlib.contextmanager
 def owner_is_dead(path: Path) -> Iterator[bool]:
-    """Yield whether the save that made the lock file `path` has ended; a missing file is a dead save's.
-
-    If so, the lock is held during the block, so that no save of that name begins.
-    """
+    """Yield whether the save that made the lock file `path` has ended; a missing file is a dead save's. If so, the lock
+    is held during the block, so that no save of that name begins."""
     try:
         fd = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -194,10 +192,8 @@ class Committer:
         return check_tag_is_free(self.folder, self._tag, overwrite=overwrite, run=run)
 
     def begin(self, move: Callable[[Path], object] | None = None) -> None:
-        """Make the temporary folder, with its lock. Not in the caller's thread: a busy journal may hold it up.
-
-        `move` renames an existing folder to it.
-        """
+        """Make the temporary folder, with its lock. Not in the caller's thread: a busy journal may hold it up. `move`
+        renames an existing folder to it."""
         self._lock = SaveLock(self.lock_path)
         try:
             if move is not None:
@@ -319,10 +315,8 @@ def temporary_folder(files: Files, parent: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_folder(files: Files, target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `target` when the block ends, and is removed if it raises.
-
-    The caller makes the files in it durable. Raises CheckpointExistsError if `target` exists.
-    """
+    """Yield a temporary folder that becomes `target` when the block ends, and is removed if it raises. The caller makes
+    the files in it durable. Raises CheckpointExistsError if `target` exists."""
     if target.exists() or target.is_symlink():
         raise CheckpointExistsError(f"{target} exists: remove it, or name another folder to write")
     with temporary_folder(files, target.parent, target.name) as temporary:

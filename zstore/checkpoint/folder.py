@@ -92,10 +92,8 @@ class Folder(ABC):
 
     @abstractmethod
     def read_range(self, file: str, start: int, stop: int) -> bytes:
-        """Return bytes `[start, stop)` of a file, fewer if it ends before.
-
-        Raises FileNotFoundError if it is missing, CorruptionError if it is a link or no file.
-        """
+        """Return bytes `[start, stop)` of a file, fewer if it ends before. Raises FileNotFoundError if it is missing,
+        CorruptionError if it is a link or no file."""
 
     @abstractmethod
     def size(self, file: str) -> int:
@@ -131,10 +129,8 @@ class Folder(ABC):
 
     @abstractmethod
     def sizes(self, top: str) -> dict[str, int | None]:
-        """Return the bytes of each file anywhere below its folder `top` (empty: itself), by path inside this one.
-
-        None for one that is not a regular file, such as a symbolic link. Empty if there is no such folder.
-        """
+        """Return the bytes of each file anywhere below its folder `top` (empty: itself), by path inside this one. None
+        for one that is not a regular file, such as a symbolic link. Empty if there is no such folder."""
 
     def sizes_of(self, files: Iterable[str]) -> dict[str, int | None]:
         """Return the bytes of those of `files` that exist; None for one that is not a regular file."""

@@ -183,10 +183,8 @@ class Record:
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Record:
-        """Return the record in `data`, which was read from `path`.
-
-        Raises CorruptionError if it is damaged, CheckpointMismatchError if a newer version wrote it.
-        """
+        """Return the record in `data`, which was read from `path`. Raises CorruptionError if it is damaged,
+        CheckpointMismatchError if a newer version wrote it."""
         document = parse_json(data, path, max_values=MAX_RECORD_VALUES)
         _check_kind(document, RECORD_FORMAT, path)
         if document.pop("digest", None) != _digest(document):
@@ -221,10 +219,8 @@ def sha256(data: bytes) -> str:
 
 
 def encode_state(value: Any, where: str) -> Any:
-    """Return `value` as plain JSON. See [Note: JSON state].
-
-    Raises UsageError that names the place, such as `client_state['best'][0]`, of a value that JSON cannot hold.
-    """
+    """Return `value` as plain JSON. See [Note: JSON state]. Raises UsageError that names the place, such as
+    `client_state['best'][0]`, of a value that JSON cannot hold."""
     return _encode(value, where, 0)
 
 

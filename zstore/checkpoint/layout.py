@@ -92,10 +92,8 @@ def check_save_id(save_id: str) -> str:
 
 
 def tag_text(tag: str | float) -> str:
-    """Return the tag as text; numbers are written as Python prints them.
-
-    Raises UsageError for a tag that is empty or has `/`, `..` or control characters.
-    """
+    """Return the tag as text; numbers are written as Python prints them. Raises UsageError for a tag that is empty or
+    has `/`, `..` or control characters."""
     text = tag if isinstance(tag, str) else str(tag)
     if not text or ".." in text or _FORBIDDEN_IN_TAGS.search(text) or not _encodable(text):
         raise UsageError(

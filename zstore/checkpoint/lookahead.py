@@ -151,9 +151,7 @@ class ReadAhead(Closing):
 
     def read(self, name: str, first: int, stop: int, out: npt.NDArray[Any]) -> None:
         """Copy elements `[first, stop)`, part of one of the ranges, into `out`: contiguous elements, or bytes as uint8.
-
-        Raises UsageError for elements that are not among the next spans'.
-        """
+        Raises UsageError for elements that are not among the next spans'."""
         target = out.reshape(-1).view(np.uint8)
         position = first
         while position < stop:

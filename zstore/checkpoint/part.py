@@ -266,10 +266,8 @@ class SaveSummary:
 
 
 class RankPart(CheckpointBuilder):
-    """One rank's part of the save `request` in its temporary folder: shards, and pieces of small arrays.
-
-    `check_alive` is called before each shard and stops the save by raising.
-    """
+    """One rank's part of the save `request` in its temporary folder: shards, and pieces of small arrays. `check_alive`
+    is called before each shard and stops the save by raising."""
 
     def __init__(self, request: SaveRequest, folder: Path, check_alive: Callable[[], None]) -> None:
         earlier = {

@@ -283,10 +283,8 @@ class CheckpointReader(ArraySource):
         )
 
     def manifest(self, rank: int) -> Manifest:
-        """Return the manifest of rank `rank` of the saving run, checked against the record.
-
-        Raises CorruptionError if it is missing or differs from the committed one.
-        """
+        """Return the manifest of rank `rank` of the saving run, checked against the record. Raises CorruptionError if
+        it is missing or differs from the committed one."""
         path = self.folder.location_of(manifest_file(rank))
         try:
             data = self.folder.read_small(manifest_file(rank))

@@ -125,8 +125,8 @@ def _reasons(
     folder: FolderLike, keep: Keep, infos: Sequence[TagInfo], catalog: Catalog
 ) -> list[tuple[TagInfo, list[str]]]:
     """Return the reasons to keep each checkpoint of `infos`, the oldest first, by the rules and the file `latest`."""
-    newest, line = meant_of(folder_at(folder), catalog) if catalog.tags else (None, "")
-    named = {newest.folder.name} if newest is not None and line else set()
+    chosen, line = meant_of(folder_at(folder), catalog) if catalog.tags else (None, "")
+    named = {chosen.folder.name} if chosen is not None and line else set()
     return [
         (info, why + ["latest"] * (info.folder.name in named))
         for info, why in zip(infos, keep.reasons(infos), strict=True)

@@ -320,10 +320,8 @@ class BucketFolder(UrlFolder):
 def open_bucket(
     url: str, storage_options: Mapping[str, Any] | None = None, *, retries: Retries | None = None
 ) -> BucketFolder:
-    """Return the folder at `url`; `storage_options` are those of the fsspec file system. No request is made.
-
-    Raises UsageError if no file system is known or installed for the URL, or it does not take the options.
-    """
+    """Return the folder at `url`; `storage_options` are those of the fsspec file system. No request is made. Raises
+    UsageError if no file system is known or installed for the URL, or it does not take the options."""
     import fsspec
 
     url = re.sub(r"(?<![:/])/+\Z", "", url)

@@ -202,10 +202,8 @@ def has_ended(data: bytes | Exception, run_id: str) -> bool:
 
 
 def sweep(folder: BucketFolder, run_id: str) -> list[str]:
-    """Remove the leftovers of uploads that ended, those of run `run_id` among them.
-
-    Returns a message for each that could not be removed.
-    """
+    """Remove the leftovers of uploads that ended, those of run `run_id` among them. Returns a message for each that
+    could not be removed."""
     try:
         locks = _locks(folder.entries())
     except MISSING:

@@ -206,9 +206,7 @@ class BlockFile:
 
     def fill(self, offset: int, nbytes: int, put: Callable[[int, Bytes], None]) -> None:
         """Fill bytes `[offset, offset + nbytes)`: `put(start, view)` sets those from `offset + start` on, view by view.
-
-        Returns when the blocks that this completed are written.
-        """
+        Returns when the blocks that this completed are written."""
         done = 0
         while done < nbytes:
             number, start = divmod(offset + done, _BLOCK_BYTES)

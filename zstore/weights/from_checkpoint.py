@@ -104,10 +104,8 @@ def _matched(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
 
 
 def frozen_weights(source: ArraySource) -> set[str]:
-    """Return the parameters that the optimizer did not train, by the record or by the optimizer's state.
-
-    Raises CheckpointMismatchError if there is neither, and all would look frozen.
-    """
+    """Return the parameters that the optimizer did not train, by the record or by the optimizer's state. Raises
+    CheckpointMismatchError if there is neither, and all would look frozen."""
     trained = {name.split("/", 2)[2] for name in source.arrays if name.startswith("optimizer/")}
     trained |= _stepped(source.record.state.get("engine"))
     parameters = {name.partition("/")[2] for name in source.arrays if name.startswith("model/")}
