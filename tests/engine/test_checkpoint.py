@@ -164,19 +164,6 @@ def test_a_stop_never_replaces_a_checkpoint_of_another_run(tmp_path: Path, caplo
         assert (reader.record.step, saved.record.step) == (0, 1)
 
 
-def test_old_checkpoints_go_and_the_run_is_known(tmp_path: Path) -> None:
-    changes = {"zstore": {"keep": 2}}
-    with small(**changes) as engine:
-        for _ in range(3):
-            engine.save_checkpoint(str(tmp_path))
-            small_step(engine)
-    with small(**changes) as engine:
-        engine.load_checkpoint(str(tmp_path))
-        small_step(engine)
-        engine.save_checkpoint(str(tmp_path))
-    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
-
-
 def test_frozen_parameters_and_a_changed_choice_of_them(tmp_path: Path) -> None:
     def model(*, frozen: bool) -> nn.Module:
         torch.manual_seed(3)

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 import zstore
+from bench.process import free_port
 from tests import warm
 from tests.engine.bits import SPILLS, Case, assert_equal, engine_digests
 from tests.engine.models import batch, make_net
@@ -178,9 +178,7 @@ for number in range(4):
     ],
 )
 def test_a_process_ends_and_the_other_ends_too(failing: int, what: str, said: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(Path(__file__).parents[2])}
     ranks = [

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from bench.process import free_port
 from tests import warm
 from tests.engine.bits import reference_digests
 from tests.engine.machine_runs import ADAM, BATCH, make_net
@@ -158,13 +159,6 @@ class Run:
         whole = {record: (0, p.numel()) for record, p in plain.model.named_parameters()}
         expected = {name: text for name, text in reference_digests(plain, whole).items() if "/" in name}
         assert {name: self.newest.get(name) for name in expected} == expected
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def lose(run: Run, draw: random.Random, world_size: int, *, longest_s: float = 6.0) -> str:

@@ -4,10 +4,7 @@ Each runs as a process of its own, alone or as two ranks under torch's launcher,
 """
 
 import json
-import os
 import re
-import sys
-import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests import warm
+from tests import launched
 from zstore.checkpoint.reader import open_checkpoint, tags
 from zstore.checkpoint.verify import verify_checkpoint
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-LAUNCHER = (
-    "-m",
-    "torch.distributed.run",
-    "--rdzv-backend=c10d",
-    "--rdzv-endpoint=127.0.0.1:0",
-    "--local-addr=127.0.0.1",
-)
-
 DS_JSON = """\
 {
   // left over from the documentation
@@ -71,27 +60,14 @@ class Output:
 
 
 def run(script: str, *words: str, world_size: int = 1) -> Output:
-    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    with tempfile.TemporaryDirectory() as logs:
-        launcher = (*LAUNCHER, f"--nproc-per-node={world_size}", "--redirects=1", f"--log-dir={logs}")
-        done = warm.run(
-            [sys.executable, *(launcher if world_size > 1 else ()), str(SCRIPTS / f"{script}.py"), *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-            env=environment | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"},
-        )
-        printed = [done.stdout, *(path.read_text() for path in Path(logs).rglob("stdout.log"))]
-    assert done.returncode == 0, "".join(printed) + done.stderr
+    printed, errors = launched.run(SCRIPTS / f"{script}.py", *words, world_size=world_size)
     lines: dict[int, list[str]] = defaultdict(list)
-    for line in "".join(printed).splitlines():
+    for line in printed:
         found = re.fullmatch(r"rank (\d+) (.*)", line)
         assert found is not None, line
         lines[int(found[1])].append(found[2])
     assert sorted(lines) == list(range(world_size))
-    return Output(dict(lines), done.stderr)
+    return Output(dict(lines), errors)
 
 
 def write_config(folder: Path, zero: Any) -> str:

@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.process import free_port
 from tests import warm
 from tests.engine.runs import start, step
 from zstore.checkpoint.reader import open_checkpoint, tags
@@ -107,9 +107,7 @@ class Rank:
 
 @contextmanager
 def running(folder: Path, world_size: int, stage: int, how: str = "save_on_signal") -> Iterator[list[Rank]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [Rank([str(folder), str(stage), how], rank, world_size, port) for rank in range(world_size)]
     try:
         for rank in ranks:

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests import warm
 from tests.engine.schedule_cases import OWN_LR, adam
+from tests.launched import run
 from zstore.engine.access import safe_access
 from zstore.engine.adapters.deepspeed import optimizers
 from zstore.engine.adapters.deepspeed.engine import initialize
@@ -40,13 +39,6 @@ from zstore.tools.as_deepspeed import install
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
-LAUNCHER = (
-    "-m",
-    "torch.distributed.run",
-    "--rdzv-backend=c10d",
-    "--rdzv-endpoint=127.0.0.1:0",
-    "--local-addr=127.0.0.1",
-)
 AS_DEEPSPEED = ("-m", "zstore.as_deepspeed")
 CONFIG = {
     "train_batch_size": 8,
@@ -54,29 +46,6 @@ CONFIG = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 4}},
     "zero_optimization": {"stage": 2},
 }
-
-
-def run(
-    *words: object, world_size: int = 1, code: int = 0, anew: bool = False, cwd: Path | None = None, **variables: str
-) -> tuple[list[str], str]:
-    """Run Python with these words; return the lines that it printed, and what it wrote to stderr."""
-    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | variables
-    with tempfile.TemporaryDirectory() as logs:
-        launcher = (*LAUNCHER, f"--nproc-per-node={world_size}", "--redirects=1", f"--log-dir={logs}")
-        done = warm.run(
-            [sys.executable, *(launcher if world_size > 1 else ()), *map(str, words)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env=environment,
-            cwd=cwd,
-            anew=anew,
-        )
-        printed = [done.stdout, *(path.read_text() for path in Path(logs).rglob("stdout.log"))]
-    assert done.returncode == code, "".join(printed) + done.stderr
-    return "".join(printed).splitlines(), done.stderr
 
 
 def losses(lines: list[str]) -> list[float]:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -42,12 +41,6 @@ def done(line: str) -> None:
     """Run a line of a page, which has to end well."""
     code, _, err = here(*shlex.split(line)[1:])
     assert code == 0, err
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def run_here(module: str, spec: dict[str, Any], **how: Any) -> Told:

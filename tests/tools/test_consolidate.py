@@ -314,32 +314,14 @@ def test_a_model_may_have_more_files_than_a_process_opens(tmp_path: Path) -> Non
         assert torch.equal(load_file(tmp_path / "hf" / index["weight_map"][name])[name], value)
 
 
-def make_arrays() -> dict[str, Array]:
-    rng = np.random.default_rng(0)
-    return {
-        "model/w": rng.standard_normal((1003, 301)).astype(np.float32),
-        "model/b": rng.standard_normal(77).astype(ml_dtypes.bfloat16),
-        "model/long.rows": rng.standard_normal((3, 400_000)).astype(ml_dtypes.bfloat16),
-        "model/none": np.zeros((0, 5), np.float16),
-        "model/scalar": np.array(3.5),
-        "optimizer/exp_avg/w": rng.standard_normal((1003, 301)).astype(np.float32),
-        "buffer/mask": rng.random(40_000) < 0.5,
-    }
-
-
 DTYPES_RESHARD = ["bool", "int8", "uint16", "int64", "float16", "bfloat16", "float32", "float64"]
 SMALL = {"client/history": np.arange(30_000, dtype=np.float64)}
 
 
 @pytest.fixture(scope="module")
-def arrays_reshard() -> dict[str, Array]:
-    return make_arrays()
-
-
-@pytest.fixture(scope="module")
-def saved_reshard(arrays_reshard: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    parts = {name: array for name, array in arrays_reshard.items() if not name.startswith("buffer/")}
-    small = SMALL | {name: array for name, array in arrays_reshard.items() if name.startswith("buffer/")}
+def saved_reshard(arrays: dict[str, Array], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parts = {name: array for name, array in arrays.items() if not name.startswith("buffer/")}
+    small = SMALL | {name: array for name, array in arrays.items() if name.startswith("buffer/")}
     folder = tmp_path_factory.mktemp("run")
     options: dict[str, Any] = {"record": {"counters": [1, 2]}, "run_id": "run", "few_files": True}
     return save_arrays(folder, parts, world_size=3, step=60, small=small, **options)
@@ -350,11 +332,11 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-def test_any_world_size(world_size: int, saved_reshard: Path, arrays_reshard: dict[str, Array], tmp_path: Path) -> None:
+def test_any_world_size(world_size: int, saved_reshard: Path, arrays: dict[str, Array], tmp_path: Path) -> None:
     assert reshard_command(saved_reshard.parent, tmp_path / "out", world_size) == 0
     with open_checkpoint(tmp_path / "out") as opened:
         assert verify_checkpoint(opened) == []
-        for name, array in {**arrays_reshard, **SMALL}.items():
+        for name, array in {**arrays, **SMALL}.items():
             assert opened.read_array(name).tobytes() == array.tobytes()
             spec = opened.arrays[name].spec
             whole = name in SMALL or "buffer/" in name or spec.nbytes < WHOLE_BYTES
@@ -426,14 +408,14 @@ def test_a_tag_that_is_there_is_not_replaced(saved_reshard: Path, tmp_path: Path
         reshard_command(saved_reshard, tmp_path / "out", 0)
 
 
-def test_a_damaged_checkpoint_is_not_resharded(arrays_reshard: dict[str, Array], tmp_path: Path) -> None:
-    path = save_arrays(tmp_path / "ckpt", arrays_reshard)
-    shard = path / "model/w/c.0.0"
+def test_a_damaged_checkpoint_is_not_resharded(arrays: dict[str, Array], tmp_path: Path) -> None:
+    path = save_arrays(tmp_path / "ckpt", arrays)
+    shard = path / "model/h.2.weight/c.0.0"
     shard.chmod(0o644)
     with shard.open("r+b") as file:
         file.seek(8000)
         file.write(b"x")
-    with pytest.raises(CorruptionError, match="'model/w'"):
+    with pytest.raises(CorruptionError, match=r"'model/h\.2\.weight'"):
         reshard_command(path, tmp_path / "out", 2)
     assert tags(tmp_path / "out") == []
     assert list((tmp_path / "out").iterdir()) == []

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import process
 from tests import warm
-from tests.tools import commands
 from zstore.errors import UsageError
 from zstore.tools.run import command as planning
 from zstore.tools.run.command import Hosts, RunOptions, limit, make_jobs, parse_hostfile, select
@@ -97,7 +97,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def free_port() -> str:
-    return str(commands.free_port())
+    return str(process.free_port())
 
 
 def finish(tmp_path: Path, environment: Mapping[str, str], *words: str) -> tuple[int, list[str], str]:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.process import free_port
 from tests import warm
-from tests.tools.commands import free_port
 from tests.tools.train_runs import config_file, rows
 from tests.waiting import until
 from zstore.checkpoint.reader import open_checkpoint, tags

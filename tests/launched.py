@@ -1,0 +1,33 @@
+"""Python programs as users start them, alone or as ranks under torch's launcher."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from tests import warm
+
+LAUNCHER = ("torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1")
+
+
+def run(
+    *words: object, world_size: int = 1, code: int = 0, anew: bool = False, cwd: Path | None = None, **variables: str
+) -> tuple[list[str], str]:
+    """Run Python with these words; return the lines that it printed, and what it wrote to stderr."""
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"} | variables
+    with tempfile.TemporaryDirectory() as logs:
+        launcher = ("-m", *LAUNCHER, f"--nproc-per-node={world_size}", "--redirects=1", f"--log-dir={logs}")
+        done = warm.run(
+            [sys.executable, *(launcher if world_size > 1 else ()), *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment,
+            cwd=cwd,
+            anew=anew,
+        )
+        printed = [done.stdout, *(path.read_text() for path in Path(logs).rglob("stdout.log"))]
+    assert done.returncode == code, "".join(printed) + done.stderr
+    return "".join(printed).splitlines(), done.stderr
