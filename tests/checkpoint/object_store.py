@@ -4,8 +4,6 @@ Keys and whole objects: no folders, no renames; an object under way is not seen 
 local folder, one file each, so that several processes share them. It stands in for S3 where a test needs faults.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import os
@@ -191,7 +189,7 @@ class ObjectFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self.step("remove", key)
         self.object_path(key).unlink(missing_ok=True)
 
-    def _open(self, path: str, mode: str = "rb", block_size: int = 5 * 2**20, **_: Any) -> _ObjectFile:
+    def _open(self, path: str, mode: str = "rb", block_size: int = 5 * 2**20, **_: Any) -> "_ObjectFile":
         return _ObjectFile(self, self._strip_protocol(path), mode=mode, block_size=block_size)
 
 

@@ -358,14 +358,8 @@ def test_other_keys_are_refused(key: Any, message: str) -> None:
 
 def test_a_lazy_array_says_what_it_is() -> None:
     lazy = Stored(np.zeros((6, 5), np.float32)).lazy
-    assert (lazy.shape, lazy.ndim, lazy.size, lazy.nbytes, lazy.dtype, len(lazy)) == (
-        (6, 5),
-        2,
-        30,
-        120,
-        np.dtype(np.float32),
-        6,
-    )
+    assert (lazy.shape, lazy.dtype) == ((6, 5), np.float32)
+    assert (lazy.ndim, lazy.size, lazy.nbytes, len(lazy)) == (2, 30, 120, 6)
     assert repr(lazy) == "<LazyArray 'model/x' [6, 5] float32>"
     with pytest.raises(TypeError, match="no length"):
         len(Stored(np.zeros((), np.float32)).lazy)

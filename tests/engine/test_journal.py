@@ -102,10 +102,8 @@ def test_steps_saves_and_loads_are_as_the_engine_says(tmp_path: Path) -> None:
     assert taken[0]["memory/process"] > 2**20
     assert all(r["step_s"] >= 0.9 * (r["forward_s"] + r["backward_s"] + r["optimizer_s"]) > 0 for r in taken)
     saves = of_kind(ckpt, "save")
-    assert [(r["step"], r["tag"], r["state"]) for r in saves] == [
-        (3, "step-00000003", "committed"),
-        (4, "tag", "committed"),
-    ]
+    expected = [(3, "step-00000003", "committed"), (4, "tag", "committed")]
+    assert [(r["step"], r["tag"], r["state"]) for r in saves] == expected
     assert saves[0]["location"] == str(summary.path)
     assert saves[0]["linked_bytes"] == summary.linked_bytes > 0
     assert saves[0]["written_bytes"] == summary.written_bytes > 0

@@ -3,8 +3,6 @@
 It writes down each step's samples and loss, and takes no step before the number in FOLDER/gate allows it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

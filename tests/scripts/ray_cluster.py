@@ -4,8 +4,6 @@ A node is lost once two workers saved step 3, another joins once one worker save
 run is let go to its end, and FOLDER/result.json has what Ray knows then.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

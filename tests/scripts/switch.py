@@ -4,8 +4,6 @@ Makes a device `wire` in each namespace and says "ready". Lines on stdin: `cut N
 a process, since a kernel need not have `tc netem`. The last byte of a device's MAC address is its namespace's number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -107,11 +107,8 @@ def test_config_and_tokenizer_files_are_copied(arrays: dict[str, Array], tmp_pat
     (tmp_path / "run/notes.txt").write_text("mine")
     (path / "config.json").write_text("inner")
     consolidate_command(tmp_path / "run", tmp_path / "out", "fp16", 10**9)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    copied = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert copied == ["config.json", "model.safetensors", "tokenizer.json"]
     assert (tmp_path / "out/config.json").read_text() == "inner"
 
 
@@ -360,7 +357,7 @@ def test_what_is_not_carried_over_is_told(tmp_path: Path, capsys: pytest.Capture
 
 
 SHAPES = st.lists(st.integers(0, 9) | st.integers(0, 300), max_size=2).map(tuple)
-SHAPES |= st.tuples(st.integers(1, 9), st.integers(90_000, 200_000)) | st.tuples(*[st.integers(0, 40)] * 3)
+SHAPES |= st.tuples(st.integers(1, 9), st.integers(90_000, 130_000)) | st.tuples(*[st.integers(0, 40)] * 3)
 RANKS = st.integers(1, 5)
 
 

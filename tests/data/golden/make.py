@@ -5,8 +5,6 @@ which are written from the values that were saved, not from what a reader finds.
 of the format gets a new folder, and every later reader reads all of them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
