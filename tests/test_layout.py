@@ -49,10 +49,10 @@ def _classes_with_several_meanings() -> int:
 LIMITS = {
     "lines of engine, zstore, tools and assets": (
         lambda: _layout().lines("engine/", "zstore/", "tools/") + _layout().asset_lines(),
-        54_305,
+        54_281,
     ),
-    "lines of engine": (lambda: _layout().lines("engine/"), 24_360),
-    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_584),
+    "lines of engine": (lambda: _layout().lines("engine/"), 24_353),
+    "lines of zstore": (lambda: _layout().lines("zstore/"), 23_567),
     "lines of tools": (lambda: _layout().lines("tools/"), 4_260),
     "lines of assets": (lambda: _layout().asset_lines(), 2_101),
     "lines of tests": (lambda: _lines_in("tests", "*.py"), 45_037),
@@ -60,7 +60,7 @@ LIMITS = {
     "lines of docs": (lambda: _lines_in("docs", "*.md"), 4_017),
     "lines of engine without adapters and extras": (
         lambda: _layout().lines("engine/", without=("engine/adapters/", "engine/extras/")),
-        19_851,
+        19_844,
     ),
     "files of the core": (lambda: len(_layout().core), 26),
     "lines of the core": (lambda: _layout().lines(*_layout().core), 7_368),

@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,13 +199,13 @@ def _mismatches(
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class _Filling:
     """Gives a skeleton its values: large ones in the store of `builder`, if there is one, others in memory."""
 
-    def __init__(self, reader: WeightsReader, dtype: torch.dtype | None, builder: Builder | None) -> None:
-        self._reader = reader
-        self._dtype = dtype
-        self._builder = builder
+    reader: WeightsReader
+    dtype: torch.dtype | None
+    builder: Builder | None
 
     def fill(self, model: nn.Module, found: Mapping[str, StoredWeight]) -> None:
         """Give every parameter and stored buffer its values."""
@@ -220,27 +221,27 @@ class _Filling:
                 moved_bytes = 0
                 return_free_memory()
         self._buffers(model, found)
-        if self._builder is not None:
-            self._builder.guard.watch(self._builder)
+        if self.builder is not None:
+            self.builder.guard.watch(self.builder)
 
     def _parameter(self, meta: nn.Parameter, weight: StoredWeight, owner: tuple[nn.Module, str]) -> nn.Parameter:
         """Return a parameter with the values of `weight`, in the store or in memory."""
         dtype = torch_dtype(weight.dtype)
-        if self._dtype is not None and dtype.is_floating_point:
-            dtype = self._dtype
+        if self.dtype is not None and dtype.is_floating_point:
+            dtype = self.dtype
         if not dtype.is_floating_point and meta.requires_grad:
             raise CheckpointMismatchError(
                 f"{weight.name!r} in {weight.path} is of type {weight.dtype}, but is to be trained: from_pretrained() does "
                 "not read quantized weights"
             )
-        is_stored = self._builder is not None and meta.numel() >= self._builder.threshold_numel
+        is_stored = self.builder is not None and meta.numel() >= self.builder.threshold_numel
         memory = torch.empty(1, dtype=dtype).expand(meta.shape) if is_stored else torch.empty(meta.shape, dtype=dtype)
         parameter = nn.Parameter(memory, requires_grad=meta.requires_grad)
         parameter.__dict__.update(meta.__dict__)
-        if self._builder is not None and is_stored:
+        if self.builder is not None and is_stored:
             module, attribute = owner
             label = f"{attribute!r} of a {type(module).__name__}"
-            self._builder.register_stored(parameter, module, label, lambda first, out: self._read(weight, first, out))
+            self.builder.register_stored(parameter, module, label, lambda first, out: self._read(weight, first, out))
         else:
             self._read(weight, 0, parameter.data.view(-1))
         return parameter
@@ -250,7 +251,7 @@ class _Filling:
         stored = torch_dtype(weight.dtype)
         target = out if out.dtype == stored else torch.empty(out.numel(), dtype=stored)
         if target.numel():
-            self._reader.read_into(weight, first, as_numpy(target))
+            self.reader.read_into(weight, first, as_numpy(target))
         if target is not out:
             out.copy_(target)
 

@@ -180,7 +180,7 @@ class Restore:
         self.resumes = plan.options.everything and bool(reader.record.run)
         if self.resumes:
             training.run_id = reader.record.run
-        if plan.options.progress:
+        if not plan.options.load_module_only:
             self._load_rng(reader)
         state: dict[str, Any] = join_tensors(reader.record.state.get("client_state", {}), reader.read_array)
         return state

@@ -70,11 +70,6 @@ class LoadOptions:
         return self.load_lr_scheduler_states and not self.load_module_only
 
     @property
-    def progress(self) -> bool:
-        """Whether counters, batch sizes, position in the data and random number generators are loaded."""
-        return not self.load_module_only
-
-    @property
     def everything(self) -> bool:
         """Whether everything is loaded."""
         return self.optimizer and self.schedule
@@ -269,7 +264,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def apply_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, saved_world_size: int) -> None:
     """Restore counters, scalars, schedule and settings by the plan, after `check_record`."""
     options = plan.options
-    if options.progress:
+    if not options.load_module_only:
         training.accumulation.batch = batch = batch_for(training, record["batch"], saved_world_size=saved_world_size)
         training.counters, training.earlier_samples = type(training.counters)(**record["counters"]), 0
         training.accumulation.restart()
@@ -325,7 +320,7 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
                     raise CorruptionError(
                         f"the checkpoint's parameter groups have a setting {name!r} that no engine saves"
                     )
-    if plan.options.progress:
+    if not plan.options.load_module_only:
         for name, value in record["counters"].items():
             if type(value) is not int or not 0 <= value < 2**53:
                 raise CorruptionError(f"the checkpoint's counter {name!r} is not a count")
@@ -338,7 +333,7 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
                 f"the checkpoint's optimizer kept {sorted(found or {})} of {parameter.name!r}, this one keeps "
                 f"{sorted(wanted)}: use the optimizer that the checkpoint was trained with"
             )
-    if plan.options.progress:
+    if not plan.options.load_module_only:
         batch_for(training, record["batch"], saved_world_size=saved_world_size)
 
 
