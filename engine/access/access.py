@@ -227,15 +227,15 @@ class Access:
                 error = error or raised
                 return None
 
-        def is_read_here(piece: _ArrayPiece) -> bool:
+        def is_own(piece: _ArrayPiece) -> bool:
             return world.rank == piece.shard if sharded else world.rank == 0 or not rank0_only
 
-        following = filter(is_read_here, _pieces(sources, num_ranks))
+        following = filter(is_own, _pieces(sources, num_ranks))
         ahead: deque[Read | None] = deque()
         unchecked_numel = 0
         for piece in _pieces(sources, num_ranks):
             numel, values = piece.stop - piece.first, None
-            if is_read_here(piece):
+            if is_own(piece):
                 while len(ahead) <= _PIECES_AHEAD and (after := next(following, None)) is not None:
                     ahead.append(attempt(after.source.begin, after.first, after.stop))
                 read = ahead.popleft()

@@ -185,10 +185,13 @@ def _undo(access: Access, records: Sequence[ParameterRecord], versions: Sequence
         return
     _restore(access, found)
     names = ", ".join(repr(record.name) for record in found[:5])
-    raise UsageError(
+    raise _read_only_error(names, " (except for fp32 parameters that are their own masters)")
+
+
+def _read_only_error(names: str, exception: str = "") -> UsageError:
+    return UsageError(
         f"gather() without modifier_rank is read-only, but {names} changed in the block on some rank; the change is "
-        "undone (except for fp32 parameters that are their own masters). Pass modifier_rank=RANK to keep that rank's "
-        "changes"
+        f"undone{exception}. Pass modifier_rank=RANK to keep that rank's changes"
     )
 
 
@@ -240,10 +243,7 @@ def _gather_in_builder(builder: Builder, built: Sequence[Built], rank: int | Non
             yield
         changed = [p._version != version for (_, p), version in zip(pairs, versions, strict=True)]
         if rank is None and any(agree_any(builder.world, changed)):
-            raise UsageError(
-                "gather() without modifier_rank is read-only, but parameters changed in the block on some rank; the "
-                "change is undone. Pass modifier_rank=RANK to keep that rank's changes"
-            )
+            raise _read_only_error("parameters")
         kept = rank is not None
     finally:
         for one, parameter in () if kept else pairs:

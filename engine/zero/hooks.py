@@ -61,17 +61,22 @@ class UnitHooks:
         """Units gathered for the current operation."""
         self._phase = Phase.FORWARD
         self._handles: list[RemovableHandle] = []
-        for unit in sharded.all:
-            if unit.records:
-                self._add(unit)
+        for unit in (unit for unit in sharded.all if unit.records):
+            for record in unit.records:
+                record.on_read = self._read
+            for module in unit.unit.modules:
+                self._register(module, partial(self._before_forward, unit), partial(self._after_forward, unit))
         # Modules that contain units: a script may call one alone, as `generate` calls an encoder.
         blocks = [unit for unit in sharded.all if unit.records and len(unit.unit.modules) > 1]
         within = {inner for unit in blocks for inner in unit.inner}
         for module in (one for one in model.modules() if one not in within and list(one.children())):
-            self._handles += [
-                module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True),
-                module.register_forward_hook(ModuleHook(self._leave), always_call=True),
-            ]
+            self._register(module, self._enter, self._leave)
+
+    def _register(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True),
+            module.register_forward_hook(ModuleHook(after), always_call=True),
+        ]
 
     @property
     def hook_ids(self) -> frozenset[int]:
@@ -86,20 +91,9 @@ class UnitHooks:
                 if isinstance(hook := hooks[number], ModuleHook):  # otherwise disabled already
                     hooks[number] = torch.compiler.disable(hook.__call__)  # type: ignore[no-untyped-call]
 
-    def _add(self, unit: ShardedUnit) -> None:
-        for record in unit.records:
-            record.on_read = self._read
-        for module in unit.unit.modules:
-            self._handles += [
-                module.register_forward_pre_hook(
-                    ModuleHook(partial(self._before_forward, unit)), prepend=True, with_kwargs=True
-                ),
-                module.register_forward_hook(ModuleHook(partial(self._after_forward, unit)), always_call=True),
-            ]
-
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._entered.append(module)
         if len(self._entered) == 1 and self._phase is not Phase.BACKWARD:
             self._former, trains = list(self.units.in_use), torch.is_grad_enabled()
