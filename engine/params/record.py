@@ -173,7 +173,7 @@ class ParameterRecord:
     def padded_shard(self) -> torch.Tensor:
         """Return `shard` followed by its zeros, 1-D [shard_numel]."""
         if self.shard is None:
-            raise UsageError(f"parameter {self.name!r} has no rows in memory of their own")
+            raise UsageError(f"parameter {self.name!r} has no rows in separate memory")
         return self.shard.as_strided((self.state_grid.shard_numel,), (1,))
 
     def padded_full(self, numel: int) -> torch.Tensor:
@@ -251,11 +251,11 @@ class ParameterRecord:
         if self.on_read is None:
             return UsageError(
                 f"{operation} of parameter {self.name!r}, which has no values: its engine was closed, or offload_states() "
-                "moved them away (engine.reload_states() brings them back)"
+                "moved them away (engine.reload_states() restores them)"
             )
         return UsageError(
-            f"{operation} of parameter {self.name!r} outside of a forward: it is sharded or offloaded, and has its values in "
-            "the model's forward and backward alone. Compute such terms within the forward; to look at values write `with "
+            f"{operation} of parameter {self.name!r} outside of a forward: it is sharded or offloaded, and has its values "
+            "only in the model's forward and backward. Compute such terms within the forward; to look at values write `with "
             "zstore.gather(parameter):` on all ranks, and to change them `with zstore.gather(parameter, modifier_rank=0):`"
         )
 

@@ -324,8 +324,8 @@ class Fetcher:
             self._apart = True
             raise UsageError(
                 f"rank {world.global_rank(world.rank)} needs unit {fetch.name!r} (number {fetch.number}), while the ranks need "
-                f"units {units}: every rank must run the same modules in the same order where parameters are sharded; let no "
-                "rank skip a module by its data"
+                f"units {units}: every rank must run the same modules in the same order where parameters are sharded; no rank "
+                "may skip a module depending on its data"
             )
         if fetch.error is not None:
             raise fetch.error
