@@ -95,8 +95,8 @@ class _Change:
         own = others[0] if others else None if self._own is None else self._own[tile.first : tile.stop]
         after = None if others else self._after
         if host := _host_of(self._state, self._step, master, rows.rows, own):
-            here = self._state.transfers.streams.is_host(rows.rows)
-            gradient = rows.rows[first:stop] if here else rows.on_host(first, stop)
+            is_host = self._state.transfers.streams.is_host(rows.rows)
+            gradient = rows.rows[first:stop] if is_host else rows.on_host(first, stop)
             sends = own is not None and not self._state.transfers.streams.is_host(own)
             tensors, queue = StepTensors([master], [slots], [gradient], [own]), self._h2d if sends else None
             _in_one_pass(host, self._step, self._factor, tensors, queue, after, num_threads=1)
@@ -113,7 +113,7 @@ class _Change:
             self._h2d.drain()
 
     def _bring(self, held: torch.Tensor, slots: list[torch.Tensor], tile: Tile) -> torch.Tensor:
-        """Return the master in the memory of its slots; `held` itself if it is there."""
+        """Return the master in the memory of its slots; `held` itself if it is in it."""
         transfers = self._state.transfers
         link = transfers.link(held, slots[0]) if slots else None
         if link is None:
@@ -137,8 +137,8 @@ def _host_of(
         return None
     if not isinstance(step, FusedAdamStep) or not state.codec.is_plain or not is_host(master):
         return None
-    here = [each for each in (master, gradient, own) if each is not None and is_host(each)]
-    return state.host if state.host.takes(here, gradient.dtype, None if own is None else own.dtype) else None
+    on_host = [each for each in (master, gradient, own) if each is not None and is_host(each)]
+    return state.host if state.host.takes(on_host, gradient.dtype, None if own is None else own.dtype) else None
 
 
 def _in_one_pass(
@@ -252,12 +252,12 @@ class _Batch:
         last: dict[Any, _Portion] = {}
         for number, (record, place) in enumerate(places):  # small ones go together, large ones in tiles
             master, own = place.master, record.owned() if place.casts else place.rest
-            step, factor, here = changes.step_of(record), changes.settings.factor_of(record), is_host(master)
-            most, tile = (_MAX_ON_HOST, tile_numel(self.threads)) if here else (_MAX_ON_DEVICE, _MAX_ON_DEVICE)
-            host, sends = _host_of(state, step, master, rows[number], own), own is not None and is_host(own) != here
-            if host is not None:  # which cuts tiles itself, but what is sent to a device is on its way beside the rest
+            step, factor, hosted = changes.step_of(record), changes.settings.factor_of(record), is_host(master)
+            most, tile = (_MAX_ON_HOST, tile_numel(self.threads)) if hosted else (_MAX_ON_DEVICE, _MAX_ON_DEVICE)
+            host, sends = _host_of(state, step, master, rows[number], own), own is not None and is_host(own) != hosted
+            if host is not None:  # it cuts tiles itself; but weights are sent to a device while the others are computed
                 most = tile = _MAX_IN_BACKGROUND if sends else _MAX_IN_STEP
-            key = step, factor, rows[number].dtype, here, host is None, sends, None if own is None else own.dtype
+            key = step, factor, rows[number].dtype, hosted, host is None, sends, None if own is None else own.dtype
             for first in range(0, master.numel(), tile):
                 stop = min(first + tile, master.numel())
                 if key not in last or last[key].numel + stop - first > most:
@@ -324,7 +324,7 @@ class _Passing:
 
 
 class UpdatePlan:
-    """How `records` are updated, by the arrangement of the store: those with rows here in place, or else in a pass."""
+    """How `records` are updated, by the arrangement of the store: in place if their rows are in one memory, else in a pass."""
 
     def __init__(self, state: OptimizerState, records: Sequence[ParameterRecord], *, in_background: bool) -> None:
         mine = [record for record in records if record.owned_numel]
@@ -362,7 +362,7 @@ class UpdatePlan:
 
 
 class Changes:
-    """The changes of one step to `records`, each of which has a gradient by the time that it is admitted."""
+    """The changes of one step to `records`, each of which has a gradient when it is admitted."""
 
     def __init__(
         self,
@@ -470,7 +470,7 @@ class Changes:
         return found
 
     def note_scalars(self, records: Sequence[ParameterRecord]) -> None:
-        """Count the step in the scalars of `records`, those without rows here too."""
+        """Count the step in the scalars of `records`, also of those without rows on this rank."""
         after: dict[ParameterStep, Scalars] = {}
         for record in records:
             step = self._steps.get(record) or self.step_of(record)

@@ -29,7 +29,7 @@ from .classes import Lion
 
 Tensors = Sequence[torch.Tensor]
 Scalars = dict[str, float]
-"""Numbers that an optimizer keeps of a parameter beside its slots, as the step count or NAdam's product: exact as Python
+"""Numbers that an optimizer keeps of a parameter apart from its slots, as the step count or NAdam's product: exact as Python
 numbers."""
 
 ELEMENT_WISE = (SGD, Adagrad, RMSprop, NAdam, Adam, AdamW, Adamax, RAdam, Adadelta, ASGD, Rprop, Lion)
@@ -117,7 +117,7 @@ class SlotArray:
 
 
 class SlotCodec:
-    """How the slots of a parameter are stored, tile by tile: here as the kernel has them. Others are in `rules.codecs`."""
+    """How the slots of a parameter are stored, tile by tile: this one as the kernel has them. Others are in `rules.codecs`."""
 
     is_plain = True
     """Whether that is so."""
@@ -323,7 +323,7 @@ class _TorchStep(ParameterStep):
         self._after = self._kernel.tiles(self._before, masters, gradients, slots)
 
     def scalars(self) -> Scalars:
-        if self._after is self._before:  # no tile came yet, or this rank has no rows: every element counts alike
+        if self._after is self._before:  # no tile was stepped yet, or this rank has no rows: every element counts alike
             self._after = self._kernel.probe(self._before)
         return self._after
 

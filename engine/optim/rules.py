@@ -2,14 +2,14 @@
 
 [Note: rules]
 A rule names optimizer classes, gives the kernel of each of their parameter groups, and the stepper. Without a stepper
-steps run over tiles. Besides those here, `register` takes rules of others, as `engine/extras` has them.
+steps run over tiles. `register` takes further rules, such as those of `engine/extras`.
 
 [Note: the client's own step]
 An optimizer that is not known to update each element by itself cannot run over tiles. If all state is whole on every
 rank's device (stage 0 without offload) its own object takes the step. Meanwhile each parameter with a gradient is its
 fp32 master, and its gradient is the averaged one in fp32, unscaled and clipped; then the master is cast
 into the parameter's memory. The optimizer's state is its own, so that it may have any shape; a checkpoint has it
-beside the client's state, by parameter name. Every rank takes the same step.
+with the client's state, by parameter name. Every rank takes the same step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .kernel import ELEMENT_WISE, Kernel, ParameterStep, Scalars, SlotCodec, ker
 from .state import OptimizerState
 
 STATE_KEY = "zstore.client_optimizer"
-"""Key of a checkpoint's client state with a stepper's state beside the store."""
+"""Key of a checkpoint's client state with the state that a stepper keeps outside the store."""
 Kind = type[torch.optim.Optimizer]
 Groups = list[dict[str, Any]]
 """Groups of parameters with settings, as torch's optimizers take them."""
@@ -46,7 +46,7 @@ class Stepper(ABC):
     """Takes the steps of a run (all ranks). The methods about state are called if it `keeps_state`."""
 
     keeps_state: ClassVar[bool] = False
-    """Whether it keeps state beside the store's, which a checkpoint has among the client's."""
+    """Whether it keeps state outside the store, which a checkpoint has among the client's."""
     needs_saved: ClassVar[bool] = False
     """Whether a load without that state would go on from nothing."""
     owns_gradients: ClassVar[bool] = False

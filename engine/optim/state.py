@@ -1,4 +1,4 @@
-"""Masters and optimizer slots in the store, beside stored parameters and gradients.
+"""Masters and optimizer slots in the store, with stored parameters and gradients.
 
 A checkpoint consists of the `model/` and `optimizer/` arrays. `parameter/` (16-bit rows of offloaded parameters) and
 `gradient/` (rows that wait on disk for the update) are swap: they never leave the run.
@@ -26,7 +26,7 @@ from .kernel import FusedAdam, Kernel, Scalars, SlotArray, SlotCodec, TorchKerne
 
 Tiles = Generator[Tile, None, None]
 T = TypeVar("T")
-_MOST_PLANNED = 16
+_MAX_PLANS = 16
 """Plans that are kept of a parameter, in the mean: other ones may have gradients, or be ready together, in every step."""
 
 
@@ -37,7 +37,7 @@ class InPlace(NamedTuple):
     master: torch.Tensor
     slots: list[torch.Tensor]
     rest: torch.Tensor | None
-    """The parameter's own rows, if they are in the store beside the master."""
+    """The parameter's own rows, if they are stored apart from the master."""
     casts: bool
     """Whether the master is cast into `ParameterRecord.owned()`."""
 
@@ -65,7 +65,7 @@ class OptimizerState:
         self.owns_fp32 = False
         """Whether fp32 parameters are their own masters wherever their slots are; set before `add`."""
         self.host: HostKernel | None = None
-        """The kernel of state in host memory, if there is such state; None: torch's."""
+        """The kernel of state in host memory; None: torch's, or there is no such state."""
         self.host_ranks = host_ranks
         self._types = types or GradientTypes(summed=torch.float32)
         self.kernels = kernels
@@ -161,11 +161,11 @@ class OptimizerState:
         return spec.name
 
     def slots_of(self, record: ParameterRecord) -> Sequence[SlotArray]:
-        """Return a parameter's arrays beside its master, in the kernel's order; none of a frozen one."""
+        """Return a parameter's arrays other than its master, in the kernel's order; none of a frozen one."""
         return self.codec.stored(self.kernel_slots(record))
 
     def kernel_slots(self, record: ParameterRecord) -> Sequence[SlotArray]:
-        """Return the slots that a parameter's kernel works on beside its master, in its order; none of a frozen one."""
+        """Return the slots that a parameter's kernel works on, in its order; none of a frozen one."""
         return () if record.group is None else self.kernels[record.group].arrays(record.owned_numel, record.shape)
 
     def state_grid_of(self, record: ParameterRecord, slot: SlotArray | None = None) -> Grid:
@@ -231,7 +231,7 @@ class OptimizerState:
             self._arrangement, self._num_planned = self.store.arrangement, 0
         found: T | None = self.plans.get(key)
         if found is None or not fits(found):
-            if self._num_planned > _MOST_PLANNED * (len(self.scalars) + _MOST_PLANNED):  # not a plan that is read ahead
+            if self._num_planned > _MAX_PLANS * (len(self.scalars) + _MAX_PLANS):  # not a plan that is read ahead
                 self.plans.clear()
                 self._num_planned = 0
             found = self.plans[key] = make()
@@ -271,7 +271,7 @@ class OptimizerState:
         return [model_array(record.name), *(optimizer_array(slot.name, record.name) for slot in self.slots_of(record))]
 
     def all_arrays(self, record: ParameterRecord) -> Mapping[str, ModeName]:
-        """Return the names of `arrays_of`, and of the parameter's own rows beside them, with their modes in an update."""
+        """Return the names of `arrays_of`, and of the parameter's own rows if they are apart, with their modes in an update."""
         modes: dict[str, ModeName] = dict.fromkeys(self.arrays_of(record), "update")
         if record.stored_array is not None:
             modes.setdefault(record.stored_array, "fill")
@@ -306,8 +306,8 @@ class OptimizerState:
         with self.passing([[model_array(record.name)] for record in records], "update") as tiles:
             for tile in tiles:
                 master, rows = as_torch(tile.views[0]), records[tile.group].owned()[tile.first : tile.stop]
-                here = torch.empty_like(master, dtype=rows.dtype)
-                self.transfers.copy_into(here, rows)
-                bits = torch.int32 if here.itemsize == 4 else torch.int16
-                differs = here.view(bits) != master.to(here.dtype).view(bits)
-                torch.where(differs, here.float(), master, out=master)
+                own = torch.empty_like(master, dtype=rows.dtype)
+                self.transfers.copy_into(own, rows)
+                bits = torch.int32 if own.itemsize == 4 else torch.int16
+                differs = own.view(bits) != master.to(own.dtype).view(bits)
+                torch.where(differs, own.float(), master, out=master)

@@ -79,11 +79,11 @@ class UpdateTicket:
 
 
 class Tickets:
-    """The tickets of the update under way, by which its thread, the backward's, readers and saves wait for each other."""
+    """The tickets of the running update, by which its thread, the backward's, readers and saves wait for each other."""
 
     def __init__(self, state: OptimizerState) -> None:
         self.of: dict[ParameterRecord, UpdateTicket] = {}
-        """By record; those without rows here have one in the backward alone."""
+        """By record; of those without rows on this rank in the backward only."""
         self.error: BaseException | None = None
         """The error that ended the last update early."""
         self._state = state
@@ -178,7 +178,7 @@ class Tickets:
     def end(self, error: BaseException | None, *, forget: bool) -> None:
         """Note that the update has ended; with `forget` nobody needs its tickets any more."""
         with self._changed:
-            # At once with the error: from here on nothing is pinned.
+            # Together with the error: from now on nothing is pinned.
             self.error, self._max_waiting_bytes = error, math.inf
             begun = [ticket for ticket in self.of.values() if ticket.is_begun]
             for ticket in begun:
@@ -237,14 +237,14 @@ class ReadGuard:
         self.recomputes = False
         """Whether a module ran without gradients in the model's last forward: reentrant checkpointing, which brings
         gradients in parts."""
-        self._handles = [model.register_forward_pre_hook(ModuleHook(self._enter), prepend=True)]
+        self.handles = [model.register_forward_pre_hook(ModuleHook(self._enter), prepend=True)]
         of = {record.parameter: record for record in records}
         for name, module in model.named_modules():
             own = [of[p] for p in module.parameters() if p in of]
             if own:
                 before = partial(self._before, name or type(module).__name__, own)
                 # Ahead of the hooks that gather them.
-                self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
+                self.handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.recomputes = not torch.is_grad_enabled()
@@ -262,12 +262,12 @@ class ReadGuard:
 
     def remove(self) -> None:
         """Remove the hooks from the modules."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
 
 
 class LatePin:
-    """A pin of the version that an update under way will make. See `PinnedShard`."""
+    """A pin of the version that a running update will make. See `PinnedShard`."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._name = name

@@ -114,7 +114,7 @@ class Update:
         if fetcher is not None:
             fetcher.ready = self.tickets.wait_for
         tickets = lambda: self.tickets.of if self.is_in_backward else {}  # noqa: E731
-        self._guard = ReadGuard(model, state.scalars, tickets) if self.runs_in_backward else None
+        self.guard = ReadGuard(model, state.scalars, tickets) if self.runs_in_backward else None
 
     @property
     def runs_in_backward(self) -> bool:
@@ -296,8 +296,8 @@ class Update:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-        if self._guard is not None:
-            self._guard.remove()
+        if self.guard is not None:
+            self.guard.remove()
 
     # -- in the backward: see [Note: an update in the backward] -------------------------------------------------------
 
@@ -317,7 +317,7 @@ class Update:
         max_bytes = max(MIN_WAITING_BYTES, _UNITS_WAITING * self._gradients.largest_unit_bytes)
         with interrupts_wait():
             self._gradients.step.on_final = self._note_final
-            self._gradients.step.comes_in_parts = self._guard is not None and self._guard.recomputes
+            self._gradients.step.arrives_in_parts = self.guard is not None and self.guard.recomputes
             take, last_read = self._take, self.tickets.last_read
             changes = Changes(self.state, self._gradients.expected, settings, take, last_read, in_background=True)
             self._settings = settings

@@ -105,7 +105,7 @@ class Training:
             )
 
     def compile(self, compiler: Compiler) -> None:
-        """Compile the model, or if parameters are gathered and released its units; compiled parts are compiled anew."""
+        """Compile the model, or if parameters are gathered and released its units; compiled parts are compiled again."""
         if self.activations is not None:
             self.activations.stay_out_of_graphs()
         if self.hooks is None:
@@ -213,7 +213,7 @@ class Training:
             self.zero_grad()
 
     def restart_accumulation(self) -> None:
-        """Forget the gradients of the step under way."""
+        """Forget the gradients of this step, and count its micro-batches again."""
         self._forget_gradients()
         self.counters.micro_steps -= self.accumulation.stepped
         self.accumulation.restart()
@@ -223,7 +223,7 @@ class Training:
         self.gradients.drop()
 
     def name_boundary(self, is_boundary: bool | None) -> None:
-        """Let the caller say whether the micro-batch under way is the last of its step, from now on; None: count again."""
+        """Let the caller say whether the current micro-batch is the last of its step, from now on; None: count again."""
         if self.update.is_in_backward and not is_boundary:
             raise UsageError(
                 "this micro-batch can no longer be marked as not the last of its step: with "
@@ -287,7 +287,7 @@ class Training:
     def _require_sharded_gradients(self, what: str) -> None:
         if self.update.stepper is not None and self.update.stepper.owns_gradients:
             raise UsageError(
-                f"{what} beside {self.optimizer.kind.__name__}, which averages over ranks itself: each rank has its own "
+                f"{what} with {self.optimizer.kind.__name__}, which averages over ranks itself: each rank has its own "
                 "gradients until step(). Choose an optimizer whose gradients are reduced in the backward, such as AdamW"
             )
 

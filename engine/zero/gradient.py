@@ -40,7 +40,7 @@ class GradientState(Enum):
     EMPTY = "empty"
     """No value of this step was sent yet."""
     HELD = "held"
-    """Values of this step are held, or on their way there."""
+    """Values of this step are held, or being copied to where they are."""
     FINAL = "final"
     """Nothing more will be added in this step."""
 
@@ -53,9 +53,9 @@ class BackwardPhase(Enum):
     CLOSING = "closing"
     """Autograd is done, and the ranks agree on which gradients there are: no other gradient becomes final until then."""
     OWN = "own"
-    """No backward is under way, and each rank has sums of its own."""
+    """No backward runs, and each rank has its own sums."""
     AVERAGED = "averaged"
-    """No backward is under way, and the sums are the mean over ranks."""
+    """No backward runs, and the sums are the mean over ranks."""
 
 
 _Part = tuple["Gradient", torch.Tensor, torch.Tensor, torch.dtype | None]
@@ -84,14 +84,14 @@ class GradientStep:
         """The phase that a backward ends with."""
         self.order_is_agreed = False
         """Whether a first backward has completed, so the number of arrivals per gradient is known, and in which order."""
-        self.comes_in_parts = True
-        """Whether a gradient may come in several parts before that is known."""
+        self.arrives_in_parts = True
+        """Whether a gradient may arrive in several parts before that is known."""
         self.on_final: Callable[[Sequence[ParameterRecord]], None] | None = None
         """Called with the records whose gradients are complete in the last backward of a step, those of a unit together."""
         self.averaged: Callable[[], set[ParameterRecord]] | None = None
         """Returns the parameters averaged across ranks in this step; the others stay local. None: all."""
         self._dtypes = dtypes
-        self._under_way: deque[tuple[Copy, list[_Part], int]] = deque()
+        self._pending: deque[tuple[Copy, list[_Part], int]] = deque()
         """Copies to host memory, with their payload and its size on the device."""
         self._max_bytes = _MAX_DOWN_BYTES
         self._leaving: list[_Part] = []
@@ -111,8 +111,8 @@ class GradientStep:
         self.last = False
         """Whether the last backward of this step has begun."""
         self.phase = self.after_backward
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
+        while self._pending:
+            self._pending.popleft()[0].wait()
         self._leaving, self._leaving_bytes = [], 0
         self.unsquared.clear()
         self.final.clear()
@@ -150,13 +150,13 @@ class GradientStep:
         for _, rows, part, dtype in leaving:
             straight = dtype is None and rows.dtype == part.dtype
             targets.append(rows if straight else self.transfers.empty_host(part.numel(), part.dtype))
-        self._under_way.append((self.transfers.begin_all(targets, parts), leaving, nbytes))
+        self._pending.append((self.transfers.begin_all(targets, parts), leaving, nbytes))
         self._max_bytes = max(self._max_bytes, 2 * nbytes)
-        while (left := self._under_way) and (left[0][0].done() or sum(each[2] for each in left) > self._max_bytes):
+        while (left := self._pending) and (left[0][0].done() or sum(each[2] for each in left) > self._max_bytes):
             self._arrive()
 
     def _arrive(self) -> None:
-        copy, arrivals, _ = self._under_way.popleft()
+        copy, arrivals, _ = self._pending.popleft()
         self.transfers.finish(copy)
         for (gradient, rows, _, dtype), values in zip(arrivals, copy.targets, strict=True):
             gradient.arrive(rows, values, dtype)
@@ -171,7 +171,7 @@ class GradientStep:
     def drain(self) -> None:
         """`send`, then wait for all pending copies."""
         self.send()
-        while self._under_way:
+        while self._pending:
             self._arrive()
         self.send()
 
@@ -205,7 +205,7 @@ class Gradient:
         self.is_taken = step.rules.each_backward
         """Whether we accumulate it ourselves instead of autograd."""
         self.num_arrivals = 0
-        """How often it, or a part of it, came in this backward."""
+        """How often it, or a part of it, arrived in this backward."""
         self.expected = 1
         """Number of arrivals in the previous backward; at least 1 if any rank had it."""
         self.segments_left = 0
@@ -247,7 +247,7 @@ class Gradient:
 
     def put(self, rows: slice | None, part: torch.Tensor, *, adds: bool) -> None:
         """Copy a segment of the gradient into (or, if `adds`, accumulate it onto) `rows`; None means all values."""
-        held = self._make_room(part, add=adds)
+        held = self._allocate(part, add=adds)
         dtype = self._step.total[self.record.dtype] if adds else None
         self._step.put(self, held if rows is None else held[rows], part, dtype)
 
@@ -259,7 +259,7 @@ class Gradient:
             rows.copy_(values)
         self._count_segment()
 
-    def _make_room(self, part: torch.Tensor, *, add: bool) -> torch.Tensor:
+    def _allocate(self, part: torch.Tensor, *, add: bool) -> torch.Tensor:
         """Return the held values, on the tier on which they wait for the update, with room for ones like `part` or, to `add`
         them, for sums with their own."""
         rules, record, held = self._step.rules, self.record, self.values
@@ -294,7 +294,7 @@ class Gradient:
                 f"parameter {record.name!r} got a part of its gradient after its update in this backward had begun: its "
                 f"module is used more often than in the step before; {OTHER_MODES}"
             )
-        is_known = step.order_is_agreed or not step.comes_in_parts  # else this may be only a first part
+        is_known = step.order_is_agreed or not step.arrives_in_parts  # else this may be only a first part
         if step.last and is_known and step.phase is BackwardPhase.RUNNING:  # it may turn out that no rank has it
             self.finish()
 
@@ -335,7 +335,7 @@ class Gradient:
                 'host memory ("device": "cpu"), or change the loss'
             )
         values = full[slice(*self.record.owned_range)] if self._step.rules.each_backward else full
-        held = self._make_room(values, add=False)
+        held = self._allocate(values, add=False)
         held.view(-1).copy_(values)
         if self.sum_of_squares is not None:
             self._step.unsquared[self] = held
@@ -358,7 +358,7 @@ class Gradient:
 
 
 class Arrivals:
-    """Which gradients came in a backward, in which order the units are reduced, and which units are ready."""
+    """Which gradients arrived in a backward, in which order the units are reduced, and which units are ready."""
 
     def __init__(
         self, units: Sequence[Unit], gradients: Mapping[ParameterRecord, Gradient], step: GradientStep
@@ -369,7 +369,7 @@ class Arrivals:
         """Numbers of the units, in reduction order."""
         self.unit_of = {gradient: number for number, unit in enumerate(self._units) for gradient in unit}
         self.num_due = [0] * len(self._units)
-        """How many of the expected gradients of each unit have not come as often as expected."""
+        """How many of the expected gradients of each unit have not arrived as often as expected."""
         self._step = step
         self.sent = 0
         """Units that were handed out."""
@@ -393,7 +393,7 @@ class Arrivals:
                 gradient.num_arrivals = 0
 
     def note(self, gradient: Gradient) -> bool:
-        """Note that a gradient, or a part of it, came; return whether it came as often as expected."""
+        """Note that a gradient, or a part of it, arrived; return whether it arrived as often as expected."""
         gradient.num_arrivals += 1
         if gradient.num_arrivals == gradient.expected:
             self.num_due[self.unit_of[gradient]] -= 1
@@ -434,9 +434,9 @@ def watch_gradient(record: ParameterRecord, arrived: Callable[[ParameterRecord],
     method, known, parameter = weakref.WeakMethod(arrived), weakref.ref(record), cast("Any", record.parameter)
 
     def accumulated(_: torch.Tensor) -> None:
-        tell, told = method(), known()
-        if tell is not None and told is not None:
-            tell(told)
+        call, one = method(), known()
+        if call is not None and one is not None:
+            call(one)
 
     def call_former(tensor: torch.Tensor) -> None:
         for hook in list(former.values()):  # their handles remove them from there

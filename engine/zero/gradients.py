@@ -45,7 +45,7 @@ _NAMED = 5
 
 class Gradients:
     """The gradients of the trained parameters of `units`; `others` are parameters that get gradients although they are not
-    trained. `arrived` is called with each record whose gradient came and was taken.
+    trained. `arrived` is called with each record whose gradient arrived and was taken.
 
     The engine calls, in this order: for each micro-batch start_backward, end_backward, show (or drop, if the backward
     failed); then for the update reduce, having, take, drop.
@@ -155,18 +155,18 @@ class Gradients:
                 self._reduce_rows(unit, reductions)
                 sent.update(unit)
             flags = agree_any(self._world, flags)
-            here = zip(gradients, flags[1::2], strict=True)
-            self._reduce_rows([one for one, is_here in here if is_here and one not in sent], reductions)
+            late = zip(gradients, flags[1::2], strict=True)
+            self._reduce_rows([one for one, is_set in late if is_set and one not in sent], reductions)
             reductions.drain()
         else:
             for gradient in gradients:
                 gradient.collect()
         step.drain()
-        for gradient, came, is_here in zip(gradients, flags[::2], flags[1::2], strict=True):
+        for gradient, has_arrived, is_set in zip(gradients, flags[::2], flags[1::2], strict=True):
             if gradient.is_taken:
-                gradient.expected = max(gradient.num_arrivals, 1) if came else 0
+                gradient.expected = max(gradient.num_arrivals, 1) if has_arrived else 0
             # A hook may have taken it, or code in the backward have set it.
-            gradient.is_agreed |= (came or is_here) and gradient.state is not GradientState.EMPTY
+            gradient.is_agreed |= (has_arrived or is_set) and gradient.state is not GradientState.EMPTY
         if self.rules.each_backward and not step.order_is_agreed:
             self._arrivals.agree_on_order(self._world)
         for other in self._others:
@@ -249,8 +249,8 @@ class Gradients:
     def require(self, records: Sequence[ParameterRecord], step: int, changed: str) -> None:
         """Raise UsageError, on every rank, that names those of `records` to which no rank's loss led in a step, and says
         what was `changed`."""
-        there = set(self.having(records))
-        unused = [record.name for record in records if record not in there]
+        used = set(self.having(records))
+        unused = [record.name for record in records if record not in used]
         if unused:
             raise UsageError(
                 f"step {step}: on no rank was there a gradient for {listed([repr(name) for name in unused], _NAMED)}; "
@@ -387,11 +387,11 @@ class ShownGradients:
         in the update, whose bits are those of one product in fp32: `.grad` is their placeholder from now on."""
         shown = {record: gradient.shown for record, gradient in self._of.items()}
         whole = {r: one for r, one in shown.items() if one is not None and not isinstance(one, ShardedGradient)}
-        here = {record: values for record, values in whole.items() if record.dtype == torch.float32}
-        if factor != 1.0 and here:
-            torch._foreach_mul_(list(here.values()), float(np.float32(factor)))
-        self.clipped.update(here)
-        for record in whole.keys() - here.keys():
+        in_place = {record: values for record, values in whole.items() if record.dtype == torch.float32}
+        if factor != 1.0 and in_place:
+            torch._foreach_mul_(list(in_place.values()), float(np.float32(factor)))
+        self.clipped.update(in_place)
+        for record in whole.keys() - in_place.keys():
             self._show(self._of[record], None)
 
 
@@ -399,12 +399,12 @@ def sums_over_ranks(
     gradients: Gradients, world: World, *, sharding: Sharding
 ) -> dict[ParameterRecord, Sequence[float]]:
     """Return the sum of squares of each shard, in rank order, of the averaged gradients, as they are scaled (all ranks)."""
-    here = {record: gradient for record, gradient in gradients.of.items() if gradient.is_agreed}
-    if not here:
+    agreed = {record: gradient for record, gradient in gradients.of.items() if gradient.is_agreed}
+    if not agreed:
         return {}
     sharded = sharding.optimizer_state
     cut: list[Sequence[float | torch.Tensor]] = []
-    for record, gradient in here.items():
+    for record, gradient in agreed.items():
         known = gradient.squares(gradients.of.values())
         rows = gradient.owned() if known is None else None
         if rows is None:
@@ -416,7 +416,7 @@ def sums_over_ranks(
     found = [[next(sums) if isinstance(one, torch.Tensor) else one for one in shards] for shards in cut]
     if sharded:  # else every rank has all rows
         mine = on_device([shards[0] for shards in found], torch.float64, world.device)
-        everyone = torch.empty(world.world_size * len(here), dtype=torch.float64, device=world.device)
+        everyone = torch.empty(world.world_size * len(agreed), dtype=torch.float64, device=world.device)
         world.all_gather(everyone, mine, kind="control")
         found = everyone.view(world.world_size, -1).t().tolist()
-    return dict(zip(here, found, strict=True))
+    return dict(zip(agreed, found, strict=True))

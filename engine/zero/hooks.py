@@ -78,6 +78,10 @@ class UnitHooks:
             module.register_forward_hook(ModuleHook(after), always_call=True),
         ]
 
+    def adopt(self, handles: Iterable[RemovableHandle]) -> None:
+        """Treat other hooks of the engine on the same modules as these."""
+        self._handles += handles
+
     @property
     def hook_ids(self) -> frozenset[int]:
         """Ids by which modules call these hooks."""

@@ -30,8 +30,8 @@ _TILE_ROWS = 128
 
 def sums_of_squares(shards: Sequence[torch.Tensor]) -> list[float]:
     """Return the sum of squares of each shard's elements, 1-D of any floating type. See [Note: the order of sums]."""
-    there = [values for values in shards if not values.is_cpu]
-    elsewhere = iter([norm * norm for norm in torch.stack(device_norms(there)).tolist()] if there else ())
+    on_device = [values for values in shards if not values.is_cpu]
+    elsewhere = iter([norm * norm for norm in torch.stack(device_norms(on_device)).tolist()] if on_device else ())
     sums = iter(_sums_on_host([values for values in shards if values.is_cpu]))
     return [next(sums) if values.is_cpu else next(elsewhere) for values in shards]
 
@@ -51,7 +51,7 @@ class SumOfSquares:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def value(self, others: Iterable[SumOfSquares] = ()) -> float:
-        """Return the sum; the host waits for it if it is not there yet, and in one look for those of `others`."""
+        """Return the sum; the host waits for it if necessary, and at once for those of `others`."""
         with self._lock:
             if isinstance(self._norm, Copy):
                 norm = self._transfers.finish(self._norm)[self._place].item()
@@ -66,13 +66,13 @@ class SumOfSquares:
 
 
 def begin_squares(shards: Sequence[torch.Tensor], transfers: Transfers, *, one_by_one: bool) -> list[SumOfSquares]:
-    """Begin to take the sum of squares of each shard's elements: a device that is not the host takes them behind the caller,
+    """Begin to take the sum of squares of each shard's elements: a device that is not the host takes them asynchronously,
     and the host when it is asked. Without `one_by_one` one thread asks."""
-    there = [values for values in shards if values.device.type != "cpu"]
-    norms = device_norms(there)
+    on_device = [values for values in shards if values.device.type != "cpu"]
+    norms = device_norms(on_device)
     copy = None
-    if there and one_by_one:
-        copy = transfers.begin(transfers.empty_host(len(there), torch.float32), torch.stack(norms))
+    if on_device and one_by_one:
+        copy = transfers.begin(transfers.empty_host(len(on_device), torch.float32), torch.stack(norms))
     made = iter([SumOfSquares(transfers, None, copy or norm, place) for place, norm in enumerate(norms)])
     return [SumOfSquares(transfers, one) if one.device.type == "cpu" else next(made) for one in shards]
 
@@ -130,7 +130,7 @@ def _row_norms(tile: torch.Tensor) -> list[float]:
 
 
 def device_norms(shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the 2-norm of each shard, 1-D of any floating type and all on one device, in fp32 there.
+    """Return the 2-norm of each shard, 1-D of any floating type and all on one device, in fp32 on that device.
 
     Each has the bits that it has alone: a list that torch's kernel takes is of one type, and the values that each thread of it
     takes depend on the address.

@@ -1,6 +1,6 @@
 """Gradients that wait for the update on disk, if the host budget cannot hold them.
 
-One thread writes them behind the backward, with a bound on the bytes under way. It reads a gradient with more to come back,
+One thread writes them during the backward, with a bound on pending bytes. It reads a gradient again to which more is added,
 adds to it and writes it again, and takes the sum of squares while the rows are at hand. An array has the planned type;
 if a step turns out to accumulate in a wider one, a wider array takes its place for good.
 """
@@ -23,11 +23,11 @@ from ..plan.plan import spill_pool_bytes
 from ..runtime.device import Transfers, one_thread
 from .norm import SumOfSquares, sums_of_squares
 
-_MOST_UNDER_WAY_BYTES = 64 * 1024 * 1024
+_MAX_PENDING_BYTES = 64 * 1024 * 1024
 
 
 class GradientSpill:
-    """Rows of the records in `arrays`, each in its array of the store; a wider array is entered there. Used from one
+    """Rows of the records in `arrays`, each in its array of the store; a wider array replaces it there. Used from one
     thread."""
 
     def __init__(self, store: Store, arrays: MutableMapping[ParameterRecord, str], transfers: Transfers) -> None:
@@ -36,7 +36,7 @@ class GradientSpill:
         self._arrays = arrays
         self._pool = store.make_pool(spill_pool_bytes(store.options.host_budget_bytes or 0))
         self._workers = Workers(1, "zstore-gradients")
-        self._under_way: deque[tuple[Ticket[None], int]] = deque()
+        self._pending: deque[tuple[Ticket[None], int]] = deque()
         self._present: set[ParameterRecord] = set()
         """Those with a gradient in this step."""
         self._squares: dict[ParameterRecord, float | SumOfSquares] = {}
@@ -60,8 +60,8 @@ class GradientSpill:
         former = self._widen(record, dtype, on_host=on_host)
         self._present.add(record)
         nbytes = rows.nbytes
-        while self._under_way and sum(size for _, size in self._under_way) + nbytes > _MOST_UNDER_WAY_BYTES:
-            self._under_way.popleft()[0].wait()
+        while self._pending and sum(size for _, size in self._pending) + nbytes > _MAX_PENDING_BYTES:
+            self._pending.popleft()[0].wait()
         context = self._transfers.streams.stream_context()
 
         def write() -> None:
@@ -72,7 +72,7 @@ class GradientSpill:
                 begun = None if adds else squares
                 self._squares[record] = begun or sums_of_squares([values])[0]
 
-        self._under_way.append((self._workers.submit(write), nbytes))
+        self._pending.append((self._workers.submit(write), nbytes))
 
     def _widen(self, record: ParameterRecord, dtype: torch.dtype, *, on_host: bool) -> torch.Tensor | None:
         """Let the array of a parameter be one that can hold values of `dtype`. Returns the rows of this step so far, if they
@@ -108,8 +108,8 @@ class GradientSpill:
 
     def drain(self) -> None:
         """Wait until everything is on disk; raise the error of a write."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
+        while self._pending:
+            self._pending.popleft()[0].wait()
 
     @contextmanager
     def keeping_error(self) -> Iterator[None]:
@@ -140,8 +140,8 @@ class GradientSpill:
 
     def drop(self) -> None:
         """Forget this step's gradients; errors of their writes with them."""
-        while self._under_way:
-            self._under_way.popleft()[0].error()
+        while self._pending:
+            self._pending.popleft()[0].error()
         self.lost = None
         self._present.clear()
         self._squares.clear()
