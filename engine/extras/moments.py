@@ -56,7 +56,7 @@ class MomentCodec(SlotCodec):
             stop = min(begin + piece, master.numel())
             parts = [view[begin:stop] for view in views]
             values = [part.float() for part in parts]
-            step.tile(master[begin:stop], gradient[begin:stop], values)
+            step.tiles([master[begin:stop]], [gradient[begin:stop]], [values])
             self.put(values, parts, first + begin)
 
     def put(self, values: Tensors, views: Tensors, first: int) -> None:

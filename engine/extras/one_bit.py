@@ -146,7 +146,7 @@ class AdamRule(Kernel):
         group, step, variance = state.group, state.scalars["step"], state.slots["exp_avg_sq"]
         if state.scalars["variance_updates"] == step:
             kernel = FusedAdam(decoupled=True, corrects=group["bias_correction"]).start(group, {"step": step - 1})
-            kernel.tile(state.master, gradient, [state.slots["exp_avg"], variance])
+            kernel.tiles([state.master], [gradient], [[state.slots["exp_avg"], variance]])
             return
         state.follow(gradient)
         variance.mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1 - group["betas"][1])

@@ -91,12 +91,9 @@ class ParameterStep:
     def __init__(self, after: Scalars) -> None:
         self._after = after
 
-    def tile(self, master: torch.Tensor, gradient: torch.Tensor, slots: Tensors) -> None:
-        """Update a tile in place: 1-D fp32 tensors of one length; the gradient may be changed too."""
-        self.tiles([master], [gradient], [slots])
-
     def tiles(self, masters: Tensors, gradients: Tensors, slots: Sequence[Tensors]) -> None:
-        """Update tiles of several parameters of one device at once; each gets the bits that `tile` gives it."""
+        """Update tiles of several parameters of one device in place, 1-D and fp32; each has the bits that it has alone, and
+        gradients may be changed too."""
         raise UsageError("this optimizer steps whole tensors, not tiles")
 
     def scalars(self) -> Scalars:
@@ -135,7 +132,7 @@ class SlotCodec:
         self, step: ParameterStep, master: torch.Tensor, gradient: torch.Tensor, views: Tensors, first: int
     ) -> None:
         """Take `step` over a tile whose first element is this rank's number `first`; `views` are of the arrays."""
-        step.tile(master, gradient, views)
+        step.tiles([master], [gradient], [views])
 
     def put(self, values: Tensors, views: Tensors, first: int) -> None:
         """Set a tile's `views`, whose first element is this rank's number `first`, to `values`, which may be overwritten."""

@@ -102,8 +102,7 @@ def test_a_step_is_planned_anew_when_parameters_or_their_settings_differ(tier: s
     net = copy.deepcopy(plain)
     reference, made = (torch.optim.AdamW(each.parameters(), lr=0.01, fused=True) for each in (plain, net))
     plainly = {"gradient_accumulation_steps": 1, "bf16": {"enabled": False}, "scheduler": None, "optimizer": None}
-    plainly["zstore"] = {"step_overlap": "none"}  # gradients are scaled before the step
-    with start(make_config(2, tier, **plainly), net, optimizer=made) as engine:
+    with start(make_config(2, tier, zstore={"step_overlap": "none"}, **plainly), net, optimizer=made) as engine:
         for step, depth in enumerate((10, 10, 7, 7, 10, 10, 10, 10)):  # the last layers' step counts are behind
             torch.set_num_threads(1 + (step == 3))
             if step == 5:
