@@ -6,10 +6,9 @@ forward   `step()` takes the norm and fixes the step's settings: skipped or not,
           parameters, which a plain read reaches, are updated in it; all others in the background, in order, while the loop
           goes on. Gathering a parameter waits for its update, in evaluation too. The next backward waits for the
           remaining ones, and so does every call that reads the state. A save takes each array as its update is done.
-backward  An update begins with the last backward of a step and changes each parameter once its gradient is final, as far
-          as it comes by the end of that backward; `step()` goes on with the others as in `forward`. It cannot be undone,
-          so it requires a run without clipping and loss scaling, and a gradient that is not finite leaves a state that
-          must be loaded again.
+backward  An update in the last backward of a step changes each parameter once its gradient is final, as far as it comes by
+          the end of that backward; `step()` goes on with the others as in `forward`. It cannot be undone: clipping and
+          loss scaling are not possible, and a gradient that is not finite leaves a state that must be loaded again.
 All give the same bits, by the same `Changes`, begun at other times. An error is raised, with the number of its step, in every
 call that waits for the update, and the state is torn from then on. docs/design/0005-step.md lists failures and consequences.
 
@@ -80,8 +79,7 @@ class UpdatePhase(Enum):
 class Update:
     """A run's updates, at most one of which runs, on a background thread, with one ticket per record.
 
-    Updates run in the backward if the step mode says so and gradients are final there; `fetcher` gathers parameters
-    gradients are made of, once their update is done. Safe to use from several threads.
+    `fetcher` gathers parameters once their update is done. Safe to use from several threads.
     """
 
     def __init__(

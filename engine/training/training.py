@@ -311,9 +311,7 @@ class Training:
                 with self.update.changing():
                     with self.world.agreeing("The step was applied in part: load a checkpoint before continuing."):
                         self.update.run(now, settings)
-                    if self.state.is_sharded:  # every rank's rows of them go to all ranks
-                        resident = [one for one in self.trained if one.residency is Residency.RESIDENT]
-                        all_gather_rows(self.world, resident, self._gather_numel)
+                    self.gather_resident(self.trained)
                     self.update.start_async(later, settings)
             else:
                 with self.world.agreeing():  # still exchanges pending requests (stop signals), as every update does
@@ -343,6 +341,12 @@ class Training:
         factors |= dict.fromkeys(gradients.shown.clipped, 1.0 / self.scaler.scale)
         step = self.counters.global_steps + 1
         return StepSettings.of(self.optimizer.param_groups, step=step, factor=factor, factors=factors)
+
+    def gather_resident(self, records: list[ParameterRecord]) -> None:
+        """Bring every rank's rows of resident parameters to all ranks, after their owners changed them."""
+        if self.state.is_sharded:
+            resident = [record for record in records if record.residency is Residency.RESIDENT]
+            all_gather_rows(self.world, resident, self._gather_numel)
 
     def _count(self, *, skipped: bool) -> None:
         """Count the step and update the loss scale and the LR schedule."""

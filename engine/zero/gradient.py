@@ -2,9 +2,8 @@
 
 [Note: the life of a gradient]
 In each step a gradient goes through the states of `GradientState`, in that order. Its values are the sum over the backwards so
-far, complete while no segment is on its way. Whether any rank had it (`is_agreed`) is independent of the order: it is known
-when a backward ends, before or after the gradient is final. Rows that the host budget cannot hold go to disk each time they
-are complete, and are added up there.
+far, complete while no segment is on its way. Whether any rank had it (`is_agreed`) is known when a backward ends, before or
+after it is final. Rows that the host budget cannot hold go to disk each time they are complete, and are added up there.
 """
 
 from __future__ import annotations

@@ -333,11 +333,11 @@ def test_a_failed_step_is_told_until_a_state_is_loaded(tmp_path: Path, monkeypat
             tile(self, *args)
 
         step = type(optimizer._local.kernels[0].start(optimizer.param_groups[0], {"step": 0.0}))
-        tile = step.tile
-        monkeypatch.setattr(step, "tile", fails)
+        tile = step.tiles
+        monkeypatch.setattr(step, "tiles", fails)
         with pytest.raises(OSError, match="the drive is gone"):
             train(ours, optimizer, range(2, 4))
-        monkeypatch.setattr(step, "tile", tile)
+        monkeypatch.setattr(step, "tiles", tile)
         optimizer.zero_grad()
         with pytest.raises(UsageError, match="inconsistent: load both before"):
             train(ours, optimizer, range(2, 3))
