@@ -62,7 +62,7 @@ def test_a_name_that_is_in_another_is_refused(names: tuple[str, str], store: Sto
     first, second = names
     store.put("a.b", 1)  # no group
     store.put(first, np.arange(3))
-    with pytest.raises(UsageError, match=f"{second!r} cannot be stored beside {first!r}: .*rename one of them"):
+    with pytest.raises(UsageError, match=f"{second!r} cannot be stored together with {first!r}: .*rename one of them"):
         store.put(second, np.arange(4))
     store.put(first, np.arange(5))
     path = store.checkpoint(tmp_path / "ckpt" / "t").wait().path

@@ -18,7 +18,7 @@ a shard is cut into `chunks_per_shard` inner chunks of `chunk_rows x chunk_cols`
 - The grid depends on shape and world size alone, so all state of a parameter shares it, whatever its data type. An
   array of one bit an element is bytes in a row, of which a chunk has those of the elements' chunk (`Grid.packed`).
 - An array that keeps more than two extents has rows of several. A row that is cut is cut along one of them, into equal parts
-  of it with all extents behind it: so the order of chunks is still that of the elements.
+  of it with all later extents: so the order of chunks is still that of the elements.
 - In a checkpoint an array under 64 KiB is one shard, whatever the number of ranks (`grid_in_checkpoint`): a shard file takes
   8 KiB at least, so 512 bytes cut over 64 ranks would take half a megabyte in 32 files.
 """
@@ -252,7 +252,7 @@ class Grid:
 
     @cached_property
     def num_shards(self) -> int:
-        """Shards that hold at least one row; at most the world size."""
+        """Shards with at least one row; at most the world size."""
         return 0 if self.row_numel == 0 else -(-self.rows // self.shard_rows)
 
     def shard_range(self, shard: int) -> tuple[int, int]:
@@ -266,19 +266,19 @@ class Grid:
         return (stop - first) * self.row_numel
 
     def present_chunks(self, shard: int) -> int:
-        """Return how many leading chunks of the shard hold at least one element; the others are marked missing."""
+        """Return how many leading chunks of the shard have at least one element; the others are marked missing."""
         first, stop = self.shard_range(shard)
         return -(-(stop - first) // self.chunk_rows) * self.chunks_per_row
 
     def joined(self, count: int) -> Grid:
-        """Return the grid of the same chunks whose shards are `count` of this one's, but no more than hold the array: one
-        rank holds the shards of `count` ranks."""
+        """Return the grid of the same chunks whose shards are `count` of this one's, but no more than the array has: one
+        rank has the shards of `count` ranks."""
         return replace(self, shard_rows=min(count, max(1, self.num_shards)) * self.shard_rows)
 
 
 @dataclass(frozen=True)
 class ChunkRange:
-    """Global flat elements `[first, stop)`, all of shard `shard`, and its chunks `[first_chunk, stop_chunk)` that hold them."""
+    """Global flat elements `[first, stop)`, all of shard `shard`, and its chunks `[first_chunk, stop_chunk)` with them."""
 
     shard: int
     first: int
@@ -289,7 +289,7 @@ class ChunkRange:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The shard of an array that this rank holds."""
+    """The shard of an array that this rank has."""
 
     spec: ArraySpec
     grid: Grid
@@ -367,7 +367,7 @@ def grid_of_rows(stored_shape: tuple[int, ...], shard_rows: int) -> Grid | None:
 
 
 def grid_in_checkpoint(stored_shape: tuple[int, ...], itemsize: int, grid: Grid) -> Grid:
-    """Return how an array is cut in a checkpoint whose ranks hold it on `grid`: small arrays are one shard, rank 0's."""
+    """Return how an array is cut in a checkpoint whose ranks have it on `grid`: small arrays are one shard, rank 0's."""
     is_small = grid.num_shards > 1 and math.prod(stored_shape) * itemsize < WHOLE_BYTES
     return make_grid(stored_shape, 1) if is_small else grid
 
@@ -383,14 +383,14 @@ def _chunk_cols(row_numel: int) -> int:
 
 
 def _chunk_cols_within(extents: tuple[int, ...]) -> int:
-    """Return `_chunk_cols` of a row of several extents: whole parts of one of them, with all extents behind it."""
+    """Return `_chunk_cols` of a row of several extents: whole parts of one of them, with all later extents."""
     if math.prod(extents) <= MAX_CHUNK_NUMEL:
         return math.prod(extents)
     found = [math.prod(extents)]
     for i, extent in enumerate(extents):
-        behind = math.prod(extents[i + 1 :])
+        inner = math.prod(extents[i + 1 :])
         least = range(1, math.isqrt(extent) + 1)
-        found += [part * behind for d in least if extent % d == 0 for part in (d, extent // d)]
+        found += [part * inner for d in least if extent % d == 0 for part in (d, extent // d)]
     served = [cols for cols in found if MIN_CHUNK_NUMEL <= cols <= MAX_CHUNK_NUMEL]
     aligned = [cols for cols in served if cols % ALIGN_NUMEL == 0]
     return max(aligned or served) if served else min(cols for cols in found if cols >= MIN_CHUNK_NUMEL)
@@ -436,7 +436,7 @@ def _chunk_rows(min_rows: int, row_numel: int, align: int, numel: int) -> tuple[
 
 
 def plan_reads(grid: Grid, first: int, stop: int) -> Iterator[ChunkRange]:
-    """Yield which chunks hold the global flat elements `[first, stop)` of an array: one range a shard, in order."""
+    """Yield which chunks have the global flat elements `[first, stop)` of an array: one range a shard, in order."""
     shard_numel, chunk_numel = grid.shard_numel, grid.chunk_numel
     while first < stop:
         shard = first // shard_numel

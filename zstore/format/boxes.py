@@ -2,11 +2,11 @@
 
 [Note: runs]
 A box is one rank's part of a tensor that is cut along one or more dims, or one piece of it in a file. In the whole tensor, in C
-order, it is a series of runs of equal length: a run has all of the dims behind the last one that is cut. Cut along dim 0 it is
+order, it is a series of runs of equal length: a run has all of the dims after the last one that is cut. Cut along dim 0 it is
 one run.
 
 [Note: tiling]
-Boxes tile a tensor if each element is in exactly one of them. Their sizes do not tell: overlaps may make up for gaps. So each
+Boxes tile a tensor if each element is in exactly one of them. Sizes do not prove it: overlaps may make up for gaps. So each
 interval between two cuts of a dim is given a random weight, a box the product of the weights of its sides, modulo a prime, and
 the boxes must weigh as much as the whole. The count of each element is then a polynomial in the weights; a count other than one
 passes with a probability of dims / 2**61. One pass over the boxes, however many they are.
@@ -29,7 +29,7 @@ from .arrays import Bytes
 
 _PRIME = 2**61 - 1
 _BATCH_RUNS = 4096
-"""Most runs whose starts are held at a time: a box of columns may have one for every row."""
+"""Most runs whose starts are in memory at a time: a box of columns may have one for every row."""
 
 
 class BoxRun(NamedTuple):
@@ -140,10 +140,10 @@ def gather(box: Box, first: int, stop: int, itemsize: int, read: Callable[[int, 
         read(start, out[(runs[0].at - first) * itemsize : (runs[0].at - first + end - start) * itemsize])
         return end - start
     # The box has the same order as the whole, without the gaps: one read for all.
-    held = np.empty((end - start) * itemsize, np.uint8)
-    read(start, held)
+    data = np.empty((end - start) * itemsize, np.uint8)
+    read(start, data)
     for at, in_box, numel in runs:
-        part = held[(in_box - start) * itemsize : (in_box - start + numel) * itemsize]
+        part = data[(in_box - start) * itemsize : (in_box - start + numel) * itemsize]
         out[(at - first) * itemsize : (at - first + numel) * itemsize] = part
     return end - start
 

@@ -7,7 +7,7 @@ Source: RFC 8878 (the header of a zstd frame).
 
 [Note: the layout of a packed shard]
 As a plain shard (`zstore.format.shardfile`), except that sizes vary: the index is at the start, with zeros up to a multiple of
-4096; behind it every present chunk, its bytes and their crc32c, without a gap and in order; at the end zeros up to a multiple
+4096; after it every present chunk, its bytes and their crc32c, without a gap and in order; at the end zeros up to a multiple
 of 4096. So the index determines all offsets, and the file's size.
 """
 
@@ -108,7 +108,7 @@ def encode_packed_index(layout: ShardLayout, sizes: Sequence[int]) -> bytes:
 def decode_packed_index(layout: ShardLayout, data: Bytes, *, path: str, array: str) -> npt.NDArray[np.int64]:
     """Return the places of the present chunks in the file, `[num_present + 1]` offsets: chunk i from offset i to offset i + 1.
 
-    `data` are the first bytes of the file. Raises CorruptionError if the checksum is wrong, or if chunks are not one behind
+    `data` are the first bytes of the file. Raises CorruptionError if the checksum is wrong, or if chunks are not one after
     the other or are of sizes that no chunk has.
     """
     body = bytes(data[: layout.index_bytes - CRC_BYTES])
@@ -121,7 +121,7 @@ def decode_packed_index(layout: ShardLayout, data: Bytes, *, path: str, array: s
     ):
         raise CorruptionError(
             f"array {array!r}: the index of {path} is not that of {layout.num_present} compressed chunks of up to {most} "
-            "bytes, one behind the other; the file was replaced or the metadata changed: restore it from another copy"
+            "bytes, one after the other; the file was replaced or the metadata changed: restore it from another copy"
         )
     offsets = np.empty(layout.num_present + 1, np.int64)
     offsets[0] = layout.data_offset

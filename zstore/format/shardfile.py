@@ -15,7 +15,7 @@ Source: Zarr v3 sharding codec specification, https://zarr-specs.readthedocs.io/
 
 [Note: payloads in place]
 Direct I/O takes memory in several places, as long as each begins and ends at a multiple of 512 bytes. A chunk's payload most
-often does in the memory of its array, and so do the bytes behind it, its crc32c and zeros. Then the drive reads from
+often does in the memory of its array, and so do the bytes after it, its crc32c and zeros. Then the drive reads from
 and writes to that memory itself: a byte passes the processor once, for its checksum. Any other chunk travels through a buffer.
 """
 
@@ -61,7 +61,7 @@ class ShardLayout:
 
     @cached_property
     def index_bytes(self) -> int:
-        """Bytes of the index with its crc32c, without the padding behind it."""
+        """Bytes of the index with its crc32c, without the padding after it."""
         return 16 * self.num_chunks + CRC_BYTES
 
     @cached_property
@@ -116,7 +116,7 @@ def small_index(layout: ShardLayout) -> Bytes:
 
 
 def encode_entries(layout: ShardLayout, offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> bytes:
-    """Return an index whose present chunks are at `offsets` and have `sizes` bytes, crc32c included, with zeros behind it."""
+    """Return an index whose present chunks are at `offsets` and have `sizes` bytes, crc32c included, with zeros after it."""
     # In place: the index of a million chunks takes 16 MiB.
     whole = bytearray(layout.data_offset)
     body = memoryview(whole)[: 16 * layout.num_chunks]
@@ -159,9 +159,9 @@ def slot_views(slots: Bytes, layout: ShardLayout) -> Bytes:
 
 
 def stored_crcs(slots: Bytes, layout: ShardLayout) -> npt.NDArray[np.uint32]:
-    """Return the crc32c behind the payload of each of `slots`, a run of whole slots, as a view of them."""
-    behind = slot_views(slots, layout)[:, layout.payload_bytes : layout.chunk_bytes]
-    crcs: npt.NDArray[np.uint32] = behind.view("<u4")[:, 0]
+    """Return the crc32c after the payload of each of `slots`, a run of whole slots, as a view of them."""
+    tails = slot_views(slots, layout)[:, layout.payload_bytes : layout.chunk_bytes]
+    crcs: npt.NDArray[np.uint32] = tails.view("<u4")[:, 0]
     return crcs
 
 
@@ -171,7 +171,7 @@ def checksum(payload: Bytes | memoryview) -> int:
 
 
 def finish_slots(slots: Bytes, layout: ShardLayout) -> list[int]:
-    """Set the bytes behind the crc32c of every slot in `slots` to zero, in place; return the checksums."""
+    """Set the bytes after the crc32c of every slot in `slots` to zero, in place; return the checksums."""
     slot_views(slots, layout)[:, layout.chunk_bytes :] = 0
     crcs: list[int] = stored_crcs(slots, layout).tolist()
     return crcs
@@ -282,7 +282,7 @@ class Slots:
         self.payloads: list[memoryview] = []
         """By chunk."""
         self.ends: list[memoryview] = []
-        """The bytes behind each payload: its crc32c, and zeros."""
+        """The bytes after each payload: its crc32c, and zeros."""
         parts: list[memoryview] = []
         for memory in self.at_rest:
             if memory is None:
@@ -303,7 +303,7 @@ class Slots:
         return bytes(self.layout.slot_bytes - self.layout.chunk_bytes)
 
     def seal(self) -> list[int]:
-        """Write crc32c and zeros behind each payload; return the checksums."""
+        """Write crc32c and zeros after each payload; return the checksums."""
         crcs = [checksum(payload) for payload in self.payloads]
         for crc, end in zip(crcs, self.ends, strict=True):
             end[:] = struct.pack("<I", crc) + self._zeros

@@ -89,7 +89,7 @@ class PackedReader(ShardReader):
         self._offsets = decode_packed_index(self.layout, self._read_index(), path=self.path, array=self.spec.name)
 
     def _places(self) -> npt.NDArray[np.int64]:
-        """Return the offset of each chunk, and behind them the end of the last one."""
+        """Return the offset of each chunk, and after them the end of the last one."""
         if self._offsets is None:
             self.check_index()
         return np.zeros(1, np.int64) if self._offsets is None else self._offsets

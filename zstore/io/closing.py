@@ -113,7 +113,7 @@ def settle(complete: Callable[[], None], failed: str = "") -> None:
 
 
 def closing_with(owner: object, close: Callable[..., object], *args: object) -> weakref.finalize[..., Any]:
-    """Return a finalizer that calls `close(*args)` once, when it is called, when nothing holds `owner` any more, or when the
+    """Return a finalizer that calls `close(*args)` once, when it is called, when `owner` is collected, or when the
     program ends: the last one opened is closed first.
 
     Not at the end of a child process that was forked: its parent's objects are not its own.

@@ -400,7 +400,7 @@ def _resume_at(done: int, count: int, size: int, direct: bool) -> int:
 
 class Flush:
     """Makes durable all that is written to the file system of `folder` from now on, once `sync` returns. Close it at the
-    end; `Flush.of` tells whether there is one."""
+    end; `Flush.of` returns None if there is none."""
 
     def __init__(self, files: Files, folder: str | Path) -> None:
         self._files = files

@@ -155,7 +155,7 @@ class Buffer:
 class Pool:
     """Lends page-aligned parts of one slab of `nbytes`; requests are served in order.
 
-    An update makes one request for all buffers, so it gets all or none, and a caller that holds nothing never waits
+    An update makes one request for all buffers, so it gets all or none, and a caller that has no buffer never waits
     for itself. A request larger than the slab gets separate memory, one such request at a time, if `budget`,
     which counts the slab, has that much left. `make` makes the slab; by default `make_slab`.
     """
@@ -209,8 +209,8 @@ class Pool:
         wanted, left = nbytes + -nbytes % PAGE_BYTES, self._budget.free_bytes
         if wanted > self.nbytes and left is not None and wanted > left:
             raise BudgetError(
-                f"one request needs a buffer of {wanted} bytes beside the pool of {self.nbytes}, but the host budget leaves "
-                f"{self.nbytes + left} for both: raise `host_budget_bytes`"
+                f"one request needs a buffer of {wanted} bytes in addition to the pool of {self.nbytes}, but the host budget "
+                f"leaves {self.nbytes + left} for both: raise `host_budget_bytes`"
             )
         return wanted
 

@@ -1,4 +1,4 @@
-"""I/O threads: a bounded queue of operations by priority, the ticket that each one leaves behind, and counters of bytes moved.
+"""I/O threads: a bounded queue of operations by priority, their tickets, and counters of bytes moved.
 
 [Note: links]
 A link is a name: a collective, a direction between two tiers, reading ahead. Code that moves bytes counts them there, in
@@ -77,7 +77,7 @@ class Ticket(Generic[T]):
             self._observed()
 
     def done(self) -> bool:
-        """Tell whether the operation ended, well or badly."""
+        """Return whether the operation ended, well or badly."""
         return self.future.done()
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:

@@ -2,7 +2,7 @@
 
 [Note: who takes buffers]
 A buffer is taken by the thread that submits an operation, and given back by the operation. An I/O thread never waits
-for the pool: all of them could wait for buffers whose operations are behind them in the queue.
+for the pool: all of them could wait for buffers whose operations are later in the queue.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class ShardWriter:
 
     def create(self, fill: Fill | FillRuns, *, here: bool = False) -> Ticket[ShardSummary]:
         """Make the file and begin to write all of it. With `here`, `fill` is called in this thread alone, part by part, before
-        this returns, and what it filled is written behind; `write_shard` says the rest."""
+        this returns, and what it filled is written in the background; `write_shard` says the rest."""
         layout, index = self._layout, self._begins_with_index
         if not self.is_small and self._path is not None:
             make_shard_file(self._res, self._path, layout, index=not index)
@@ -308,7 +308,7 @@ class ShardWriter:
 
 
 def fill_chunk(payload: Bytes, fill: Fill, spec: ArraySpec, grid: Grid, shard: int, chunk: int) -> None:
-    """Fill `payload`, the bytes of chunk number `chunk` of a shard, with zeros behind the array's end."""
+    """Fill `payload`, the bytes of chunk number `chunk` of a shard, with zeros past the array's end."""
     first = shard * grid.shard_numel + chunk * grid.chunk_numel
     stop = min(first + grid.chunk_numel, shard * grid.shard_numel + grid.shard_valid_numel(shard))
     valid_bytes = (stop - first) * spec.itemsize
@@ -458,7 +458,7 @@ class ShardReader:
 
 
 class ShardRange:
-    """Memory for global flat elements `[first, stop)`, all of one shard, of which `chunks` hold parts."""
+    """Memory for global flat elements `[first, stop)`, all of one shard, of which `chunks` have parts."""
 
     def __init__(self, reader: ShardReader, first: int, stop: int, out: Bytes) -> None:
         grid = reader.grid

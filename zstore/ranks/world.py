@@ -54,7 +54,7 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 class Work:
     """A running collective, which counts how long it took and how long callers waited for it; None has nothing to do.
 
-    On CUDA a wait holds up the stream and not this thread, so the time counted there is the host's alone.
+    On CUDA a wait stalls the stream and not this thread, so the time counted there is the host's alone.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class World:
     def release(self) -> None:
         """Destroy the process group that `second` made, once no collective on it is running; a second call does nothing.
 
-        Its threads end here. Left to the interpreter's end, one that still holds a tensor would abort the process.
+        Its threads end here. Left to the interpreter's end, one that still has a tensor would abort the process.
         """
         group, self.group = self.group, None
         if group is not None and self.watch.failed is None:

@@ -85,8 +85,8 @@ class ArraysByName(dict[str, StoreArray]):
                 others += [other for folder, other in self._names.items() if folder.startswith(f"{path}/")]
             if others:
                 raise UsageError(
-                    f"array {name!r} cannot be stored beside {others[0]!r}: in a checkpoint one would be in the folder of the "
-                    "other; rename one of them"
+                    f"array {name!r} cannot be stored together with {others[0]!r}: in a checkpoint one would be in the folder "
+                    "of the other; rename one of them"
                 )
             self._names[path] = name
             self._groups.update(groups_of(path))

@@ -88,7 +88,7 @@ class StoreOptions:
 
     @property
     def span_bytes(self) -> int:
-        """Bytes of one request as the pool allows: a small pool still holds several at once."""
+        """Bytes of one request as the pool allows: a small pool has room for several."""
         return min(self.block_bytes, self.pool_bytes // 12)
 
 
@@ -161,7 +161,7 @@ class RunFolder:
         self.is_first = self.path == first
         """Whether no other store of this process held the folder before."""
         if self.is_first:
-            self._sweep_left_beside()
+            self._sweep_siblings()
 
     def _open(self, base: Path) -> int:
         try:
@@ -209,10 +209,10 @@ class RunFolder:
         for left in self.path.glob("*.shard"):
             self._files.unlink(left)
 
-    def _sweep_left_beside(self) -> None:
+    def _sweep_siblings(self) -> None:
         """Remove the folders that further stores of a killed process left."""
         for path in self.path.parent.glob(f"{self.path.name}-*"):
-            with suppress(OSError):  # as of one that lives and holds it
+            with suppress(OSError):  # as of a live store that has it locked
                 fd = os.open(path / _OWNER, os.O_RDWR)
                 try:
                     if fcntl is not None:

@@ -44,7 +44,7 @@ class Shards:
         self._closed = ""
         """Why the store cannot be used any more."""
         self._lock = threading.RLock()
-        """Guards the table of arrays: held shortly, so that no coroutine waits for it."""
+        """Guards the table of arrays: never locked for long, so that no coroutine waits for it."""
         self._arrays = ArraysByName()
         """What was put or created last under each name: a `put` may be pending."""
         self._shards: dict[str, LocalShard] = {}
@@ -103,7 +103,7 @@ class Shards:
     def create(
         self, spec: ArraySpec, *, grid: Grid, shard: int, tier: TierName, memory: torch.Tensor | None = None
     ) -> None:
-        """Register this rank's shard number `shard` of `grid`, all zeros. `memory` (device tier only) holds the shard instead:
+        """Register this rank's shard number `shard` of `grid`, all zeros. `memory` (device tier only) has the shard instead:
         1-D, contiguous, the unpadded elements; it stays the caller's, who sees every change. A shard under 64 KiB asked for on
         disk is kept in host memory."""
         array = StoreArray(spec, grid, shard)
@@ -222,7 +222,7 @@ class Shards:
         return self._shards[name]
 
     def tier(self, name: str) -> Tier:
-        """Return the tier that holds the shard at present."""
+        """Return the shard's present tier."""
         self.local(name)
         return self._tiers[name]
 
@@ -277,7 +277,7 @@ class Shards:
         self, groups: Sequence[Sequence[str]], mode: ModeName = "update", *, modes: Mapping[str, ModeName] | None = None
     ) -> Stream:
         """Return a pass as `tiles` has, and begin to read its first spans: then call `Stream.go_on`, or `Stream.drop`. Until
-        then nothing is changed, and buffers are held, up to three quarters of the pool."""
+        then nothing is changed, and buffers are taken, up to three quarters of the pool."""
         begun = self._stream(self._pass(groups, mode, modes))
         begun.read_ahead()
         return begun

@@ -214,8 +214,8 @@ class Store(Shards, AsyncClosing):
     def stream(self, names: Iterable[str] | None = None, *, prefetch: int = 2, mode: Mode = "update") -> Values:
         """Iterate over (name, value) pairs, all of them by default: `for` and `async for` alike.
 
-        `prefetch` arrays are read ahead, within the budget. With "update" a value is changed in place and stored behind the
-        loop, that at hand too when the loop is left; with "read" changes are lost. A value is valid until the next one.
+        `prefetch` arrays are read ahead, within the budget. With "update" a value is changed in place and stored in the
+        background, also when the loop is left; with "read" changes are lost. A value is valid until the next one.
         Raises KeyError for a name that is not there, BudgetError if the budget has no room for the largest array.
         """
         with self._lock:
@@ -288,7 +288,7 @@ class Store(Shards, AsyncClosing):
     ) -> Ticket[SaveSummary]:
         """Save the present values of arrays as the checkpoint `path`, whose last part is the tag.
 
-        Files on the same drive are linked, not copied; other data is written behind the caller, and a change of an array in
+        Files on the same drive are linked, not copied; other data is written in the background, and a change of an array in
         memory waits until it is written. When the ticket is done all of it is committed, durably: `load`,
         `zstore.open_checkpoint` and zarr read it. `extra` is JSON to store with the arrays, with
         numpy's numbers and paths, `step` a number that identifies it.

@@ -234,7 +234,7 @@ class Stream:
             raise
 
     def go_on(self, admit: Admit | None = None, on_end: Callable[[int], None] | None = None) -> bool:
-        """Tell whether the spans read ahead are still current, and `tiles` may go on with them; else they are dropped.
+        """Return whether the spans read ahead are still current, and `tiles` may go on with them; else they are dropped.
 
         `admit` and `on_end` as in `Pass`.
         """
@@ -378,7 +378,7 @@ class Stream:
             buffer = self._pool.acquire(nbytes)
             self._counters.pool_wait_s += time.perf_counter() - started
             return buffer
-        # A pass that reads nothing gains nothing from memory held ahead of use.
+        # A pass that reads nothing gains nothing from memory taken ahead of use.
         if not self._reads or self._pool.held_bytes + nbytes > self._pool.nbytes * 3 // 4:
             return None
         return self._pool.try_acquire(nbytes)

@@ -1,4 +1,4 @@
-"""A pass over whole arrays of a store, read ahead and stored behind, by `for` or `async for`; and work behind a caller."""
+"""A pass over whole arrays of a store, by `for` or `async for`, read ahead and stored in the background."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Values:
         self._shards, self._submit, self._prefetch, self._mode = shards, submit, prefetch, mode
         self._pool: Pool | None = None
         self._ahead: list[tuple[str, Buffer, Ticket[Any]]] = []
-        self._behind = Unreported()
+        self._writes = Unreported()
         self._current: tuple[str, Buffer, Any] | None = None
         """The loop's array at hand."""
         self._closed = False
@@ -133,7 +133,7 @@ class Values:
         if self._mode == "read":
             buffer.release()
         else:
-            self._behind.add(self._write(name, value)).when_done(buffer.release)
+            self._writes.add(self._write(name, value)).when_done(buffer.release)
 
     def _make_pool(self) -> Pool:
         """Return memory for the arrays at hand, read ahead, and being stored, within the budget."""
@@ -156,8 +156,8 @@ class Values:
                 ticket.wait_for_end()
                 buffer.release()
             self._ahead.clear()
-            errors = [error for ticket in self._behind.all() if (error := ticket.error()) is not None]
-            self._behind = Unreported()
+            errors = [error for ticket in self._writes.all() if (error := ticket.error()) is not None]
+            self._writes = Unreported()
             if self._pool is not None:
                 self._shards.drop_pool(self._pool)
                 self._pool = None

@@ -19,7 +19,7 @@ def random_values(dtype: str, numel: int, seed: int = 0) -> Array:
 
 
 def same_bits(a: Array, b: Array) -> bool:
-    """Tell whether both hold the same bytes; NaN equals NaN of the same bits."""
+    """Return whether both have the same bytes; NaN equals NaN of the same bits."""
     return a.shape == b.shape and a.dtype.itemsize == b.dtype.itemsize and a.tobytes() == b.tobytes()
 
 
@@ -56,7 +56,7 @@ def zarr_metadata(spec: ArraySpec, grid: Grid) -> dict[str, Any]:
 
 
 def write_zarr_json(folder: Path, spec: ArraySpec, grid: Grid) -> None:
-    """Make `folder`, with the metadata of the array whose shard files it holds."""
+    """Make `folder`, with the metadata of the array of its shard files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "zarr.json").write_text(json.dumps(zarr_metadata(spec, grid)))
 

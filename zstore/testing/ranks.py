@@ -43,7 +43,7 @@ def run_ranks(
 
     `fn` must be a function at the top of its module; arguments and results are plain data. Each process computes with
     one thread. Raises RankError with every failed rank's traceback. If a rank fails, or `timeout_s` passes, all are
-    stopped; after a timeout the error shows the stack of each rank that hung. No process is left behind. Of a rank in
+    stopped; after a timeout the error shows the stack of each rank that hung. No process is left running. Of a rank in
     `may_die` that ends without a result, or gives none until all others have, the result is None.
     """
     with _started(fn, world_size, args) as (ranks, folder):

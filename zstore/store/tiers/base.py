@@ -139,7 +139,7 @@ class Tier(ABC):
         """Make a shard that no pass is over that of another array, laid out alike. Raises UsageError as `remove` does."""
 
     def is_pinned_in_place(self, name: str) -> bool:
-        """Tell whether `begin` for a change would have to wait for a pin."""
+        """Return whether `begin` for a change would have to wait for a pin."""
         return False
 
     @abstractmethod
@@ -147,7 +147,7 @@ class Tier(ABC):
         """Return a number unique to the shard's contents: while it is the same, no pass changed the shard."""
 
     def is_packed(self, name: str) -> bool:
-        """Tell whether the shard shares its file with others."""
+        """Return whether the shard shares its file with others."""
         return False
 
     def place(self, name: str) -> tuple[str, int]:
@@ -314,7 +314,7 @@ class _Planner:
                 yield SpanPlan(number, ChunkSpan(first, min(step, stop - first)), first == start, first + step >= stop)
 
     def _span_chunks(self, group: Sequence[str]) -> int:
-        """Return the number of chunks of the group in a span: a request to the disk, of which the pool holds several."""
+        """Return the number of chunks of the group in a span: a request to the disk, of which the pool has room for several."""
         on_disk = [most for name in group if (most := self.tiers[name].span_chunks(name))]
         if not on_disk:
             smallest = min(self.tiers[name].tile_numel for name in group)

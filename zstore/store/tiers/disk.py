@@ -357,7 +357,7 @@ class DiskTier(Tier):
             self._retire(shard, file)
 
     def close(self) -> None:
-        """Removes the files, for the run folder holds nothing that outlives the run."""
+        """Removes the files, for nothing in the run folder outlives the run."""
         for pack in self._packs.values():
             pack.close()
         for shard in [shard for shard in self._shards.values() if shard.pack is None]:
