@@ -313,7 +313,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     The older `--deepscale` and `--deepscale_config` are accepted too, and not listed.
     """
     group = parser.add_argument_group("DeepSpeed", "configuration in the DeepSpeed dialect")
-    group.add_argument("--deepspeed", action="store_true", help="for the script's own use; changes nothing by itself")
+    group.add_argument("--deepspeed", action="store_true", help="for the script's own use; changes nothing else")
     group.add_argument("--deepspeed_config", metavar="PATH", help="JSON file with the configuration")
     group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", metavar="PATH", help=argparse.SUPPRESS)

@@ -129,8 +129,7 @@ class Section(BaseModel):
         return data
 
     def notices(self, settings: Any) -> Iterator[Notice]:
-        """Yield the errors of the section, if on, alone and with other keys of the config, and keys that have no effect because
-        of it."""
+        """Yield errors of the section, if on, also with other keys, and other keys that have no effect because of it."""
         return iter(())
 
     def prepare(self, model: Any) -> None:
@@ -266,7 +265,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("OffloadOptimizerSection", "convert_grad_on_cpu", Bool, True,
      "the update casts what is still in 16 bits, tile by tile, where it runs"),
     ("ZeroSection", "sub_group_size", Positive | None, None,
-     "an update streams tiles of 1 MiB at most through a few buffers, whatever the size of the model"),
+     "an update streams tiles of 1 MiB at most through a few buffers, for models of any size"),
     ("ZeroSection", "contiguous_gradients", Bool, True,
      "gradients are always reduced from flat buckets, which are freed at once, so memory is not fragmented"),
     ("ZeroSection", "allgather_partitions", Bool, True,
@@ -279,7 +278,7 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ZeroSection", "parameter_alignment", Bool, False, "shards are cut at multiples of 16 elements"),
     ("ZeroSection", "stage3_module_granularity_threshold", Count, 0, _ONE_WAY),
     ("ZeroSection", "stage3_use_all_reduce_for_fetch_params", Bool, False, _ONE_WAY),
-    ("ZeroSection", "stage3_partition_stream_chunk_size", Count, 0, "parameters are cut by rows, whatever their size"),
+    ("ZeroSection", "stage3_partition_stream_chunk_size", Count, 0, "parameters of any size are cut by rows"),
     ("ZeroSection", "mics_hierarchical_params_gather", Bool, False, "it belongs to mics_shard_size"),
     ("ZeroSection", "memory_efficient_linear", Bool, True, "linear layers are torch's own"),
     ("ZeroSection", "override_module_apply", Bool, True, "modules are not patched"),
@@ -329,9 +328,9 @@ INACTIVE: Mapping[str, tuple[tuple[str, str, Any, Any, str], ...]] = {
     ("ConfigSections", "graph_harvesting", Bool, False,
      'no CUDA graph is captured; engine.compile(mode="reduce-overhead") does, at stages 0 to 2'),
     ("ConfigSections", "nebula", Unread, None,
-     "checkpoints go to the folder or URL of save_checkpoint() only; with wait=False they do not hold up training"),
+     "checkpoints go to the folder or URL of save_checkpoint() only; with wait=False they do not delay training"),
     ("ConfigSections", "datastates_ckpt", Unread, None,
-     "checkpoints are written by zstore alone; save_checkpoint(wait=False) does not hold up training"),
+     "only zstore writes checkpoints; save_checkpoint(wait=False) does not delay training"),
     ("OffloadOptimizerSection", "super_offload", Bool, False,
      "the update of offloaded state is the same on every machine, with the bits of torch's fused kernel on the CPU"),
     ("OffloadOptimizerSection", "cpuadam_cores_perc", Fraction, 0.8,

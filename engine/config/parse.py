@@ -39,7 +39,7 @@ _SECRET = "zstore.storage_options"
 _CUTOFF = 0.72
 """Least similarity, as difflib counts, of a key of the section that a message suggests."""
 _MAX_HOMES = 2
-"""Sections that a message names as those of a key: one like "enabled" is in too many."""
+"""Sections of a key that a message names: a key like "enabled" is in too many."""
 _MAX_KEYS = 8
 """Keys of a section that a message lists."""
 _MIN_PART = 5
@@ -263,7 +263,7 @@ def explain(raw: Mapping[str, Any]) -> tuple[list[KeyFact], list[Notice]]:
 
 
 def _with_outer(key: str) -> Iterator[str]:
-    """Yield a dotted key and those of the sections around it."""
+    """Yield a dotted key and the keys of its outer sections."""
     while key:
         yield key
         key = key.rpartition(".")[0]
@@ -302,7 +302,7 @@ def rules(settings: ConfigSections) -> Iterator[Notice]:
         yield Notice(Status.WRONG, "both are true; set one of them to false", ("fp16.enabled", "bf16.enabled"))
     for key in ("wall_clock_breakdown", "memory_breakdown"):
         if getattr(settings, key) and settings.steps_per_print == 0:
-            yield Notice(Status.NO_EFFECT, "its line comes with those of progress, and steps_per_print is 0", (key,))
+            yield Notice(Status.NO_EFFECT, "its line is part of the progress, and steps_per_print is 0", (key,))
     yield from _rules_of_zero(settings.zero_optimization)
     yield from _rules_of_zstore(settings)
     for _, section in settings.sections_on():

@@ -103,7 +103,7 @@ class TensorState:
 
 class AdamRule(Kernel):
     """1-bit Adam (Tang et al. 2021, https://arxiv.org/abs/2102.02888, algorithm 1): AdamW for `freeze_step` updates, and
-    then with a frozen variance, so that the ranks send the momentum alone:
+    then with a frozen variance, so that ranks send only the momentum:
 
         momentum = compressed(beta1 * momentum + (1 - beta1) * gradient)
         weights -= lr * (momentum / (1 - beta1^t) / (sqrt(variance / (1 - beta2^f)) + eps) + weight_decay * weights)
@@ -165,9 +165,9 @@ class ZeroOneRule(AdamRule):
     """0/1 Adam (Lu et al. 2022, https://arxiv.org/abs/2202.06009, algorithm 1, with DeepSpeed's choice of steps): AdamW
     that sends signs from the start, and later not in every step.
 
-    Until update `var_freeze_step`, gradients are exact at an interval that doubles after `var_update_scaler` of them; they
-    alone change the variance. In others `momentum = beta1 * momentum + compressed((1 - beta1) * gradient)`. After it, each
-    rank takes steps of its own, and the ranks meet at another interval: it starts at 1, doubles every `local_step_scaler`
+    Until update `var_freeze_step`, gradients are exact at an interval that doubles after `var_update_scaler` of them; only
+    these change the variance. In others `momentum = beta1 * momentum + compressed((1 - beta1) * gradient)`. After it, each
+    rank takes its own steps, and the ranks meet at another interval: it starts at 1, doubles every `local_step_scaler`
     updates and is at most `local_step_clipper`. With the sum of the rates since the ranks met as `rates`, and the weights
     that they had then as `anchor`:
 
@@ -287,7 +287,7 @@ def chunk_numel(numel: int, world_size: int) -> int:
 
 def encode(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """Return `rows` [k, n] (fp32, n a multiple of 8) as bytes [k, n / 8 + 4]: signs, the lowest bit first and zero
-    positive, then the scale, for which `counts` elements of each row count: behind them there are zeros."""
+    positive, then the scale, for which the first `counts` elements of each row count; the others are zeros."""
     bits = (rows >= 0).view(rows.shape[0], -1, _PER_BYTE).to(torch.uint8)
     shifts = torch.arange(_PER_BYTE, dtype=torch.uint8, device=rows.device)
     signs = (bits << shifts).sum(dim=2, dtype=torch.uint8)

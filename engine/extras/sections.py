@@ -92,8 +92,8 @@ class _OneBitParams(MomentParams):
     """The optimizer that sends gradients."""
 
     bias_correction: Bool = built(True)
-    """Correct the moments for starting at zero, so that the warm-up is that of the exact optimizer; false: use them as
-    they are, which DeepSpeed does whatever this says."""
+    """Correct the moments for starting at zero, so that the warm-up is that of the exact optimizer; false: use them
+    uncorrected, as DeepSpeed always does."""
     weight_decay: Real | Auto = built(0.0)
     """Decoupled decay of the weights per step, times lr."""
 
@@ -187,7 +187,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "bigbird": {"num_random_blocks": 1, "num_sliding_window_blocks": 3, "num_global_blocks": 1},
     "bslongformer": {"num_sliding_window_blocks": 3, "global_block_indices": (0,), "global_block_end_indices": None},
 }
-"""The arguments of each mode beside those of all, and their defaults, which are DeepSpeed's."""
+"""The arguments of each mode, except the common ones, with their defaults, which are DeepSpeed's."""
 _OF_ALL = ("mode", "block", "attention", "different_layout_per_head")
 
 

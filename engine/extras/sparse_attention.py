@@ -119,7 +119,7 @@ def block_mask(pattern: Pattern, num_heads: int, num_tokens: int, device: torch.
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-def attend(  # noqa: PLR0913 - those of scaled_dot_product_attention, and the pattern
+def attend(  # noqa: PLR0913 - as scaled_dot_product_attention, with the pattern
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

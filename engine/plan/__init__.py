@@ -1,1 +1,1 @@
-"""The place of every byte and the time of its moves, decided from sizes and settings alone."""
+"""The place of every byte and the time of its moves, decided from sizes and settings."""

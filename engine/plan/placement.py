@@ -9,7 +9,7 @@ The device stores arrays that are not offloaded, and `1 - ratio` of the optimize
   (forward, backward) and a write (update), of gradients and optimizer state a read and a write, of a frozen parameter two
   reads. Padding on disk decides among equals, which are spread over the model. A step visits all of them in a circle, so an
   LRU cache would never hit; a fixed part in memory always does.
-- In step mode `backward` gradients wait in host memory if the budget holds all else too; else each is used as it arrives.
+- In step mode `backward` gradients wait in host memory if the budget allows all else too; else each is used as it arrives.
 - Taking the densest first, and skipping those that do not fit, makes traffic monotone in the budget: an array that only the
   larger budget has room for is worth more than all that the smaller one may still take, which are smaller and no denser.
 
@@ -42,7 +42,7 @@ _HOST_ALIGN_BYTES = 64
 """The host tier allocates shards in multiples of this."""
 _FIELDS: tuple[Field, ...] = ("parameter", "gradient", "state")
 HEADROOM_PERCENT = 10
-"""Of a memory that is to be filled: left for the process itself, the allocator's gaps, and errors of the estimates."""
+"""Part of a memory that is left for the process, the allocator's gaps, and errors of the estimates."""
 
 
 def make_plan(needs: Mapping[str, Need], settings: PlacementSettings, units: Sequence[Sequence[str]] = ()) -> Plan:

@@ -124,7 +124,7 @@ class PlacementSettings:
     """Part of `buffer_bytes` for the update; None: all."""
     holds_gradients: bool | None = True
     """Gradients are stored until the update, for a global norm, or because they accumulate. False: each is used as it
-    arrives. None: that, unless the budget holds all state with them."""
+    arrives. None: that, unless the budget has room for all state with them."""
     accumulation_steps: int = 1
     """Forwards of one step on this rank: each reads parameters on disk again."""
     gathers: int = 2
@@ -211,7 +211,7 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
     if settings.budget_bytes is not None:
         used, full = format_bytes(plan.budget_used_bytes), format_bytes(plan.budget_full_bytes)
         lines.append(
-            f"  host budget: {used} of {format_bytes(settings.budget_bytes)} used; {full} would hold everything"
+            f"  host budget: {used} of {format_bytes(settings.budget_bytes)} used; {full} would be enough for everything"
         )
     if plan.files:
         moved = (plan.read_bytes, plan.written_bytes, plan.file_bytes)
@@ -227,8 +227,8 @@ def describe(plan: Plan, *, world_size: int = 1, local_ranks: int = 1) -> str:
         )
     gathered = f"up to {format_bytes(plan.gathered_bytes)} of gathered parameters on the device, "
     whole = f"{format_bytes(plan.update_bytes)} for updates of whole tensors, "
-    beside = (gathered if plan.gathered_bytes else "") + (whole if plan.update_bytes else "")
-    lines.append(f"  not counted: {beside}gradients in transit and activations")
+    transient = (gathered if plan.gathered_bytes else "") + (whole if plan.update_bytes else "")
+    lines.append(f"  not counted: {transient}gradients in transit and activations")
     return "\n".join(lines)
 
 

@@ -129,7 +129,7 @@ def _check_host(plan: Plan, world: World, memory: HostMemory) -> None:
                 raise BudgetError(
                     f"the host has {format_bytes(limit_bytes + memory.swap_bytes)} of memory for this (swap space included), "
                     f"but the plan keeps {format_bytes(plan.host_bytes)} of this rank there, {format_bytes(needed_bytes)} "
-                    f"with the ranks beside it, activations not counted: set a smaller host_budget_bytes with "
+                    f"with the other ranks there, activations not counted: set a smaller host_budget_bytes with "
                     'offload_optimizer and offload_param on "nvme", or use more machines (`zstore plan` shows what fits)'
                 )
 
