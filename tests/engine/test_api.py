@@ -286,11 +286,7 @@ def _resume(rank: int, folder: str, config: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("total", "micro", "advice"),
     [
-        (
-            6,
-            6,
-            r'world sizes that can are 1; write "train_micro_batch_size_per_gpu": 3, which keeps it, 1 to a step',
-        ),
+        (6, 6, r'world sizes that can are 1; write "train_micro_batch_size_per_gpu": 3, which keeps it, 1 to a step'),
         (3, 2, r"no micro-batch does among 2 ranks; it divides among 1, 3"),
     ],
 )

@@ -115,8 +115,7 @@ def with_types(bf16: object, fp16: object = False) -> dict[str, object]:
 
 @x86
 @pytest.mark.parametrize(
-    ("flags", "native"),
-    [("", ""), ("avx512_bf16", "bf16"), ("amx_bf16 amx_fp16", "bf16 fp16"), ("avx512_fp16", "")],
+    ("flags", "native"), [("", ""), ("avx512_bf16", "bf16"), ("amx_bf16 amx_fp16", "bf16 fp16"), ("avx512_fp16", "")]
 )
 def test_a_cpu_is_asked_for_its_instructions(flags: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")

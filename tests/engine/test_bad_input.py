@@ -224,15 +224,9 @@ UNSTORABLE: list[tuple[Any, str]] = [
     ({"raw": b"x"}, r"\['raw'\] is a builtins.bytes"),
     ({"net": nn.Linear(1, 1)}, r"\['net'\] is a torch.nn.modules.linear.Linear"),
     ({"by_epoch": {1: 0.5}}, r"key 1 is a int.* convert it"),
-    (
-        {"z": torch.zeros(2, dtype=torch.complex128)},
-        r"client_state: the tensor at 'z' cannot be stored",
-    ),
+    ({"z": torch.zeros(2, dtype=torch.complex128)}, r"client_state: the tensor at 'z' cannot be stored"),
     ({"s": torch.eye(2).to_sparse()}, r"client_state: the tensor at 's' cannot be stored"),
-    (
-        {"m": torch.empty(2, device="meta")},
-        r"client_state: the tensor at 'm' cannot be stored",
-    ),
+    ({"m": torch.empty(2, device="meta")}, r"client_state: the tensor at 'm' cannot be stored"),
     ({"x": {"$tensor": "y"}}, r"'\$tensor' at 'x' is a reserved key; rename it"),
     ({"n": np.array(["a"])}, r"client_state: the array at 'n' cannot be stored"),
     ({"n": np.complex128(1)}, r"\['n'\] is a builtins.complex"),

@@ -112,11 +112,7 @@ def test_a_resume_that_cannot_be_is_named_and_changes_nothing(train: Any, tmp_pa
             [],
             "nvme_path: expected a folder, or one that can be made",
         ),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1e30}}},
-            ["--steps", "3"],
-            "norm of the gradients is nan",
-        ),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e30}}}, ["--steps", "3"], "norm of the gradients is nan"),
     ],
 )
 def test_a_failed_start(keys: dict[str, Any], words: list[object], message: str, train: Any, tmp_path: Path) -> None:

@@ -48,10 +48,7 @@ RUNS: dict[int, dict[str, dict[str, Any]]] = {
         "without overlap": SMALL | {"overlap_comm": False},
         "nothing persists": {"stage3_param_persistence_threshold": 0},
         "all persists": {"stage3_param_persistence_threshold": 10**9},
-        "some persists": {
-            "stage3_param_persistence_threshold": 10**9,
-            "stage3_model_persistence_threshold": 20_000,
-        },
+        "some persists": {"stage3_param_persistence_threshold": 10**9, "stage3_model_persistence_threshold": 20_000},
     },
 }
 

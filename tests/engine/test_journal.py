@@ -123,9 +123,7 @@ def test_steps_saves_and_loads_are_as_the_engine_says(tmp_path: Path) -> None:
     assert steps(read(ckpt))["loss"][3] == again[-2]["loss"]
 
 
-def test_divided_losses_are_summed_and_a_skipped_step_has_numbers_of_json(
-    tmp_path: Path,
-) -> None:
+def test_divided_losses_are_summed_and_a_skipped_step_has_numbers_of_json(tmp_path: Path) -> None:
     fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": 4}}
     with start(make_config(zstore={"journal": str(tmp_path)}, **fp16)) as engine:
         losses = [engine(*batch(0, micro, 0)) for micro in range(2)]

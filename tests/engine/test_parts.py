@@ -88,9 +88,7 @@ def draw() -> list[float]:
     return [torch.rand(1).item(), random.random(), float(np.random.rand()), float(np.random.randn())]
 
 
-def test_a_checkpoint_without_a_device_seeds_the_devices_generator(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_checkpoint_without_a_device_seeds_the_devices_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two resumes draw the same there, and two checkpoints do not."""
     states = []
     for seed in (1, 2):

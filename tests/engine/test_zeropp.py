@@ -236,9 +236,7 @@ def _rounded(values: torch.Tensor, largest: int) -> torch.Tensor:
     return (((blocks / scale).round() + 0.0) * scale).view_as(values)
 
 
-def test_weights_and_gradients_are_rounded(
-    runs: list[dict[str, dict[str, Any]]],
-) -> None:
+def test_weights_and_gradients_are_rounded(runs: list[dict[str, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = _Net().bfloat16()

@@ -132,10 +132,7 @@ def flat_and_full() -> bool:
     with Offloaded(AdamW, model.parameters(), device="cpu") as optimizer:
         step(model, optimizer, 0)
         before, weights = digests(model, optimizer), copy.deepcopy(get_model_state_dict(model))
-        for options in (
-            StateDictOptions(flatten_optimizer_state_dict=True),
-            StateDictOptions(full_state_dict=True),
-        ):
+        for options in (StateDictOptions(flatten_optimizer_state_dict=True), StateDictOptions(full_state_dict=True)):
             state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
             step(model, optimizer, 1)
             assert digests(model, optimizer) != before

@@ -347,10 +347,7 @@ def test_what_cannot_be_stored_is_refused_by_name_and_nothing_is_left(tmp_path: 
             save_alone(state, tmp_path / "a")
     with pytest.raises(BaseException, match="use_collectives"):
         dcp.save(
-            {"w": torch.zeros(2)},
-            storage_writer=zstore.dcp.Writer(tmp_path / "a"),
-            no_dist=True,
-            use_collectives=False,
+            {"w": torch.zeros(2)}, storage_writer=zstore.dcp.Writer(tmp_path / "a"), no_dist=True, use_collectives=False
         )
     with pytest.raises(UsageError, match=r"bucket/a: DCP saves to a folder that all ranks share.*zstore reshard"):
         zstore.dcp.Writer("fails://bucket/a")

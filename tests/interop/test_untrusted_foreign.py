@@ -189,10 +189,7 @@ class Patient:
     def read_all(self) -> dict[str, bytes]:
         """Read what can be read; errors of ours are left out, any other fails."""
         found: dict[str, bytes] = {}
-        with (
-            contextlib.suppress(ZstoreError),
-            open_source(self.folder, resources=self.resources) as source,
-        ):
+        with contextlib.suppress(ZstoreError), open_source(self.folder, resources=self.resources) as source:
             for name, array in source.arrays.items():
                 if array.spec.nbytes <= 2**20:
                     with contextlib.suppress(ZstoreError):

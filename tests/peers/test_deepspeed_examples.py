@@ -47,11 +47,7 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(not EXAMPLES.is_dir(), reason=FETCH),
-]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800), pytest.mark.skipif(not EXAMPLES.is_dir(), reason=FETCH)]
 
 
 def _run(folder: Path, *words: Any, world_size: int = 1, path: Path | None = None) -> str:

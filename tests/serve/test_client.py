@@ -136,12 +136,7 @@ def test_what_is_wrong_is_said_and_no_token_with_it(base: str) -> None:
         ("a%20run", {"token": "wrong-token"}, UsageError, "does not accept the token given"),
         ("a%20run", {"token": "two words"}, UsageError, "blanks"),
         ("a%20run", {"token": 12345}, UsageError, "must be text"),
-        (
-            "a%20run",
-            {**OPTIONS, "anon": True},
-            UsageError,
-            r"expected the storage option token, got \['anon'\]",
-        ),
+        ("a%20run", {**OPTIONS, "anon": True}, UsageError, r"expected the storage option token, got \['anon'\]"),
         ("other", OPTIONS, CheckpointNotFoundError, "there is no run 'other'; runs that are served: a run"),
         ("a%20run/third", OPTIONS, CheckpointNotFoundError, "third does not exist or is not a folder"),
         ("", OPTIONS, UsageError, rf"name one of its runs.*It has: {base}/a%20run"),

@@ -151,10 +151,7 @@ def test_a_run_in_a_bucket_is_shown_too(sample: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.put(str(sample / RUN), "/bucket/far", recursive=True)
     try:
-        with (
-            serving_of("memory://bucket/far") as base,
-            httpx.Client(base_url=base) as client,
-        ):
+        with serving_of("memory://bucket/far") as base, httpx.Client(base_url=base) as client:
             (run,) = get(client, "/api/runs")["runs"]
             assert (run["name"], run["step"], run["num_checkpoints"]) == ("far", 300, 5)
             assert get(client, "/api/runs/far/steps")["columns"]["step"][-1] == 300

@@ -188,10 +188,7 @@ def test_two_runs_cannot_write_one_name(tmp_path: Path, url: str) -> None:
     other = save_arrays(tmp_path / "b", make_arrays(), run_id="b", step=2)
     with pytest.raises(CheckpointExistsError, match=r"another training run.*save under another name"):
         upload_checkpoint(other, f"{url}/one", OPTIONS, overwrite=True)
-    with (
-        open_world(make_arrays()) as world,
-        pytest.raises(CheckpointExistsError, match="another training run"),
-    ):
+    with open_world(make_arrays()) as world, pytest.raises(CheckpointExistsError, match="another training run"):
         save(world, tmp_path / "c", f"{url}/one", run_id="c", step=3)
     assert whole(tmp_path / "runs/one") == ["step-00000001"]
     upload_checkpoint(other, f"{url}/two", OPTIONS)

@@ -33,11 +33,7 @@ def training(command: list[str], tmp_path: Path, text: Path, *more: object) -> I
     words += ["--steps", 10**6, "--save", tmp_path / "run", "--save-every", 10, *more]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     with warm.Popen(
-        [*command, *map(str, words)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
+        [*command, *map(str, words)], stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     ) as process:
         try:
             seen = []

@@ -152,10 +152,7 @@ def make_arrays(folder: Path) -> None:
         write_expected(folder, "archive-zstd", few, {**facts, "world_size": 1})
 
 
-KINDS: dict[str, Callable[[Path], None]] = {
-    "arrays": make_arrays,
-    ENGINE: make_engine,
-}
+KINDS: dict[str, Callable[[Path], None]] = {"arrays": make_arrays, ENGINE: make_engine}
 
 
 def main(folder: Path, kinds: Sequence[str]) -> None:

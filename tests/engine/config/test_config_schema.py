@@ -184,10 +184,7 @@ REPORTED: list[tuple[dict[str, Any], dict[str, str]]] = [
         _MODE | {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0},
         {_OVERLAP: 'is treated as "none": only what is gathered'},
     ),
-    (
-        _MODE | {"zero_optimization": {"stage": 1}} | _NO_CLIP,
-        {_OVERLAP: 'is treated as "none": at stages 0 and 1'},
-    ),
+    (_MODE | {"zero_optimization": {"stage": 1}} | _NO_CLIP, {_OVERLAP: 'is treated as "none": at stages 0 and 1'}),
     (_MODE | {"zero_optimization": {"stage": 3}} | _NO_CLIP, {}),
     *(
         (

@@ -125,9 +125,7 @@ def test_the_answers_are_those_of_deepspeed() -> None:
     assert not wrong
 
 
-def test_an_invalid_world_size_has_its_own_batch_or_names_the_valid_ones(
-    tmp_path: Path,
-) -> None:
+def test_an_invalid_world_size_has_its_own_batch_or_names_the_valid_ones(tmp_path: Path) -> None:
     assert sizes(config(), 5) == (10, 2, 1)
     assert compute_elastic_config(config() | {"train_batch_size": 8}, world_size=5) == (10, [5], 2)
     with pytest.raises(ConfigError, match="world size 13 cannot train with a batch of 12"):

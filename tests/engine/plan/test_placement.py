@@ -175,10 +175,7 @@ def test_the_description_is_each_place_the_budget_and_what_a_step_moves() -> Non
     assert "not counted: up to 524.29 kB of gathered parameters on the device, gradients" in gathers[-1]
 
 
-SHAPES = st.one_of(
-    st.tuples(st.integers(0, 300_000)),
-    st.tuples(st.integers(0, 900), st.integers(0, 700)),
-)
+SHAPES = st.one_of(st.tuples(st.integers(0, 300_000)), st.tuples(st.integers(0, 900), st.integers(0, 700)))
 
 
 @st.composite
@@ -336,10 +333,7 @@ def traces(draw: st.DrawFn) -> Trace:
 
 
 limits_of = st.builds(
-    PrefetchLimits,
-    prefetch_numel=st.integers(0, 20),
-    live_numel=st.integers(0, 40),
-    reuse_numel=st.integers(0, 20),
+    PrefetchLimits, prefetch_numel=st.integers(0, 20), live_numel=st.integers(0, 40), reuse_numel=st.integers(0, 20)
 )
 
 
