@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_
 import typer
 
 from zstore.errors import BudgetError, UsageError, listed, parse_bytes
-from zstore.io import is_url, map_large_blocks, open_resources, user_path
+from zstore.io import user_path
 
 from .printing import ProgressBar, print_json
 
@@ -236,10 +236,10 @@ def open_location(
     """Open the checkpoint that `location` and `tag` name for the length of a `with` block.
 
     `location` is a checkpoint's folder, a folder of checkpoints (then its newest one, or `tag`), or either's URL; `DIR@TAG`
-    and `DIR/TAG` mean the same as `DIR` with `tag`. See `zstore.open.sources.open_source` for more. Raises BudgetError if
-    a memory limit that was given is too small for the metadata.
+    and `DIR/TAG` mean `DIR` with `tag`. Raises BudgetError if a given memory limit is too small for the metadata.
     """
     from zstore.checkpoint import NUM_THREADS
+    from zstore.io import is_url, map_large_blocks, open_resources
     from zstore.open.sources import open_source
 
     # A request over a network takes tens of milliseconds, so more of them run at once.
