@@ -320,10 +320,6 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
                     raise CorruptionError(
                         f"the checkpoint's parameter groups have a setting {name!r} that no engine saves"
                     )
-    if not plan.options.load_module_only:
-        for name, value in record["counters"].items():
-            if type(value) is not int or not 0 <= value < 2**53:
-                raise CorruptionError(f"the checkpoint's counter {name!r} is not a count")
     for parameter in plan.updated:
         found = record["scalars"].get(parameter.name)
         wanted = training.state.scalars[parameter]
@@ -334,6 +330,9 @@ def check_record(training: Training, record: Mapping[str, Any], plan: LoadPlan, 
                 f"{sorted(wanted)}: use the optimizer that the checkpoint was trained with"
             )
     if not plan.options.load_module_only:
+        for name, value in record["counters"].items():
+            if type(value) is not int or not 0 <= value < 2**53:
+                raise CorruptionError(f"the checkpoint's counter {name!r} is not a count")
         batch_for(training, record["batch"], saved_world_size=saved_world_size)
 
 

@@ -30,7 +30,7 @@ from torch import nn
 from zstore.errors import UsageError
 
 from ..params.sharding import Unit
-from ..zero.hooks import UnitHooks
+from ..zero.hooks import ModuleHook, UnitHooks
 
 _log = logging.getLogger("zstore")
 
@@ -181,13 +181,14 @@ def _without_hooks(modules: Sequence[nn.Module], hook_ids: frozenset[int]) -> It
 
 
 def _others(hooks: OrderedDict[int, Any], hook_ids: frozenset[int]) -> OrderedDict[int, Any]:
-    return OrderedDict((number, hook) for number, hook in hooks.items() if number not in hook_ids)
+    # A `ReadGuard`'s hook too: that of the unit's module checks all parameters in it.
+    kept = {n: hook for n, hook in hooks.items() if n not in hook_ids and not isinstance(hook, ModuleHook)}
+    return OrderedDict(kept)
 
 
 @contextmanager
 def _more_graphs(sharing: int) -> Iterator[None]:
-    """Allow the shared forward of several modules as many graphs as separate ones: blocks may differ in a number that is part
-    of a graph, such as the index of the layer."""
+    """Allow the shared forward of several blocks, which may differ in a constant, as many graphs as separate ones."""
     config = torch._dynamo.config
     former = config.recompile_limit, config.accumulated_recompile_limit
     config.recompile_limit, config.accumulated_recompile_limit = (limit * sharing for limit in former)
