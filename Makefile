@@ -37,8 +37,9 @@ demo: $(VENV)/stamp-run ## train, resume, reshard and consolidate a small model:
 test: $(VENV)/stamp-test ## run the tests; PYTEST_ARGS="tests/tools/test_cli.py -q" runs some
 	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest --durations 20 $(PYTEST_ARGS); code=$$?; echo $$code > $(STATUS); exit $$code
 
-oldest: ## run the tests of Trainer, Accelerate, Lightning, ... with the oldest versions that are supported
-	@$(MAKE) --no-print-directory test VENV=.venv-oldest PINS=constraints-oldest.txt PYTEST_ARGS="tests/integrations -q"
+oldest: ## run the tests of the engine, the store and the integrations with the oldest versions that are supported
+	@$(MAKE) --no-print-directory test VENV=.venv-oldest PINS=constraints-oldest.txt TORCH="$$(grep '^torch==' constraints-oldest.txt)" \
+	  PYTEST_ARGS="tests/engine tests/store tests/integrations -q -n auto --dist worksteal"
 
 newest: ## run the tests with the newest torch that is known to serve (constraints-newest.txt)
 	@$(MAKE) --no-print-directory test VENV=.venv-newest PINS=constraints-newest.txt TORCH="$$(grep '^torch==' constraints-newest.txt)"

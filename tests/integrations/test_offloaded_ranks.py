@@ -96,6 +96,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, **source: Any) -> N
 
 def train_and_save(rank: int, folder: str) -> dict[str, Any]:
     """Beside torch's AdamW on the same FSDP2 model; then save three times."""
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # DCP of torch 2.9
     found: dict[str, Any] = {}
     theirs = sharded()
     torchs = AdamW(theirs.parameters(), lr=1e-2, fused=True)

@@ -136,6 +136,8 @@ def test_a_method_is_saved_and_loaded(method: str, tmp_path: Path, monkeypatch: 
     if method == "ADAMSS":
         pytest.importorskip("sklearn")
     if method == "XLORA":
+        if peft.__version__ < "0.21":
+            pytest.skip("PEFT freezes its adapters after the model is built")
         loras = {"adapters": trained_loras(tmp_path), "hidden_size": llama().config.hidden_size}  # type: ignore[union-attr]
         monkeypatch.setitem(SETTINGS, method, loras)
     plain, ours = adapted(method), adapted(method)

@@ -104,7 +104,7 @@ RUN = {
     "logging_steps": 1,
     "learning_rate": 1e-2,
     "per_device_train_batch_size": 2,
-    CHECKPOINTING: True,
+    **CHECKPOINTING,
 }
 
 

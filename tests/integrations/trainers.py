@@ -17,10 +17,10 @@ from transformers import Trainer, TrainingArguments
 transformers.logging.set_verbosity_error()
 
 VOCAB, TOKENS = 64, 8
-CHECKPOINTING = "activation_checkpointing"
-"""The argument of Trainers, which has another name in older versions of transformers."""
-if CHECKPOINTING not in {field.name for field in dataclasses.fields(TrainingArguments)}:
-    CHECKPOINTING = "gradient_checkpointing"
+CHECKPOINTING: dict[str, Any] = {"activation_checkpointing": True}
+"""The argument of Trainers, which has another name and default in older versions of transformers."""
+if "activation_checkpointing" not in {field.name for field in dataclasses.fields(TrainingArguments)}:
+    CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False}
 """Arguments of a run on the CPU that talks to nobody."""
 

@@ -294,6 +294,11 @@ def initialize(  # noqa: PLR0913, PLR0917 - DeepSpeed's signature
     complete_saves()  # of an earlier engine, whose checkpoint a resume may load now
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad] if model is not None else []
     frozen = optimizer is None and (not isinstance(given, Mapping) or given.get("optimizer") is None)
+    zero = given.get("zero_optimization") if isinstance(given, Mapping) else None
+    if isinstance(zero, Mapping) and not zero.get(
+        "stage"
+    ):  # as trl configures a reference model: DeepSpeed ignores the rest
+        given = {**given, "zero_optimization": {k: v for k, v in zero.items() if not k.startswith("offload_")}}
     engine, *others = zstore_initialize(
         args=None,
         model=model,
